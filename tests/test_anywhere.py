@@ -15,8 +15,8 @@ PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), NO
 
 
 CLIENT_TESTS = (  # with the clients openai and httpx
-    "tests/proxy/wire/exchange/test_openai.py::test_a_chat",
-    "tests/proxy/admin/test_server.py::test_it_serves_until_stopped_and_leaves_signals_alone",
+    "tests/proxy/wire/exchange/test_openai.py::test_chat_with_openai_client",
+    "tests/proxy/admin/test_server.py::test_server_does_not_change_signal_handlers",
 )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEEDS_PROMETHEUS = "tests/prometheus/test_rules.py::test_promtool_has_no_complaint"
-NEEDS_NOTHING = "tests/prometheus/test_rules.py::test_no_two_rules_record_the_same"
+NEEDS_PROMETHEUS = "tests/prometheus/test_rules.py::test_promtool_accepts_the_rules"
+NEEDS_NOTHING = "tests/prometheus/test_rules.py::test_recorded_names_are_unique"
 
 
 def run(folder: Path, *tests: str, **more: str) -> subprocess.CompletedProcess[str]:

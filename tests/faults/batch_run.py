@@ -14,7 +14,7 @@ from openai.types import Batch
 
 from tests.faults.clients import text_of
 from tests.faults.faulty_fleet import BATCH_KEY, MODEL
-from tests.proxy.batches.office import ACTIVE
+from tests.proxy.batches.harness import ACTIVE
 from tests.proxy.wire.kv import CHAT, answer_to, prompts_of
 
 LINES = 80

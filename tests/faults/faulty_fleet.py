@@ -103,7 +103,7 @@ class FaultyKv(Kv):
         self.slow_s = 0.0
         self.number = seed * 1000
 
-    def next_wrong(self, fake: FakeWorker, role: str) -> Faults:  # noqa: ARG002
+    def next_faults(self, fake: FakeWorker, role: str) -> Faults:  # noqa: ARG002
         dice = self.dice
         if dice.random() >= self.share:
             return Faults()

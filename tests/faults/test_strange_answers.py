@@ -45,7 +45,7 @@ PREFILL_RESPONSES = {
 async def test_invalid_prefill_response_ends_the_request(start: Start, name: str) -> None:
     fleet = await pairs(start, wire={"first_byte_s": 2.0, "idle_s": 2.0})
     strange = Faults(during=scripts.answer(200, PREFILL_RESPONSES[name]))
-    fleet.kv.wrong("prefill", strange, strange, strange)
+    fleet.kv.inject("prefill", strange, strange, strange)
     body = chat_body()
     answer = await ask(fleet, body)
     if answer.status == 200:

@@ -25,9 +25,9 @@ from tests.fleet.conftest import PREFILL
 from tests.fleet.relay import second_address
 from tests.fleet.test_handover import ABOVE, Ends, listed, wait_connected
 from tests.fleet.test_router import PORTS, Router, port_of, routing
-from tests.prometheus.corners import counted, unseen
+from tests.prometheus.rare_cases import excused_queries, query_for
 from tests.prometheus.scene import fake
-from tests.prometheus.server import Prometheus, exhausted
+from tests.prometheus.server import Prometheus, retry_until_empty
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import Client, bearer, chat, get, request
@@ -264,13 +264,15 @@ def questions(workers: Mapping[str, str]) -> dict[str, str]:
     queries = {
         f'proxy_requests_total{{reason="{reason}",{real}}}'
         if reason in PLACED
-        else counted(reason): f"reason {reason}"
+        else query_for(reason): f"reason {reason}"
         for reason in Reason
     }
     handover_queries = {
         f'proxy_handover_decisions_total{{why="{why}"}}': why for why in HANDOVER_REASONS
     }
-    return {each: what for each, what in queries.items() if each not in unseen()} | handover_queries
+    return {
+        each: what for each, what in queries.items() if each not in excused_queries()
+    } | handover_queries
 
 
 async def test_every_reason_is_caused_and_visible_in_prometheus(
@@ -313,8 +315,8 @@ async def test_every_reason_is_caused_and_visible_in_prometheus(
             "worker": [worker.port for worker in ends.values()],
         }
         await prometheus.begin(stack, targets)
-        missing = await exhausted(partial(prometheus.unanswered, questions(urls)))
+        missing = await retry_until_empty(partial(prometheus.unanswered, questions(urls)))
         assert not missing, missing
-        excuses = unseen()
+        excuses = excused_queries()
         assert await prometheus.unanswered(dict(excuses)) == excuses, "has data: no excuse"
-        await prometheus.is_well()
+        await prometheus.check_healthy()

@@ -19,7 +19,7 @@ import pytest
 from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from tests.fleet.conftest import ALONE
 from tests.fleet.test_router import PORTS, Router, port_of, routing
-from tests.prometheus.server import Prometheus, exhausted
+from tests.prometheus.server import Prometheus, retry_until_empty
 from tests.prometheus.tools import program
 from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model
@@ -206,8 +206,8 @@ async def test_every_route_is_answered_and_visible_in_prometheus(
         }
         await prometheus.begin(stack, targets)
         seen = {queries[name]: f"route {name}" for name in BY_NAME.keys() - without}
-        missing = await exhausted(partial(prometheus.unanswered, seen))
+        missing = await retry_until_empty(partial(prometheus.unanswered, seen))
         assert not missing, missing
         excuses = {queries[name]: f"route {name}" for name in without}
         assert await prometheus.unanswered(dict(excuses)) == excuses, "answered: no excuse"
-        await prometheus.is_well()
+        await prometheus.check_healthy()

@@ -21,9 +21,9 @@ from grafana.boards import engine
 from proxy.config import FleetConfig
 from proxy.core.model.route_table import ROUTES
 from tests.fleet.test_router import port_of
-from tests.prometheus.corners import begin_batch
+from tests.prometheus.rare_cases import begin_batch
 from tests.prometheus.scene import Scene, fake
-from tests.prometheus.server import PUT, exhausted, plain, questions
+from tests.prometheus.server import VARIABLES, plain, queries, retry_until_empty
 from tests.prometheus.tools import ALERTS, program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import bearer, chat, request
@@ -37,7 +37,7 @@ workers:
   - {{name: l0, role: long, url: "{long}", max_requests: 4}}
   - {{name: bad, role: short, url: "{bad}", max_model_len: 2048}}
   - {{name: idle, role: long, url: "{idle}"}}
-{mutes}
+{silent}
 discovery:
   pools:
     - name: found
@@ -86,9 +86,9 @@ def excused() -> set[str]:
     others = [panel for panel in row.panels if not panel.title.startswith("long_prompt:")]
     others += [panel for panel in engine.BOARD.panels() if panel.title in ("Chunk budget", "K")]
     queries = {query.expr for panel in others for query in panel.queries}
-    for name, value in PUT.items():
+    for name, value in VARIABLES.items():
         queries = {expr.replace(name, value) for expr in queries}
-    faults = [plain(e) for e in questions() if any(part in plain(e) for part in FAULTS)]
+    faults = [plain(e) for e in queries() if any(part in plain(e) for part in FAULTS)]
     return {*map(plain, queries), *faults}
 
 
@@ -107,7 +107,7 @@ class RealScene(Scene):
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": BATCH_WRITES}
         await begin_batch(self.pairs, bearer(KEY), {"model": "tiny", "ignore_eos": True, **body})
 
-    async def once(self, number: int) -> None:
+    async def send_all(self, number: int) -> None:
         """Send requests of every route, length, hand-over and refusal."""
         sends = [
             self.send(self.split, chat("hello there", stream=True, max_tokens=12)) for _ in range(5)
@@ -118,7 +118,7 @@ class RealScene(Scene):
             long = f"{number} {again} " + "long " * 3000
             sends.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
         sends.append(self.send(self.split, chat(model="nobody's")))
-        sends.append(self.mutes.leave(self.split))
+        sends.append(self.silent.leave(self.split))
         for path in ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             sends.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
@@ -149,13 +149,13 @@ async def scene(
 
 async def test_every_panel_rule_and_alert_has_data_of_real_workers(scene: Scene) -> None:
     excuses = excused()
-    left = {expr: panel for expr, panel in questions().items() if plain(expr) not in excuses}
+    left = {expr: panel for expr, panel in queries().items() if plain(expr) not in excuses}
     assert len(left) > 150
     alerts = {
         panel.split()[1].strip(",") for panel in left.values() if panel.endswith("its limits")
     }
     assert {*ALERTS} - alerts == {"NoRouter"}
-    missing = await exhausted(partial(scene.prometheus.unanswered, left))
+    missing = await retry_until_empty(partial(scene.prometheus.unanswered, left))
     assert len(excuses) < 40
     assert not missing, "\n".join(f"{panel}: {expr}" for expr, panel in missing.items())
-    await scene.prometheus.is_well()
+    await scene.prometheus.check_healthy()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.batches.office import Office
+from tests.proxy.batches.harness import BatchHarness
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import request
 from tests.proxy.wire.site import eventually
@@ -82,9 +82,9 @@ async def test_fuzzed_uploads_and_batches_are_no_500(
     start: Start, tmp_path: Path, seed: int
 ) -> None:
     dice = random.Random(seed)
-    office = Office(await start(), tmp_path / "batches")
-    await office.open()
-    site, file_ids = office.site, []
+    harness = BatchHarness(await start(), tmp_path / "batches")
+    await harness.open()
+    site, file_ids = harness.site, []
     try:
         for _ in range(60):
             answer = await site.ask(upload(form(dice)))
@@ -111,14 +111,14 @@ async def test_fuzzed_uploads_and_batches_are_no_500(
         assert batch_ids
         # Each batch ends: completed, or failed line by line.
         for item_id in batch_ids:
-            batch = await office.client.batches.retrieve(item_id)
+            batch = await harness.client.batches.retrieve(item_id)
             async with asyncio.timeout(30.0):
                 while batch.status in ("validating", "in_progress", "finalizing"):
                     await asyncio.sleep(0.02)
-                    batch = await office.client.batches.retrieve(item_id)
+                    batch = await harness.client.batches.retrieve(item_id)
             assert batch.status in ("completed", "failed")
         await eventually(lambda: not site.unfinished(), site.unfinished, within=30.0)
     finally:
-        await office.close()
+        await harness.close()
     assert all(call.path == "/v1/chat/completions" for call in site.served())
     assert not any(b"kv_transfer" in call.body for call in site.served())

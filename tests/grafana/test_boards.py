@@ -1,4 +1,4 @@
-"""The boards are what the builder makes, ask for metrics that there are, and parse."""
+"""Boards equal the builder's output, use declared metrics, and parse."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from vllm_sched.cost.step_time import COEFFICIENTS
 Json = dict[str, Any]
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 PROVISIONING = ROOT / "grafana" / "provisioning"
-# What Grafana puts for its variables, and what would do for ours.
+# Values of Grafana's variables and of the boards' own.
 VARIABLES = {"$__rate_interval": "5m", "$ttft_slo": "3.0", "$itl_slo": "0.2"}
 
 
-def loaded(board: Board) -> Json:
-    """Read a board's file."""
+def read_board(board: Board) -> Json:
+    """Return a board's file."""
     return dict(json.loads((build.FOLDER / f"{board.uid}.json").read_text()))
 
 
 def panels(board: Board) -> list[Json]:
-    """Return a board's panels, as in its file, but for headings."""
-    return [each for each in loaded(board)["panels"] if each["type"] != "row"]
+    """Return the panels in a board's file, without headings."""
+    return [panel for panel in read_board(board)["panels"] if panel["type"] != "row"]
 
 
-def test_the_files_are_what_the_builder_makes() -> None:
+def test_files_equal_the_builders_output() -> None:
     assert build.differing() == []
     assert build.main(["--check"]) == 0
 
 
-def test_a_file_that_was_changed_missing_or_nobodys_is_told(tmp_path: Path) -> None:
+def test_changed_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     for name, text in build.files().items():
         (tmp_path / name).write_text(text)
     (tmp_path / "vllm-sched-fleet.json").write_text("{}")
     (tmp_path / "vllm-sched-engine.json").unlink()
     (tmp_path / "mine.json").write_text("{}")
-    wrong = build.differing(tmp_path)
-    assert len(wrong) == 3
-    assert all(any(name in line for line in wrong) for name in ("fleet", "engine", "mine"))
+    differing = build.differing(tmp_path)
+    assert len(differing) == 3
+    assert all(any(name in line for line in differing) for name in ("fleet", "engine", "mine"))
 
 
-def test_every_metric_is_declared_by_somebody() -> None:
+def test_every_metric_is_declared() -> None:
     assert build.undefined(BOARDS, declared.all_of_them()) == []
 
 
 @pytest.mark.parametrize(
     "name", ["proxy_requests", "vllm_sched_steps", "vllm:gpu_cache_usage_perc", "a:b:c"]
 )
-def test_one_that_is_not_is_told(name: str) -> None:
+def test_undeclared_metric_is_reported(name: str) -> None:
     panel = Panel("P", "", "s", (Query(f"rate({name}[5m])"),))
     board = Board("u", "B", "", (), (Row("", (panel,)),))
     (line,) = build.undefined([board], declared.all_of_them())
@@ -79,21 +79,21 @@ def test_names_are_found_in_expressions(expr: str, found: set[str]) -> None:
 
 
 @each_board
-def test_what_grafana_and_other_boards_rely_on(board: Board) -> None:
-    page = loaded(board)
+def test_board_has_uid_schema_tags_and_links(board: Board) -> None:
+    page = read_board(board)
     assert page["uid"] == board.uid
     assert len(page["uid"]) <= 40
     assert page["schemaVersion"] == 39
     assert set(page["tags"]) == {"vllm-sched", "vllm"}
     assert {"vllm"} in [set(link["tags"]) for link in page["links"]]
-    numbers = [each["id"] for each in page["panels"]]
+    numbers = [panel["id"] for panel in page["panels"]]
     assert numbers == sorted(set(numbers))
 
 
 @each_board
-def test_panels_neither_overlap_nor_leave_the_page(board: Board) -> None:
+def test_panels_do_not_overlap_or_leave_the_page(board: Board) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in loaded(board)["panels"]:
+    for panel in read_board(board)["panels"]:
         at = panel["gridPos"]
         cells = {
             (x, y)
@@ -106,46 +106,46 @@ def test_panels_neither_overlap_nor_leave_the_page(board: Board) -> None:
 
 
 @each_board
-def test_every_panel_says_what_it_shows_and_of_which_metrics(board: Board) -> None:
+def test_every_panel_has_unit_targets_and_metrics(board: Board) -> None:
     titles = [panel.title for panel in board.panels()]
     assert len(set(titles)) == len(titles)
-    for panel, there in zip(board.panels(), panels(board), strict=True):
-        last = there["description"].rpartition("\n\n")[2]
+    for panel, written in zip(board.panels(), panels(board), strict=True):
+        last = written["description"].rpartition("\n\n")[2]
         assert last == "Metrics: " + ", ".join(f"`{name}`" for name in metrics(panel))
         assert metrics(panel)
-        assert there["fieldConfig"]["defaults"]["unit"]
-        assert there["targets"]
-        assert {each["datasource"]["uid"] for each in there["targets"]} == {"${datasource}"}
-        references = [each["refId"] for each in there["targets"]]
+        assert written["fieldConfig"]["defaults"]["unit"]
+        assert written["targets"]
+        assert {target["datasource"]["uid"] for target in written["targets"]} == {"${datasource}"}
+        references = [target["refId"] for target in written["targets"]]
         assert len(set(references)) == len(references)
 
 
 @each_board
-def test_variables_are_used_and_what_is_used_is_one(board: Board) -> None:
-    names = {each["name"] for each in loaded(board)["templating"]["list"]}
+def test_variables_are_used_and_declared(board: Board) -> None:
+    names = {item["name"] for item in read_board(board)["templating"]["list"]}
     assert {"datasource", "job", "instance", "model"} <= names
-    text = json.dumps(loaded(board))
+    text = json.dumps(read_board(board))
     used = set(re.findall(r"\$\{?([a-z_]+)", text)) - {"__rate_interval", "__all"}
     assert used == names
 
 
-def test_targets_are_buckets_of_the_histograms_that_they_are_asked_of() -> None:
+def test_targets_are_histogram_bounds() -> None:
     from proxy.metrics.histogram import GAP_BOUNDS, TTFT_BOUNDS
 
     values = {v.name: v.values for board in BOARDS for v in board.variables if v.values}
     assert set(map(float, values["ttft_slo"])) <= set(TTFT_BOUNDS)
     assert set(map(float, values["itl_slo"])) <= set(GAP_BOUNDS)
-    assert all(value == repr(float(value)) for some in values.values() for value in some)
+    assert all(value == repr(float(value)) for options in values.values() for value in options)
 
 
 @each_board
-def test_counters_are_rated_and_quotients_have_no_nan(board: Board) -> None:
+def test_counters_are_rated_and_divisors_are_positive(board: Board) -> None:
     for title, expr in board.expressions():
         for name in series(expr):
             if name.endswith(("_total", "_bucket", "_sum", "_count")):
                 assert re.search(rf"(rate|increase)\({re.escape(name)}\{{", expr), (title, name)
-        for below in re.findall(r" / (?:on \([^)]*\) group_left \([^)]*\) )?(.*)", expr):
-            assert re.fullmatch(r"\(.* > 0\)", below), (title, below)
+        for divisor in re.findall(r" / (?:on \([^)]*\) group_left \([^)]*\) )?(.*)", expr):
+            assert re.fullmatch(r"\(.* > 0\)", divisor), (title, divisor)
 
 
 def test_every_expression_parses(tmp_path: Path) -> None:
@@ -161,47 +161,47 @@ def test_every_expression_parses(tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in done.stdout
 
 
-def test_what_alerts_and_rules_ask_for_is_declared() -> None:
+def test_metrics_of_alerts_and_rules_are_declared() -> None:
     from tests.prometheus.tools import ALERTS, RECORDED
 
-    asked = set().union(*map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]))
-    assert asked <= declared.all_of_them()
+    used = set().union(*map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]))
+    assert used <= declared.all_of_them()
     assert declared.recorded() == set(RECORDED)
 
 
-# What a router shows that nobody looks at in a graph, and why.
-SHOWN_NOWHERE = {
-    "process_start_time_seconds": "for the runbook: whether it restarted",
-    "process_virtual_memory_bytes": "what is resident is on a board",
+# Metrics of a router that no graph shows, and why.
+WITHOUT_GRAPH = {
+    "process_start_time_seconds": "for the runbook: shows restarts",
+    "process_virtual_memory_bytes": "resident memory is on a board",
 }
 
 
-def test_all_that_a_router_shows_is_on_a_board_or_in_a_rule() -> None:
+def test_router_metrics_are_on_a_board_or_in_a_rule() -> None:
     from tests.prometheus.tools import ALERTS, RECORDED
 
-    asked = set().union(
+    used = set().union(
         *(series(expr) for board in BOARDS for _, expr in board.expressions()),
         *(series(variable.metric) for board in BOARDS for variable in board.variables),
         *map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]),
     )
-    # Of a histogram, any of its three series will do.
-    asked_of = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
+    # One of the three series of a histogram is enough.
+    used_families = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
     shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.routers()}
-    assert shown - asked_of == set(SHOWN_NOWHERE)
+    assert shown - used_families == set(WITHOUT_GRAPH)
 
 
-def test_all_that_engines_show_is_on_a_board() -> None:
-    asked = set().union(*(series(expr) for board in BOARDS for _, expr in board.expressions()))
-    asked_of = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
+def test_engine_metrics_are_on_a_board() -> None:
+    used = set().union(*(series(expr) for board in BOARDS for _, expr in board.expressions()))
+    used_families = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
     shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.engines()}
-    # What a policy has learnt, for who wants to know why it does what it does.
+    # Learnt values of policies, for diagnosis.
     learnt = {f"vllm_sched_fit_{name}" for name in COEFFICIENTS}
     learnt |= {f"vllm_sched_mean_{of}_tokens" for of in ("prompt", "output")}
     learnt.add("vllm_sched_step_limit_seconds")
-    assert shown - asked_of == learnt
+    assert shown - used_families == learnt
 
 
-def test_grafana_finds_boards_and_prometheus_where_compose_puts_them() -> None:
+def test_provisioning_matches_compose() -> None:
     compose = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())["services"]
     mounted = {v.split(":")[1]: v.split(":")[0] for v in compose["grafana"]["volumes"]}
     (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "boards.yaml").read_text())[

@@ -1,4 +1,4 @@
-"""A worker's /metrics page: what the engine half and vLLM declare, with numbers that grow."""
+"""A worker's metrics page with all declared metrics and growing numbers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from tests.proxy.wire.fake_worker import Call
 
 KINDS = ("mixed", "decode")
-NEW_EVERY_S = 0.4
+UPDATE_INTERVAL_S = 0.4
 
 
 class EnginePage:
-    """Writes the page that all workers show; now and then a little more has happened."""
+    """The page of all workers; its numbers grow with time."""
 
     def __init__(self, usage: float, model: str = "tiny") -> None:
         self._module = declared.engine_metrics()
-        self._ours = CollectorRegistry()
-        self._told = self._module.Metrics(model, "0", self._ours)
+        self._policy_registry = CollectorRegistry()
+        self._metrics = self._module.Metrics(model, "0", self._policy_registry)
         for name, (_, labels) in self._module.FACTS.items():
-            self._told.fact(name, 1.0, *labels)
-        self._vllms = CollectorRegistry()
+            self._metrics.fact(name, 1.0, *labels)
+        self._vllm_registry = CollectorRegistry()
         names = declared.vllms()
         known = {name.removesuffix("_total") for name in names if name.endswith("_total")}
         labels = ["model_name", "engine"]
         self._counters = [
-            Counter(name, "x", labels, registry=self._vllms) for name in sorted(known)
+            Counter(name, "x", labels, registry=self._vllm_registry) for name in sorted(known)
         ]
         timed = {name.rpartition("_")[0] for name in names if not name.endswith("_total")}
         timed.add("vllm:nixl_bytes_transferred")
         self._histograms = [
-            Histogram(name, "x", labels, registry=self._vllms) for name in sorted(timed)
+            Histogram(name, "x", labels, registry=self._vllm_registry) for name in sorted(timed)
         ]
         known |= timed
         self._model, self._times = model, 0
@@ -49,46 +49,44 @@ class EnginePage:
             name: policy(EngineFacts(2000, 64, 16), policy.settings_type())
             for name, policy in POLICIES.items()
         }
-        self._policy_gauges = [(n, own) for n, each in policies.items() for own in each.gauges()]
-        self._policy_counters = [
-            (n, own) for n, each in policies.items() for own in each.counters()
-        ]
-        # Those with labels and numbers of ours stand in for the plain ones.
-        mine = sorted(known)
+        self._policy_gauges = [(n, own) for n, p in policies.items() for own in p.gauges()]
+        self._policy_counters = [(n, own) for n, p in policies.items() for own in p.counters()]
+        # Metrics with labels and growing numbers replace those of `vllm_page`.
+        replaced = sorted(known)
         plain = vllm_page(Engine(usage=usage), model=model).splitlines(keepends=True)
         self._plain = b"".join(
-            line for line in plain if not any(name.encode() in line for name in mine)
+            line for line in plain if not any(name.encode() in line for name in replaced)
         )
 
     def step(self) -> None:
-        """Let everything that is counted happen once."""
+        """Count every event once."""
         module, state = self._module, self._module.EngineState()
         self._times += 1
         for kind in KINDS:
-            self._told.stepped(kind, 500, 8, 0.02)
-            self._told.predicted(kind, 0.025, 0.02)
-        self._told.admitted("long_prompt", "short")
-        self._told.held("long_prompt", 0.5)
+            self._metrics.stepped(kind, 500, 8, 0.02)
+            self._metrics.predicted(kind, 0.025, 0.02)
+        self._metrics.admitted("long_prompt", "short")
+        self._metrics.held("long_prompt", 0.5)
         for name, (_, labels) in module.GAUGES.items():
             state.gauges[name][tuple(labels)] = 1.0
         state.policy_gauges = dict.fromkeys(self._policy_gauges, 1.0)
         state.policy_counters = dict.fromkeys(self._policy_counters, float(self._times))
-        self._told.write(state, float(self._times))
-        for each in self._histograms:
-            each.labels(self._model, "0").observe(0.1)
+        self._metrics.write(state, float(self._times))
+        for histogram in self._histograms:
+            histogram.labels(self._model, "0").observe(0.1)
         for counter in self._counters:
             counter.labels(self._model, "0").inc()
 
     def page(self) -> bytes:
-        """Write it, or show the last one if that is new."""
-        if (now := time.monotonic()) - self._made_at >= NEW_EVERY_S:
+        """Return the page, updated if it is old."""
+        if (now := time.monotonic()) - self._made_at >= UPDATE_INTERVAL_S:
             self.step()
-            own = generate_latest(self._vllms) + generate_latest(self._ours)
+            own = generate_latest(self._vllm_registry) + generate_latest(self._policy_registry)
             self._page, self._made_at = self._plain + own, now
         return self._page
 
     def script(self) -> Callable[[Call], Awaitable[None]]:
-        """Answer with it."""
+        """Answer with the page."""
 
         async def run(call: Call) -> None:
             await scripts.answer(body=self.page(), content_type=b"text/plain")(call)

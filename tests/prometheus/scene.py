@@ -1,4 +1,4 @@
-"""Routers and Prometheus beside them, and load until all questions are answered."""
+"""Routers and Prometheus, with load until all queries have data."""
 
 from __future__ import annotations
 
@@ -12,73 +12,72 @@ from typing import Self
 
 import aiohttp
 
-from tests.prometheus.corners import Corners
-from tests.prometheus.mute import Mutes
-from tests.prometheus.server import Prometheus, process, reached
+from tests.prometheus.rare_cases import RareCases
+from tests.prometheus.server import Prometheus, process, wait_until_ready
+from tests.prometheus.silent_workers import SilentWorkers
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client
 from vllm_sched.workers.launch import free_port
 
-ANSWERS_S = 120.0
-PAUSE_S = 1.0  # in which Prometheus and whoever asks it have their turn
+ANSWER_TIMEOUT_S = 120.0
+PAUSE_S = 1.0  # time for Prometheus and its queries
 
 
 class Scene(ABC):
-    """One router for shorts and longs, `split`, one for prefill and decode, `pairs`.
+    """A router for short and long requests (`split`) and one for prefill and decode (`pairs`).
 
-    Where there is to be what happens seldom, a third one, `rules`: see `corners`.
+    A third router, `rules`, serves rare cases: see `rare_cases`.
     """
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.folder = folder
-        self.mutes = Mutes()
+        self.silent = SilentWorkers()
         self._ports = {name: free_port() for name in ("split", "pairs", "rules")}
         self.split, self.pairs = self._ports["split"], self._ports["pairs"]
-        self._corners = Corners(self._ports, folder / "rules.yaml")
+        self._cases = RareCases(self._ports, folder / "rules.yaml")
         self.prometheus = Prometheus(folder, session)
         self._session = session
-        self._enough = False
+        self._stopping = False
 
     async def begin(
         self,
         stack: AsyncExitStack,
         fleets: dict[str, str],
-        given: Mapping[str, object],
+        values: Mapping[str, object],
         workers: Iterable[int],
         **environment: str,
     ) -> None:
-        """Start everything but workers, which have these ports, and drain the one called `idle`.
+        """Start everything except the workers with these ports, and drain the worker `idle`.
 
-        What is given is put into both fleet files, as are their ports, their folder, and the
-        workers that are there for moments that last and for what happens seldom.
+        The fleet files are formatted with `values`, ports, folder, silent workers and rare cases.
         """
         ports = {name: self._ports[name] for name in fleets}
         admins = {name: free_port() for name in ports}
-        mutes, corners = await self.mutes.listen(stack), await self._corners.listen(stack)
+        silent, cases = await self.silent.listen(stack), await self._cases.listen(stack)
         for name, port in ports.items():
             source, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
-            more = {"folder": self.folder, "mutes": mutes, "corners": corners[name]}
-            source.write_text(fleets[name].format(**given, **more, port=port, admin=admins[name]))
+            extra = {"folder": self.folder, "silent": silent, "cases": cases[name]}
+            source.write_text(fleets[name].format(**values, **extra, port=port, admin=admins[name]))
             command = (sys.executable, "-m", "vllm_sched.cli.main", "router", str(source))
             await stack.enter_async_context(process(*command, log=log, **environment))
         for name, port in ports.items():
             log = self.folder / f"{name}.log"
-            await reached(self._session, f"http://127.0.0.1:{port}/ready", log)
+            await wait_until_ready(self._session, f"http://127.0.0.1:{port}/ready", log)
         urls = {name: f"http://127.0.0.1:{port}/admin" for name, port in admins.items()}
         if "rules" in fleets:
-            await self._corners.visit(stack, self._session, urls)
+            await self._cases.run(stack, self._session, urls)
         async with self._session.post(f"{urls['split']}/workers/idle/drain") as answer:
             assert answer.status == 200
-        await self.mutes.occupy(stack, self._session, self.split, admins["split"])
+        await self.silent.occupy(stack, self._session, self.split, admins["split"])
         targets = {"router": [*ports.values()], "worker": [*workers]}
         await self.prometheus.begin(stack, targets)
 
     async def send(self, port: int, data: bytes, *, leave_after_s: float | None = None) -> None:
-        """Ask a router once; leave early if so told."""
+        """Send a request, and leave early if given."""
         client = await Client.connect(port)
         try:
             if leave_after_s is None:
-                await client.ask(data, within=ANSWERS_S)
+                await client.ask(data, within=ANSWER_TIMEOUT_S)
             else:
                 await client.send(data)
                 await asyncio.sleep(leave_after_s)
@@ -86,30 +85,30 @@ class Scene(ABC):
             client.close()
 
     @abstractmethod
-    async def once(self, number: int) -> None:
-        """Ask for everything; `number` is another each time."""
+    async def send_all(self, number: int) -> None:
+        """Send every kind of request; `number` differs in each call."""
 
     @asynccontextmanager
     async def under_load(self) -> AsyncIterator[Self]:
-        """Ask again and again."""
+        """Send requests until the end of the block."""
         loading = asyncio.create_task(self._load())
         try:
             yield self
         finally:
-            self._enough = True
+            self._stopping = True
             await loading
 
     async def _load(self) -> None:
         number = 0
-        while not self._enough:
-            await self.once(number)
+        while not self._stopping:
+            await self.send_all(number)
             number += 1
             await asyncio.sleep(PAUSE_S)
 
 
 async def fake(stack: AsyncExitStack, name: str) -> FakeWorker:
     """Start a fake worker."""
-    made = FakeWorker(name)
-    await made.listen()
-    stack.push_async_callback(made.stop)
-    return made
+    worker = FakeWorker(name)
+    await worker.listen()
+    stack.push_async_callback(worker.stop)
+    return worker

@@ -1,4 +1,4 @@
-"""A real Prometheus with the rules as they ship; all that boards, rules and alerts ask of it."""
+"""A real Prometheus with the shipped rules, and all queries of boards, rules and alerts."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from grafana.panels import series
 from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, program
 from vllm_sched.workers.launch import free_port
 
-STARTS_S, ANSWERS_S = 240.0, 480.0
-PUT = {
+START_TIMEOUT_S, ANSWER_TIMEOUT_S = 240.0, 480.0
+VARIABLES = {
     "$__rate_interval": "20s", "$job": ".*", "$instance": ".*", "$model": ".*",
     "$ttft_slo": "3.0", "$itl_slo": "0.2",
 }  # fmt: skip
-# What an alert compares with: without it, its expression has an answer while all is well too.
+# The comparison of an alert. Without it, the expression also has data while the alert is silent.
 LIMIT = re.compile(r"\s*(?:[<>]=?|==)\s*[\d.]+(?:\s*\*\s*[\d.]+)?")
 
 
 @asynccontextmanager
-async def process(*command: str, log: Path, **more: str) -> AsyncIterator[None]:
-    """Run something, and end it."""
+async def process(*command: str, log: Path, **environment: str) -> AsyncIterator[None]:
+    """Run a process within the block."""
     with log.open("wb") as out:
-        started = await asyncio.create_subprocess_exec(
+        running = await asyncio.create_subprocess_exec(
             *command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **more},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         )
         try:
             yield
         finally:
-            if started.returncode is None:
-                started.kill()
-            await started.wait()
+            if running.returncode is None:
+                running.kill()
+            await running.wait()
 
 
-async def reached(session: aiohttp.ClientSession, url: str, log: Path) -> None:
-    """Wait until somebody answers 200 there."""
+async def wait_until_ready(session: aiohttp.ClientSession, url: str, log: Path) -> None:
+    """Wait until a URL answers 200."""
     try:
-        async with asyncio.timeout(STARTS_S):
+        async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with session.get(url) as answer:
@@ -59,19 +59,19 @@ async def reached(session: aiohttp.ClientSession, url: str, log: Path) -> None:
                             return
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        said = await asyncio.to_thread(log.read_text)
-        pytest.fail(f"{url} never answered 200: {said[-3000:]}")
+        text = await asyncio.to_thread(log.read_text)
+        pytest.fail(f"{url} never answered 200: {text[-3000:]}")
 
 
 class Prometheus:
-    """One that scrapes each second."""
+    """A Prometheus that scrapes every second."""
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self._folder, self._session = folder, session
         self._url = f"http://127.0.0.1:{free_port()}"
 
     async def begin(self, stack: AsyncExitStack, targets: Mapping[str, Sequence[int]]) -> None:
-        """Start it, with the ports of `router` and `worker`."""
+        """Start Prometheus with these ports of `router` and `worker`."""
         folder = self._folder
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
         config["global"] = {
@@ -82,8 +82,8 @@ class Prometheus:
             listed = [{"targets": [f"127.0.0.1:{port}" for port in ports]}]
             (folder / f"{name}s.yaml").write_text(yaml.safe_dump(listed))
         for job in config["scrape_configs"]:
-            for each in job["file_sd_configs"]:
-                each["files"] = [f.replace("/targets", str(folder)) for f in each["files"]]
+            for source in job["file_sd_configs"]:
+                source["files"] = [f.replace("/targets", str(folder)) for f in source["files"]]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         log = folder / "prometheus.log"
         command = (
@@ -94,65 +94,65 @@ class Prometheus:
             "--log.level=warn",
         )
         await stack.enter_async_context(process(*command, log=log))
-        await reached(self._session, f"{self._url}/-/ready", log)
+        await wait_until_ready(self._session, f"{self._url}/-/ready", log)
 
     async def ask(self, expr: str) -> list[Any]:
-        """Ask; what it calls a mistake is one."""
+        """Run a query; raise if Prometheus reports an error."""
         async with self._session.post(f"{self._url}/api/v1/query", data={"query": expr}) as answer:
-            told = await answer.json()
-        assert told["status"] == "success", (expr, told)
-        return list(told["data"]["result"])
+            response = await answer.json()
+        assert response["status"] == "success", (expr, response)
+        return list(response["data"]["result"])
 
-    async def unanswered(self, left: dict[str, str]) -> dict[str, str]:
-        """Ask what has had no answer; return what still has none, or nothing but NaN."""
-        for expr in list(left):
+    async def unanswered(self, remaining: dict[str, str]) -> dict[str, str]:
+        """Run the remaining queries; return those without data or with only NaN."""
+        for expr in list(remaining):
             found = await self.ask(expr)
-            if any(float(each["value"][1]) == float(each["value"][1]) for each in found):
-                del left[expr]
-        return left
+            if any(float(item["value"][1]) == float(item["value"][1]) for item in found):
+                del remaining[expr]
+        return remaining
 
-    async def is_well(self) -> None:
-        """See that all rules are loaded and evaluated, and all targets scraped."""
+    async def check_healthy(self) -> None:
+        """Check that all rules are evaluated and all targets are scraped."""
         async with self._session.get(f"{self._url}/api/v1/rules") as answer:
-            told = await answer.json()
-        there = [rule for group in told["data"]["groups"] for rule in group["rules"]]
-        assert {rule["name"] for rule in there} == {*RECORDED, *ALERTS}
-        assert {(r["name"], r.get("lastError")) for r in there if r["health"] != "ok"} == set()
-        # A scrape that was late once, on a slow machine, is made again.
-        assert await exhausted(self._not_scraped) == {}
+            response = await answer.json()
+        loaded = [rule for group in response["data"]["groups"] for rule in group["rules"]]
+        assert {rule["name"] for rule in loaded} == {*RECORDED, *ALERTS}
+        assert {(r["name"], r.get("lastError")) for r in loaded if r["health"] != "ok"} == set()
+        # On a slow machine, a late scrape is repeated.
+        assert await retry_until_empty(self._not_scraped) == {}
 
     async def _not_scraped(self) -> dict[str, str]:
         async with self._session.get(f"{self._url}/api/v1/targets") as answer:
-            told = await answer.json()
-        targets = told["data"]["activeTargets"]
+            response = await answer.json()
+        targets = response["data"]["activeTargets"]
         return {t["scrapeUrl"]: t["lastError"] for t in targets if t["health"] != "up"}
 
 
-def questions() -> dict[str, str]:
-    """Return what is asked, and by whom."""
-    asked = {}
+def queries() -> dict[str, str]:
+    """Return all queries with their origin."""
+    found = {}
     for board in BOARDS:
         for title, expr in board.expressions():
-            for name, value in PUT.items():
+            for name, value in VARIABLES.items():
                 expr = expr.replace(name, value)  # noqa: PLW2901  # one after the other
-            asked[expr] = f"{board.title}: {title}"
-    asked |= dict.fromkeys(RECORDED, "rules.yml")
+            found[expr] = f"{board.title}: {title}"
+    found |= dict.fromkeys(RECORDED, "rules.yml")
     for name, alert in ALERTS.items():
-        asked |= dict.fromkeys(sorted(series(alert["expr"])), f"alert {name}")
-        asked[LIMIT.sub("", alert["expr"])] = f"alert {name}, without its limits"
-    return asked
+        found |= dict.fromkeys(sorted(series(alert["expr"])), f"alert {name}")
+        found[LIMIT.sub("", alert["expr"])] = f"alert {name}, without its limits"
+    return found
 
 
 def plain(expr: str) -> str:
-    """Write a question as it stands on a list of excuses."""
+    """Return a query as in a list of excuses."""
     return expr.replace('job=~".*",instance=~".*"', "$")
 
 
-async def exhausted(what: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
-    """Wait until nothing is left, or for as long as may be; return what is."""
-    left: dict[str, str] = {"": "never asked"}
+async def retry_until_empty(check: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
+    """Repeat a check until nothing is left or time is up; return what is left."""
+    remaining: dict[str, str] = {"": "not checked"}
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ANSWERS_S):
-            while left := await what():  # noqa: ASYNC110  # another process is waited for
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while remaining := await check():  # noqa: ASYNC110  # another process
                 await asyncio.sleep(1.0)
-    return left
+    return remaining

@@ -1,4 +1,4 @@
-"""Who is scraped: from files, and in Kubernetes."""
+"""Scrape configurations for files and for Kubernetes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Json = dict[str, Any]
 
 
 def read(name: str) -> Json:
-    """Read a configuration."""
+    """Return a configuration."""
     return dict(yaml.safe_load((PROMETHEUS / name).read_text()))
 
 
 def check(tmp_path: Path, config: Json) -> None:
-    """Have a configuration judged, beside its rules."""
+    """Check a configuration with promtool."""
     for name in config["rule_files"]:
         (tmp_path / name).write_text((PROMETHEUS / name).read_text())
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -29,16 +29,16 @@ def check(tmp_path: Path, config: Json) -> None:
     assert "WARNING" not in done.stdout + done.stderr
 
 
-def test_promtool_takes_it_with_the_files_that_compose_mounts(tmp_path: Path) -> None:
+def test_promtool_accepts_the_config_with_files_of_compose(tmp_path: Path) -> None:
     config = read("prometheus.yml")
     for job in config["scrape_configs"]:
-        for each in job["file_sd_configs"]:
-            each["files"] = [f.replace("/targets", str(COMPOSE / "targets")) for f in each["files"]]
-            assert [list(Path(f).parent.glob(Path(f).name)) for f in each["files"]] != [[]]
+        for sd in job["file_sd_configs"]:
+            sd["files"] = [f.replace("/targets", str(COMPOSE / "targets")) for f in sd["files"]]
+            assert [list(Path(f).parent.glob(Path(f).name)) for f in sd["files"]] != [[]]
     check(tmp_path, config)
 
 
-def test_each_file_of_compose_is_read_by_the_job_that_it_names() -> None:
+def test_target_files_of_compose_are_read_by_their_jobs() -> None:
     jobs = {job["job_name"]: job for job in read("prometheus.yml")["scrape_configs"]}
     for path in (COMPOSE / "targets").glob("*.yaml"):
         for group in yaml.safe_load(path.read_text()):
@@ -47,17 +47,17 @@ def test_each_file_of_compose_is_read_by_the_job_that_it_names() -> None:
             assert path.match(Path(pattern).name)
 
 
-def test_promtool_takes_the_one_for_kubernetes_but_for_what_debian_left_out(tmp_path: Path) -> None:
+def test_promtool_accepts_the_kubernetes_config(tmp_path: Path) -> None:
     config = read("prometheus-kubernetes.yml")
     for job in config["scrape_configs"]:
-        # Debian builds it without the Kubernetes client.
+        # Debian builds promtool without the Kubernetes client.
         (pods,) = job.pop("kubernetes_sd_configs")
         assert pods == {"role": "pod", "namespaces": {"names": ["vllm-sched"]}}
         job["static_configs"] = [{"targets": ["pod:8000"]}]
     check(tmp_path, config)
 
 
-def test_in_kubernetes_each_job_keeps_the_pods_that_there_are() -> None:
+def test_kubernetes_jobs_keep_the_deployed_pods() -> None:
     jobs = {job["job_name"]: job for job in read("prometheus-kubernetes.yml")["scrape_configs"]}
     kept = {}
     for name, job in jobs.items():
@@ -69,12 +69,12 @@ def test_in_kubernetes_each_job_keeps_the_pods_that_there_are() -> None:
         kept[name] = tuple(keep["regex"].split(";"))
     objects = overlay("short-long")
     assert kinds(objects, "Deployment")
-    there = {(component(t), port) for _, t in templates(objects) for port in ports(t)}
-    assert set(kept.values()) == there
+    deployed = {(component(t), port) for _, t in templates(objects) for port in ports(t)}
+    assert set(kept.values()) == deployed
     assert found_by({"app.kubernetes.io/component": kept["router"][0]}, objects)
 
 
-def test_both_scrape_the_same_jobs_equally_often() -> None:
+def test_both_configs_have_the_same_jobs_and_intervals() -> None:
     files, pods = read("prometheus.yml"), read("prometheus-kubernetes.yml")
     assert files["global"] == pods["global"]
     assert files["rule_files"] == pods["rule_files"]

@@ -1,7 +1,7 @@
-"""Real Prometheus scrapes routers and workers under load, and every panel and rule has its answer.
+"""A real Prometheus scrapes routers and workers under load: every panel and rule has data.
 
-Routers and Prometheus are real processes; workers are fakes whose pages are made by what the engine
-half declares, as are the faults that some panels are there to show.
+Routers and Prometheus are real processes. Workers are fakes with metrics pages from the engine
+half's declarations, and with the faults that some panels show.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.prometheus.corners import EMPTY, KEY, RULES, every_route, seen, unseen
 from tests.prometheus.pages import EnginePage
+from tests.prometheus.rare_cases import (
+    EMPTY,
+    KEY,
+    RULES,
+    every_route,
+    excused_queries,
+    queries_of_cases,
+)
 from tests.prometheus.scene import Scene, fake
-from tests.prometheus.server import exhausted, questions
+from tests.prometheus.server import queries, retry_until_empty
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import Call
@@ -34,13 +41,13 @@ workers:
   - {{name: bad, role: short, url: "{bad}"}}
   - {{name: l0, role: long, url: "{l0}", max_requests: 2}}
   - {{name: idle, role: long, url: "{idle}"}}
-{mutes}
-{corners}
+{silent}
+{cases}
 discovery:
-  kubernetes: {{url: "http://127.0.0.1:{nobody}"}}
+  kubernetes: {{url: "http://127.0.0.1:{unused}"}}
   pools:
     - {{name: found, role: short, dns: localhost, port: {found_port}, max_requests: 1}}
-    - {{name: untold, role: short, selector: app=nobody}}
+    - {{name: empty, role: short, selector: app=none}}
 routing: {{short_limit: 2000}}
 router:
   port: {port}
@@ -54,7 +61,7 @@ workers:
   - {{name: p0, role: prefill, url: "{p0}", max_requests: 3}}
   - {{name: d0, role: decode, url: "{d0}"}}
   - {{name: d1, role: decode, url: "{d1}"}}
-{corners}
+{cases}
 transfer: {{connector: nixl}}
 tenants:
   - {{name: chat, class: interactive, keys_file: {folder}/keys}}
@@ -75,8 +82,8 @@ IN_ONE_PIECE = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
 JOBS = "sk-vs-of-jobs-at-night"
 
 
-async def lost_transfer(call: Call) -> None:
-    """Fail where blocks are to be fetched, and let them be freed; serve what comes whole."""
+async def fail_transfer(call: Call) -> None:
+    """Fail legs that fetch blocks, allow releases, and serve whole requests."""
     body = call.json()
     if body["model"] != "tiny":
         await scripts.error(404)(call)
@@ -86,8 +93,8 @@ async def lost_transfer(call: Call) -> None:
         await scripts.stream(6)(call)
 
 
-class Fakes(Scene):
-    """Every worker is one."""
+class FakeScene(Scene):
+    """A scene with fake workers."""
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         super().__init__(folder, session)
@@ -100,68 +107,70 @@ class Fakes(Scene):
             name: await fake(stack, name)
             for name in ("s0", "bad", "l0", "idle", "found", "p0", "d0", "d1")
         }
-        for each in fakes.values():
-            each.always(page.script(), "/metrics")
-            each.always(scripts.stream(6, gap_s=0.02, with_usage=True))
+        for worker in fakes.values():
+            worker.always(page.script(), "/metrics")
+            worker.always(scripts.stream(6, gap_s=0.02, with_usage=True))
         fakes["bad"].always(scripts.error(500))
         for name in ("s0", "l0", "found"):
             fakes[name].always(scripts.answer(), COMPLETIONS)
         for name in ("p0", "d0", "d1"):
             fakes[name].always(self.kv.worker(fakes[name], "prefill" if name == "p0" else "decode"))
         (self.folder / "keys").write_text(KEY)
-        given = {name: each.url for name, each in fakes.items()}
-        given |= {"found_port": str(fakes["found"].port), "nobody": str(free_port())}
-        ports = [each.port for each in fakes.values()]
-        await self.begin(stack, FLEETS, given, ports, JOBS_KEY=JOBS)
+        values = {name: worker.url for name, worker in fakes.items()}
+        values |= {"found_port": str(fakes["found"].port), "unused": str(free_port())}
+        ports = [worker.port for worker in fakes.values()]
+        await self.begin(stack, FLEETS, values, ports, JOBS_KEY=JOBS)
 
-    async def once(self, number: int) -> None:
-        """Ask for everything: each route, shorts and longs, what is refused, what fails."""
-        # First of all: the queue is soon full.
-        some: list[Awaitable[None]] = [
+    async def send_all(self, number: int) -> None:
+        """Send each route, short and long requests, refused and failing ones."""
+        # First, because the queue is soon full.
+        requests: list[Awaitable[None]] = [
             self.send(self.split, request(IN_ONE_PIECE, path=COMPLETIONS))
         ]
-        some += [self.send(self.split, each) for each in every_route(stream=True)]
-        some += [self.send(self.split, chat("x" * 200, stream=True)) for _ in range(8)]
-        some += [self.send(self.split, chat("y " * 6000, stream=True)) for _ in range(4)]
-        some.append(self.mutes.leave(self.split))
-        some += [
-            self.send(self.split, chat(model="nobody's")),
+        requests += [self.send(self.split, data) for data in every_route(stream=True)]
+        requests += [self.send(self.split, chat("x" * 200, stream=True)) for _ in range(8)]
+        requests += [self.send(self.split, chat("y " * 6000, stream=True)) for _ in range(4)]
+        requests.append(self.silent.leave(self.split))
+        requests += [
+            self.send(self.split, chat(model="unknown")),
             self.send(self.split, request(b"{")),
         ]
-        if number % 2 == 0 and not self.kv.wrongs.get("decode"):
-            self.kv.wrong("prefill", Faults(before=scripts.error(500)))
-            self.kv.wrong("decode", *[Faults(before=lost_transfer)] * 5)
+        if number % 2 == 0 and not self.kv.injected.get("decode"):
+            self.kv.inject("prefill", Faults(before=scripts.error(500)))
+            self.kv.inject("decode", *[Faults(before=fail_transfer)] * 5)
         whole = chat_body(stream=True, max_tokens=8)
-        for key in (*[KEY] * 5, *[JOBS] * 2):  # one too many for a minute, however slow this is
-            some.append(self.send(self.pairs, request(whole, bearer(key))))
+        for key in (*[KEY] * 5, *[JOBS] * 2):  # above the limit per minute
+            requests.append(self.send(self.pairs, request(whole, bearer(key))))
         leaves = request(chat_body(stream=True), bearer(KEY))
-        some.append(self.send(self.pairs, leaves, leave_after_s=0.002))
-        await asyncio.gather(*some)
+        requests.append(self.send(self.pairs, leaves, leave_after_s=0.002))
+        await asyncio.gather(*requests)
 
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    """Start everything, with load."""
+    """Start a scene with load."""
     program("prometheus")
     timeout = aiohttp.ClientTimeout(total=20)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        made = Fakes(tmp_path, session)
-        await made.start(stack)
-        yield await stack.enter_async_context(made.under_load())
+        scene = FakeScene(tmp_path, session)
+        await scene.start(stack)
+        yield await stack.enter_async_context(scene.under_load())
 
 
-async def test_every_panel_rule_route_and_reason_has_something_to_show(scene: Scene) -> None:
-    left = {expr: who for expr, who in questions().items() if expr not in EMPTY}
-    assert len(left) > 100
-    left |= seen()
+async def test_every_panel_rule_route_and_reason_has_data(scene: Scene) -> None:
+    remaining = {expr: origin for expr, origin in queries().items() if expr not in EMPTY}
+    assert len(remaining) > 100
+    remaining |= queries_of_cases()
 
-    missing = await exhausted(partial(scene.prometheus.unanswered, left))
-    assert not missing, "\n".join(f"{who}: {expr}" for expr, who in missing.items())
-    excused = EMPTY | unseen()
-    assert await scene.prometheus.unanswered(dict(excused)) == excused, "has data: no excuse"
-    await scene.prometheus.is_well()
+    missing = await retry_until_empty(partial(scene.prometheus.unanswered, remaining))
+    assert not missing, "\n".join(f"{origin}: {expr}" for expr, origin in missing.items())
+    excused = EMPTY | excused_queries()
+    assert await scene.prometheus.unanswered(dict(excused)) == excused, (
+        "has data, so needs no excuse"
+    )
+    await scene.prometheus.check_healthy()
 
 
-def test_the_list_of_excuses_is_of_questions_that_there_are() -> None:
-    assert EMPTY.keys() <= questions().keys()
+def test_excused_queries_exist() -> None:
+    assert EMPTY.keys() <= queries().keys()

@@ -1,4 +1,4 @@
-"""The boards' account of where time goes, asked of known numbers."""
+"""The phase panels of the boards, computed from known numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from grafana.boards import fleet
-from tests.prometheus.server import PUT
+from tests.prometheus.server import VARIABLES
 from tests.prometheus.tools import promtool
 
-# A minute's: four streams, two of them handed over. What each phase takes of one that has it.
+# Per minute: four streams, two of them handed over. Seconds of each phase.
 QUEUED_S = {"queue": 0.5, "decode": 6.0}
 WHOLE_S = {"prefill": 2.0}
 HANDED_OVER_S = {"prefill_leg": 3.0, "transfer": 1.0}
@@ -20,15 +20,15 @@ DECODE = {"decode": 6.0}
 
 
 def series(pool: str, requests: int, phases: dict[str, float]) -> list[dict[str, str]]:
-    """Write the sums and counts of a pool's phases, growing each minute."""
+    """Return the input series of a pool's phases, growing each minute."""
     labels = f'job="router",instance="r0",pool="{pool}",model="m",class="short"'
     return [
         {
-            "series": f'proxy_phase_seconds_{what}{{{labels},phase="{phase}"}}',
-            "values": f"0+{grows:g}x10",
+            "series": f'proxy_phase_seconds_{kind}{{{labels},phase="{phase}"}}',
+            "values": f"0+{growth:g}x10",
         }
         for phase, seconds in phases.items()
-        for what, grows in (("sum", seconds * requests), ("count", requests))
+        for kind, growth in (("sum", seconds * requests), ("count", requests))
     ]
 
 
@@ -39,20 +39,20 @@ def series(pool: str, requests: int, phases: dict[str, float]) -> list[dict[str,
         ("Request time, by phase", WANTED | DECODE),
     ],
 )
-def test_phases_add_up_to_the_mean_request_with_hand_overs_among_them(
+def test_phases_sum_to_the_mean_request(
     title: str, wanted: dict[str, float], tmp_path: Path
 ) -> None:
     [expr] = [expr for name, expr in fleet.BOARD.expressions() if name == title]
-    for name, value in (PUT | {"$__rate_interval": "5m"}).items():
+    for name, value in (VARIABLES | {"$__rate_interval": "5m"}).items():
         expr = expr.replace(name, value)
-    told = [{"labels": f'{{phase="{name}"}}', "value": value} for name, value in wanted.items()]
+    samples = [{"labels": f'{{phase="{name}"}}', "value": value} for name, value in wanted.items()]
     case = {
         "interval": "1m",
         "input_series": [
             *series("short", 2, QUEUED_S | WHOLE_S),
             *series("decode", 2, QUEUED_S | HANDED_OVER_S),
         ],
-        "promql_expr_test": [{"expr": expr, "eval_time": "10m", "exp_samples": told}],
+        "promql_expr_test": [{"expr": expr, "eval_time": "10m", "exp_samples": samples}],
     }
     file = tmp_path / "cases.yml"
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))

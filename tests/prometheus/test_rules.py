@@ -1,4 +1,4 @@
-"""Recording rules, alerts and the runbook, judged by promtool."""
+"""Recording rules, alerts and the runbook, checked with promtool."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ each_alert = pytest.mark.parametrize("name", ALERTS)
 
 
 def outcomes(alert: str) -> list[bool]:
-    """Say of each case of an alert whether it is to fire."""
-    told = [one for case in cases for one in case["alert_rule_test"] if one["alertname"] == alert]
-    return [bool(one["exp_alerts"]) for one in told]
+    """Return whether each case of an alert expects it to fire."""
+    tests = [
+        test for case in cases for test in case["alert_rule_test"] if test["alertname"] == alert
+    ]
+    return [bool(test["exp_alerts"]) for test in tests]
 
 
-def recorded(exprs: Iterable[str]) -> set[str]:
-    """Name the recorded series that some expressions read."""
+def recorded_in(exprs: Iterable[str]) -> set[str]:
+    """Return the recorded series in some expressions."""
     return {name for expr in exprs for name in RECORDED if name in expr}
 
 
-def needed(case: Json) -> frozenset[str]:
-    """Name the rules that a case asks for, and those that they rest on."""
-    left = {one["alertname"] for one in case["alert_rule_test"]}
-    left |= recorded(one["expr"] for one in case.get("promql_expr_test", ()))
+def rules_of(case: Json) -> frozenset[str]:
+    """Return the rules that a case needs, with their dependencies."""
+    remaining = {test["alertname"] for test in case["alert_rule_test"]}
+    remaining |= recorded_in(test["expr"] for test in case.get("promql_expr_test", ()))
     found: set[str] = set()
-    while left:
-        found |= left
-        left = recorded(RECORDED.get(name) or ALERTS[name]["expr"] for name in left) - found
+    while remaining:
+        found |= remaining
+        remaining = (
+            recorded_in(RECORDED.get(name) or ALERTS[name]["expr"] for name in remaining) - found
+        )
     return frozenset(found)
 
 
-def only(names: frozenset[str]) -> Json:
-    """Return the rules of these names, in their groups."""
+def groups_with(names: frozenset[str]) -> Json:
+    """Return the groups with only these rules."""
     every = [group for file in FILES for group in groups(file)]
     kept = [
         group | {"rules": [r for r in group["rules"] if r.get("record", r.get("alert")) in names]}
@@ -61,110 +65,109 @@ def only(names: frozenset[str]) -> Json:
     return {"groups": [group for group in kept if group["rules"]]}
 
 
-def judged(some: Iterable[Json], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run cases, each with no more rules than it needs.
+def run_cases(cases_to_run: Iterable[Json], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run cases with only the rules that they need.
 
-    promtool works out every rule that it is given for every minute of a case. With the files as
-    they ship those would be a hundred for the sake of a few, in a hundred cases.
+    promtool evaluates all given rules for every minute of a case, which is slow with all rules.
     """
-    alike: dict[frozenset[str], list[Json]] = {}
-    for case in some:
-        alike.setdefault(needed(case), []).append(case)
+    by_rules: dict[frozenset[str], list[Json]] = {}
+    for case in cases_to_run:
+        by_rules.setdefault(rules_of(case), []).append(case)
     files = []
-    for number, (names, tests) in enumerate(alike.items()):
+    for number, (names, tests) in enumerate(by_rules.items()):
         rules_file, file = folder / f"rules-{number}.yml", folder / f"cases-{number}.yml"
-        rules_file.write_text(yaml.safe_dump(only(names)))
-        told = document | {"rule_files": [str(rules_file)], "tests": tests}
-        file.write_text(yaml.safe_dump(told))
+        rules_file.write_text(yaml.safe_dump(groups_with(names)))
+        cases_file = document | {"rule_files": [str(rules_file)], "tests": tests}
+        file.write_text(yaml.safe_dump(cases_file))
         files.append(str(file))
     return promtool("test", "rules", *files)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_promtool_has_no_complaint(name: str) -> None:
+def test_promtool_accepts_the_rules(name: str) -> None:
     done = promtool("check", "rules", "--lint-fatal", str(PROMETHEUS / name))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_cases_are_of_the_rules_that_ship() -> None:
+def test_cases_refer_to_the_shipped_rules() -> None:
     named = [(TESTS.parent / name).resolve() for name in document["rule_files"]]
     assert named == [PROMETHEUS / name for name in FILES]
 
 
-def test_values_are_texts() -> None:
-    # Unquoted, YAML takes `0x60` for 96, and so it is when it is written anew here.
-    told = [each["values"] for case in cases for each in case["input_series"]]
-    assert [values for values in told if not isinstance(values, str)] == []
+def test_values_of_series_are_quoted() -> None:
+    # Unquoted, YAML reads `0x60` as 96.
+    values_of_series = [item["values"] for case in cases for item in case["input_series"]]
+    assert [values for values in values_of_series if not isinstance(values, str)] == []
 
 
-def test_alerts_fire_and_keep_silent_as_their_cases_say(tmp_path: Path) -> None:
-    done = judged(cases, tmp_path)
+def test_alerts_fire_as_their_cases_expect(tmp_path: Path) -> None:
+    done = run_cases(cases, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_case_can_fail(tmp_path: Path) -> None:
+def test_wrong_case_fails(tmp_path: Path) -> None:
     case = next(case for case in cases if case["alert_rule_test"][0]["exp_alerts"])
-    for early, wrong in ((False, False), (True, True)):
-        told = [one | {"eval_time": "0m"} if early else one for one in case["alert_rule_test"]]
-        assert bool(judged([case | {"alert_rule_test": told}], tmp_path).returncode) is wrong
+    for early, fails in ((False, False), (True, True)):
+        tests = [test | {"eval_time": "0m"} if early else test for test in case["alert_rule_test"]]
+        assert bool(run_cases([case | {"alert_rule_test": tests}], tmp_path).returncode) is fails
 
 
-def test_what_keeps_silent_does_so_with_the_labels_that_kubernetes_adds(tmp_path: Path) -> None:
+def test_silent_cases_stay_silent_with_kubernetes_labels(tmp_path: Path) -> None:
     silent = [
-        case for case in cases if not any(one["exp_alerts"] for one in case["alert_rule_test"])
+        case for case in cases if not any(test["exp_alerts"] for test in case["alert_rule_test"])
     ]
     more = '{namespace="n",pod="p",container="c",'
     relabelled = [
         case
         | {
             "input_series": [
-                each | {"series": each["series"].replace("{", more)}
-                for each in case["input_series"]
+                item | {"series": item["series"].replace("{", more)}
+                for item in case["input_series"]
             ]
         }
         for case in silent
     ]
-    done = judged(relabelled, tmp_path)
+    done = run_cases(relabelled, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @each_alert
-def test_it_has_a_case_in_which_it_fires_and_one_in_which_it_is_silent(name: str) -> None:
+def test_alert_has_a_firing_and_a_silent_case(name: str) -> None:
     assert set(outcomes(name)) == {True, False}
 
 
-def test_every_case_is_of_an_alert_that_there_is() -> None:
-    assert {one["alertname"] for case in cases for one in case["alert_rule_test"]} == set(ALERTS)
+def test_every_case_is_of_an_existing_alert() -> None:
+    assert {test["alertname"] for case in cases for test in case["alert_rule_test"]} == set(ALERTS)
 
 
 @each_alert
-def test_it_says_how_bad_it_is_what_is_and_where_to_read_on(name: str) -> None:
+def test_alert_has_severity_summary_and_runbook_link(name: str) -> None:
     alert = ALERTS[name]
     assert alert["labels"]["severity"] in ("page", "ticket")
     assert alert["for"]
     assert 20 < len(alert["annotations"]["summary"]) < 160
-    # Where that is, Prometheus's external labels say: see the cases.
+    # The external labels of Prometheus have the base URL.
     link = f"{{{{ $externalLabels.runbooks }}}}docs/runbook.md#{name.lower()}"
     assert alert["annotations"]["runbook_url"] == link
 
 
 @each_alert
-def test_its_entry_in_the_runbook_says_what_it_means_and_what_to_do(name: str) -> None:
+def test_runbook_entry_has_meaning_and_action(name: str) -> None:
     (entry,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE)
     assert f"**Means** ({ALERTS[name]['labels']['severity']})" in entry
     assert "**Look at" in entry
     assert re.search(r"\*\*Do\*\*:|do\*\*: ", entry)
 
 
-def test_the_runbook_has_no_entry_for_what_is_no_alert() -> None:
+def test_runbook_entries_match_the_alerts() -> None:
     assert re.findall(r"^## (\w+)", RUNBOOK, re.MULTILINE) == list(ALERTS)
 
 
-def test_what_the_runbook_has_one_look_at_is_there() -> None:
+def test_boards_and_panels_in_the_runbook_exist() -> None:
     runbook = " ".join(RUNBOOK.split())
     boards = {board.title.removeprefix("vllm-sched: "): board for board in BOARDS}
-    titles = {each.title for board in BOARDS for each in (*board.rows, *board.panels())}
-    titles |= {each.label.removesuffix(" (s)") for board in BOARDS for each in board.variables}
+    titles = {item.title for board in BOARDS for item in (*board.rows, *board.panels())}
+    titles |= {item.label.removesuffix(" (s)") for board in BOARDS for item in board.variables}
     assert {*re.findall(r'"([A-Z][^"]+?),?"', runbook)} <= titles
     named = re.findall(r'\*([^*]+)\*, "([^"]+?),?"', runbook)
     assert len(named) > 5
@@ -172,19 +175,19 @@ def test_what_the_runbook_has_one_look_at_is_there() -> None:
         assert title in {panel.title for panel in boards[board].panels()}
 
 
-def test_metrics_settings_and_requests_that_the_runbook_names_are_there() -> None:
+def test_metrics_settings_and_paths_in_the_runbook_exist() -> None:
     suffix = re.compile(r"_(total|bucket|sum|count)$")
-    told = {suffix.sub("", name) for name in all_of_them()}
-    told.add(worker_metrics.RUNNING.decode().rstrip("{"))
+    declared = {suffix.sub("", name) for name in all_of_them()}
+    declared.add(worker_metrics.RUNNING.decode().rstrip("{"))
     families = re.findall(r"`((?:proxy_|vllm_sched_|vllm:|process_)[a-z_]+)", RUNBOOK)
     named = {suffix.sub("", name) for name in families}
-    assert named - told == set()
+    assert named - declared == set()
     keys = {
         f"{path}.{key(*field)}".lstrip(".")
         for path, block in places()
         for field in block.model_fields.items()
     }
-    tops = {each.partition(".")[0] for each in keys}
+    tops = {name.partition(".")[0] for name in keys}
     named = {n for n in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)", RUNBOOK) if n.split(".")[0] in tops}
     assert len(named) > 10
     assert named - keys == set()
@@ -196,17 +199,17 @@ def test_metrics_settings_and_requests_that_the_runbook_names_are_there() -> Non
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_series_says_its_level_and_its_operation(name: str) -> None:
+def test_recorded_series_names_its_level_and_operation(name: str) -> None:
     form = r"[a-z]+:proxy_[a-z_]+:((ratio|bool|p99)(_rate)?|increase)(\d+[mh])?"
     assert re.fullmatch(form, name)
 
 
-def test_no_two_rules_record_the_same() -> None:
+def test_recorded_names_are_unique() -> None:
     assert len(rules("rules.yml")) == len(RECORDED)
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if re.search(r"\d+[mh]$", name)])
-def test_the_window_in_its_name_is_the_one_it_looks_at(name: str) -> None:
+def test_window_in_the_name_is_the_window_of_the_rule(name: str) -> None:
     (window,) = re.findall(r"\d+[mh]$", name)
-    looked = set(re.findall(r"\[(\w+)\]", RECORDED[name]))
-    assert looked <= {window}
+    windows = set(re.findall(r"\[(\w+)\]", RECORDED[name]))
+    assert windows <= {window}

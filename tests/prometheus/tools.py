@@ -1,4 +1,4 @@
-"""Debian's Prometheus: `prometheus` and `promtool`, fetched where they are not installed."""
+"""Debian's `prometheus` and `promtool`, downloaded where they are not installed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def program(name: str) -> str:
     return str(Path(fetched("prometheus")) / name)
 
 
-def promtool(*told: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run it."""
-    return subprocess.run([program("promtool"), *told], capture_output=True, text=True, input=text)
+def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run promtool."""
+    return subprocess.run(
+        [program("promtool"), *arguments], capture_output=True, text=True, input=text
+    )
 
 
 def groups(name: str) -> list[dict[str, Any]]:
-    """Read a file of rules."""
+    """Return the groups of a rules file."""
     document = yaml.safe_load((PROMETHEUS / name).read_text())
     return list(document["groups"])
 
 
 def rules(name: str) -> list[dict[str, Any]]:
-    """List the rules of a file."""
+    """Return the rules of a file."""
     return [rule for group in groups(name) for rule in group["rules"]]
 
 

@@ -37,7 +37,9 @@ class Authority:
         ca = self.ca_file if clients else None
         return TlsConfig(cert_file=cert, key_file=key, client_ca_file=ca)
 
-    def meeting(self, name: str | None = None, *, verify_hostname: bool = True) -> WorkerTlsConfig:
+    def worker_tls(
+        self, name: str | None = None, *, verify_hostname: bool = True
+    ) -> WorkerTlsConfig:
         """Return the TLS settings for workers with certificates of this authority."""
         cert, key = self.issue(name) if name else (None, None)
         return WorkerTlsConfig(

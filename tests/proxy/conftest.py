@@ -14,7 +14,7 @@ LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Return the event loops in the module's `ON`; pytest reads no hook from a module."""
+    """Return the event loops in the module's `EVENT_LOOPS`; pytest reads no hook from a module."""
     module = item.getparent(pytest.Module)
-    names = getattr(module and module.obj, "ON", ("asyncio",))
+    names = getattr(module and module.obj, "EVENT_LOOPS", ("asyncio",))
     return {name: LOOPS[name] for name in names}

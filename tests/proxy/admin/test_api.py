@@ -1,4 +1,4 @@
-"""The admin API, by the requests that it answers and those that it refuses."""
+"""The admin API: responses and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOW = 100.0
 
 
 class State:
-    """A router that is not running."""
+    """A router that does not run."""
 
     def __init__(self) -> None:
         self.config: FleetConfig = parse(FLEET, "fleet.yaml")
@@ -51,14 +51,14 @@ class State:
         self.balance = Balance(self.router)
         self.live = LiveView(Metrics(self.router), LiveState(Metrics(self.router)))
         self.logs = Logs(self.config, Metrics(self.router))
-        self.fault: Exception | None = None
+        self.error: Exception | None = None
         self.reloads = 0
 
     async def decisions(self, limit: int, **wanted: Any) -> list[RecentRequest]:
         return list(self.recent.newest(limit, **wanted))
 
     def add_worker(self, worker: WorkerConfig) -> None:
-        """Put it into the fleet."""
+        """Add a worker to the fleet."""
         spec = WorkerSpec(
             worker.name,
             worker.url or "",
@@ -70,30 +70,30 @@ class State:
         self.router.fleet.roster.add(spec)
 
     def remove_worker(self, name: str) -> None:
-        """Take it out."""
+        """Remove a worker."""
         self.router.fleet.roster.remove(name)
 
     async def reload(self) -> list[str]:
-        """Pretend to read the file again."""
+        """Pretend to read the fleet file."""
         self.reloads += 1
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
         return ["router.port"]
 
     def worker(self, name: str) -> Worker:
-        """Find a worker that is there."""
+        """Return a worker."""
         worker = self.router.fleet.roster.get(name)
         assert worker is not None
         return worker
 
-    def come_up(self) -> None:
-        """Have every worker probed, as often as it takes."""
-        for worker in self.router.fleet.roster:
+    def mark_up(self) -> None:
+        """Mark every worker up."""
+        for worker in self.router.fleet:
             while not worker.up:
                 self.router.fleet.health.probe_ok(worker.name, NOW)
 
-    def go_down(self) -> None:
-        """Have no worker answer."""
+    def mark_down(self) -> None:
+        """Mark every worker down."""
         for worker in self.router.fleet.roster:
             while worker.up or not worker.probed:
                 self.router.fleet.health.probe_failed(worker.name, NOW)
@@ -101,20 +101,20 @@ class State:
 
 @pytest.fixture
 def state() -> State:
-    """Make one."""
+    """Return a state."""
     return State()
 
 
 @pytest.fixture
 async def api(state: State) -> AsyncIterator[httpx.AsyncClient]:
-    """Speak to its API."""
+    """Return a client of the API."""
     transport = httpx.ASGITransport(admin_app(state, clock=lambda: NOW), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001") as client:
         yield client
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """Check that an error has the one shape that they have."""
+    """Check the shape of an error; return it."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert set(body) == {"error"}
@@ -124,12 +124,12 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def charge(state: State, name: str, request: str = "r1") -> Any:
-    """Put a request on a worker."""
-    ask = RequestInfo(request, "completions", "tiny", 400, 100, 0, 100, 20, expected_output=20)
-    return state.router.fleet.charge(ask, Decision(state.worker(name), Reason.SHORT_POOL), NOW)
+    """Charge a request to a worker."""
+    info = RequestInfo(request, "completions", "tiny", 400, 100, 0, 100, 20, expected_output=20)
+    return state.router.fleet.charge(info, Decision(state.worker(name), Reason.SHORT_POOL), NOW)
 
 
-async def test_workers_are_shown_with_their_charges(state: State, api: httpx.AsyncClient) -> None:
+async def test_workers_are_listed_with_their_charges(state: State, api: httpx.AsyncClient) -> None:
     state.router.fleet.health.probe_ok("s0", NOW)
     gauges = Gauges(at=NOW - 0.5, running=3, waiting=1, kv_usage=0.5, kv_capacity_tokens=1600)
     state.router.fleet.health.set_gauges("s0", gauges)
@@ -144,7 +144,7 @@ async def test_workers_are_shown_with_their_charges(state: State, api: httpx.Asy
     assert (long["name"], long["state"], long["engine"]) == ("l0", "starting", None)
 
 
-async def test_no_secret_is_shown_anywhere(state: State, api: httpx.AsyncClient) -> None:
+async def test_responses_contain_no_secrets(state: State, api: httpx.AsyncClient) -> None:
     charge(state, "s0")
     for path in ("/admin/workers", "/admin/config", "/admin/decisions", "/openapi.json"):
         answer = await api.get(path)
@@ -153,7 +153,7 @@ async def test_no_secret_is_shown_anywhere(state: State, api: httpx.AsyncClient)
     assert (await api.get("/admin/config")).json()["workers"][0]["api_key"] == "***"
 
 
-async def test_states(state: State, api: httpx.AsyncClient) -> None:
+async def test_worker_states_are_shown(state: State, api: httpx.AsyncClient) -> None:
     async def state_of(name: str) -> str:
         workers = (await api.get("/admin/workers")).json()
         return str({worker["name"]: worker["state"] for worker in workers}[name])
@@ -161,7 +161,7 @@ async def test_states(state: State, api: httpx.AsyncClient) -> None:
     fleet = state.router.fleet
     fleet.health.probe_failed("s0", NOW)
     assert await state_of("s0") == "down"
-    state.come_up()
+    state.mark_up()
     assert await state_of("s0") == "up"
     fleet.health.failed(state.worker("s0"), NOW, 5.0, busy=True, why="503")
     assert await state_of("s0") == "resting"
@@ -172,8 +172,8 @@ async def test_states(state: State, api: httpx.AsyncClient) -> None:
     assert await state_of("s0") == "down"
 
 
-async def test_draining_lets_requests_finish(state: State, api: httpx.AsyncClient) -> None:
-    state.come_up()
+async def test_drain_keeps_running_requests(state: State, api: httpx.AsyncClient) -> None:
+    state.mark_up()
     lease = charge(state, "s0")
     drained = (await api.post("/admin/workers/s0/drain")).json()
     assert (drained["state"], drained["requests"]) == ("draining", 1)
@@ -184,7 +184,7 @@ async def test_draining_lets_requests_finish(state: State, api: httpx.AsyncClien
     assert not state.worker("s0").draining
 
 
-async def test_adding_a_worker(state: State, api: httpx.AsyncClient) -> None:
+async def test_worker_is_added(state: State, api: httpx.AsyncClient) -> None:
     worker = {"name": "g0", "url": "http://127.0.0.1:9003/", "api_key": "secret-2"}
     answer = await api.post("/admin/workers", json=worker)
     assert answer.status_code == 201
@@ -208,7 +208,7 @@ async def test_adding_a_worker(state: State, api: httpx.AsyncClient) -> None:
         ({"name": "g0", "url": "http://127.0.0.1:9", "launch": {}}, "launch"),
     ],
 )
-async def test_a_worker_that_can_t_be(
+async def test_invalid_worker_is_refused(
     state: State, api: httpx.AsyncClient, worker: dict[str, Any], path: str
 ) -> None:
     worker = {"api_key": "secret-2"} | worker
@@ -226,12 +226,12 @@ async def test_a_worker_that_can_t_be(
         {"name": "g0", "url": "http://127.0.0.1:9001"},
     ],
 )
-async def test_a_worker_that_exists(api: httpx.AsyncClient, worker: dict[str, str]) -> None:
+async def test_existing_worker_is_refused(api: httpx.AsyncClient, worker: dict[str, str]) -> None:
     error = error_of(await api.post("/admin/workers", json=worker), 409)
     assert "'s0'" in error["message"]
 
 
-async def test_removing_leaves_requests_to_finish(state: State, api: httpx.AsyncClient) -> None:
+async def test_removed_worker_keeps_running_requests(state: State, api: httpx.AsyncClient) -> None:
     worker = state.worker("s0")
     lease = charge(state, "s0")
     assert (await api.delete("/admin/workers/s0")).json() == {"name": "s0", "requests": 1}
@@ -248,7 +248,7 @@ async def test_removing_leaves_requests_to_finish(state: State, api: httpx.Async
         ("DELETE", "/admin/workers/x"),
     ],
 )
-async def test_no_such_worker(api: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_unknown_worker_gets_404(api: httpx.AsyncClient, method: str, path: str) -> None:
     error = error_of(await api.request(method, path), 404)
     assert error["code"] == "no_such_worker"
     assert "'x'" in error["message"]
@@ -269,27 +269,27 @@ async def test_decisions_are_filtered(state: State, api: httpx.AsyncClient) -> N
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=100000", "reason=whim", "status=x"])
-async def test_filters_that_make_no_sense(api: httpx.AsyncClient, query: str) -> None:
+async def test_invalid_filter_is_refused(api: httpx.AsyncClient, query: str) -> None:
     error = error_of(await api.get(f"/admin/decisions?{query}"), 422)
     assert error["problems"][0]["path"] == query.partition("=")[0]
 
 
 async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncClient) -> None:
-    state.come_up()
-    question = {"prompt_tokens": 8000, "max_tokens": 100}
-    told = (await api.post("/admin/explain", json=question)).json()
-    assert told["worker"] == "l0"
-    assert told["status"] is None
-    scores = {score["worker"]: score for score in told["scores"]}
+    state.mark_up()
+    body = {"prompt_tokens": 8000, "max_tokens": 100}
+    explained = (await api.post("/admin/explain", json=body)).json()
+    assert explained["worker"] == "l0"
+    assert explained["status"] is None
+    scores = {score["worker"]: score for score in explained["scores"]}
     assert set(scores) == {"s0", "l0"}
-    assert "4096" in scores["s0"]["note"]  # why it could not be
+    assert "4096" in scores["s0"]["note"]  # the reason against the worker
     short = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
     assert short["worker"] == "s0"
-    assert not any(worker.requests for worker in state.router.fleet.roster)  # nothing was charged
+    assert not any(worker.requests for worker in state.router.fleet)  # no charges
 
 
 @pytest.mark.parametrize(
-    ("question", "status", "reason"),
+    ("body", "status", "reason"),
     [
         ({"prompt_tokens": 20_000}, 400, "too_long"),
         ({"prompt_tokens": 16_000, "max_tokens": 999}, 400, "too_long"),
@@ -298,42 +298,48 @@ async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncCli
         ({"prompt_tokens": 10}, 503, "no_worker"),
     ],
 )
-async def test_explain_tells_what_a_client_would_be_told(
-    state: State, api: httpx.AsyncClient, question: dict[str, Any], status: int, reason: str
+async def test_explain_returns_the_clients_error(
+    state: State, api: httpx.AsyncClient, body: dict[str, Any], status: int, reason: str
 ) -> None:
     if reason == "no_worker":
-        state.go_down()
+        state.mark_down()
     else:
-        state.come_up()
-    told = (await api.post("/admin/explain", json=question)).json()
-    assert (told["worker"], told["status"], told["reason"]) == (None, status, reason)
-    assert told["message"]
+        state.mark_up()
+    explained = (await api.post("/admin/explain", json=body)).json()
+    assert (explained["worker"], explained["status"], explained["reason"]) == (None, status, reason)
+    assert explained["message"]
 
 
-async def test_before_the_first_probe_a_client_would_wait(api: httpx.AsyncClient) -> None:
-    told = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
-    assert (told["worker"], told["reason"]) == (None, "fleet_full")
-    assert "not probed yet" in told["message"]
-    assert {score["note"] for score in told["scores"]} == {"not probed yet"}
-    adapter = {"prompt_tokens": 10, "model": "adapter"}  # it may be one of theirs
-    told = (await api.post("/admin/explain", json=adapter)).json()
-    assert (told["status"], told["reason"]) == (503, "not_known_yet")
+async def test_explain_before_the_first_probe_is_fleet_full(api: httpx.AsyncClient) -> None:
+    explained = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
+    assert (explained["worker"], explained["reason"]) == (None, "fleet_full")
+    assert "not probed yet" in explained["message"]
+    assert {score["note"] for score in explained["scores"]} == {"not probed yet"}
+    adapter = {"prompt_tokens": 10, "model": "adapter"}  # workers may list it later
+    explained = (await api.post("/admin/explain", json=adapter)).json()
+    assert (explained["status"], explained["reason"]) == (503, "not_known_yet")
 
 
-@pytest.mark.parametrize("question", [{}, {"prompt_tokens": 0}, {"prompt_tokens": 1, "n": 1}])
-async def test_questions_that_are_invalid(api: httpx.AsyncClient, question: dict[str, int]) -> None:
-    error_of(await api.post("/admin/explain", json=question), 422)
+@pytest.mark.parametrize("body", [{}, {"prompt_tokens": 0}, {"prompt_tokens": 1, "n": 1}])
+async def test_invalid_explain_request_is_refused(
+    api: httpx.AsyncClient, body: dict[str, int]
+) -> None:
+    error_of(await api.post("/admin/explain", json=body), 422)
 
 
-async def test_reload(state: State, api: httpx.AsyncClient) -> None:
-    told = (await api.post("/admin/reload")).json()
-    assert told == {"workers": ["s0", "l0"], "needs_restart": ["router.port"]}
+async def test_reload_returns_workers_and_restart_settings(
+    state: State, api: httpx.AsyncClient
+) -> None:
+    explained = (await api.post("/admin/reload")).json()
+    assert explained == {"workers": ["s0", "l0"], "needs_restart": ["router.port"]}
     assert state.reloads == 1
 
 
-async def test_all_problems_of_a_file_are_told(state: State, api: httpx.AsyncClient) -> None:
+async def test_reload_returns_all_problems_of_the_file(
+    state: State, api: httpx.AsyncClient
+) -> None:
     problems = [Problem("workers[0].url", "bad"), Problem("routing.policy", "worse")]
-    state.fault = ConfigError("fleet.yaml", problems)
+    state.error = ConfigError("fleet.yaml", problems)
     error = error_of(await api.post("/admin/reload"), 422)
     assert "fleet.yaml" in error["message"]
     assert error["problems"] == [
@@ -342,19 +348,19 @@ async def test_all_problems_of_a_file_are_told(state: State, api: httpx.AsyncCli
     ]
 
 
-async def test_nothing_to_reload_from(state: State, api: httpx.AsyncClient) -> None:
-    state.fault = ProxyError("no file")
+async def test_reload_without_a_file_gets_409(state: State, api: httpx.AsyncClient) -> None:
+    state.error = ProxyError("no file")
     assert error_of(await api.post("/admin/reload"), 409)["message"] == "no file"
 
 
-async def test_our_own_mistakes_have_the_same_shape(state: State, api: httpx.AsyncClient) -> None:
-    state.fault = RuntimeError("secret-1")
+async def test_internal_error_has_the_same_shape(state: State, api: httpx.AsyncClient) -> None:
+    state.error = RuntimeError("secret-1")
     answer = await api.post("/admin/reload")
     assert error_of(answer, 500)["code"] == "internal_error"
     assert "secret-1" not in answer.text
 
 
-async def test_paths_and_methods_that_there_are_not(api: httpx.AsyncClient) -> None:
+async def test_unknown_path_and_method_are_refused(api: httpx.AsyncClient) -> None:
     assert error_of(await api.get("/nowhere"), 404)["code"] == "not_found"
     answer = await api.put("/admin/workers")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
@@ -362,21 +368,21 @@ async def test_paths_and_methods_that_there_are_not(api: httpx.AsyncClient) -> N
     error_of(await api.post("/admin/explain", content=b"{"), 422)
 
 
-async def test_the_description_is_complete(api: httpx.AsyncClient) -> None:
+async def test_openapi_describes_all_operations(api: httpx.AsyncClient) -> None:
     paths = (await api.get("/openapi.json")).json()["paths"]
     operations = [op for path in paths.values() for op in path.values()]
     assert len(operations) == 13
     assert all(operation["summary"] for operation in operations)
 
 
-async def test_the_reference_shows_all_of_it_and_fetches_nothing(api: httpx.AsyncClient) -> None:
+async def test_docs_page_is_complete_and_fetches_nothing(api: httpx.AsyncClient) -> None:
     described = (await api.get("/openapi.json")).json()
     answer = await api.get("/docs")
     assert answer.status_code == 200
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
-            said = f"<code>{method.upper()} {path}</code> {escape(operation['summary'])}"
-            assert said in answer.text
+            heading = f"<code>{method.upper()} {path}</code> {escape(operation['summary'])}"
+            assert heading in answer.text
     shapes = described["components"]["schemas"]
     assert all(f'<section id="{name}">' in answer.text for name in shapes)
     links = re.findall(r'(?:href|src|action)="([^"]*)"', answer.text)
@@ -387,7 +393,7 @@ async def test_the_reference_shows_all_of_it_and_fetches_nothing(api: httpx.Asyn
     assert policy.startswith("default-src 'none'; script-src 'none'; style-src 'sha256-")
 
 
-def test_what_a_description_says_is_no_markup() -> None:
+def test_docs_page_escapes_markup() -> None:
     evil = "<script>alert(1)</script>"
     operation = {"summary": evil, "description": evil, "responses": {}}
     schema = {"description": evil, "properties": {"a": {"description": evil, "enum": [evil]}}}
@@ -402,15 +408,15 @@ def test_what_a_description_says_is_no_markup() -> None:
     assert "<script" not in page
 
 
-async def test_the_balance_of_a_fleet_without_two_sides_is_empty(api: httpx.AsyncClient) -> None:
+async def test_balance_without_both_sides_is_empty(api: httpx.AsyncClient) -> None:
     answer = await api.get("/admin/balance")
     assert (answer.status_code, answer.json()) == (200, [])
 
 
-async def test_the_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> None:
+async def test_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> None:
     for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
         state.router.fleet.roster.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
-    state.come_up()
+    state.mark_up()
     state.balance.look(NOW)
     [shown] = (await api.get("/admin/balance")).json()
     assert shown["model"] == "tiny"

@@ -1,4 +1,4 @@
-"""Which Host and Origin headers the admin API takes."""
+"""Host and Origin headers that the admin API accepts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from proxy.admin.key import AdminKey
 async def status(
     headers: list[tuple[str, str]], host: str = "127.0.0.1", key: AdminKey | None = None
 ) -> int:
-    """Send a request with these headers through a gate."""
-    gate = HostCheck(PlainTextResponse("in"), host, key)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
+    """Send a request with these headers; return its status."""
+    app = HostCheck(PlainTextResponse("in"), host, key)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         answer = await client.get("http://127.0.0.1:8001/", headers=headers)
     if answer.status_code == 403:
         assert answer.json()["error"]["code"] == "forbidden"
@@ -26,7 +26,7 @@ async def status(
     "host",
     ["127.0.0.1", "127.0.0.1:8001", "localhost:8001", "LOCALHOST", "[::1]:8001", "10.0.0.7:8001"],
 )
-async def test_hosts_that_nobody_else_can_be(host: str) -> None:
+async def test_local_hosts_are_accepted(host: str) -> None:
     assert await status([("Host", host)]) == 200
 
 
@@ -39,25 +39,28 @@ async def test_foreign_hosts_are_refused(host: str) -> None:
     assert await status([("Host", host)]) == 403
 
 
-async def test_the_configured_name_is_let_in() -> None:
+async def test_configured_host_is_accepted() -> None:
     assert await status([("Host", "admin.internal:8001")]) == 403
     assert await status([("Host", "Admin.internal:8001")], host="admin.internal") == 200
 
 
-async def test_with_a_key_any_name_will_do_and_the_key_must_be_shown() -> None:
+async def test_key_allows_any_host_and_is_required() -> None:
     key = AdminKey()
-    assert await status([("Host", "router.example.com")], key=key) == 403  # it has none yet
+    assert await status([("Host", "router.example.com")], key=key) == 403  # no key is set yet
     key.take(secret := "a-key-of-many-letters-0123456789")
-    shown = ("Authorization", f"Bearer {secret}")
-    named = ("Host", "router.example.com")
-    assert await status([named, shown], key=key) == 200
-    assert await status([named, shown, ("Origin", "https://router.example.com")], key=key) == 200
-    assert await status([named], key=key) == 401
-    assert await status([named, shown, ("Origin", "https://evil.example")], key=key) == 403
-    assert await status([named, named, shown], key=key) == 403
+    authorization = ("Authorization", f"Bearer {secret}")
+    host = ("Host", "router.example.com")
+    assert await status([host, authorization], key=key) == 200
+    assert (
+        await status([host, authorization, ("Origin", "https://router.example.com")], key=key)
+        == 200
+    )
+    assert await status([host], key=key) == 401
+    assert await status([host, authorization, ("Origin", "https://evil.example")], key=key) == 403
+    assert await status([host, host, authorization], key=key) == 403
 
 
-async def test_two_hosts_are_one_too_many() -> None:
+async def test_two_host_headers_are_refused() -> None:
     assert await status([("Host", "localhost"), ("Host", "localhost")]) == 403
 
 
@@ -72,5 +75,5 @@ async def test_two_hosts_are_one_too_many() -> None:
         ("", 403),
     ],
 )
-async def test_only_its_own_pages_may_call_it(origin: str, expected: int) -> None:
+async def test_only_the_own_origin_is_accepted(origin: str, expected: int) -> None:
     assert await status([("Host", "127.0.0.1:8001"), ("Origin", origin)]) == expected

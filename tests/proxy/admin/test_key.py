@@ -1,4 +1,4 @@
-"""Who has the admin API's key, and what is no key."""
+"""The key of the admin API."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from proxy.errors import ConfigError
 KEY = "0123456789abcdef-key"
 
 
-def basic(password: str, user: str = "anybody") -> str:
-    """Write what a browser sends."""
+def basic(password: str, user: str = "admin") -> str:
+    """Return an Authorization header of a browser."""
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("headers", "expected"),
     [
         ([f"Bearer {KEY}"], True),
         ([f"bearer  {KEY} "], True),
@@ -43,13 +43,13 @@ def basic(password: str, user: str = "anybody") -> str:
         ([f"Digest {KEY}"], False),
     ],
 )
-async def test_who_is_let_in(said: list[str], expected: bool) -> None:
+async def test_key_is_required(headers: list[str], expected: bool) -> None:
     key = AdminKey()
     key.take(KEY)
-    gate = HostCheck(PlainTextResponse("in"), "127.0.0.1", key)
-    headers = [(b"Host", b"127.0.0.1"), *((b"Authorization", x.encode()) for x in said)]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
-        answer = await client.get("http://127.0.0.1:8001/", headers=headers)
+    app = HostCheck(PlainTextResponse("in"), "127.0.0.1", key)
+    all_headers = [(b"Host", b"127.0.0.1"), *((b"Authorization", x.encode()) for x in headers)]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        answer = await client.get("http://127.0.0.1:8001/", headers=all_headers)
     assert answer.status_code == (200 if expected else 401)
     if not expected:
         assert answer.json()["error"]["code"] == "unauthorized"
@@ -57,7 +57,7 @@ async def test_who_is_let_in(said: list[str], expected: bool) -> None:
         assert KEY not in answer.text
 
 
-def test_a_new_key_takes_the_place_of_the_old_one() -> None:
+def test_new_key_replaces_the_old_one() -> None:
     key = AdminKey()
     assert key.admits(None)
     key.take(KEY)
@@ -67,7 +67,7 @@ def test_a_new_key_takes_the_place_of_the_old_one() -> None:
     assert KEY not in repr(vars(key))
 
 
-def test_where_it_is_read(tmp_path: Path) -> None:
+def test_key_is_read_from_file_or_environment(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     assert key_of(AdminConfig(), "f") is None
@@ -76,7 +76,7 @@ def test_where_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"two words of the key", b"\xff" * 20])
-def test_what_is_no_key(tmp_path: Path, content: bytes) -> None:
+def test_invalid_key_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"^f: router\.admin\.key_file: .*16 to 512") as caught:
@@ -84,7 +84,7 @@ def test_what_is_no_key(tmp_path: Path, content: bytes) -> None:
     assert "two words" not in str(caught.value)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router\.admin\.key_env: ADMIN: not set"):
         key_of(AdminConfig(key_env="ADMIN"), "f", {})
     with pytest.raises(ConfigError, match=r"key_file: '.*none': cannot be read: No such file"):
@@ -92,22 +92,22 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 
 def fleet(admin: str) -> str:
-    """Write a fleet file."""
+    """Return a fleet file."""
     return f"model: m\nworkers: [{{name: a, url: 'http://h:1'}}]\nrouter: {{admin: {admin}}}\n"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "'::1'", "localhost"])
-def test_on_loopback_none_is_needed(host: str) -> None:
+def test_loopback_needs_no_key(host: str) -> None:
     parse(fleet(f"{{host: {host}}}"), "f")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "10.0.0.1", "a.internal"])  # noqa: S104
-def test_elsewhere_one_is(host: str) -> None:
+def test_other_hosts_need_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match=r"router\.admin\.host: .*router\.admin\.key_file"):
         parse(fleet(f"{{host: {host}}}"), "f")
     parse(fleet(f"{{host: {host}, key_env: ADMIN}}"), "f")
 
 
-def test_one_place_for_it() -> None:
+def test_two_sources_of_the_key_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"router\.admin\.key_env: key_file is given too"):
         parse(fleet("{key_env: A, key_file: b}"), "f")

@@ -28,15 +28,15 @@ from tests.proxy.wire.raw_client import Client, get
 from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 10.0
-HALF = b"GET /hello HTTP/1.1\r\nHost: localhost\r\nX-Half: "
-MOST = 6
+HALF_HEAD = b"GET /hello HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+MAX_CONNECTIONS = 6
 
 
-ON = ("asyncio", "uvloop")
+EVENT_LOOPS = ("asyncio", "uvloop")
 
 
 class Served:
-    """A server, and what its application was given."""
+    """A server, and the bodies that its application received."""
 
     def __init__(self) -> None:
         self.app = FastAPI()
@@ -71,8 +71,8 @@ class Served:
         """Open a connection."""
         return await Client.connect(self.server.port, **options)
 
-    async def answers(self) -> bool:
-        """Whether a new connection is served now."""
+    async def is_serving(self) -> bool:
+        """Return whether a new connection is served."""
         client = await self.connect()
         try:
             return (await client.ask(get("/hello"))).status == 200
@@ -82,7 +82,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
-    """Serve for a while."""
+    """Serve within the block."""
     served = Served()
     served.server = AdminServer(served.app, await admin_socket("127.0.0.1", 0), tls=tls)
     task = asyncio.create_task(served.server.run())
@@ -94,13 +94,13 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
 
 @pytest.fixture
 async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    """Serve `MOST` connections at most."""
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", MOST)
-    async with serving() as one:
-        yield one
+    """Serve with a limit of `MAX_CONNECTIONS`."""
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", MAX_CONNECTIONS)
+    async with serving() as started:
+        yield started
 
 
-async def test_it_serves_until_stopped_and_leaves_signals_alone() -> None:
+async def test_server_does_not_change_signal_handlers() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     async with serving() as served, httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{served.server.port}/hello")
@@ -109,62 +109,61 @@ async def test_it_serves_until_stopped_and_leaves_signals_alone() -> None:
         assert now == handlers
 
 
-async def test_a_port_in_use_is_an_error_at_once() -> None:
+async def test_port_in_use_raises_at_once() -> None:
     first = AdminServer(FastAPI(), await admin_socket("127.0.0.1", 0))
     with pytest.raises(OSError, match="in use"):
         await admin_socket("127.0.0.1", first.port)
     first.stop()
 
 
-async def test_it_can_be_stopped_with_connections_open(served: Served) -> None:
+async def test_server_stops_with_open_connections(served: Served) -> None:
     async with AsyncExitStack() as stack:
-        for data in (b"", HALF, get("/endless?size=1")):
+        for data in (b"", HALF_HEAD, get("/endless?size=1")):
             client = await served.connect()
             stack.callback(client.close)
             await client.send(data)
         await eventually(lambda: served.streams == 1 and served.server.connections == 3)
 
 
-# Bounds
+# Limit of connections
 
 
-async def test_half_sent_heads_beyond_the_bound_give_way_to_requests(served: Served) -> None:
-    """The oldest of them is closed at once, and the new connection is served."""
+async def test_oldest_half_sent_head_gives_way_to_a_new_connection(served: Served) -> None:
     with ExitStack() as stack:
         half = []
-        for _ in range(10 * MOST):
+        for _ in range(10 * MAX_CONNECTIONS):
             client = await served.connect()
             stack.callback(client.close)
-            await client.send(HALF)
+            await client.send(HALF_HEAD)
             half.append(client)
-        await eventually(lambda: served.server.connections == MOST)
-        for client in half[: 9 * MOST]:
+        await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
+        for client in half[: 9 * MAX_CONNECTIONS]:
             assert await client.closed() == b""
-        assert await served.answers()
-        assert served.server.connections <= MOST
+        assert await served.is_serving()
+        assert served.server.connections <= MAX_CONNECTIONS
 
 
-async def test_so_do_half_sent_bodies_and_connections_without_a_byte(served: Served) -> None:
+async def test_half_sent_bodies_and_silent_connections_give_way(served: Served) -> None:
     with ExitStack() as stack:
-        for number in range(10 * MOST):
+        for number in range(10 * MAX_CONNECTIONS):
             client = await served.connect()
             stack.callback(client.close)
             head = b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
             await client.send(head if number % 2 else b"")
-        await eventually(lambda: served.server.connections == MOST)
-        assert await served.answers()
+        await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
+        assert await served.is_serving()
     assert served.bodies == []
 
 
-async def test_requests_that_are_answered_give_way_to_none(served: Served) -> None:
+async def test_running_requests_do_not_give_way(served: Served) -> None:
     with ExitStack() as stack:
         streams = []
-        for _ in range(MOST):
+        for _ in range(MAX_CONNECTIONS):
             client = await served.connect()
             stack.callback(client.close)
             await client.send(get("/endless?size=1"))
             streams.append(client)
-        await eventually(lambda: served.streams == MOST)
+        await eventually(lambda: served.streams == MAX_CONNECTIONS)
         late = await served.connect()
         stack.callback(late.close)
         assert await late.closed() == b""
@@ -172,16 +171,18 @@ async def test_requests_that_are_answered_give_way_to_none(served: Served) -> No
             assert (await client.head()).status == 200
             assert await client.piece() == b"x"
         streams[0].close()
-        await eventually(lambda: served.server.connections < MOST)
-        assert await served.answers()
+        await eventually(lambda: served.server.connections < MAX_CONNECTIONS)
+        assert await served.is_serving()
 
 
 @pytest.mark.parametrize(
-    ("files", "most"), [(64, 8), (20, 4), (1 << 20, 64), (resource.RLIM_INFINITY, 64)]
+    ("files", "expected"), [(64, 8), (20, 4), (1 << 20, 64), (resource.RLIM_INFINITY, 64)]
 )
-def test_the_bound_and_open_files(monkeypatch: pytest.MonkeyPatch, files: int, most: int) -> None:
+def test_connection_limit_depends_on_the_file_limit(
+    monkeypatch: pytest.MonkeyPatch, files: int, expected: int
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    assert max_connections() == most
+    assert max_connections() == expected
 
 
 # Deadlines
@@ -189,9 +190,9 @@ def test_the_bound_and_open_files(monkeypatch: pytest.MonkeyPatch, files: int, m
 
 @dataclass
 class Timer:
-    """A deadline of a connection."""
+    """A timeout of a connection."""
 
-    passes: Callable[[], object]
+    callback: Callable[[], object]
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -199,30 +200,30 @@ class Timer:
 
 
 class Timers:
-    """The deadlines of connections, which pass when the test says so."""
+    """Timeouts of connections that expire on request."""
 
     def __init__(self) -> None:
         self._all: list[Timer] = []
 
     @property
     def running(self) -> list[Timer]:
-        """Those that have neither passed nor been cancelled."""
-        return [each for each in self._all if not each.cancelled]
+        """Timers that have neither expired nor been cancelled."""
+        return [timer for timer in self._all if not timer.cancelled]
 
-    def call_later(self, passes: Callable[[], object]) -> Timer:
-        """Note one more."""
-        self._all.append(Timer(passes))
+    def call_later(self, callback: Callable[[], object]) -> Timer:
+        """Add a timer."""
+        self._all.append(Timer(callback))
         return self._all[-1]
 
     def expire(self) -> None:
-        """Let all of them pass."""
-        for each in self.running:
-            each.cancel()
-            each.passes()
+        """Let all timers expire."""
+        for timer in self.running:
+            timer.cancel()
+            timer.callback()
 
 
 class TimedLoop:
-    """A loop whose calls after `TIMEOUT_S` are for the test to make."""
+    """A loop whose calls after `TIMEOUT_S` go to `Timers`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, timers: Timers) -> None:
         self._loop, self._timers = loop, timers
@@ -238,48 +239,48 @@ class TimedLoop:
 
 @pytest.fixture
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
-    """Have no deadline pass by itself."""
-    found, made = Timers(), admin_connection.AdminConnection.__init__
+    """Stop the timeouts of connections."""
+    timers, original = Timers(), admin_connection.AdminConnection.__init__
 
     def make(connection: Any, *args: Any) -> None:
-        made(connection, *args)
-        connection.loop = TimedLoop(connection.loop, found)
+        original(connection, *args)
+        connection.loop = TimedLoop(connection.loop, timers)
 
     monkeypatch.setattr(admin_connection.AdminConnection, "__init__", make)
-    return found
+    return timers
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"",
-        HALF,
+        HALF_HEAD,
         get("/hello"),
-        get("/hello") + HALF,
+        get("/hello") + HALF_HEAD,
         b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
         b"POST /take HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
     ],
     ids=["nothing", "half a head", "idle", "half a second head", "half a body", "half of chunks"],
 )
-async def test_half_requests_have_a_deadline(timers: Timers, served: Served, data: bytes) -> None:
+async def test_incomplete_requests_time_out(timers: Timers, served: Served, data: bytes) -> None:
     client = await served.connect()
     await client.send(data)
     if data.startswith(get("/hello")):
         assert (await client.answer()).status == 200
     await eventually(lambda: timers.running)
-    [due] = timers.running
-    if data.endswith(HALF):  # bytes that trickle in win no time
+    [timer] = timers.running
+    if data.endswith(HALF_HEAD):  # further bytes do not extend the timeout
         for _ in range(3):
             await client.send(b"x")
             await asyncio.sleep(0.01)
-    assert timers.running == [due]
+    assert timers.running == [timer]
     timers.expire()
     assert await client.closed() == b""
     await eventually(lambda: served.server.connections == 0)
     client.close()
 
 
-async def test_a_stream_that_is_read_has_no_end(timers: Timers, served: Served) -> None:
+async def test_stream_that_is_read_has_no_timeout(timers: Timers, served: Served) -> None:
     client = await served.connect()
     await client.send(get("/endless?size=1"))
     await client.head()
@@ -289,7 +290,7 @@ async def test_a_stream_that_is_read_has_no_end(timers: Timers, served: Served) 
     client.close()
 
 
-async def test_a_client_that_takes_nothing_is_given_up(timers: Timers, served: Served) -> None:
+async def test_client_that_does_not_read_times_out(timers: Timers, served: Served) -> None:
     client = await served.connect(rcvbuf=4096, limit=4096)
     await client.send(get("/endless?size=1000000"))
     await eventually(lambda: served.streams == 1)
@@ -299,22 +300,22 @@ async def test_a_client_that_takes_nothing_is_given_up(timers: Timers, served: S
     client.close()
 
 
-async def test_a_client_that_takes_it_late_is_served(timers: Timers, served: Served) -> None:
+async def test_reading_again_cancels_the_timeout(timers: Timers, served: Served) -> None:
     client = await served.connect(rcvbuf=4096, limit=4096)
     await client.send(get("/endless?size=1000000"))
     await eventually(lambda: timers.running)
-    [due] = timers.running
+    [timer] = timers.running
     client.read_on()
     reading = asyncio.create_task(client.reader.read(-1))
-    await eventually(lambda: due.cancelled)
+    await eventually(lambda: timer.cancelled)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     client.close()
 
 
-async def test_a_head_without_end_is_refused(served: Served) -> None:
+async def test_oversized_head_is_refused(served: Served) -> None:
     client = await served.connect()
-    await client.send(HALF + b"x" * (server.MAX_HEAD_BYTES + 1))
+    await client.send(HALF_HEAD + b"x" * (server.MAX_HEAD_BYTES + 1))
     assert (await client.closed()).startswith(b"HTTP/1.1 400 ")
     client.close()
 
@@ -332,7 +333,7 @@ def chunked(total: int) -> bytes:
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_of_a_body_that_is_too_large_no_more_is_read(served: Served, framing: str) -> None:
+async def test_oversized_body_gets_413(served: Served, framing: str) -> None:
     client = await served.connect()
     if framing == "length":
         await client.send(POST + b"Content-Length: %d\r\n\r\n" % (400 << 20))
@@ -347,7 +348,7 @@ async def test_of_a_body_that_is_too_large_no_more_is_read(served: Served, frami
     client.close()
 
 
-async def test_the_largest_body_passes_whole(served: Served) -> None:
+async def test_largest_allowed_body_is_accepted(served: Served) -> None:
     client = await served.connect()
     body = b"x" * MAX_BODY_BYTES
     head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
@@ -357,52 +358,53 @@ async def test_the_largest_body_passes_whole(served: Served) -> None:
     client.close()
 
 
-async def test_how_much_of_a_body_is_held() -> None:
-    """The pieces after the one that is too much are not asked for."""
-    asked = 0
+async def test_oversized_body_is_not_read_to_its_end() -> None:
+    pieces_read = 0
 
     async def receive() -> dict[str, Any]:
-        nonlocal asked
-        asked += 1
+        nonlocal pieces_read
+        pieces_read += 1
         return {"type": "http.request", "body": b"x" * 65_536, "more_body": True}
 
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
-        said.append(message)
+        messages.append(message)
 
     scope = {"type": "http", "headers": []}
     await BodyLimit(PlainTextResponse("passed on"))(scope, receive, send)  # type: ignore[arg-type]
-    assert said[0]["status"] == 413
-    assert asked == MAX_BODY_BYTES // 65_536 + 1
+    assert messages[0]["status"] == 413
+    assert pieces_read == MAX_BODY_BYTES // 65_536 + 1
 
 
 # TLS
 
 
-async def test_tls_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", MOST)
+async def test_tls_handshakes_count_as_connections(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", MAX_CONNECTIONS)
     authority = Authority(tmp_path)
     context = ssl.create_default_context(cafile=authority.ca_file)
     async with serving(ServedContext(authority.port("admin")).context) as served:
         with ExitStack() as stack:
             silent = []
-            for number in range(10 * MOST):
+            for number in range(10 * MAX_CONNECTIONS):
                 client = await served.connect()
                 stack.callback(client.close)
-                await client.send(b"\x16\x03\x01" if number % 2 else b"")  # half of a first record
+                await client.send(b"\x16\x03\x01" if number % 2 else b"")  # half of a TLS record
                 silent.append(client)
-            await eventually(lambda: served.server.connections == MOST)
-            for client in silent[: 9 * MOST]:
+            await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
+            for client in silent[: 9 * MAX_CONNECTIONS]:
                 assert await client.closed() == b""
-            known = await served.connect(tls=context)
-            stack.callback(known.close)
-            assert (await known.ask(get("/hello"))).status == 200
-            assert served.server.connections <= MOST
+            encrypted = await served.connect(tls=context)
+            stack.callback(encrypted.close)
+            assert (await encrypted.ask(get("/hello"))).status == 200
+            assert served.server.connections <= MAX_CONNECTIONS
 
 
 @pytest.mark.parametrize("data", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_a_tls_handshake_has_a_deadline(
+async def test_tls_handshake_times_out(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "TIMEOUT_S", 0.2)
@@ -414,12 +416,12 @@ async def test_a_tls_handshake_has_a_deadline(
         client.close()
 
 
-# Open files
+# Descriptors
 
 
 @contextmanager
-def no_more_files(spare: int = 0) -> Any:
-    """Let this process open so many further files or sockets."""
+def limit_descriptors(spare: int = 0) -> Any:
+    """Limit this process to this number of new descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = socket.socket()
     first = held.fileno()
@@ -431,13 +433,13 @@ def no_more_files(spare: int = 0) -> Any:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_it_serves_once_files_are_free(
+async def test_server_accepts_once_descriptors_are_free(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "NO_FILES_PAUSE_S", 0.05)
     raw = socket.socket()
     raw.setblocking(False)
-    with no_more_files():
+    with limit_descriptors():
         with suppress(BlockingIOError):
             raw.connect(("127.0.0.1", served.server.port))
         await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The status page as it is given, and the events that feed it."""
+"""The status page and its events."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ async def app(tmp_path: Path) -> AsyncIterator[App]:
 
 @pytest.fixture
 async def web() -> AsyncIterator[aiohttp.ClientSession]:
-    """Ask as a browser would."""
+    """Return a session as of a browser."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
         yield session
 
 
 async def ask(app: App) -> int:
-    """Ask for a stream."""
+    """Request a stream; return its status."""
     client = await Client.connect(app.wire.port)
     try:
         return (await client.ask(chat(stream=True), within=DEADLINE_S)).status
@@ -64,7 +64,7 @@ async def ask(app: App) -> int:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
-    """Read events as they come."""
+    """Yield events."""
     name = ""
     async for line in answer.content:
         if line.startswith(b"event: "):
@@ -74,7 +74,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any
 
 
 @pytest.mark.parametrize("path", ["/", "/status"])
-async def test_the_page_has_a_strict_policy(
+async def test_page_has_a_strict_content_security_policy(
     app: App, web: aiohttp.ClientSession, path: str
 ) -> None:
     async with web.get(app.admin_url + path) as answer:
@@ -92,7 +92,7 @@ async def test_the_page_has_a_strict_policy(
         assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
-def test_the_page_fetches_nothing_and_makes_no_markup() -> None:
+def test_page_fetches_nothing_and_builds_no_html() -> None:
     text, _ = page_file()
     assert not re.findall(r"https?:|src=|@import|url\(", text)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
@@ -100,7 +100,7 @@ def test_the_page_fetches_nothing_and_makes_no_markup() -> None:
     assert not re.findall(r"\son\w+=", text)
 
 
-async def test_other_sites_are_not_told(app: App, web: aiohttp.ClientSession) -> None:
+async def test_events_are_refused_to_other_sites(app: App, web: aiohttp.ClientSession) -> None:
     for headers in (
         {"Host": "evil.example"},
         {"Origin": "http://evil.example"},
@@ -110,17 +110,17 @@ async def test_other_sites_are_not_told(app: App, web: aiohttp.ClientSession) ->
             assert answer.status == 403
 
 
-async def test_events_tell_of_a_request(app: App, web: aiohttp.ClientSession) -> None:
+async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> None:
     async with web.get(app.admin_url + "/admin/live") as answer:
         assert answer.content_type == "text/event-stream"
-        told = events(answer)
-        name, everything = await anext(told)
+        stream_of_events = events(answer)
+        name, first = await anext(stream_of_events)
         assert name == "all"
-        assert [w["name"] for w in everything["state"]["workers"]] == ["w0"]
+        assert [w["name"] for w in first["state"]["workers"]] == ["w0"]
         assert app.metrics.live is app.live.notes
         assert await ask(app) == 200
-        fields, ticks = everything["fields"], []
-        async for _, data in told:
+        fields, ticks = first["fields"], []
+        async for _, data in stream_of_events:
             ticks += [at for tick in data["ticks"] for at in tick[1:]]
             rows = [dict(zip(fields, row, strict=True)) for row in data["rows"]]
             if rows and rows[-1]["ended"] is not None:
@@ -131,25 +131,27 @@ async def test_events_tell_of_a_request(app: App, web: aiohttp.ClientSession) ->
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
 
 
-async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> None:
-    open_ones = [await web.get(app.admin_url + "/admin/live") for _ in range(MAX_VIEWERS)]
+async def test_too_many_viewers_are_refused(app: App, web: aiohttp.ClientSession) -> None:
+    viewers = [await web.get(app.admin_url + "/admin/live") for _ in range(MAX_VIEWERS)]
     async with web.get(app.admin_url + "/admin/live") as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "too_many_viewers"
-    for each in open_ones:
-        each.close()
+    for viewer in viewers:
+        viewer.close()
     await eventually(lambda: not app.live.watched, within=DEADLINE_S)
 
 
-def happened(app: App, requests: int) -> None:
-    """Let requests end that nobody sent."""
+def record_requests(app: App, requests: int) -> None:
+    """Record requests without sending them."""
     for _ in range(requests):
         record = RequestRecord()
         record.started = app.wire.clock()
         record.close(record.started, app.metrics, "completions", 200, None)
 
 
-async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewer_that_does_not_read_is_dropped(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("proxy.status_page.live.READ_TIMEOUT_S", 0.3)
     monkeypatch.setattr("proxy.admin.status_routes.READ_TIMEOUT_S", 0.3)
     client = await Client.connect(
@@ -158,9 +160,9 @@ async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyP
     await client.send(get("/admin/live"))
     await eventually(lambda: app.live.watched, within=DEADLINE_S)
     give_up = app.wire.clock() + DEADLINE_S
-    while app.live.watched:  # until no buffer on the way takes any more
+    while app.live.watched:  # until all buffers are full
         assert app.wire.clock() < give_up
-        happened(app, 2000)
+        record_requests(app, 2000)
         await app.live.beat()
         await asyncio.sleep(0.01)
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
@@ -168,13 +170,13 @@ async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyP
 
 
 async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[int]) -> None:
-    """Note what a page is told: whose requests are over, and how many it was not told of."""
+    """Collect the finished requests and dropped counts of a page."""
     fields: list[str] = []
     text = b""
     async for piece in answer.content.iter_any():
-        *told, text = (text + piece).split(b"\n\n")
-        for each in told:
-            data = json.loads(each.partition(b"data: ")[2])
+        *events, text = (text + piece).split(b"\n\n")
+        for event in events:
+            data = json.loads(event.partition(b"data: ")[2])
             fields = data.get("fields", fields)
             dropped.append(data.get("dropped", 0))
             rows = (dict(zip(fields, row, strict=True)) for row in data["rows"])
@@ -182,27 +184,27 @@ async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[
 
 
 async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
-    """Ask for a stream, under a name."""
+    """Request a stream with this request ID."""
     async with at_once:
         client = await Client.connect(app.wire.port)
         try:
-            asked = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
-            return await client.ask(asked, within=2 * DEADLINE_S)
+            data = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
+            return await client.ask(data, within=2 * DEADLINE_S)
         finally:
             client.close()
 
 
-async def test_pages_that_take_nothing_hold_nobody_up_and_grow_by_nothing(
+async def test_stuck_viewers_delay_no_one_and_buffer_nothing(
     app: App, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("status_page.live", "admin.status_routes"):  # no page is closed for being slow
+    for module in ("status_page.live", "admin.status_routes"):  # slow viewers are not dropped
         monkeypatch.setattr(f"proxy.{module}.READ_TIMEOUT_S", 600.0)
     admin = int(app.admin_url.rsplit(":", 1)[1])
-    deaf = [await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(2)]
-    for each in deaf:
-        await each.send(get("/admin/live"))
+    stuck_clients = [await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(2)]
+    for client in stuck_clients:
+        await client.send(get("/admin/live"))
     viewers = app.live._viewers
-    await eventually(lambda: len(viewers) == len(deaf), within=DEADLINE_S)
+    await eventually(lambda: len(viewers) == len(stuck_clients), within=DEADLINE_S)
     stuck = set(viewers)
     no_end = aiohttp.ClientTimeout(total=None)
     async with web.get(app.admin_url + "/admin/live", timeout=no_end) as answer:
@@ -212,46 +214,45 @@ async def test_pages_that_take_nothing_hold_nobody_up_and_grow_by_nothing(
         await eventually(lambda: dropped, within=DEADLINE_S)
         give_up = app.wire.clock() + 4 * DEADLINE_S
         while not all(viewer.busy and viewer.behind for viewer in stuck):
-            assert app.wire.clock() < give_up  # by then no buffer on the way takes any more
-            happened(app, 2000)
+            assert app.wire.clock() < give_up  # all buffers must be full by then
+            record_requests(app, 2000)
             await app.live.beat()
             await asyncio.sleep(0.01)
 
         before, beats = {id(viewer): viewer._slot for viewer in stuck}, app.live._beats
         at_once, names = asyncio.Semaphore(20), [f"stream-{n}" for n in range(60)]
         answers = await asyncio.gather(*(stream(app, name, at_once) for name in names))
-        assert {(each.status, each.body.endswith(b"data: [DONE]\n\n")) for each in answers} == {
-            (200, True)
-        }
+        assert {
+            (answer.status, answer.body.endswith(b"data: [DONE]\n\n")) for answer in answers
+        } == {(200, True)}
         await eventually(lambda: ended.issuperset(names), within=DEADLINE_S)
         await eventually(lambda: app.live._beats > beats + 8, within=DEADLINE_S)
         assert not any(dropped)
-        # Of all that came meanwhile nothing was put before those: one message each, and that the
-        # same.
+        # Stuck viewers still hold the same single message.
         assert viewers >= stuck
         assert all(viewer._slot is before[id(viewer)] for viewer in stuck)
         assert not app.live.notes._ended
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-    # Once one reads again it is told all of it.
-    deaf[0].read_on()
+    # A viewer that reads again gets the full state.
+    stuck_clients[0].read_on()
     pieces = [b"", b""]
     async with asyncio.timeout(DEADLINE_S):
         while names[-1].encode() not in pieces[-2] + pieces[-1]:
-            pieces.append(await deaf[0].reader.read(1 << 20))
+            pieces.append(await stuck_clients[0].reader.read(1 << 20))
     text = b"".join(pieces)
     assert names[-1].encode() in text.rpartition(b"event: all")[2]
     assert text.count(b"event: all") > 1
-    for each in deaf:
-        each.close()
+    for client in stuck_clients:
+        client.close()
 
 
-async def test_a_stop_ends_the_events(app: App, web: aiohttp.ClientSession) -> None:
+async def test_stop_ends_the_events(app: App, web: aiohttp.ClientSession) -> None:
     async with web.get(app.admin_url + "/admin/live") as answer:
-        told = events(answer)
-        await anext(told)
+        stream_of_events = events(answer)
+        await anext(stream_of_events)
         await asyncio.wait_for(app.stop(), DEADLINE_S)
         async with asyncio.timeout(DEADLINE_S):
-            with suppress(aiohttp.ClientError):  # the end may come as a broken connection
-                async for _ in told:
+            with suppress(aiohttp.ClientError):  # the connection may break
+                async for _ in stream_of_events:
                     pass

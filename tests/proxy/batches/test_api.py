@@ -1,4 +1,4 @@
-"""The desk: what it refuses, and how it gives out what is large."""
+"""The Files and Batches API: refusals and large downloads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.batches.office import CHAT, Office, busy, lines
+from tests.proxy.batches.harness import CHAT, BatchHarness, busy, lines
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import get, request
 from tests.proxy.wire.site import eventually
 
 
 def post(path: str, body: object) -> bytes:
-    """Return the bytes of a POST."""
+    """Return the bytes of a POST request."""
     return request(json.dumps(body).encode(), path=path)
 
 
@@ -37,26 +37,28 @@ def form(purpose: str | None = "batch", content: bytes | None = b"{}") -> bytes:
     return lead + b"%d\r\n\r\n%b" % (len(body), body)
 
 
-async def test_what_it_answers_is_counted_and_told(office: Office) -> None:
-    site, told = office.site, []
+async def test_requests_are_counted_and_recorded(harness: BatchHarness) -> None:
+    site, records = harness.site, []
     site.metrics.at_end = (
-        lambda seen, _, route, status, reason: told.append((seen.id, route, status, reason.value)),
+        lambda seen, _, route, status, reason: records.append(
+            (seen.id, route, status, reason.value)
+        ),
     )
-    named = b"X-Request-Id: of-the-visit"
+    named = b"X-Request-Id: of-the-request"
     data = get("/v1/files").replace(b"\r\n", b"\r\n" + named + b"\r\n", 1)
     assert (await site.ask(data)).status == 200
     assert (await site.ask(get("/v1/files/file-1/content"))).status == 404
     assert (await site.ask(get("/v1/batches"))).status == 200
-    assert told[0] == ("of-the-visit", "files", 200, "own")
-    assert [each[1:3] for each in told] == [("files", 200), ("files", 404), ("batches", 200)]
-    assert all(name for name, *_ in told)
-    counted = {(key[0], key[5]): each.count for key, each in site.metrics.requests.items()}
-    assert counted == {("files", 200): 1, ("files", 404): 1, ("batches", 200): 1}
+    assert records[0] == ("of-the-request", "files", 200, "own")
+    assert [record[1:3] for record in records] == [("files", 200), ("files", 404), ("batches", 200)]
+    assert all(name for name, *_ in records)
+    counts = {(key[0], key[5]): series.count for key, series in site.metrics.requests.items()}
+    assert counts == {("files", 200): 1, ("files", 404): 1, ("batches", 200): 1}
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
-async def test_how_much_it_sends_is_told(office: Office, path: str) -> None:
-    site, sent = office.site, list[int]()
+async def test_sent_bytes_are_recorded(harness: BatchHarness, path: str) -> None:
+    site, sent = harness.site, list[int]()
     site.metrics.at_end = (lambda seen, *_: sent.append(seen.sent_bytes),)
     client = await site.client()
     await client.send(get(path, b"Connection: close"))
@@ -64,7 +66,7 @@ async def test_how_much_it_sends_is_told(office: Office, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"])
-async def test_without_a_folder_it_is_said_who_turns_them_on(start: Start, path: str) -> None:
+async def test_without_batches_404_names_the_setting(start: Start, path: str) -> None:
     site = await start()
     answer = await site.ask(get(path))
     assert answer.status == 404
@@ -100,15 +102,15 @@ async def test_without_a_folder_it_is_said_who_turns_them_on(start: Start, path:
         (get("/v1/files/file-1/other"), 404, None),
     ],
 )
-async def test_what_is_refused(
+async def test_invalid_request_is_refused(
     start: Start, tmp_path: Path, data: bytes, status: int, param: str | None
 ) -> None:
-    office = Office(await start(), tmp_path, max_file_bytes=1000)
-    await office.open()
-    answer = await office.site.ask(data)
+    harness = BatchHarness(await start(), tmp_path, max_file_bytes=1000)
+    await harness.open()
+    answer = await harness.site.ask(data)
     assert (answer.status, answer.error()["param"]) == (status, param)
     assert len(answer.all(b"allow")) == (status == 405)
-    await office.close()
+    await harness.close()
 
 
 @pytest.mark.parametrize(
@@ -120,32 +122,34 @@ async def test_what_is_refused(
         ({"completion_window": 24}, "completion_window"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"metadata": {"a" * 65: "1"}}, "metadata"),
-        ({"input_file_id": "file-nobody"}, "id"),
+        ({"input_file_id": "file-unknown"}, "id"),
     ],
 )
-async def test_what_is_no_batch(office: Office, changes: dict[str, Any], param: str) -> None:
-    file_id = await office.upload(lines(1))
+async def test_invalid_batch_is_refused(
+    harness: BatchHarness, changes: dict[str, Any], param: str
+) -> None:
+    file_id = await harness.upload(lines(1))
     body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"} | changes
-    answer = await office.site.ask(post("/v1/batches", body))
+    answer = await harness.site.ask(post("/v1/batches", body))
     assert answer.error()["param"] == param
 
 
-async def test_a_batch_takes_no_files_of_results(office: Office) -> None:
-    done = await office.until(await office.begin(lines(1)))
+async def test_result_file_is_no_valid_input(harness: BatchHarness) -> None:
+    done = await harness.until(await harness.begin(lines(1)))
     body = {"input_file_id": done.output_file_id, "endpoint": CHAT, "completion_window": "1h"}
-    answer = await office.site.ask(post("/v1/batches", body))
+    answer = await harness.site.ask(post("/v1/batches", body))
     assert answer.error()["param"] == "input_file_id"
 
 
-async def test_a_large_file_waits_for_who_reads_slowly(office: Office) -> None:
+async def test_large_download_waits_for_a_slow_reader(harness: BatchHarness) -> None:
     content = b"x" * (24 << 20)
-    made = await office.client.files.create(file=("in", content), purpose="batch")
-    client = await office.site.client(rcvbuf=1 << 16)
-    await client.send(get(f"/v1/files/{made.id}/content"))
+    file = await harness.client.files.create(file=("in", content), purpose="batch")
+    client = await harness.site.client(rcvbuf=1 << 16)
+    await client.send(get(f"/v1/files/{file.id}/content"))
     head = await client.head()
     assert head.one(b"content-length") == b"%d" % len(content)
-    [visit] = office.site.wire.visits
-    await eventually(lambda: not visit._writable.is_set())  # type: ignore[attr-defined]
+    [download] = harness.site.wire.visits
+    await eventually(lambda: not download._writable.is_set())  # type: ignore[attr-defined]
     size = 0
     while size < len(content):
         size += len(await client.reader.read(1 << 20))
@@ -154,29 +158,29 @@ async def test_a_large_file_waits_for_who_reads_slowly(office: Office) -> None:
     client.close()
 
 
-async def test_who_leaves_is_no_trouble(office: Office) -> None:
-    made = await office.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
-    client = await office.site.client(rcvbuf=1 << 16)
-    await client.send(get(f"/v1/files/{made.id}/content"))
+async def test_client_that_leaves_a_download_is_forgotten(harness: BatchHarness) -> None:
+    file = await harness.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
+    client = await harness.site.client(rcvbuf=1 << 16)
+    await client.send(get(f"/v1/files/{file.id}/content"))
     await client.head()
     client.close()
-    await eventually(lambda: not office.site.wire.visits)
+    await eventually(lambda: not harness.site.wire.visits)
 
 
-async def test_who_keeps_a_connection_is_told_that_the_router_leaves(office: Office) -> None:
-    office.site.wire.leaving = True
-    client = await office.site.client()
+async def test_notice_period_closes_kept_connections(harness: BatchHarness) -> None:
+    harness.site.wire.leaving = True
+    client = await harness.site.client()
     answer = await client.ask(get("/v1/files"))
     assert (answer.status, answer.one(b"connection")) == (200, b"close")
     assert await client.closed() == b""
 
 
-async def test_a_stop_ends_what_is_read(office: Office) -> None:
-    made = await office.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
-    client = await office.site.client(rcvbuf=1 << 16)
-    await client.send(get(f"/v1/files/{made.id}/content"))
+async def test_drain_ends_downloads(harness: BatchHarness) -> None:
+    file = await harness.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
+    client = await harness.site.client(rcvbuf=1 << 16)
+    await client.send(get(f"/v1/files/{file.id}/content"))
     await client.head()
-    await office.site.wire.drain(0.0)
+    await harness.site.wire.drain(0.0)
     size = 0
     with suppress(ConnectionError):
         async with asyncio.timeout(10):
@@ -186,42 +190,44 @@ async def test_a_stop_ends_what_is_read(office: Office) -> None:
 
 
 @pytest.fixture
-async def small(start: Start, tmp_path: Path) -> AsyncIterator[Office]:
-    """Start one that holds a body of at most 100 kB, and two of them not at once."""
-    most = {"max_collected_bytes": 100_000, "max_body_bytes": 100_000}
-    office = Office(await start(wire=most), tmp_path)
-    await office.open()
-    yield office
-    await office.close()
+async def small_harness(start: Start, tmp_path: Path) -> AsyncIterator[BatchHarness]:
+    """Start a router that collects bodies of at most 100 kB in total."""
+    wire = {"max_collected_bytes": 100_000, "max_body_bytes": 100_000}
+    harness = BatchHarness(await start(wire=wire), tmp_path)
+    await harness.open()
+    yield harness
+    await harness.close()
 
 
-async def test_uploads_that_wait_for_the_store_are_of_the_pot_of_bodies(small: Office) -> None:
-    site, pot = small.site, small.site.wire.collecting
+async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
+    small_harness: BatchHarness,
+) -> None:
+    site, collecting = small_harness.site, small_harness.site.wire.collecting
     upload = form(content=b"x" * 60_000)
-    with busy(small.batches.keeper):
+    with busy(small_harness.batches.keeper):
         first = asyncio.create_task(site.ask(upload, within=30))
-        await eventually(lambda: pot.held > 60_000)
+        await eventually(lambda: collecting.held > 60_000)
         for _ in range(3):
             second = await site.ask(upload)
             assert (second.status, second.error()["code"]) == (503, "too_many_bodies")
-        assert 60_000 < pot.held < 61_000
+        assert 60_000 < collecting.held < 61_000
         data = request(b"x" * 30_000, path="/v1/files", method="GET")
-        plain = asyncio.create_task(site.ask(data, within=30))
+        listing = asyncio.create_task(site.ask(data, within=30))
         await eventually(lambda: len(site.wire.visits) == 2)
-        assert pot.held < 61_000, "what nobody reads is not held"
-    assert [(await first).status, (await plain).status] == [200, 200]
-    assert pot.held == 0
+        assert collecting.held < 61_000, "an unused body is not held"
+    assert [(await first).status, (await listing).status] == [200, 200]
+    assert collecting.held == 0
     assert (await site.ask(upload)).status == 200
-    assert pot.held == 0
+    assert collecting.held == 0
 
 
-async def test_who_leaves_takes_along_what_the_store_has_not_begun(small: Office) -> None:
-    site, pot = small.site, small.site.wire.collecting
-    with busy(small.batches.keeper):
+async def test_client_that_leaves_cancels_its_waiting_upload(small_harness: BatchHarness) -> None:
+    site, collecting = small_harness.site, small_harness.site.wire.collecting
+    with busy(small_harness.batches.keeper):
         for _ in range(3):
             client = await site.client()
             await client.send(form(content=b"x" * 60_000))
-            await eventually(lambda: pot.held > 60_000)
+            await eventually(lambda: collecting.held > 60_000)
             client.close()
-            await eventually(lambda: pot.held == 0)
-    assert [each.id async for each in small.client.files.list()] == []
+            await eventually(lambda: collecting.held == 0)
+    assert [file.id async for file in small_harness.client.files.list()] == []

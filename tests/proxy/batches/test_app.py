@@ -14,7 +14,7 @@ from proxy.app import App
 from proxy.config import load, parse
 from proxy.errors import ConfigError, ProxyError
 from tests.present import present
-from tests.proxy.batches.office import ACTIVE, CHAT, lines
+from tests.proxy.batches.harness import ACTIVE, CHAT, lines
 from tests.proxy.test_app import wait_until_up
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -22,8 +22,8 @@ from tests.proxy.wire.fake_worker import FakeWorker
 DEADLINE_S = 60.0
 
 
-def fleet(path: Path, url: str, batches: str) -> str:
-    """Write a fleet file."""
+def write_fleet(path: Path, url: str, batches: str) -> str:
+    """Write a fleet file; return its text."""
     text = (
         f"model: tiny\nworkers: [{{name: a, url: '{url}'}}]\n"
         "router: {port: 0, admin: {port: 0}, drain_s: 0.0, probe: {interval_s: 0.05}, "
@@ -33,11 +33,11 @@ def fleet(path: Path, url: str, batches: str) -> str:
     return text
 
 
-async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+async def test_new_router_continues_batches(tmp_path: Path) -> None:
     fake = FakeWorker("a")
     await fake.listen()
     source = tmp_path / "fleet.yaml"
-    fleet(source, fake.url, f"{{path: {tmp_path / 'kept'}, concurrency: 4}}")
+    write_fleet(source, fake.url, f"{{path: {tmp_path / 'kept'}, concurrency: 4}}")
     first = App(load(source), source)
     await first.start()
     await wait_until_up(first, "a")
@@ -57,7 +57,7 @@ async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -
     await second.start()
     async with AsyncOpenAI(base_url=f"{second.url}/v1", api_key="x", max_retries=0) as client:
         async with asyncio.timeout(DEADLINE_S):
-            while (  # noqa: ASYNC110 - the API tells in no other way
+            while (  # noqa: ASYNC110 - the API has no event
                 done := await client.batches.retrieve(batch.id)
             ).status in ACTIVE:
                 await asyncio.sleep(0.02)
@@ -65,24 +65,24 @@ async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -
         results = (await client.files.content(done.output_file_id or "")).text.splitlines()
     assert len(results) == 10
     assert len({line.split('"custom_id":')[1].split(",")[0] for line in results}) == 10
-    fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
+    write_fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
     assert await second.reload() == ["router.batches.path"]
     assert present(second.batches).lane.settings.max_lines == 7
     await second.stop()
     await fake.stop()
 
 
-async def test_a_folder_that_cannot_be_used_is_an_error_of_the_start(tmp_path: Path) -> None:
+async def test_unusable_folder_fails_the_start(tmp_path: Path) -> None:
     source = tmp_path / "fleet.yaml"
-    fleet(source, "http://127.0.0.1:9", f"{{path: {source}}}")
+    write_fleet(source, "http://127.0.0.1:9", f"{{path: {source}}}")
     app = App(load(source), source)
     with pytest.raises(ProxyError, match=r"router\.batches\.path"):
         await app.start()
     await app.stop()
 
 
-def test_a_file_has_to_fit_into_a_body(tmp_path: Path) -> None:
-    text = fleet(tmp_path / "x", "http://127.0.0.1:9", "{path: x, max_file_bytes: 67108864}")
+def test_max_file_bytes_must_fit_into_max_body_bytes(tmp_path: Path) -> None:
+    text = write_fleet(tmp_path / "x", "http://127.0.0.1:9", "{path: x, max_file_bytes: 67108864}")
     with pytest.raises(ConfigError, match=r"router\.batches\.max_file_bytes: 67108864: a file"):
         parse(text, "x")
-    parse(text.replace("path: x, ", ""), "x")  # they are off
+    parse(text.replace("path: x, ", ""), "x")  # without a path, batches are off

@@ -1,4 +1,4 @@
-"""Batches end to end: the official client, a router, workers that do as they are told."""
+"""Batches end to end: the official client, a router and fake workers."""
 
 from __future__ import annotations
 
@@ -24,103 +24,109 @@ from proxy.batches.storage.store import Store
 from proxy.batches.types import StoreFullError
 from proxy.core.model.specs import Gauges
 from tests.present import present
-from tests.proxy.batches.office import CHAT, Office, line, lines, texts
+from tests.proxy.batches.harness import CHAT, BatchHarness, line, lines, texts
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, eventually
 
 
-async def test_a_batch_as_the_official_client_runs_it(office: Office) -> None:
-    client = office.client
+async def test_batch_with_the_official_client(harness: BatchHarness) -> None:
+    client = harness.client
     with_numbers = line("b", temperature=None)
     with_numbers["body"] = {**with_numbers["body"], "temperature": 0.7, "seed": 2**70}
-    batch = await office.begin([line("a"), with_numbers], metadata={"night": "1"})
+    batch = await harness.begin([line("a"), with_numbers], metadata={"night": "1"})
     assert (batch.object, batch.status, batch.endpoint) == ("batch", "validating", CHAT)
     assert batch.metadata == {"night": "1"}
-    done = await office.until(batch)
+    done = await harness.until(batch)
     assert done.status == "completed"
     assert present(done.request_counts).model_dump() == {"total": 2, "completed": 2, "failed": 0}
     assert done.error_file_id is None
     assert done.in_progress_at is not None
     assert done.completed_at is not None
-    first, second = await office.lines_of(done.output_file_id)
+    first, second = await harness.lines_of(done.output_file_id)
     assert [first["custom_id"], second["custom_id"]] == ["a", "b"]
     assert first["error"] is None
     assert first["response"]["status_code"] == 200
     assert first["response"]["body"]["choices"][0]["message"]["content"] == "w0"
-    # The bytes of the line are the bytes that the worker got.
-    assert office.site.fake.served[1].body == json.dumps(with_numbers["body"]).encode()
-    assert [each.id async for each in client.batches.list(limit=1)] == [batch.id]
-    names = [each.filename async for each in client.files.list(limit=1)]
+    # The worker gets the line's bytes.
+    assert harness.site.fake.served[1].body == json.dumps(with_numbers["body"]).encode()
+    assert [item.id async for item in client.batches.list(limit=1)] == [batch.id]
+    names = [file.filename async for file in client.files.list(limit=1)]
     assert names == [f"{batch.id}_output.jsonl", "in.jsonl"]
-    metrics = (await office.site.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).body
+    metrics = (await harness.site.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).body
     assert b'proxy_requests_total{route="chat/completions"' in metrics
     assert b'proxy_batch_lines_total{outcome="completed"} 2' in metrics
     assert b"proxy_batch_lines_in_flight 0" in metrics
 
 
-async def test_files_come_and_go(office: Office) -> None:
-    client = office.client
-    file_id = await office.upload(["{}"] * 3)
+async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> None:
+    client = harness.client
+    file_id = await harness.upload(["{}"] * 3)
     file = await client.files.retrieve(file_id)
     assert (file.bytes, file.purpose, file.filename) == (8, "batch", "in.jsonl")
     assert (await client.files.content(file_id)).content == b"{}\n{}\n{}"
     assert (await client.files.delete(file_id)).deleted
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(file_id)
-    assert [each.id async for each in client.files.list()] == []
+    assert [item.id async for item in client.files.list()] == []
 
 
-async def test_a_file_of_many_results_goes_whole(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_deleting_a_large_result_file_deletes_all_results(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "MAX_RESULTS", 3)
-    done = await office.until(await office.begin(lines(8)))
-    assert len(await office.lines_of(done.output_file_id)) == 8
-    assert (await office.client.files.delete(done.output_file_id or "")).deleted
+    done = await harness.until(await harness.begin(lines(8)))
+    assert len(await harness.lines_of(done.output_file_id)) == 8
+    assert (await harness.client.files.delete(done.output_file_id or "")).deleted
     count = "SELECT count(*) FROM results"
-    left = await office.batches.keeper(lambda store: store.connection.execute(count).fetchone()[0])
+    left = await harness.batches.keeper(lambda store: store.connection.execute(count).fetchone()[0])
     assert left == 0
 
 
-async def test_lines_that_fail_are_in_the_error_file(office: Office) -> None:
-    fake = office.site.fake
+async def test_failed_lines_are_in_the_error_file(harness: BatchHarness) -> None:
+    fake = harness.site.fake
 
-    async def answer(call: Any) -> None:
+    async def refuse_bad(call: Any) -> None:
         text = call.json()["messages"][0]["content"]
         await (scripts.error(400) if text == "bad" else scripts.obey("w0"))(call)
 
-    fake.always(answer)
-    done = await office.until(await office.begin([line("x", "bad"), line("y", "good")]))
+    fake.always(refuse_bad)
+    done = await harness.until(await harness.begin([line("x", "bad"), line("y", "good")]))
     assert done.status == "completed"
     assert present(done.request_counts).model_dump() == {"total": 2, "completed": 1, "failed": 1}
-    assert [each["custom_id"] for each in await office.lines_of(done.output_file_id)] == ["y"]
-    [failed] = await office.lines_of(done.error_file_id)
+    assert [line["custom_id"] for line in await harness.lines_of(done.output_file_id)] == ["y"]
+    [failed] = await harness.lines_of(done.error_file_id)
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
 
 
-async def test_a_file_with_mistakes_is_refused_line_by_line(office: Office) -> None:
-    wrong = ["{nonsense", line("a"), line("a"), line("b", url="/v1/embeddings"), {"custom_id": "c"}]
-    done = await office.until(await office.begin(wrong))
+async def test_invalid_input_file_reports_each_line(harness: BatchHarness) -> None:
+    invalid = [
+        "{nonsense",
+        line("a"),
+        line("a"),
+        line("b", url="/v1/embeddings"),
+        {"custom_id": "c"},
+    ]
+    done = await harness.until(await harness.begin(invalid))
     assert done.status == "failed"
     assert done.errors is not None
     assert done.errors.data is not None
-    assert [(each.line, each.code, each.param) for each in done.errors.data] == [
+    assert [(error.line, error.code, error.param) for error in done.errors.data] == [
         (1, "invalid_json_line", None),
         (3, "duplicate_custom_id", "custom_id"),
         (4, "invalid_url", "url"),
         (5, "missing_required_parameter", "method"),
     ]
-    assert office.site.served() == []
+    assert harness.site.served() == []
 
 
-async def test_a_restart_in_the_middle_leaves_one_result_for_each_line(office: Office) -> None:
+async def test_restart_leaves_one_result_for_each_line(harness: BatchHarness) -> None:
     opening = asyncio.Event()
-    fake = office.site.fake
+    fake = harness.site.fake
     answered: Counter[str] = Counter()
 
-    async def half(call: Any) -> None:
+    async def hold_odd(call: Any) -> None:
         text = call.json()["messages"][0]["content"]
         if int(text[1:]) % 2:
             await scripts.gated(opening, scripts.obey("w0"))(call)
@@ -128,238 +134,236 @@ async def test_a_restart_in_the_middle_leaves_one_result_for_each_line(office: O
             await scripts.obey("w0")(call)
         answered[text] += 1
 
-    fake.always(half)
-    batch = await office.begin(lines(40))
+    fake.always(hold_odd)
+    batch = await harness.begin(lines(40))
     await fake.got(8)
     await eventually(lambda: len(answered) >= 1, within=20)
-    await office.reopen()
-    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
+    await harness.reopen()
+    assert (await harness.client.batches.retrieve(batch.id)).status == "in_progress"
     opening.set()
-    done = await office.until(batch)
+    done = await harness.until(batch)
     assert done.status == "completed"
-    results = await office.lines_of(done.output_file_id)
-    assert [each["custom_id"] for each in results] == [f"r{n}" for n in range(40)]
+    results = await harness.lines_of(done.output_file_id)
+    assert [line["custom_id"] for line in results] == [f"r{n}" for n in range(40)]
     assert present(done.request_counts).model_dump() == {"total": 40, "completed": 40, "failed": 0}
-    # At least once; those that were cut, again.
+    # Every line ran at least once.
     assert {text for text, _ in Counter(texts(fake.served)).items()} == {f"r{n}" for n in range(40)}
-    await office.site.settled()
+    await harness.site.settled()
 
 
-async def test_lines_for_an_adapter_wait_until_workers_say_that_they_have_it(
+async def test_lines_for_an_adapter_wait_until_a_worker_lists_it(
     start: Start, tmp_path: Path
 ) -> None:
-    """As after a restart: a fleet file knows nothing of adapters, and the probes come later."""
+    """After a restart, adapters are unknown until the first probes."""
     site = await start(Fake(up=False))
-    office = Office(site, tmp_path)
-    await office.open()
+    harness = BatchHarness(site, tmp_path)
+    await harness.open()
     body = {**line("")["body"], "model": "adapter"}
-    batch = await office.begin([line("a", body=body)])
-    await office.until(batch, "in_progress")
-    await office.batches.lane.turn()
-    assert office.batches.lane.in_flight == 0
+    batch = await harness.begin([line("a", body=body)])
+    await harness.until(batch, "in_progress")
+    await harness.batches.lane.turn()
+    assert harness.batches.lane.in_flight == 0
     site.fleet.roster.set_served("w0", ("tiny", "adapter"), 16384)
     site.up("w0")
-    done = await office.until(batch)
+    done = await harness.until(batch)
     assert present(done.request_counts).model_dump() == {"total": 1, "completed": 1, "failed": 0}
-    await office.close()
+    await harness.close()
 
 
-async def test_cancelling_drops_what_runs_and_keeps_what_is_done(office: Office) -> None:
-    fake = office.site.fake
+async def test_cancel_drops_running_lines_and_keeps_results(harness: BatchHarness) -> None:
+    fake = harness.site.fake
     fake.then(scripts.obey("w0"))
     fake.always(scripts.stall)
-    batch = await office.begin(lines(20))
+    batch = await harness.begin(lines(20))
     await fake.got(3)
     await eventually(fake.served[0].answered.is_set)
-    asked = await office.client.batches.cancel(batch.id)
-    assert asked.status in ("cancelling", "cancelled")
-    done = await office.until(batch)
+    cancelled = await harness.client.batches.cancel(batch.id)
+    assert cancelled.status in ("cancelling", "cancelled")
+    done = await harness.until(batch)
     assert done.status == "cancelled"
-    assert len(await office.lines_of(done.output_file_id)) == 1
-    left = await office.lines_of(done.error_file_id)
+    assert len(await harness.lines_of(done.output_file_id)) == 1
+    left = await harness.lines_of(done.error_file_id)
     assert len(left) == 19
-    assert {each["error"]["code"] for each in left} == {"batch_cancelled"}
+    assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
     await asyncio.gather(*(call.lost.wait() for call in fake.served[1:]))
-    await office.site.settled()
+    await harness.site.settled()
     with pytest.raises(openai.ConflictError, match="Cannot cancel"):
-        await office.client.batches.cancel(batch.id)
+        await harness.client.batches.cancel(batch.id)
 
 
-async def test_a_batch_expires_with_its_window(office: Office) -> None:
-    fake = office.site.fake
+async def test_batch_expires_after_its_window(harness: BatchHarness) -> None:
+    fake = harness.site.fake
     fake.then(scripts.obey("w0"))
     fake.always(scripts.stall)
-    batch = await office.begin(lines(3), window="2h")
+    batch = await harness.begin(lines(3), window="2h")
     await fake.got(3)
     await eventually(fake.served[0].answered.is_set)
-    office.skip(2 * 3600 - 60)
-    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
-    office.skip(61)
-    done = await office.until(batch)
+    harness.skip(2 * 3600 - 60)
+    assert (await harness.client.batches.retrieve(batch.id)).status == "in_progress"
+    harness.skip(61)
+    done = await harness.until(batch)
     assert (done.status, done.expired_at is None) == ("expired", False)
-    assert len(await office.lines_of(done.output_file_id)) == 1
-    left = await office.lines_of(done.error_file_id)
-    assert [each["error"]["code"] for each in left] == ["batch_expired"] * 2
+    assert len(await harness.lines_of(done.output_file_id)) == 1
+    left = await harness.lines_of(done.error_file_id)
+    assert [line["error"]["code"] for line in left] == ["batch_expired"] * 2
 
 
-async def test_people_go_first(start: Start, tmp_path: Path) -> None:
+async def test_interactive_requests_go_before_lines(start: Start, tmp_path: Path) -> None:
     site = await start(Fake(max_requests=2))
-    office = Office(site, tmp_path, concurrency=4)
-    await office.open()
+    harness = BatchHarness(site, tmp_path, concurrency=4)
+    await harness.open()
     opening = asyncio.Event()
     site.fake.always(scripts.gated(opening, scripts.obey("w0")))
-    people = [asyncio.create_task(site.ask(chat("people"), within=30)) for _ in range(6)]
+    interactive = [asyncio.create_task(site.ask(chat("interactive"), within=30)) for _ in range(6)]
     await eventually(lambda: len(site.router.queue) == 4)
-    batch = await office.begin(lines(3))
-    await office.until(batch, "in_progress")
-    await office.batches.lane.turn()
-    assert office.batches.lane.in_flight == 0
+    batch = await harness.begin(lines(3))
+    await harness.until(batch, "in_progress")
+    await harness.batches.lane.turn()
+    assert harness.batches.lane.in_flight == 0
     opening.set()
-    assert [answer.status for answer in await asyncio.gather(*people)] == [200] * 6
-    assert (await office.until(batch)).status == "completed"
-    assert texts(site.served()) == ["people"] * 6 + ["r0", "r1", "r2"]
-    await office.close()
+    assert [answer.status for answer in await asyncio.gather(*interactive)] == [200] * 6
+    assert (await harness.until(batch)).status == "completed"
+    assert texts(site.served()) == ["interactive"] * 6 + ["r0", "r1", "r2"]
+    await harness.close()
 
 
-async def test_turns_are_kept_when_there_is_room_for_one_line(start: Start, tmp_path: Path) -> None:
+async def test_batches_take_turns_with_concurrency_one(start: Start, tmp_path: Path) -> None:
     site = await start()
-    office = Office(site, tmp_path, concurrency=1)
-    await office.open()
+    harness = BatchHarness(site, tmp_path, concurrency=1)
+    await harness.open()
     opening = asyncio.Event()
     site.fake.always(scripts.gated(opening, scripts.obey("w0")))
-    one = await office.begin(lines(9, "a"))
+    first = await harness.begin(lines(9, "a"))
     await site.fake.got(1)
-    two = await office.begin(lines(3, "b"))
-    await office.until(two, "in_progress")
+    second = await harness.begin(lines(3, "b"))
+    await harness.until(second, "in_progress")
     opening.set()
-    assert (await office.until(one)).status == "completed"
+    assert (await harness.until(first)).status == "completed"
     order = "".join(text[0] for text in texts(site.served()))
     assert order == "abababaaaaaa"
-    await office.close()
+    await harness.close()
 
 
-async def test_no_more_at_once_than_may_be(start: Start, tmp_path: Path) -> None:
+async def test_concurrency_limits_running_lines(start: Start, tmp_path: Path) -> None:
     site = await start(Fake(max_requests=100))
-    office = Office(site, tmp_path, concurrency=3)
-    await office.open()
-    most = 0
+    harness = BatchHarness(site, tmp_path, concurrency=3)
+    await harness.open()
+    highest = 0
 
     async def count(call: Any) -> None:
-        nonlocal most
-        most = max(most, office.batches.lane.in_flight)
+        nonlocal highest
+        highest = max(highest, harness.batches.lane.in_flight)
         await scripts.obey("w0")(call)
 
     site.fake.always(count)
-    assert (await office.until(await office.begin(lines(30)))).status == "completed"
-    assert most == 3
-    await office.close()
+    assert (await harness.until(await harness.begin(lines(30)))).status == "completed"
+    assert highest == 3
+    await harness.close()
 
 
-async def test_a_worker_that_fails_is_asked_again_a_few_times(start: Start, tmp_path: Path) -> None:
+async def test_failed_line_is_retried(start: Start, tmp_path: Path) -> None:
     site = await start(router={"max_attempts": 1})
-    office = Office(site, tmp_path)
-    await office.open()
+    harness = BatchHarness(site, tmp_path)
+    await harness.open()
     site.fake.then(scripts.error(500))
     site.fake.always(scripts.obey("w0"))
-    batch = await office.begin(lines(1))
+    batch = await harness.begin(lines(1))
     await site.fake.got(1)
-    await eventually(lambda: office.batches.lane.in_flight == 0)
-    office.skip(60)
-    done = await office.until(batch)
+    await eventually(lambda: harness.batches.lane.in_flight == 0)
+    harness.skip(60)
+    done = await harness.until(batch)
     assert (done.status, present(done.request_counts).completed) == ("completed", 1)
     assert len(site.served()) == 2
-    await office.close()
+    await harness.close()
 
 
-async def test_a_line_that_always_fails_comes_to_an_end(start: Start, tmp_path: Path) -> None:
+async def test_line_that_always_fails_ends_with_its_error(start: Start, tmp_path: Path) -> None:
     site = await start(router={"max_attempts": 1}, wire={"idle_s": 3600.0})
-    office = Office(site, tmp_path)
-    await office.open()
+    harness = BatchHarness(site, tmp_path)
+    await harness.open()
     site.fake.always(scripts.error(500))
-    batch = await office.begin(lines(1))
+    batch = await harness.begin(lines(1))
     for tries in range(1, 4):
         await site.fake.got(tries)
-        await eventually(lambda: office.batches.lane.in_flight == 0)
-        office.skip(60)  # by then the worker may be tried again
-    done = await office.until(batch)
-    [failed] = await office.lines_of(done.error_file_id)
+        await eventually(lambda: harness.batches.lane.in_flight == 0)
+        harness.skip(60)  # lets the breaker close
+    done = await harness.until(batch)
+    [failed] = await harness.lines_of(done.error_file_id)
     assert failed["response"]["status_code"] == 500
-    await office.close()
+    await harness.close()
 
 
-async def test_a_line_that_two_workers_dropped_is_not_sent_again(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_line_dropped_by_two_workers_is_not_retried(start: Start, tmp_path: Path) -> None:
     site = await start(*(Fake(f"w{n}") for n in range(4)))
-    office = Office(site, tmp_path)
-    await office.open()
+    harness = BatchHarness(site, tmp_path)
+    await harness.open()
     site.always(scripts.reset)
-    done = await office.until(await office.begin(lines(1)))
-    [failed] = await office.lines_of(done.error_file_id)
+    done = await harness.until(await harness.begin(lines(1)))
+    [failed] = await harness.lines_of(done.error_file_id)
     assert failed["response"]["body"]["error"]["code"] == "request_dropped"
     assert len(site.served()) == 2
-    await office.close()
+    await harness.close()
 
 
-async def test_a_line_that_takes_too_long_is_not_begun_anew(office: Office) -> None:
-    site = office.site
+async def test_unfinished_line_is_not_retried(harness: BatchHarness) -> None:
+    site = harness.site
     site.fake.always(scripts.stall)
-    batch = await office.begin(lines(1))
+    batch = await harness.begin(lines(1))
     await site.fake.got()
     site.fleet.health.set_gauges("w0", Gauges(at=site.clock()))
-    office.skip(2 * site.wire.settings.first_byte_s)
+    harness.skip(2 * site.wire.settings.first_byte_s)
     site.fleet.health.set_gauges("w0", Gauges(at=site.clock(), generation_tokens_total=1.0))
-    done = await office.until(batch)
-    [failed] = await office.lines_of(done.error_file_id)
+    done = await harness.until(batch)
+    [failed] = await harness.lines_of(done.error_file_id)
     assert failed["response"]["body"]["error"]["code"] == "unfinished"
     assert len(site.served()) == 1
 
 
-async def test_a_line_has_its_window_and_no_time_limit(start: Start, tmp_path: Path) -> None:
-    office = Office(await start(wire={"request_s": 30.0}), tmp_path)
-    await office.open()
+async def test_request_time_limit_does_not_hold_for_lines(start: Start, tmp_path: Path) -> None:
+    harness = BatchHarness(await start(wire={"request_s": 30.0}), tmp_path)
+    await harness.open()
     opening = asyncio.Event()
-    office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await office.begin(lines(1))
-    await office.site.fake.got()
-    office.skip(60)
+    harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+    batch = await harness.begin(lines(1))
+    await harness.site.fake.got()
+    harness.skip(60)
     await asyncio.sleep(0.5)  # two sweeps
     opening.set()
-    done = await office.until(batch)
-    assert len(await office.lines_of(done.output_file_id)) == 1
-    assert len(office.site.served()) == 1
-    await office.close()
+    done = await harness.until(batch)
+    assert len(await harness.lines_of(done.output_file_id)) == 1
+    assert len(harness.site.served()) == 1
+    await harness.close()
 
 
-async def test_nobody_there_is_no_verdict_on_a_line(office: Office) -> None:
-    office.site.down("w0")
-    batch = await office.begin(lines(2))
-    await office.until(batch, "in_progress")
+async def test_lines_wait_while_no_worker_is_up(harness: BatchHarness) -> None:
+    harness.site.down("w0")
+    batch = await harness.begin(lines(2))
+    await harness.until(batch, "in_progress")
     for _ in range(3):
-        office.skip(60)
-        await office.batches.lane.turn()
-    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
-    office.site.up("w0")
-    assert (await office.until(batch)).status == "completed"
+        harness.skip(60)
+        await harness.batches.lane.turn()
+    assert (await harness.client.batches.retrieve(batch.id)).status == "in_progress"
+    harness.site.up("w0")
+    assert (await harness.until(batch)).status == "completed"
 
 
-async def test_a_full_disk_has_room_again_by_keeping_things_for_less_long(office: Office) -> None:
-    done = await office.until(await office.begin(lines(2)))
-    office.skip(3 * 86_400.0)
-    await office.batches.lane.turn()
-    assert await office.lines_of(done.output_file_id)
-    office.batches.reconfigure(office.settings.model_copy(update={"keep_days": 1.0}))
-    for _ in range(4):  # its batch, the files, and their room
-        await office.batches.lane.turn()
-    count = await office.batches.keeper(
+async def test_shorter_keep_days_frees_space(harness: BatchHarness) -> None:
+    done = await harness.until(await harness.begin(lines(2)))
+    harness.skip(3 * 86_400.0)
+    await harness.batches.lane.turn()
+    assert await harness.lines_of(done.output_file_id)
+    harness.batches.reconfigure(harness.settings.model_copy(update={"keep_days": 1.0}))
+    for _ in range(4):  # the batch, the files, and their space
+        await harness.batches.lane.turn()
+    count = await harness.batches.keeper(
         lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
     )
     assert count == 0
-    assert [each.id async for each in office.client.files.list()] == []
+    assert [file.id async for file in harness.client.files.list()] == []
 
 
-async def test_forgetting_that_failed_is_tried_again_at_once(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_failed_purge_is_retried(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[bool] = []
 
@@ -369,86 +373,85 @@ async def test_forgetting_that_failed_is_tried_again_at_once(
             raise StoreFullError("no room")
 
     monkeypatch.setattr(Store, "purge", purge)
-    office.batches.lane.purge_soon()
-    await eventually(lambda: office.batches.lane.paused)  # it has heard of that, from a thread
-    office.skip(10)
+    harness.batches.lane.purge_soon()
+    await eventually(lambda: harness.batches.lane.paused)  # the failure has arrived from the thread
+    harness.skip(10)
     await eventually(lambda: len(tried) >= 2)
 
 
-async def kept(office: Office) -> int:
-    """Let the lane forget what it may; return how many results there are still."""
-    for _ in range(4):  # a batch, files, and their room
-        office.batches.lane.purge_soon()  # as a reload does
-        await office.batches.lane.turn()
-    return await office.batches.keeper(
+async def results_after_purge(harness: BatchHarness) -> int:
+    """Purge; return the number of results left."""
+    for _ in range(4):  # a batch, files, and their space
+        harness.batches.lane.purge_soon()  # as a reload does
+        await harness.batches.lane.turn()
+    return await harness.batches.keeper(
         lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
     )
 
 
-async def test_when_the_clock_jumps_ahead_nothing_is_forgotten_for_a_day(
-    office: Office, caplog: pytest.LogCaptureFixture
+async def test_clock_jump_stops_purging_for_a_day(
+    harness: BatchHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be set wrong, and results are not to be had again."""
-    keep_s = office.settings.keep_days * DAY_S
-    await office.until(await office.begin(lines(2)))
-    office.ahead += 2 * keep_s
-    assert await kept(office) == 2
+    """The clock may be wrong, and purged results are lost."""
+    keep_s = harness.settings.keep_days * DAY_S
+    await harness.until(await harness.begin(lines(2)))
+    harness.ahead += 2 * keep_s
+    assert await results_after_purge(harness) == 2
     assert caplog.text.count("jumped ahead") == 1
-    office.ahead -= 2 * keep_s  # it is set right
-    office.skip(DISTRUST_S)
-    assert await kept(office) == 2
-    office.skip(2 * keep_s)
-    assert await kept(office) == 0
+    harness.ahead -= 2 * keep_s  # the clock is corrected
+    harness.skip(DISTRUST_S)
+    assert await results_after_purge(harness) == 2
+    harness.skip(2 * keep_s)
+    assert await results_after_purge(harness) == 0
 
 
-async def test_a_clock_that_stays_ahead_is_trusted_in_the_end(office: Office) -> None:
-    """As that of a machine that slept."""
-    await office.until(await office.begin(lines(2)))
-    office.ahead += 2 * office.settings.keep_days * DAY_S
-    assert await kept(office) == 2
-    office.skip(DISTRUST_S)
-    assert await kept(office) == 0
+async def test_clock_that_stays_ahead_is_trusted_after_a_day(harness: BatchHarness) -> None:
+    await harness.until(await harness.begin(lines(2)))
+    harness.ahead += 2 * harness.settings.keep_days * DAY_S
+    assert await results_after_purge(harness) == 2
+    harness.skip(DISTRUST_S)
+    assert await results_after_purge(harness) == 0
 
 
-async def test_room_is_given_back_to_the_disk_while_the_clock_is_in_doubt(office: Office) -> None:
-    office.ahead += DAY_S
-    await kept(office)
-    file = await office.upload(["x" * 1_000_000])
-    await office.client.files.delete(file)
+async def test_free_pages_are_returned_while_the_clock_is_distrusted(harness: BatchHarness) -> None:
+    harness.ahead += DAY_S
+    await results_after_purge(harness)
+    file = await harness.upload(["x" * 1_000_000])
+    await harness.client.files.delete(file)
 
-    async def free() -> int:
-        found: int = await office.batches.keeper(
+    async def free_pages() -> int:
+        pages: int = await harness.batches.keeper(
             lambda store: store.connection.execute("PRAGMA freelist_count").fetchone()[0]
         )
-        return found
+        return pages
 
-    assert await free() > 0
-    await kept(office)
-    assert await free() == 0
+    assert await free_pages() > 0
+    await results_after_purge(harness)
+    assert await free_pages() == 0
 
 
-async def test_a_folder_has_one_lane(office: Office) -> None:
-    other = Office(office.site, office.path)
+async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
+    other = BatchHarness(harness.site, harness.path)
     second = BatchScheduler(
-        office.site.wire, office.batches.keeper, other.settings, office.path, office.wall
+        harness.site.wire, harness.batches.keeper, other.settings, harness.path, harness.wall
     )
-    await eventually(lambda: office.batches.lane._lock.is_held)
+    await eventually(lambda: harness.batches.lane._lock.is_held)
     assert not second._take_lock()
-    await office.reopen()
-    await eventually(lambda: office.batches.lane._lock.is_held)
-    office.batches.lane.stop()
+    await harness.reopen()
+    await eventually(lambda: harness.batches.lane._lock.is_held)
+    harness.batches.lane.stop()
     assert second._take_lock()
     second.stop()
 
 
-async def test_a_folder_without_locks_is_told_of(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_folder_without_locks_pauses_batches(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = office.batches.lane
-    why = errno.ENOLCK
+    lane = harness.batches.lane
+    number = errno.ENOLCK
 
     def flock(lock: int, how: int) -> None:  # noqa: ARG001
-        raise OSError(why, os.strerror(why))
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as without:
         without.setattr(fcntl, "flock", flock)
@@ -456,64 +459,64 @@ async def test_a_folder_without_locks_is_told_of(
         await lane.turn()
         assert "lane.lock" in lane.paused
         assert lane.counts.paused
-        why = errno.EAGAIN  # another one leads
+        number = errno.EAGAIN  # another router holds the lock
         assert not lane._take_lock()
-        why = errno.EACCES
+        number = errno.EACCES
         assert not lane._take_lock()
-    batch = await office.begin(lines(1))
-    office.skip(10)
-    assert (await office.until(batch)).status == "completed"
+    batch = await harness.begin(lines(1))
+    harness.skip(10)
+    assert (await harness.until(batch)).status == "completed"
     assert lane.paused == ""
 
 
-async def test_turns_that_fail_alike_are_told_of_once(
-    office: Office, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_repeated_turn_failure_is_logged_once(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lane = office.batches.lane
-    why = "attempt to write a readonly database"
+    lane = harness.batches.lane
+    message = "attempt to write a readonly database"
 
-    async def look() -> None:
-        raise sqlite3.OperationalError(why)
+    async def fail_read() -> None:
+        raise sqlite3.OperationalError(message)
 
-    monkeypatch.setattr(lane, "_read_batches", look)
+    monkeypatch.setattr(lane, "_read_batches", fail_read)
 
     async def fail() -> tuple[int, int]:
-        office.skip(10)
+        harness.skip(10)
         await lane.turn()
-        said = [record for record in caplog.records if record.name == lane_module.__name__]
-        return len(said), sum(record.exc_info is not None for record in said)
+        records = [record for record in caplog.records if record.name == lane_module.__name__]
+        return len(records), sum(record.exc_info is not None for record in records)
 
     assert [await fail() for _ in range(3)] == [(2, 1)] * 3
-    why = "disk I/O error"
+    message = "disk I/O error"
     assert await fail() == (4, 2)
 
 
-async def test_a_turn_that_fails_is_not_the_last(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_scheduler_continues_after_a_failed_turn(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = office.batches.lane
+    lane = harness.batches.lane
     failing = True
 
     def send() -> None:
         if failing:
-            raise RuntimeError("a mistake of ours")
+            raise RuntimeError("an internal error")
         BatchScheduler._send(lane)
 
     monkeypatch.setattr(lane, "_send", send)
-    batch = await office.begin(lines(1))
-    await eventually(lambda: "a mistake of ours" in lane.paused)
+    batch = await harness.begin(lines(1))
+    await eventually(lambda: "an internal error" in lane.paused)
     failing = False
-    office.skip(10)
-    assert (await office.until(batch)).status == "completed"
+    harness.skip(10)
+    assert (await harness.until(batch)).status == "completed"
     assert lane.paused == ""
 
 
-async def test_a_drain_cuts_lines_and_begins_none(office: Office) -> None:
-    office.site.fake.always(scripts.stall)
-    batch = await office.begin(lines(5))
-    await office.site.fake.got(5)
-    draining = asyncio.create_task(office.site.wire.drain(0.0))
+async def test_drain_cuts_running_lines_and_starts_none(harness: BatchHarness) -> None:
+    harness.site.fake.always(scripts.stall)
+    batch = await harness.begin(lines(5))
+    await harness.site.fake.got(5)
+    draining = asyncio.create_task(harness.site.wire.drain(0.0))
     await draining
-    assert office.batches.lane.in_flight == 0
-    kept = await office.batches.keeper(lambda store: store.active())
-    assert [(each.id, each.completed, each.failed) for each in kept] == [(batch.id, 0, 0)]
+    assert harness.batches.lane.in_flight == 0
+    active = await harness.batches.keeper(lambda store: store.active())
+    assert [(item.id, item.completed, item.failed) for item in active] == [(batch.id, 0, 0)]

@@ -1,4 +1,4 @@
-"""Whether the time of day is believed."""
+"""Trust in the time of day."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from proxy.batches.clock_guard import DISTRUST_S, JUMP_S, ClockGuard
 NIGHT_S = 8 * 3600.0
 
 
-def test_a_machine_that_sleeps_each_night_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspend_is_trusted_and_a_clock_jump_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     awake_s = slept_s = set_s = 0.0
     clocks = {
         time.CLOCK_MONOTONIC: lambda: awake_s,
         time.CLOCK_BOOTTIME: lambda: awake_s + slept_s,
     }
     monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks[clock]())
-    almanac = ClockGuard(lambda: awake_s, lambda: awake_s + slept_s + set_s)
+    guard = ClockGuard(lambda: awake_s, lambda: awake_s + slept_s + set_s)
     for _ in range(3):
         awake_s += NIGHT_S
         slept_s += NIGHT_S
-        assert almanac.is_trusted()
+        assert guard.is_trusted()
     set_s += 2 * JUMP_S
-    assert not almanac.is_trusted()
-    slept_s += DISTRUST_S  # it may be set right in that time too
-    assert almanac.is_trusted()
+    assert not guard.is_trusted()
+    slept_s += DISTRUST_S  # distrust ends also during a suspend
+    assert guard.is_trusted()

@@ -1,4 +1,4 @@
-"""Real routers of two processes, with TLS, killed in the middle of a batch."""
+"""Real routers of two processes, with TLS, killed during a batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.present import present
-from tests.proxy.batches.office import ACTIVE, CHAT, lines, texts
+from tests.proxy.batches.harness import ACTIVE, CHAT, lines, texts
 from tests.proxy.certificates import Authority
-from tests.proxy.processes.crew import DEADLINE_S, Crew
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 
@@ -26,8 +26,8 @@ COUNT = 24
 KEY = "an-admin-key-of-many-letters"
 
 
-class BatchCrew(Crew):
-    """Keeps batches, and speaks TLS."""
+class BatchGroup(RouterGroup):
+    """A group with batches and TLS."""
 
     def write(self, *workers: str, routing: str = "{}") -> None:
         """Write the fleet file."""
@@ -48,14 +48,14 @@ class BatchCrew(Crew):
         )
 
     async def worker(self) -> FakeWorker:
-        """Start its worker."""
+        """Start the worker."""
         fake = FakeWorker("a")
         [fake.port] = self.ports.values()
         await fake.listen()
         return fake
 
     def client(self) -> AsyncOpenAI:
-        """Make the official client, with a connection for each question: any process may answer."""
+        """Return the official client; each request uses a new connection, so any process."""
         limits = httpx.Limits(max_keepalive_connections=0)
         http = httpx.AsyncClient(verify=self.authority.client(), limits=limits)
         url = f"https://127.0.0.1:{self.port}/v1"
@@ -63,31 +63,31 @@ class BatchCrew(Crew):
 
 
 @pytest.fixture
-async def crews(tmp_path: Path) -> AsyncIterator[list[BatchCrew]]:
-    """Start one, and have room for more."""
-    made = [await asyncio.to_thread(BatchCrew, tmp_path, ["a"])]
-    yield made
-    for crew in made:
-        await asyncio.to_thread(crew.close)
+async def groups(tmp_path: Path) -> AsyncIterator[list[BatchGroup]]:
+    """Return a list with one started group; tests may add more."""
+    groups = [await asyncio.to_thread(BatchGroup, tmp_path, ["a"])]
+    yield groups
+    for group in groups:
+        await asyncio.to_thread(group.close)
 
 
-async def seen(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
-    """Wait until a batch is over, or so many of its lines are done."""
+async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
+    """Wait until a batch has ended or has this number of completed lines."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
                 batch = await client.batches.retrieve(batch_id)
             except openai.APIConnectionError:
-                continue  # it went to a process that was just killed
+                continue  # the process was just killed
             if batch.status not in ACTIVE or present(batch.request_counts).completed >= at_least:
                 return batch
             await asyncio.sleep(0.05)
 
 
-async def admin_statuses(crew: BatchCrew) -> list[int]:
-    """Ask the admin API with its key and without."""
-    async with httpx.AsyncClient(verify=crew.authority.client()) as client:
-        url = f"{crew.admin}/admin/workers"
+async def admin_statuses(group: BatchGroup) -> list[int]:
+    """Return the statuses of the admin API with and without its key."""
+    async with httpx.AsyncClient(verify=group.authority.client()) as client:
+        url = f"{group.admin}/admin/workers"
         answers = [
             await client.get(url, headers=headers)
             for headers in ({"Authorization": f"Bearer {KEY}"}, {})
@@ -95,30 +95,30 @@ async def admin_statuses(crew: BatchCrew) -> list[int]:
     return [answer.status_code for answer in answers]
 
 
-async def serial(crew: BatchCrew) -> str:
-    """Return the number of the certificate that a new connection is shown."""
-    _, writer = await asyncio.open_connection("127.0.0.1", crew.port, ssl=crew.authority.client())
-    shown = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
+async def certificate_serial(group: BatchGroup) -> str:
+    """Return the serial number of the certificate on a new connection."""
+    _, writer = await asyncio.open_connection("127.0.0.1", group.port, ssl=group.authority.client())
+    number = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
     writer.close()
     await writer.wait_closed()
-    return str(shown)
+    return str(number)
 
 
-async def renewed(crew: BatchCrew) -> None:
-    """Have the certificate renewed, and wait until every process shows the new one."""
-    before = await serial(crew)
-    crew.authority.issue("router")
-    crew.tell(signal.SIGHUP)
-    news = 0
+async def renew_certificate(group: BatchGroup) -> None:
+    """Renew the certificate, and wait until every process uses it."""
+    before = await certificate_serial(group)
+    group.authority.issue("router")
+    group.send_signal(signal.SIGHUP)
+    renewed = 0
     async with asyncio.timeout(DEADLINE_S):
-        while news < 12:  # in a row: the kernel says which process gets a connection
-            news = news + 1 if await serial(crew) != before else 0
+        while renewed < 12:  # in a row, since the kernel chooses the process
+            renewed = renewed + 1 if await certificate_serial(group) != before else 0
 
 
-async def test_each_line_has_one_result_whoever_is_killed(
-    crews: list[BatchCrew], tmp_path: Path
+async def test_each_line_has_one_result_after_kills(
+    groups: list[BatchGroup], tmp_path: Path
 ) -> None:
-    [first] = crews
+    [first] = groups
     fake = await first.worker()
     opening = asyncio.Event()
     fake.then(*[scripts.obey("a")] * 5)
@@ -130,23 +130,23 @@ async def test_each_line_has_one_result_whoever_is_killed(
         batch = await client.batches.create(
             input_file_id=file.id, endpoint=CHAT, completion_window=window
         )
-        await seen(client, batch.id, 5)
+        await wait_for_lines(client, batch.id, 5)
         await fake.got(9, within=DEADLINE_S)
-        for pid in first.pids.values():  # those that serve: others take their place
+        for pid in first.pids.values():  # new processes replace them
             os.kill(pid, signal.SIGKILL)
-        await fake.got(13, within=DEADLINE_S)  # the lines that were cut are asked again
+        await fake.got(13, within=DEADLINE_S)  # interrupted lines are repeated
     assert await admin_statuses(first) == [200, 401]
-    await renewed(first)
-    await asyncio.to_thread(first.close)  # all of it, and nobody is told
+    await renew_certificate(first)
+    await asyncio.to_thread(first.close)  # kills all processes
     await fake.stop()
-    second = await asyncio.to_thread(BatchCrew, tmp_path, ["a"])
-    crews.append(second)
+    second = await asyncio.to_thread(BatchGroup, tmp_path, ["a"])
+    groups.append(second)
     after = await second.worker()
     async with second.client() as client:
-        done = await seen(client, batch.id, COUNT + 1)
+        done = await wait_for_lines(client, batch.id, COUNT + 1)
         assert done.status == "completed"
         assert done.request_counts.model_dump() == {"total": COUNT, "completed": COUNT, "failed": 0}
         results = (await client.files.content(done.output_file_id)).text.splitlines()
-    assert [json.loads(each)["custom_id"] for each in results] == [f"r{n}" for n in range(COUNT)]
+    assert [json.loads(text)["custom_id"] for text in results] == [f"r{n}" for n in range(COUNT)]
     assert len(texts(after.served)) == COUNT - 5
     await after.stop()

@@ -1,4 +1,4 @@
-"""Multipart forms: those that clients send, and those that nobody should."""
+"""Multipart forms, valid and malformed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from proxy.batches.multipart_form import MAX_PARTS, FormError, FormField, read_form
 
 
-def test_as_the_official_client_writes_it() -> None:
+def test_form_of_the_official_client() -> None:
     content = b"\r\n--not the boundary\r\n\x00\xff\r\n"
     sent = httpx.Request(
         "POST", "http://x", data={"purpose": "batch"}, files={"file": ('a "b".jsonl', content)}
@@ -20,12 +20,12 @@ def test_as_the_official_client_writes_it() -> None:
 
 
 def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
-    """Write a form by hand."""
+    """Return a form of these parts."""
     return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + end
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """Write a part by hand."""
+    """Return a part with a name."""
     return b'content-disposition: form-data; name="%b"\r\n\r\n%b' % (name, value)
 
 
@@ -33,14 +33,14 @@ KIND = b"multipart/form-data; boundary=b"
 
 
 @pytest.mark.parametrize("kind", [KIND, b'Multipart/Form-Data; boundary="b"', KIND + b"; x=y"])
-def test_how_a_boundary_is_named(kind: bytes) -> None:
+def test_boundary_parameter_is_parsed(kind: bytes) -> None:
     assert read_form(form(field(b"x", b"1"), field(b"y", b"")), kind) == {
         "x": FormField(b"1"),
         "y": FormField(b""),
     }
 
 
-def test_what_comes_before_it_is_no_part() -> None:
+def test_preamble_is_skipped() -> None:
     body = b"preamble\r\n" + form(field(b"x", b"1"))
     assert read_form(body, KIND) == {"x": FormField(b"1")}
 
@@ -62,6 +62,6 @@ def test_what_comes_before_it_is_no_part() -> None:
         (form(b"content-disposition: form-data; name=x" + b" " * 5000 + b"\r\n\r\n"), KIND),
     ],
 )
-def test_what_is_none(body: bytes, kind: bytes) -> None:
+def test_malformed_form_raises(body: bytes, kind: bytes) -> None:
     with pytest.raises(FormError):
         read_form(body, kind)

@@ -1,4 +1,4 @@
-"""Gaps: when a line may be sent."""
+"""Spare capacity for lines of batches."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ LONG = 4 * 12_000  # bytes
 
 
 def disaggregated() -> Router:
-    """Make a fleet whose prefill worker has much ahead of it, and whose decode worker has not."""
+    """Return a router with a busy prefill worker and an idle decode worker."""
     sides = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
     router = router_of(*sides, transfer=True, disaggregate_above=1000)
     assert placed(router.submit(ask(500_000), 0.0)).prefill is not None
     return router
 
 
-def test_a_short_line_needs_no_prefill_worker_and_a_long_one_does() -> None:
+def test_only_long_lines_need_a_prefill_worker() -> None:
     router = disaggregated()
     assert has_spare_capacity(router, MODEL, 0.0, 100)
     assert not has_spare_capacity(router, MODEL, 0.0, LONG)
 
 
-def test_an_idle_fleet_has_room_for_either() -> None:
+def test_idle_fleet_has_capacity() -> None:
     router = router_of(spec("p", Role.PREFILL), spec("d", Role.DECODE), transfer=True)
     assert has_spare_capacity(router, MODEL, 0.0, 100)
     assert has_spare_capacity(router, "", 0.0, LONG)
 
 
-def test_only_those_who_wait_for_the_same_model_come_first() -> None:
+def test_only_requests_for_the_same_model_go_first() -> None:
     router = router_of(spec("a", most=1), spec("b", most=8, model="other"))
     placed(router.submit(ask(), 0.0))
     waits(router.submit(ask(), 0.0))
@@ -40,12 +40,12 @@ def test_only_those_who_wait_for_the_same_model_come_first() -> None:
     assert has_spare_capacity(router, "other", 0.0)
 
 
-def test_what_nobody_serves_may_go_and_be_refused() -> None:
+def test_unserved_model_is_sent_to_be_refused() -> None:
     assert has_spare_capacity(router_of(spec("a")), "nothing", 0.0)
     assert not has_spare_capacity(router_of(), "nothing", 0.0)
 
 
-def test_not_before_all_have_said_what_they_serve() -> None:
+def test_unknown_model_waits_for_all_model_lists() -> None:
     router = router_of(spec("a"))
     router.fleet.roster.add(spec("late"))
     assert not has_spare_capacity(router, "adapter", 0.0)
@@ -55,7 +55,7 @@ def test_not_before_all_have_said_what_they_serve() -> None:
     assert has_spare_capacity(router, "nothing", 1.0)
 
 
-def test_nor_for_ever_after_one_that_never_comes_up() -> None:
+def test_unknown_model_wait_is_bounded() -> None:
     now = 50.0
     fleet = Fleet(clock=lambda: now)
     router = Router(RouterSettings(), fleet)

@@ -1,4 +1,4 @@
-"""What a turn of the lane costs where many have lines to send, and nobody has a gap for them."""
+"""The cost of a scheduler turn with many waiting lines and little spare capacity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, LineJob, Status
 from proxy.config.batches import BatchesConfig
 from proxy.core.router import Router
-from tests.proxy.batches.office import CHAT
+from tests.proxy.batches.harness import CHAT
 from tests.proxy.wire.conftest import Start
 
 SIZES = (900, 500, 700)
@@ -24,7 +24,7 @@ SIZES = (900, 500, 700)
 
 @pytest.fixture
 async def lane(start: Start, tmp_path: Path) -> BatchScheduler:
-    """Make one with twenty batches under way, of three lines each."""
+    """Return a scheduler with twenty running batches of three lines."""
     site = await start()
     keeper = StoreThread(tmp_path, 1.0, StoreLimits())
     lane = BatchScheduler(site.wire, keeper, BatchesConfig(path=tmp_path), tmp_path)
@@ -39,32 +39,32 @@ async def lane(start: Start, tmp_path: Path) -> BatchScheduler:
     return lane
 
 
-async def test_what_there_is_no_gap_for_is_asked_for_once(
+async def test_capacity_is_checked_once_per_smaller_size(
     lane: BatchScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    sizes: list[int] = []
 
-    def none(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
-        asked.append(size)
+    def refuse(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
+        sizes.append(size)
         return False
 
-    monkeypatch.setattr(module, "has_spare_capacity", none)
+    monkeypatch.setattr(module, "has_spare_capacity", refuse)
     lane._send()
-    assert asked == [900, 500]  # a smaller one may have one
+    assert sizes == [900, 500]  # only smaller sizes are checked again
 
 
-async def test_each_has_its_turn_as_far_as_gaps_go(
+async def test_batches_take_turns_within_the_spare_capacity(
     lane: BatchScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
 
-    def small(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
+    def allow_small(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
         return size < 800 and len(sent) < 30
 
     def send_one(now: float, running: BatchProgress, job: LineJob, tenant: Any) -> None:  # noqa: ARG001
         sent.append((running.batch.id, len(job.body)))
 
-    monkeypatch.setattr(module, "has_spare_capacity", small)
+    monkeypatch.setattr(module, "has_spare_capacity", allow_small)
     monkeypatch.setattr(lane, "_send_one", send_one)
     lane._send()
     assert sent == [

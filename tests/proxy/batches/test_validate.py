@@ -1,4 +1,4 @@
-"""What is read of an input file, and what is wrong with one."""
+"""Validation of input files."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from proxy.batches.validate import (
     InputFileCheck,
     read_line,
 )
-from tests.proxy.batches.office import CHAT, line
+from tests.proxy.batches.harness import CHAT, line
 
 
 def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[InputProblem]]:
     """Read a whole file."""
-    checking = InputFileCheck(len(content), CHAT, max_lines)
+    check = InputFileCheck(len(content), CHAT, max_lines)
     found: list[InputLine] = []
     while True:
-        found += some(checking, content)
-        if checking.over:
-            return found, checking.complaints
+        found += read_slice(check, content)
+        if check.over:
+            return found, check.complaints
 
 
-def some(checking: InputFileCheck, content: bytes) -> list[InputLine]:
+def read_slice(check: InputFileCheck, content: bytes) -> list[InputLine]:
     """Read a slice."""
-    at, size = checking.wanted
-    return checking.take(content[at : at + size])
+    at, size = check.wanted
+    return check.take(content[at : at + size])
 
 
-def test_a_body_is_found_as_it_was_written() -> None:
+def test_body_is_located_as_written() -> None:
     body = b'{ "model":"tiny" , "seed": 0.70000000000000000001, "body": {"model": "other"} }'
     raw = b'{"custom_id": "a", "body": 1, "method": "POST", "url": "%b", "b\\u006fdy" : %b }' % (
         CHAT.encode(),
@@ -60,7 +60,9 @@ def test_a_body_is_found_as_it_was_written() -> None:
         ({"body": {"model": "tiny", "stream": True}}, "invalid_body", "body.stream"),
     ],
 )
-def test_what_is_wrong_with_a_line(changes: dict[str, Any], code: str, param: str) -> None:
+def test_invalid_line_reports_code_and_parameter(
+    changes: dict[str, Any], code: str, param: str
+) -> None:
     raw = json.dumps(line("a") | changes).encode()
     found = read_line(raw, 5, 0, CHAT)
     assert isinstance(found, InputProblem)
@@ -68,13 +70,13 @@ def test_what_is_wrong_with_a_line(changes: dict[str, Any], code: str, param: st
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"7", b"{", b"\xff", b'"x"', b"null"])
-def test_a_line_that_is_no_object(raw: bytes) -> None:
+def test_line_that_is_no_object_is_refused(raw: bytes) -> None:
     found = read_line(raw, 1, 0, CHAT)
     assert isinstance(found, InputProblem)
     assert found.code == "invalid_json_line"
 
 
-def test_a_line_of_countless_members() -> None:
+def test_line_with_too_many_members_is_refused() -> None:
     raw = json.dumps(line("a")).encode()
     found = read_line(b"{%b%b" % (b'"a":1,' * 3000, raw[1:]), 1, 0, CHAT)
     assert isinstance(found, InputProblem)
@@ -83,34 +85,34 @@ def test_a_line_of_countless_members() -> None:
 
 
 @pytest.mark.parametrize("content", [b"\n", b"   ", b"\r\n\r\n"])
-def test_a_file_without_lines(content: bytes) -> None:
+def test_file_without_lines_is_refused(content: bytes) -> None:
     found, [complaint] = read(content)
     assert (found, complaint.code) == ([], "empty_file")
 
 
-def test_too_many_lines() -> None:
+def test_too_many_lines_are_refused() -> None:
     content = b"\n".join(json.dumps(line(f"r{n}")).encode() for n in range(4))
-    assert [each.code for each in read(content, max_lines=3)[1]] == ["too_many_lines"]
+    assert [problem.code for problem in read(content, max_lines=3)[1]] == ["too_many_lines"]
     assert read(content, max_lines=4)[1] == []
 
 
-def test_not_more_is_complained_of_than_anybody_reads() -> None:
+def test_number_of_reported_problems_is_limited() -> None:
     _, complaints = read(b"x\n" * 100_000)
     assert len(complaints) == MAX_PROBLEMS
 
 
-def test_it_is_read_in_slices_and_nothing_is_lost_between_them() -> None:
+def test_file_is_read_in_slices_without_loss() -> None:
     content = b"\n".join(json.dumps(line(f"r{n}", "x" * 999)).encode() for n in range(700))
-    checking = InputFileCheck(len(content), CHAT, 1000)
-    first = some(checking, content)
-    assert not checking.over
+    check = InputFileCheck(len(content), CHAT, 1000)
+    first = read_slice(check, content)
+    assert not check.over
     assert SLICE_BYTES // 1300 < len(first) < 700
     found = list(first)
-    while not checking.over:
-        found += some(checking, content)
-    assert [each.custom_id for each in found] == [f"r{n}" for n in range(700)]
+    while not check.over:
+        found += read_slice(check, content)
+    assert [entry.custom_id for entry in found] == [f"r{n}" for n in range(700)]
 
 
-def test_what_a_batch_may_ask_for() -> None:
+def test_endpoints_of_batches() -> None:
     assert {CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses"} <= set(ENDPOINTS)
     assert not {"/v1/audio/transcriptions", "/tokenize"} & set(ENDPOINTS)

@@ -1,7 +1,4 @@
-"""Compiled modules run in routers as users start them, and do what the plain modules do.
-
-The tests of the data path run on compiled modules as a whole: see `make test`.
-"""
+"""Compiled modules in routers as started by users."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import pytest
 from proxy.compiled.locate import SWITCH, hot_names
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, Score, WorkerSpec
-from tests.proxy.processes.crew import Crew
+from tests.proxy.processes.router_group import RouterGroup
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat
 from vllm_sched.cli.main import main
@@ -24,8 +21,8 @@ from vllm_sched.cli.main import main
 pytestmark = pytest.mark.compiled
 
 ROOT = Path(__file__).parents[3]
-LONGEST_S = 1200
-SHOWN = """
+TIMEOUT_S = 1200
+CHECK_COMPILED = """
 import sys
 from importlib import import_module
 from proxy.compiled.locate import in_use
@@ -34,8 +31,8 @@ plain = [name for name in sys.argv[1:] if import_module(name).__file__.endswith(
 assert not plain, plain
 """
 
-# Takes records as a sibling does and gives them back; and a score as `explain` reads one.
-SIBLING = """
+# Unpickles and pickles records as another process does, and validates a score as `explain` does.
+ROUND_TRIP = """
 import pickle, sys
 from pydantic import TypeAdapter
 from proxy.compiled.locate import in_use
@@ -50,12 +47,12 @@ print(pickle.dumps(records).hex())
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Compile what is not compiled yet."""
+    """Compile if needed."""
     assert main(["compile"]) == 0
 
 
 def run(*command: str, compiled: bool = True) -> str:
-    """Run Python with compiled modules, or with plain ones, and return what it prints."""
+    """Run Python with compiled or plain modules; return its output."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -63,46 +60,46 @@ def run(*command: str, compiled: bool = True) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=LONGEST_S,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-def test_a_router_runs_on_them() -> None:
-    run("-c", SHOWN, *hot_names())
+def test_hot_modules_are_compiled() -> None:
+    run("-c", CHECK_COMPILED, *hot_names())
 
 
-async def test_one_as_users_start_it_says_so_and_answers(
+async def test_router_reports_compiled_modules_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "1")
-    crew = Crew(tmp_path, ["a"], count=1)
+    group = RouterGroup(tmp_path, ["a"], count=1)
     try:
-        assert crew.says("/v1").rstrip().endswith("; its modules are compiled")
+        assert group.wait_for_line("/v1").rstrip().endswith("; its modules are compiled")
         worker = FakeWorker("a")
-        worker.port = crew.ports["a"]
+        worker.port = group.ports["a"]
         await worker.listen()
-        await crew.up()
-        client = await Client.connect(crew.port)
+        await group.wait_until_up()
+        client = await Client.connect(group.port)
         whole, stream = [await client.ask(chat(stream=stream)) for stream in (False, True)]
         client.close()
         await worker.stop()
     finally:
-        crew.close()
+        group.close()
     assert (whole.status, stream.status) == (200, 200)
     assert b'"choices"' in whole.body
     assert stream.body.endswith(b"data: [DONE]\n\n")
 
 
-def test_records_are_the_same_for_plain_and_compiled_processes() -> None:
+def test_records_pickle_between_plain_and_compiled_processes() -> None:
     records = [
         WorkerSpec("w", "http://w", Role.SHORT, "m", api_key="key"),
         Gauges(at=1.0, running=2, kv_capacity_tokens=3, extra={"more": 4.0}),
         Score("w", 1.0, note="full"),
     ]
-    told = run("-c", SIBLING, pickle.dumps(records).hex())
-    assert pickle.loads(bytes.fromhex(told)) == records  # noqa: S301  # from our own process
+    output = run("-c", ROUND_TRIP, pickle.dumps(records).hex())
+    assert pickle.loads(bytes.fromhex(output)) == records  # noqa: S301  # from the test's process
 
 
 @pytest.mark.parametrize(
@@ -116,7 +113,7 @@ def test_records_are_the_same_for_plain_and_compiled_processes() -> None:
         ("sockets", 240),
     ],
 )
-def test_plain_and_compiled_modules_make_the_same_of_the_same_bytes(part: str, count: int) -> None:
+def test_compiled_modules_agree_with_plain_ones(part: str, count: int) -> None:
     command = ("-m", "tests.fuzz.transcript", part, str(count))
     plain, compiled = (run(*command, compiled=compiled).splitlines() for compiled in (False, True))
     assert len(plain) > count / 2

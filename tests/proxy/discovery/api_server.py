@@ -1,4 +1,4 @@
-"""A Kubernetes API server that knows EndpointSlices, and can be made to misbehave."""
+"""A Kubernetes API server for EndpointSlices that can misbehave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 10.0
 def endpoint(
     pod: str, address: str = "", *, ready: bool | None = True, terminating: bool = False
 ) -> Json:
-    """Write one; the address is made up from the pod's last digit."""
+    """Return an endpoint; its address ends with the pod's last digit."""
     target = {"targetRef": {"kind": "Pod", "name": pod}} if pod else {}
     conditions = {"ready": ready, "terminating": terminating}
     return {
@@ -32,7 +32,7 @@ def endpoint(
 def endpoint_slice(
     name: str, *endpoints: Json, pool: str = "short", port: int = 8000, family: str = "IPv4"
 ) -> Json:
-    """Write a slice."""
+    """Return a slice."""
     return {
         "kind": "EndpointSlice",
         "metadata": {"name": name, "labels": {"pool": pool}},
@@ -43,88 +43,88 @@ def endpoint_slice(
 
 
 class ApiServer:
-    """Lists and watches; how it fails may be set at any time."""
+    """Serves lists and watches; its failures may be set at any time."""
 
     def __init__(self) -> None:
         self.url = ""
         self.version = 100
         self.slices: dict[str, Json] = {}
         self.history: list[tuple[int, Json]] = []
-        self.forgotten = 0  # a watch from before this version is refused
-        self.gone_as_event = True  # as new servers say it; old ones answer 410
-        self.status: tuple[int, str] | None = None  # what it answers to everything
-        self.silent = False  # watches are taken, and nothing is ever sent
+        self.forgotten = 0  # watches from earlier versions are refused
+        self.gone_as_event = True  # as new servers do; old ones answer 410
+        self.status: tuple[int, str] | None = None  # the response to all requests
+        self.silent = False  # watches never get an event
         self.hasty = False  # watches end at once
         self.pages = 500
-        self.lists: list[Json] = []  # the queries that came
+        self.lists: list[Json] = []  # received queries
         self.watches: list[Json] = []
         self.tokens: list[str | None] = []
         self._changed = asyncio.Condition()
         self._open: list[web.Request] = []
         self._closing = asyncio.Event()
 
-    # What happens in the cluster
+    # Events of the cluster
 
     async def apply(self, *slices: Json) -> None:
         """Create or change slices."""
-        for each in slices:
-            name = each["metadata"]["name"]
-            await self._note("MODIFIED" if name in self.slices else "ADDED", name, each)
+        for item in slices:
+            name = item["metadata"]["name"]
+            await self._record("MODIFIED" if name in self.slices else "ADDED", name, item)
 
     async def delete(self, name: str) -> None:
         """Delete a slice."""
-        await self._note("DELETED", name, self.slices[name])
+        await self._record("DELETED", name, self.slices[name])
 
-    async def _note(self, kind: str, name: str, each: Json) -> None:
+    async def _record(self, kind: str, name: str, item: Json) -> None:
         self.version += 1
-        metadata = {**each["metadata"], "resourceVersion": str(self.version)}
-        each = {**each, "metadata": metadata}
+        metadata = {**item["metadata"], "resourceVersion": str(self.version)}
+        item = {**item, "metadata": metadata}
         if kind == "DELETED":
             del self.slices[name]
         else:
-            self.slices[name] = each
-        await self._tell({"type": kind, "object": each})
+            self.slices[name] = item
+        await self._publish({"type": kind, "object": item})
 
     async def bookmark(self) -> None:
-        """Move all watches on to a version at which nothing happened here."""
+        """Move all watches to a new version without changes."""
         self.version += 1
         version = {"metadata": {"resourceVersion": str(self.version)}}
-        await self._tell({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", **version}})
+        await self._publish({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", **version}})
 
-    async def _tell(self, event: Json) -> None:
+    async def _publish(self, event: Json) -> None:
         self.history.append((self.version, event))
         async with self._changed:
             self._changed.notify_all()
 
-    # What happens to the server
+    # Failures of the server
 
     def forget(self) -> None:
-        """Compact: no watch can go on from before now."""
+        """Compact: watches from earlier versions fail."""
         self.version += 1
         self.forgotten = self.version
 
     def drop(self) -> None:
-        """Break off every watch."""
+        """Break all watches."""
         for request in list(self._open):
             if request.transport is not None:
                 request.transport.abort()
 
-    async def lost_everything(self) -> None:
-        """Come back with an empty store, and no word of what was deleted."""
+    async def lose_everything(self) -> None:
+        """Restart with an empty store and without delete events."""
         self.slices.clear()
         self.forget()
         self.drop()
 
-    async def watched(self, times: int) -> None:
-        """Wait until so many watches were opened."""
+    async def wait_for_watches(self, times: int) -> None:
+        """Wait until this number of watches is open."""
         async with asyncio.timeout(DEADLINE_S), self._changed:
             await self._changed.wait_for(lambda: len(self.watches) >= times)
 
     def close(self) -> None:
-        """Let whatever hangs go."""
+        """End hanging watches."""
         self._closing.set()
 
-    # What it answers
+    # Responses
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a list or a watch."""
@@ -143,7 +143,7 @@ class ApiServer:
 
     def _list(self, query: Json) -> web.Response:
         self.lists.append(query)
-        chosen = [each for each in self.slices.values() if _matches(each, query["labelSelector"])]
+        chosen = [item for item in self.slices.values() if _matches(item, query["labelSelector"])]
         begin = int(query.get("continue", 0))
         end = begin + min(self.pages, int(query["limit"]))
         more = {"continue": str(end)} if end < len(chosen) else {}
@@ -174,8 +174,8 @@ class ApiServer:
         try:
             async with asyncio.timeout(float(query["timeoutSeconds"])):
                 while not self._closing.is_set():
-                    news = [each for each in self.history if each[0] > version]
-                    for version, event in news:  # noqa: B007 - the last one is kept
+                    news = [event_ for event_ in self.history if event_[0] > version]
+                    for version, event in news:  # noqa: B007 - the last version is used
                         if event["type"] == "BOOKMARK" or _matches(
                             event["object"], query["labelSelector"]
                         ):
@@ -186,14 +186,14 @@ class ApiServer:
             pass
 
 
-def _matches(each: Json, selector: str) -> bool:
+def _matches(item: Json, selector: str) -> bool:
     key, _, value = selector.partition("=")
-    return bool(each["metadata"]["labels"].get(key) == value)
+    return bool(item["metadata"]["labels"].get(key) == value)
 
 
 @asynccontextmanager
 async def api_server(context: ssl.SSLContext | None = None) -> AsyncIterator[ApiServer]:
-    """Serve one on a free port."""
+    """Serve on a free port."""
     server = ApiServer()
     app = web.Application()
     app.router.add_get(PATH, server.answer)

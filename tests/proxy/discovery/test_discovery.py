@@ -1,4 +1,4 @@
-"""The fleet beside what is discovered."""
+"""Discovered workers in the fleet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ discovery:
 
 
 class FakeSource:
-    """One that says what the test has it say."""
+    """A source without events; tests update pools themselves."""
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
@@ -49,15 +49,15 @@ class FakeSource:
 
 
 @dataclass
-class Site:
-    """A fleet, and what is discovered."""
+class DiscoverySite:
+    """A fleet and its discovery."""
 
     fleet: Fleet = field(default_factory=lambda: Fleet(down_after=1, up_after=1))
     sources: list[FakeSource] = field(default_factory=list)
     discovery: Discovery = field(init=False)
 
     def start(self, text: str = POOLS) -> None:
-        """Begin with a fleet file."""
+        """Start with a fleet file."""
         from proxy.setup.settings import specs, worker_spec
 
         config = parse(text, "fleet.yaml")
@@ -71,12 +71,12 @@ class Site:
         self.sources.append(FakeSource(pool.name))
         return self.sources[-1]
 
-    def update(self, *names: str, pool: int = 0, **how: Any) -> None:
-        """Tell of a pool's workers."""
-        self.discovery.pools[pool].update(endpoints(*names, **how))
+    def update(self, *names: str, pool: int = 0, **options: Any) -> None:
+        """Report a pool's endpoints."""
+        self.discovery.pools[pool].update(endpoints(*names, **options))
 
     def reload(self, text: str) -> None:
-        """Take a new fleet file as the app does."""
+        """Apply a fleet file as the app does."""
         from proxy.app import specs
 
         config = parse(text, "fleet.yaml")
@@ -95,7 +95,7 @@ class Site:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run it for as long as the block lasts."""
+        """Run the discovery within the block."""
         task = asyncio.create_task(self.discovery.run())
         try:
             yield
@@ -107,20 +107,20 @@ class Site:
 
 
 @pytest.fixture
-def site() -> Site:
-    made = Site()
-    made.start()
-    return made
+def site() -> DiscoverySite:
+    site = DiscoverySite()
+    site.start()
+    return site
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Wait until something is so."""
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
     async with asyncio.timeout(DEADLINE_S):
-        while not true():  # noqa: ASYNC110 - the fleet tells nobody of its changes
+        while not condition():  # noqa: ASYNC110 - the fleet has no change event
             await asyncio.sleep(0.005)
 
 
-def test_one_that_is_found_is_what_its_pool_says(site: Site) -> None:
+def test_discovered_worker_has_the_settings_of_its_pool(site: DiscoverySite) -> None:
     site.update("s-1")
     site.update("l-2", pool=1)
     short, long = site.fleet.roster
@@ -130,12 +130,12 @@ def test_one_that_is_found_is_what_its_pool_says(site: Site) -> None:
     assert (long.name, long.role, long.model, long.spec.api_key) == ("l-2", "long", "other", None)
 
 
-def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None:
+def test_models_of_empty_pools_are_known(site: DiscoverySite) -> None:
     router = Router(RouterSettings(), site.fleet)
     for model in ("tiny", "other"):
         refusal = refused(router.submit(sized(router, {"model": model, **chat("x")}), 0.0))
         assert (refusal.status, refusal.code) == (503, "no_worker")
-    # It may be an adapter of those who are to come: see there.
+    # An unknown model may be an adapter of workers that are not discovered yet.
     assert refused(read(router, {"model": "third", **chat("x")})).status == 503
     site.update("s-1")
     site.update("s-1", leaving=True)
@@ -146,12 +146,12 @@ def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None
     assert site.fleet.roster.models() == ("tiny", "third")
 
 
-def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
+def test_discovery_adopts_workers_of_another_process(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.update("l-1", pool=1)
     site.update("s-1", "s-2", ready=False)
     site.discovery.pools[0].update({**endpoints("s-1"), **endpoints("s-2", ready=False)})
-    other = Site(fleet=site.fleet)
+    other = DiscoverySite(fleet=site.fleet)
     other.sources, config = [], parse(POOLS, "fleet.yaml")
     from proxy.setup.settings import worker_spec
 
@@ -160,14 +160,14 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
     )
     other.discovery.adopt(site.discovery.known())
     workers = list(other.fleet.roster)
-    other.update("s-1", "s-2")  # the other pool has yet to be heard of
+    other.update("s-1", "s-2")  # the other pool is not reported yet
     assert list(other.fleet.roster) == workers
     assert not other.draining("s-2")
     other.update("s-2")
     assert other.names == ["s-2", "l-1"]
 
 
-def test_one_that_moved_is_another(site: Site) -> None:
+def test_worker_with_a_new_address_is_a_new_worker(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     before = site.fleet.roster.get("s-1")
     moved = {**endpoints("s-2"), "s-1": endpoints("s-9")["s-9"].__class__("s-1", "10.0.0.9", 8000)}
@@ -178,7 +178,7 @@ def test_one_that_moved_is_another(site: Site) -> None:
     assert after is not before
 
 
-def test_not_ready_ones_drain_and_come_back(site: Site) -> None:
+def test_worker_that_is_not_ready_drains(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
@@ -186,8 +186,8 @@ def test_not_ready_ones_drain_and_come_back(site: Site) -> None:
     assert not site.draining("s-2")
 
 
-def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
-    site = Site()
+def test_worker_that_is_not_ready_yet_has_no_model_list() -> None:
+    site = DiscoverySite()
     site.start(POOLS.replace("model: other", "model: tiny"))
     site.update("s-1")
     site.fleet.health.probe_ok("s-1", 1.0)
@@ -195,11 +195,11 @@ def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     assert site.draining("s-2")
     assert not site.fleet.roster.all_listed()
-    site.fleet.roster.drain("s-2")  # an operator
+    site.fleet.roster.drain("s-2")  # by an operator
     assert site.fleet.roster.all_listed()
 
 
-def test_what_an_operator_drained_stays_so(site: Site) -> None:
+def test_drain_by_an_operator_is_kept(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.fleet.roster.drain("s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
@@ -207,7 +207,7 @@ def test_what_an_operator_drained_stays_so(site: Site) -> None:
     assert site.draining("s-2")
 
 
-def test_what_an_operator_took_out_stays_out_until_a_reload(site: Site) -> None:
+def test_removal_by_an_operator_is_kept_until_a_reload(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.fleet.roster.remove("s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
@@ -217,7 +217,7 @@ def test_what_an_operator_took_out_stays_out_until_a_reload(site: Site) -> None:
     assert sorted(site.names) == ["s-1", "s-2"]
 
 
-def test_one_that_leaves_already_is_not_taken_in(site: Site) -> None:
+def test_leaving_endpoint_is_not_added(site: DiscoverySite) -> None:
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", leaving=True))
     assert site.names == ["s-1"]
 
@@ -225,8 +225,8 @@ def test_one_that_leaves_already_is_not_taken_in(site: Site) -> None:
 @pytest.mark.parametrize(
     "worker", ["{name: s-1, url: 'http://10.9.9.9'}", "{name: x, url: 'http://10.0.0.1:8000'}"]
 )
-def test_the_files_workers_come_first(worker: str) -> None:
-    site = Site()
+def test_workers_of_the_fleet_file_have_precedence(worker: str) -> None:
+    site = DiscoverySite()
     site.start(POOLS + f"workers: [{worker}]\n")
     site.update("s-1", "s-2")
     assert len(site.names) == 2
@@ -235,32 +235,34 @@ def test_the_files_workers_come_first(worker: str) -> None:
     assert len(site.names) == 2
 
 
-def test_an_operator_s_namesake_is_kept(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_added_by_an_operator_has_precedence(
+    site: DiscoverySite, caplog: pytest.LogCaptureFixture
+) -> None:
     from proxy.core.model.role import Role
     from proxy.core.model.specs import WorkerSpec
 
-    theirs = site.fleet.roster.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
+    added = site.fleet.roster.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
     site.update("s-1", "s-2")
     site.update("s-1", "s-2", ready=False)
-    assert site.fleet.roster.get("s-1") is theirs
+    assert site.fleet.roster.get("s-1") is added
     assert len([r for r in caplog.records if "is already in the fleet" in r.message]) == 1
     site.update("s-2")
-    assert site.fleet.roster.get("s-1") is theirs
+    assert site.fleet.roster.get("s-1") is added
 
 
-def test_a_pod_of_two_pools_is_the_firsts(site: Site) -> None:
+def test_pod_in_two_pools_belongs_to_the_first(site: DiscoverySite) -> None:
     site.update("s-1")
     site.update("s-1", pool=1)
     assert [worker.role for worker in site.fleet.roster] == ["short"]
 
 
-def test_an_unusable_address_disturbs_nobody(site: Site) -> None:
-    odd = endpoints("s-1")["s-1"].__class__("s-3", "fe80::1%eth0", 8000)
-    site.discovery.pools[0].update({**endpoints("s-1"), "s-3": odd})
+def test_unusable_address_is_skipped(site: DiscoverySite) -> None:
+    invalid = endpoints("s-1")["s-1"].__class__("s-3", "fe80::1%eth0", 8000)
+    site.discovery.pools[0].update({**endpoints("s-1"), "s-3": invalid})
     assert site.names == ["s-1"]
 
 
-def test_a_reload_gives_found_workers_what_the_file_now_says(site: Site) -> None:
+def test_reload_updates_discovered_workers(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     worker = site.fleet.roster.get("s-1")
@@ -269,19 +271,19 @@ def test_a_reload_gives_found_workers_what_the_file_now_says(site: Site) -> None
     assert worker is not None
     assert worker.spec.max_requests == 9
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
-    assert len(site.sources) == 2, "they are looked for as before"
+    assert len(site.sources) == 2, "the sources are kept"
     site.update("s-2")
     assert site.names == ["s-2"]
 
 
-def test_a_reload_of_another_model_makes_another_worker_that_drains_as_before(site: Site) -> None:
+def test_reload_with_another_model_keeps_draining(site: DiscoverySite) -> None:
     site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
     site.reload(POOLS.replace("model: tiny", "model: big"))
     assert {worker.model for worker in site.fleet.roster} == {"big"}
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
 
 
-def test_a_pool_that_is_left_out_takes_its_workers_with_it(site: Site) -> None:
+def test_reload_without_a_pool_removes_its_workers(site: DiscoverySite) -> None:
     site.update("s-1")
     site.update("l-2", pool=1)
     site.reload(POOLS.partition("    - {name: long")[0])
@@ -290,7 +292,7 @@ def test_a_pool_that_is_left_out_takes_its_workers_with_it(site: Site) -> None:
     assert site.names == ["a"]
 
 
-def test_a_reload_that_can_not_be_taken_changes_nothing(site: Site, tmp_path: Path) -> None:
+def test_failed_reload_changes_nothing(site: DiscoverySite, tmp_path: Path) -> None:
     site.update("s-1")
     text = POOLS.replace("api_key: hush", f"api_key_file: {tmp_path / 'none'}")
     with pytest.raises(ProxyError, match="pool short: api_key_file"):
@@ -301,7 +303,9 @@ def test_a_reload_that_can_not_be_taken_changes_nothing(site: Site, tmp_path: Pa
     assert worker.spec.max_requests == 7
 
 
-async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vanished_workers_stay_while_up(
+    site: DiscoverySite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
     site.update("s-1", "s-2")
     for name in site.names:
@@ -311,21 +315,25 @@ async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.Monkey
         assert site.names == ["s-1", "s-2"]
         assert not site.draining("s-1")
         site.fleet.health.probe_failed("s-1", 1.0)
-        await until(lambda: site.names == ["s-2"])
+        await wait_until(lambda: site.names == ["s-2"])
         site.fleet.health.probe_failed("s-2", 1.0)
-        await until(lambda: site.names == [])
+        await wait_until(lambda: site.names == [])
 
 
-async def test_sources_follow_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reload_restarts_changed_sources(
+    site: DiscoverySite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
     async with site.running():
-        await until(lambda: [each.runs for each in site.sources] == [1, 1])
+        await wait_until(lambda: [source.runs for source in site.sources] == [1, 1])
         site.reload(POOLS.replace("pool=long", "pool=longer"))
-        await until(lambda: [each.runs for each in site.sources] == [1, 1, 1])
+        await wait_until(lambda: [source.runs for source in site.sources] == [1, 1, 1])
         assert len(site.discovery._tasks) == 2
 
 
-async def test_a_failed_source_is_restarted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_source_is_restarted(
+    site: DiscoverySite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
     runs = asyncio.Event()
 
@@ -341,7 +349,7 @@ async def test_a_failed_source_is_restarted(site: Site, monkeypatch: pytest.Monk
         await runs.wait()
 
 
-def test_who_knows_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_depends_on_the_pools_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     named = PoolConfig(name="a", dns="a.b")
     labelled = PoolConfig(name="a", selector="a=b")

@@ -1,4 +1,4 @@
-"""Look-ups of a headless service's name."""
+"""Discovery by DNS."""
 
 from __future__ import annotations
 
@@ -20,84 +20,86 @@ DEADLINE_S = 10.0
 SERVFAIL = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
 
-class Ear:
-    """Hears what is told."""
+class RecordingListener:
+    """Records updates and failures."""
 
     def __init__(self) -> None:
-        self.told_so_far: list[Endpoints] = []
-        self.troubles: list[str] = []
+        self.updates: list[Endpoints] = []
+        self.failures: list[str] = []
 
     def update(self, endpoints: Endpoints) -> None:
-        self.told_so_far.append(endpoints)
+        self.updates.append(endpoints)
 
     def fail(self, why: str) -> None:
-        self.troubles.append(why)
+        self.failures.append(why)
 
 
-async def hear(
+async def run_source(
     monkeypatch: pytest.MonkeyPatch, *answers: list[str] | OSError, port: int | None = None
-) -> Ear:
-    """Return what is told of these answers, in turn."""
-    left = list(answers)
-    over, loop, stopped = asyncio.Event(), asyncio.get_running_loop(), threading.Event()
+) -> RecordingListener:
+    """Run a source on these answers in turn; return its listener."""
+    remaining = list(answers)
+    exhausted, loop, stopped = asyncio.Event(), asyncio.get_running_loop(), threading.Event()
 
-    def ask(host: str) -> Addresses:
+    def resolve(host: str) -> Addresses:
         assert host == "short.llm"
-        if not left:
-            loop.call_soon_threadsafe(over.set)
-            stopped.wait(DEADLINE_S)  # or one more failure might be told
+        if not remaining:
+            loop.call_soon_threadsafe(exhausted.set)
+            stopped.wait(DEADLINE_S)  # so that no other failure is reported
             raise SERVFAIL
-        answer = left.pop(0)
+        answer = remaining.pop(0)
         if isinstance(answer, OSError):
             raise answer
         return tuple(answer)
 
-    monkeypatch.setattr(dns, "RESOLVER", Resolver(ask))  # without what another test still looks up
-    ear = Ear()
+    monkeypatch.setattr(dns, "RESOLVER", Resolver(resolve))  # without look-ups of other tests
+    listener = RecordingListener()
     source = DnsSource(0.001, PoolConfig(name="short", dns="short.llm", port=port))
-    task = asyncio.create_task(source.run(ear))
+    task = asyncio.create_task(source.run(listener))
     async with asyncio.timeout(DEADLINE_S):
-        await over.wait()
+        await exhausted.wait()
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
     stopped.set()
-    return ear
+    return listener
 
 
-async def test_each_address_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    ear = await hear(monkeypatch, ["10.0.0.2", "10.0.0.1", "10.0.0.1"])
-    assert [each.url for each in ear.told_so_far[0].values()] == [
+async def test_each_address_is_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = await run_source(monkeypatch, ["10.0.0.2", "10.0.0.1", "10.0.0.1"])
+    assert [endpoint.url for endpoint in listener.updates[0].values()] == [
         "http://10.0.0.1:8000",
         "http://10.0.0.2:8000",
     ]
-    assert list(ear.told_so_far[0]) == ["short-10.0.0.1", "short-10.0.0.2"]
+    assert list(listener.updates[0]) == ["short-10.0.0.1", "short-10.0.0.2"]
 
 
-async def test_a_worker_with_both_families_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ear = await hear(monkeypatch, ["fd00::1", "10.0.0.1"], ["fd00::1"], port=9)
-    assert [each.url for each in ear.told_so_far[0].values()] == ["http://10.0.0.1:9"]
-    assert ear.told_so_far[1]["short-fd00--1"].url == "http://[fd00::1]:9"
+async def test_ipv4_is_preferred_to_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = await run_source(monkeypatch, ["fd00::1", "10.0.0.1"], ["fd00::1"], port=9)
+    assert [endpoint.url for endpoint in listener.updates[0].values()] == ["http://10.0.0.1:9"]
+    assert listener.updates[1]["short-fd00--1"].url == "http://[fd00::1]:9"
 
 
-async def test_a_missing_address_is_gone_after_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    ear = await hear(
+async def test_missing_address_is_removed_after_max_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = await run_source(
         monkeypatch,
         ["10.0.0.1", "10.0.0.2"],
         *[["10.0.0.1"]] * MAX_MISSES,
         ["10.0.0.1", "10.0.0.2"],
     )
-    of_two = [told.get("short-10.0.0.2") for told in ear.told_so_far]
-    assert [each and each.ready for each in of_two] == [True, False, False, None, True]
+    seen = [endpoints.get("short-10.0.0.2") for endpoints in listener.updates]
+    assert [endpoint and endpoint.ready for endpoint in seen] == [True, False, False, None, True]
 
 
-async def test_one_that_comes_back_in_time_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_returned_address_resets_its_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     both, one = ["10.0.0.1", "10.0.0.2"], ["10.0.0.1"]
-    ear = await hear(monkeypatch, both, one, one, both, one, one)
-    assert all("short-10.0.0.2" in told for told in ear.told_so_far)
+    listener = await run_source(monkeypatch, both, one, one, both, one, one)
+    assert all("short-10.0.0.2" in endpoints for endpoints in listener.updates)
 
 
-async def test_no_name_is_empty_and_no_server_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    ear = await hear(monkeypatch, NXDOMAIN, SERVFAIL)
-    assert ear.told_so_far == [{}]
-    assert ear.troubles == [f"short.llm can't be looked up: {SERVFAIL}"]
+async def test_unknown_name_is_empty_and_server_failure_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = await run_source(monkeypatch, NXDOMAIN, SERVFAIL)
+    assert listener.updates == [{}]
+    assert listener.failures == [f"short.llm can't be looked up: {SERVFAIL}"]

@@ -1,4 +1,4 @@
-"""List and watch, against an API server with everything that can happen to one."""
+"""List and watch against an API server that misbehaves."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from tests.proxy.discovery.api_server import ApiServer, api_server, endpoint, en
 DEADLINE_S = 10.0
 
 
-class Ear:
-    """Hears what is told, and lets tests wait for it."""
+class RecordingListener:
+    """Records updates and failures; tests can wait for them."""
 
     def __init__(self) -> None:
         self.endpoints: Endpoints | None = None
-        self.troubles: list[str] = []
-        self._news = asyncio.Event()
+        self.failures: list[str] = []
+        self._changed = asyncio.Event()
 
     def update(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
-        self._news.set()
+        self._changed.set()
 
     def fail(self, why: str) -> None:
-        self.troubles.append(why)
-        self._news.set()
+        self.failures.append(why)
+        self._changed.set()
 
     @property
     def names(self) -> list[str] | None:
-        """Who was told last; None before anything was."""
+        """The names of the last update, or None."""
         return None if self.endpoints is None else list(self.endpoints)
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is so."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds."""
         async with asyncio.timeout(DEADLINE_S):
-            while not true():
-                self._news.clear()
-                await self._news.wait()
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
 
-    async def hears(self, *names: str) -> None:
-        """Wait until these are told."""
-        await self.until(lambda: self.names == list(names))
+    async def wait_for(self, *names: str) -> None:
+        """Wait until an update has these names."""
+        await self.wait_until(lambda: self.names == list(names))
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(kubernetes, "MAX_PAUSE_S", 0.05)
 
@@ -69,225 +69,236 @@ async def api() -> AsyncIterator[ApiServer]:
 
 
 @pytest.fixture
-async def ear(api: ApiServer) -> AsyncIterator[Ear]:
-    """Somebody who is told of the pool, by watches of ten seconds."""
-    listener = Ear()
+async def listener(api: ApiServer) -> AsyncIterator[RecordingListener]:
+    """Return a listener of a source with watches of ten seconds."""
+    listener = RecordingListener()
     async with watching(api, listener, watch_s=10.0):
-        await listener.hears("s-1", "s-2")
-        await api.watched(1)
+        await listener.wait_for("s-1", "s-2")
+        await api.wait_for_watches(1)
         yield listener
 
 
 class watching:  # noqa: N801 - used like a function
-    """Run a source for as long as the block lasts."""
+    """Run a source within the block."""
 
-    def __init__(self, api: ApiServer, ear: Ear, **settings: Any) -> None:
-        given = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
+    def __init__(self, api: ApiServer, listener: RecordingListener, **settings: Any) -> None:
+        options = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
         pool = PoolConfig(name="short", selector="pool=short")
-        self._source = KubernetesSource(KubernetesConfig(**given), pool)
-        self._ear = ear
+        self._source = KubernetesSource(KubernetesConfig(**options), pool)
+        self._ear = listener
 
     async def __aenter__(self) -> None:
         self._task = asyncio.create_task(self._source.run(self._ear))
 
     async def __aexit__(self, *_: object) -> None:
-        assert not self._task.done(), "it runs until it is cancelled, whatever happens"
+        assert not self._task.done(), "the source must run until it is cancelled"
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
 
 
-async def test_changes_are_told_as_they_happen(api: ApiServer, ear: Ear) -> None:
+async def test_changes_are_reported(api: ApiServer, listener: RecordingListener) -> None:
     await api.apply(endpoint_slice("b", endpoint("s-3")))
-    await ear.hears("s-1", "s-2", "s-3")
+    await listener.wait_for("s-1", "s-2", "s-3")
     await api.apply(endpoint_slice("a", endpoint("s-1", ready=False)))
-    await ear.hears("s-1", "s-3")
-    assert ear.endpoints is not None
-    assert not ear.endpoints["s-1"].ready
+    await listener.wait_for("s-1", "s-3")
+    assert listener.endpoints is not None
+    assert not listener.endpoints["s-1"].ready
     await api.delete("a")
-    await ear.hears("s-3")
-    assert (len(api.lists), len(api.watches), ear.troubles) == (1, 1, [])
+    await listener.wait_for("s-3")
+    assert (len(api.lists), len(api.watches), listener.failures) == (1, 1, [])
 
 
-async def test_others_slices_are_not_asked_for(api: ApiServer, ear: Ear) -> None:
+async def test_only_slices_of_the_selector_are_requested(
+    api: ApiServer, listener: RecordingListener
+) -> None:
     await api.apply(endpoint_slice("z", endpoint("l-1"), pool="long"))
     await api.apply(endpoint_slice("b", endpoint("s-3")))
-    await ear.hears("s-1", "s-2", "s-3")
+    await listener.wait_for("s-1", "s-2", "s-3")
     assert api.lists[0]["labelSelector"] == api.watches[0]["labelSelector"] == "pool=short"
 
 
-async def test_a_list_comes_in_pages(api: ApiServer) -> None:
+async def test_list_is_read_in_pages(api: ApiServer) -> None:
     api.pages = 1
     await api.apply(endpoint_slice("b", endpoint("s-3")), endpoint_slice("c", endpoint("s-4")))
-    ear = Ear()
-    async with watching(api, ear):
-        await ear.hears("s-1", "s-2", "s-3", "s-4")
+    listener = RecordingListener()
+    async with watching(api, listener):
+        await listener.wait_for("s-1", "s-2", "s-3", "s-4")
     assert len(api.lists) == 3
 
 
-async def test_a_watch_that_ends_in_time_goes_on_where_it_ended(api: ApiServer) -> None:
-    ear = Ear()
-    async with watching(api, ear, watch_s=1.0), asyncio.timeout(DEADLINE_S):
-        await api.watched(1)
+async def test_ended_watch_continues_at_the_last_bookmark(api: ApiServer) -> None:
+    listener = RecordingListener()
+    async with watching(api, listener, watch_s=1.0), asyncio.timeout(DEADLINE_S):
+        await api.wait_for_watches(1)
         await api.bookmark()
         await api.apply(endpoint_slice("z", endpoint("l-1"), pool="long"))
         await api.bookmark()
         bookmarked = str(api.version)
-        # The second one, unless this machine was so slow that the first one ended before.
-        while bookmarked not in (begun := [each["resourceVersion"] for each in api.watches]):
-            await api.watched(len(begun) + 1)
-    assert (len(api.lists), ear.troubles) == (1, [])
+        # On a slow machine, more than one watch may have ended before.
+        while bookmarked not in (begun := [watch["resourceVersion"] for watch in api.watches]):
+            await api.wait_for_watches(len(begun) + 1)
+    assert (len(api.lists), listener.failures) == (1, [])
 
 
 @pytest.mark.parametrize("as_event", [True, False])
-async def test_410_gone_lists_again(api: ApiServer, ear: Ear, as_event: bool) -> None:
+async def test_410_gone_causes_a_new_list(
+    api: ApiServer, listener: RecordingListener, as_event: bool
+) -> None:
     api.gone_as_event = as_event
-    api.slices["b"] = endpoint_slice("b", endpoint("s-3"))  # its event is lost with the rest
+    api.slices["b"] = endpoint_slice("b", endpoint("s-3"))  # without an event
     api.forget()
     api.drop()
-    await ear.hears("s-1", "s-2", "s-3")
-    # Once more, now at a watch's beginning: the list is older than what the server remembers.
+    await listener.wait_for("s-1", "s-2", "s-3")
+    # Now at the start of a watch: the list is older than the server's history.
     lists = len(api.lists)
     api.forgotten = api.version + 1
     api.drop()
-    await ear.until(lambda: len(api.lists) > lists + 1)
+    await listener.wait_until(lambda: len(api.lists) > lists + 1)
     api.forgotten = 0
     await api.apply(endpoint_slice("b", endpoint("s-4")))
-    await ear.hears("s-1", "s-2", "s-4")
-    assert all("early" in why or "payload" in why or "isconnect" in why for why in ear.troubles)
+    await listener.wait_for("s-1", "s-2", "s-4")
+    assert all(
+        "early" in why or "payload" in why or "isconnect" in why for why in listener.failures
+    )
 
 
-async def test_a_dropped_watch_loses_nothing(api: ApiServer, ear: Ear) -> None:
+async def test_dropped_watch_loses_no_change(api: ApiServer, listener: RecordingListener) -> None:
     api.drop()
     await api.apply(endpoint_slice("b", endpoint("s-3")))
-    await ear.hears("s-1", "s-2", "s-3")
-    assert len(ear.troubles) == 1
+    await listener.wait_for("s-1", "s-2", "s-3")
+    assert len(listener.failures) == 1
 
 
-async def test_a_silent_watch_is_dead(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_watch_times_out(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "WATCH_GRACE_S", 0.05)
-    ear = Ear()
+    listener = RecordingListener()
     api.silent = True
-    async with watching(api, ear, watch_s=1.0):
-        await ear.hears("s-1", "s-2")
+    async with watching(api, listener, watch_s=1.0):
+        await listener.wait_for("s-1", "s-2")
         await api.apply(endpoint_slice("b", endpoint("s-3")))
-        await ear.hears("s-1", "s-2", "s-3")
-    # Of each watch; a slow machine may be at the second one by now.
-    assert set(ear.troubles) == {"the API server does not respond in time"}
+        await listener.wait_for("s-1", "s-2", "s-3")
+    # One per watch; on a slow machine, there may be two.
+    assert set(listener.failures) == {"the API server does not respond in time"}
 
 
-async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:
-    ear = Ear()
-    async with watching(api, ear, watch_s=1.0, resync_s=0.01):
-        await ear.hears("s-1", "s-2")
-        api.slices["b"] = endpoint_slice("b", endpoint("s-3"))  # and no event of it
-        await ear.hears("s-1", "s-2", "s-3")
-    assert ear.troubles == []
+async def test_list_is_repeated_after_resync_s(api: ApiServer) -> None:
+    listener = RecordingListener()
+    async with watching(api, listener, watch_s=1.0, resync_s=0.01):
+        await listener.wait_for("s-1", "s-2")
+        api.slices["b"] = endpoint_slice("b", endpoint("s-3"))  # without an event
+        await listener.wait_for("s-1", "s-2", "s-3")
+    assert listener.failures == []
 
 
-async def test_hasty_watches_are_paused(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    paused: list[Backoff] = []
+async def test_watches_that_end_early_are_paused(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[Backoff] = []
     pause = Backoff.pause
-    monkeypatch.setattr(Backoff, "pause", lambda self: paused.append(self) or pause(self))
-    ear = Ear()
+    monkeypatch.setattr(Backoff, "pause", lambda self: pauses.append(self) or pause(self))
+    listener = RecordingListener()
     api.hasty = True
-    async with watching(api, ear):
-        await ear.until(lambda: len(ear.troubles) >= 3)
-    assert len(paused) >= 3
-    assert len(api.watches) <= len(paused) + 1
-    assert "ended the watch early" in ear.troubles[0]
+    async with watching(api, listener):
+        await listener.wait_until(lambda: len(listener.failures) >= 3)
+    assert len(pauses) >= 3
+    assert len(api.watches) <= len(pauses) + 1
+    assert "ended the watch early" in listener.failures[0]
 
 
-async def test_an_api_server_that_is_down_changes_nothing(api: ApiServer, ear: Ear) -> None:
+async def test_failed_api_server_changes_nothing(
+    api: ApiServer, listener: RecordingListener
+) -> None:
     api.status = 503, "etcd is electing"
     api.drop()
-    await ear.until(lambda: "503: etcd is electing" in " ".join(ear.troubles))
-    assert ear.names == ["s-1", "s-2"]
+    await listener.wait_until(lambda: "503: etcd is electing" in " ".join(listener.failures))
+    assert listener.names == ["s-1", "s-2"]
     api.status = None
     await api.apply(endpoint_slice("b", endpoint("s-3")))
-    await ear.hears("s-1", "s-2", "s-3")
+    await listener.wait_for("s-1", "s-2", "s-3")
 
 
-async def test_an_empty_answer_is_told_as_one(api: ApiServer, ear: Ear) -> None:
-    # What to make of it is not for the messenger to decide: see test_discovered.
-    await api.lost_everything()
-    await ear.hears()
+async def test_empty_list_is_reported(api: ApiServer, listener: RecordingListener) -> None:
+    await api.lose_everything()
+    await listener.wait_for()
 
 
-async def test_a_refusal_says_what_is_missing(api: ApiServer) -> None:
+async def test_403_names_the_missing_permission(api: ApiServer) -> None:
     api.status = 403, 'endpointslices is forbidden: User "x" cannot list'
-    ear = Ear()
-    async with watching(api, ear):
-        await ear.until(lambda: bool(ear.troubles))
-    assert "403" in ear.troubles[0]
-    assert "permission to list and watch endpointslices" in ear.troubles[0]
-    assert ear.endpoints is None
+    listener = RecordingListener()
+    async with watching(api, listener):
+        await listener.wait_until(lambda: bool(listener.failures))
+    assert "403" in listener.failures[0]
+    assert "permission to list and watch endpointslices" in listener.failures[0]
+    assert listener.endpoints is None
 
 
-async def test_a_nonsense_answer_is_trouble_and_nothing_more(
-    api: ApiServer, ear: Ear, monkeypatch: pytest.MonkeyPatch
+async def test_malformed_list_is_a_failure(
+    api: ApiServer, listener: RecordingListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "_list", kubernetes_nonsense)
+    monkeypatch.setattr(api, "_list", malformed_list)
     api.drop()
-    await ear.until(lambda: any("invalid response" in why for why in ear.troubles))
-    assert ear.names == ["s-1", "s-2"]
+    await listener.wait_until(lambda: any("invalid response" in why for why in listener.failures))
+    assert listener.names == ["s-1", "s-2"]
 
 
-def kubernetes_nonsense(_: object) -> Any:
+def malformed_list(_: object) -> Any:
     from aiohttp import web
 
     return web.json_response({"items": ["a", 7]})
 
 
-async def test_a_slice_longer_than_aiohttps_lines(api: ApiServer, ear: Ear) -> None:
+async def test_slice_longer_than_a_line_of_aiohttp_is_read(
+    api: ApiServer, listener: RecordingListener
+) -> None:
     many = [endpoint(f"s-{n}", f"10.0.{n // 250}.{n % 250}") for n in range(1000)]
     await api.apply(endpoint_slice("a", *many))
-    await ear.until(lambda: len(ear.names or ()) == 1000)
-    assert ear.troubles == []
+    await listener.wait_until(lambda: len(listener.names or ()) == 1000)
+    assert listener.failures == []
 
 
-async def test_the_token_is_read_anew_for_each_request(api: ApiServer, tmp_path: Path) -> None:
+async def test_token_is_read_for_each_request(api: ApiServer, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("old\n")
-    ear = Ear()
-    async with watching(api, ear, token_file=token, watch_s=10.0):
-        await ear.hears("s-1", "s-2")
-        await api.watched(1)
+    listener = RecordingListener()
+    async with watching(api, listener, token_file=token, watch_s=10.0):
+        await listener.wait_for("s-1", "s-2")
+        await api.wait_for_watches(1)
         token.write_text("new")
         api.drop()
-        await api.watched(2)
+        await api.wait_for_watches(2)
     assert api.tokens[0] == "Bearer old"
     assert api.tokens[-1] == "Bearer new"
 
 
-async def test_only_whom_the_bundle_names_is_believed(tmp_path: Path) -> None:
+async def test_server_certificate_is_verified_with_the_bundle(tmp_path: Path) -> None:
     authority, impostor = trustme.CA(), trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     bundle = tmp_path / "ca.crt"
     impostor.cert_pem.write_to_path(bundle)
-    ear = Ear()
+    listener = RecordingListener()
     async with api_server(context) as api:
         await api.apply(endpoint_slice("a", endpoint("s-1")))
-        async with watching(api, ear, ca_file=bundle):
-            await ear.until(lambda: bool(ear.troubles))
-            assert "certificate" in ear.troubles[0].lower()
-            assert ear.endpoints is None
-            authority.cert_pem.write_to_path(bundle)  # replaced, as when a cluster's is rotated
-            await ear.hears("s-1")
+        async with watching(api, listener, ca_file=bundle):
+            await listener.wait_until(lambda: bool(listener.failures))
+            assert "certificate" in listener.failures[0].lower()
+            assert listener.endpoints is None
+            authority.cert_pem.write_to_path(bundle)  # replaced, as in a rotation
+            await listener.wait_for("s-1")
 
 
-def test_pauses_grow_to_a_limit_and_are_never_the_same() -> None:
-    pauses = Backoff()
-    taken = [pauses.pause() for _ in range(20)]
-    assert taken[0] <= kubernetes.FIRST_PAUSE_S
-    assert max(taken) <= kubernetes.MAX_PAUSE_S
-    assert len(set(taken)) == len(taken)
-    pauses.reset()
-    assert pauses.pause() <= kubernetes.FIRST_PAUSE_S
+def test_pauses_are_random_and_limited() -> None:
+    backoff = Backoff()
+    pauses = [backoff.pause() for _ in range(20)]
+    assert pauses[0] <= kubernetes.FIRST_PAUSE_S
+    assert max(pauses) <= kubernetes.MAX_PAUSE_S
+    assert len(set(pauses)) == len(pauses)
+    backoff.reset()
+    assert backoff.pause() <= kubernetes.FIRST_PAUSE_S
 
 
-def test_the_address_comes_from_the_pods_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_server_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     assert in_cluster() == "https://10.96.0.1:443"

@@ -1,4 +1,4 @@
-"""What is believed of a pool, and what is not."""
+"""Reconciliation of a discovered pool."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from proxy.errors import ProxyError
 
 
 def endpoints(*names: str, ready: bool = True, leaving: bool = False) -> Endpoints:
-    """Make some alike."""
+    """Return equal endpoints with these names."""
     return {n: Endpoint(n, f"10.0.0.{n[-1]}", 8000, ready, leaving) for n in names}
 
 
-class Seen:
-    """A pool, and how often it said that something changed."""
+class WatchedPool:
+    """A pool that counts its changes."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -29,95 +29,99 @@ class Seen:
         self.changes += 1
 
     @property
-    def useful(self) -> dict[str, bool]:
-        """Who is there, and may be given anything."""
-        return {endpoint.name: useful for endpoint, useful in self.pool.members()}
+    def usable(self) -> dict[str, bool]:
+        """Return whether each member may get requests."""
+        return {endpoint.name: usable for endpoint, usable in self.pool.members()}
 
 
 @pytest.fixture
-def seen() -> Seen:
-    return Seen()
+def watched() -> WatchedPool:
+    return WatchedPool()
 
 
-def test_the_same_again_is_no_change(seen: Seen) -> None:
+def test_equal_update_is_no_change(watched: WatchedPool) -> None:
     for _ in range(3):
-        seen.pool.update(endpoints("s-1"))
-    assert seen.changes == 1
+        watched.pool.update(endpoints("s-1"))
+    assert watched.changes == 1
 
 
-def test_not_ready_and_leaving_ones_get_nothing_new(seen: Seen) -> None:
-    seen.pool.update(
+def test_not_ready_and_leaving_members_get_no_requests(watched: WatchedPool) -> None:
+    watched.pool.update(
         endpoints("s-1") | endpoints("s-2", ready=False) | endpoints("s-3", leaving=True)
     )
-    assert seen.useful == {"s-1": True, "s-2": False, "s-3": False}
+    assert watched.usable == {"s-1": True, "s-2": False, "s-3": False}
 
 
-def test_where_nobody_is_ready_readiness_is_not_believed(seen: Seen) -> None:
-    seen.pool.update(endpoints("s-1", "s-2", ready=False) | endpoints("s-3", leaving=True))
-    assert seen.useful == {"s-1": True, "s-2": True, "s-3": False}
+def test_readiness_is_ignored_if_no_member_is_ready(watched: WatchedPool) -> None:
+    watched.pool.update(endpoints("s-1", "s-2", ready=False) | endpoints("s-3", leaving=True))
+    assert watched.usable == {"s-1": True, "s-2": True, "s-3": False}
 
 
-def test_an_empty_answer_keeps_everybody(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
-    seen.pool.update(endpoints("s-1", "s-2") | endpoints("s-3", leaving=True))
+def test_empty_update_keeps_all_members(
+    watched: WatchedPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.pool.update(endpoints("s-1", "s-2") | endpoints("s-3", leaving=True))
     for _ in range(3):
-        seen.pool.update({})
-    assert seen.useful == {"s-1": True, "s-2": True}
-    assert seen.pool.kept == {"s-1", "s-2"}
+        watched.pool.update({})
+    assert watched.usable == {"s-1": True, "s-2": True}
+    assert watched.pool.kept == {"s-1", "s-2"}
     assert len([r for r in caplog.records if "all 2 workers disappeared" in r.message]) == 1
 
 
-def test_an_empty_pool_is_said_once(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_pool_is_logged_once(watched: WatchedPool, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
-        seen.pool.update({})
+        watched.pool.update({})
     assert [r.message for r in caplog.records] == ["discovery of pool short: no worker found yet"]
 
 
-def test_somebody_new_ends_the_doubt(seen: Seen) -> None:
-    seen.pool.update(endpoints("s-1", "s-2"))
-    seen.pool.update({})
-    seen.pool.update(endpoints("s-9"))
-    assert seen.useful == {"s-9": True}
-    assert not seen.pool.kept
+def test_new_member_ends_the_distrust(watched: WatchedPool) -> None:
+    watched.pool.update(endpoints("s-1", "s-2"))
+    watched.pool.update({})
+    watched.pool.update(endpoints("s-9"))
+    assert watched.usable == {"s-9": True}
+    assert not watched.pool.kept
 
 
-def test_those_that_come_back_are_no_longer_doubted(seen: Seen) -> None:
-    seen.pool.update(endpoints("s-1", "s-2"))
-    seen.pool.update({})
-    seen.pool.update(endpoints("s-1", "s-2"))
-    assert seen.useful == {"s-1": True, "s-2": True}
-    assert not seen.pool.kept
+def test_returned_members_end_the_distrust(watched: WatchedPool) -> None:
+    watched.pool.update(endpoints("s-1", "s-2"))
+    watched.pool.update({})
+    watched.pool.update(endpoints("s-1", "s-2"))
+    assert watched.usable == {"s-1": True, "s-2": True}
+    assert not watched.pool.kept
 
 
-def test_a_pool_that_is_scaled_to_nothing_is_left_by_all(seen: Seen) -> None:
-    seen.pool.update(endpoints("s-1", "s-2"))
-    seen.pool.update(endpoints("s-1", "s-2", leaving=True))
-    assert seen.useful == {"s-1": False, "s-2": False}
-    seen.pool.update({})
-    assert seen.useful == {}
+def test_pool_scaled_to_zero_is_emptied(watched: WatchedPool) -> None:
+    watched.pool.update(endpoints("s-1", "s-2"))
+    watched.pool.update(endpoints("s-1", "s-2", leaving=True))
+    assert watched.usable == {"s-1": False, "s-2": False}
+    watched.pool.update({})
+    assert watched.usable == {}
 
 
-def test_one_left_leaving_does_not_hide_that_the_others_vanished(seen: Seen) -> None:
-    seen.pool.update(endpoints("s-1", "s-2"))
-    seen.pool.update(endpoints("s-2", leaving=True))
-    assert seen.useful == {"s-1": True, "s-2": False}
+def test_vanished_member_is_kept_if_all_others_leave(watched: WatchedPool) -> None:
+    watched.pool.update(endpoints("s-1", "s-2"))
+    watched.pool.update(endpoints("s-2", leaving=True))
+    assert watched.usable == {"s-1": True, "s-2": False}
 
 
-def test_those_kept_are_given_up_one_by_one(seen: Seen) -> None:
-    seen.pool.update(endpoints("s-1", "s-2"))
-    seen.pool.update({})
-    seen.pool.give_up(frozenset({"s-1"}))
-    assert seen.useful == {"s-2": True}
-    seen.pool.update({})
-    assert seen.useful == {"s-2": True}
+def test_kept_members_are_given_up_one_by_one(watched: WatchedPool) -> None:
+    watched.pool.update(endpoints("s-1", "s-2"))
+    watched.pool.update({})
+    watched.pool.give_up(frozenset({"s-1"}))
+    assert watched.usable == {"s-2": True}
+    watched.pool.update({})
+    assert watched.usable == {"s-2": True}
 
 
-def test_trouble_and_its_end_are_said_once(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_and_its_end_are_logged_once(
+    watched: WatchedPool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    seen.pool.update(endpoints("s-1"))
+    watched.pool.update(endpoints("s-1"))
     for _ in range(3):
-        seen.pool.fail("it is down")
-    seen.pool.update(endpoints("s-1"))
-    assert seen.useful == {"s-1": True}
+        watched.pool.fail("it is down")
+    watched.pool.update(endpoints("s-1"))
+    assert watched.usable == {"s-1": True}
     messages = [record.message for record in caplog.records]
     assert messages == [
         "discovery of pool short: it is down; 1 known workers stay",
@@ -125,7 +129,7 @@ def test_trouble_and_its_end_are_said_once(seen: Seen, caplog: pytest.LogCapture
     ]
 
 
-def test_a_key_comes_from_its_file(tmp_path: Path) -> None:
+def test_api_key_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     pool = PoolConfig(name="short", selector="a=b", api_key_file=file)
     for text, message in (

@@ -1,4 +1,4 @@
-"""Who rests, in the log and for operators."""
+"""Breakers in the log and for operators."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from proxy.health.breaker_log import TROUBLES, BreakerLog, describe_breaker
 from proxy.wire.worker.connection import WorkerError
 from tests.proxy.core.making import fleet_of, spec
 
-NEVER = {
+WITHOUT_TEXT = {
     WorkerError.STATUS,
     WorkerError.OURS,
-}  # a status is told itself, and the other is no worker's
+}  # a status is shown as it is; OURS is no worker's failure
 
 
-def test_every_trouble_has_its_words() -> None:
-    assert set(TROUBLES) == {trouble.value for trouble in WorkerError} - NEVER
+def test_every_worker_error_has_a_text() -> None:
+    assert set(TROUBLES) == {trouble.value for trouble in WorkerError} - WITHOUT_TEXT
 
 
-def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_opening_and_closing_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
     fleet.roster.ejections.listener = BreakerLog()
@@ -33,32 +33,30 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
             worker.breaker.sent(now)
         fleet.health.succeeded(worker)
         fleet.health.failed(worker, now, 20.0, busy=True, why="503")
-    said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert said == [
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert messages == [
         ("WARNING", f"worker a gets no requests for {MIN_OPEN_S:g} s: it returned 502"),
         ("INFO", "worker a responds, and gets requests again"),
         ("INFO", "worker a gets no requests for 20 s: it returned 503"),
     ]
 
 
-def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
+def test_often_busy_worker_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"), spec("b"))
-    one, other = fleet.roster
+    busy_worker, other = fleet.roster
     fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
-            fleet.health.failed(one, second, 0.5, busy=True, why="429")
-            fleet.health.succeeded(one)
-            fleet.health.failed(
-                other, second, 0.0, busy=True, why="429"
-            )  # may be asked again at once
+            fleet.health.failed(busy_worker, second, 0.5, busy=True, why="429")
+            fleet.health.succeeded(busy_worker)
+            fleet.health.failed(other, second, 0.0, busy=True, why="429")  # without a pause
             fleet.health.succeeded(other)
-    said = [record.getMessage() for record in caplog.records]
-    rests = "worker a gets no requests for 0.5 s: it returned 429"
-    assert said == [rests, "worker a responds, and gets requests again"] * 2
+    messages = [record.getMessage() for record in caplog.records]
+    line = "worker a gets no requests for 0.5 s: it returned 429"
+    assert messages == [line, "worker a responds, and gets requests again"] * 2
 
 
-def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_panic_and_its_end_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     fleet = fleet_of(*(spec(name) for name in "abc"), clock=lambda: now)
     fleet.roster.ejections.set_threshold(0.5)
@@ -71,17 +69,17 @@ def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFix
                     fleet.health.failed(worker, now, why="502")
             for worker in fleet.roster:
                 fleet.health.succeeded(worker)
-    said = [(each.levelname, each.getMessage()) for each in caplog.records]
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
     panic = (
         "model m: requests fail on 2 of 3 workers; breakers are ignored until more workers "
         "respond (routing.panic_threshold)"
     )
     end = "model m: requests fail on 1 of 3 workers; breakers are no longer ignored"
-    found = [each for each in said if each[1].startswith("model")]
+    found = [pair for pair in messages if pair[1].startswith("model")]
     assert found == [("WARNING", panic), ("INFO", end)] * 2
 
 
-def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
+def test_removed_worker_is_forgotten() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
     fleet.roster.ejections.listener = log = BreakerLog()
@@ -92,7 +90,7 @@ def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
     assert not log._logged_at
 
 
-def test_operators_are_told_when_it_is_asked_again() -> None:
+def test_reason_shows_the_time_of_the_next_request() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
     for _ in range(FAILURES_TO_OPEN):

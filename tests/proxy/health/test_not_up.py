@@ -1,4 +1,4 @@
-"""Workers that do not serve what they are there for, and what people on call are told of why."""
+"""Workers that are not up, and the reasons shown to operators."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 60.0
-SILENT = "GET /health: no response in time"
-STRAYS = "serves llama, not tiny"
+NO_RESPONSE = "GET /health: no response in time"
+WRONG_MODEL = "serves llama, not tiny"
 
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
-    """Run a router of which one worker refuses, one hangs, and one serves another model."""
+    """Run a router with a worker that refuses, one that hangs, and one with another model."""
     async with AsyncExitStack() as stack:
         hung, other = FakeWorker("hung"), FakeWorker("other", model="llama")
         for fake in (hung, other):
@@ -51,37 +51,37 @@ async def app(tmp_path: Path) -> AsyncIterator[App]:
 
 @pytest.fixture
 async def web(app: App) -> AsyncIterator[aiohttp.ClientSession]:
-    """Ask its admin port."""
+    """Open a session to the admin port."""
     timeout = aiohttp.ClientTimeout(DEADLINE_S)
     async with aiohttp.ClientSession(app.admin_url, timeout=timeout) as session:
         yield session
 
 
 def up(app: App) -> dict[str, str]:
-    """Read which workers a scrape has up."""
+    """Return the `proxy_worker_up` of each worker."""
     lines = scraped(app.metrics).splitlines()
     found = [line for line in lines if line.startswith("proxy_worker_up{")]
     return {line.split('worker="')[1].split('"')[0]: line[-1] for line in found}
 
 
-async def test_operators_are_told_why_each_is_not_up(app: App, web: aiohttp.ClientSession) -> None:
+async def test_admin_shows_why_workers_are_not_up(app: App, web: aiohttp.ClientSession) -> None:
     async with web.get("/admin/workers") as answer:
-        told = {each["name"]: each for each in await answer.json()}
-    assert {name: each["state"] for name, each in told.items()} == {
+        workers = {worker["name"]: worker for worker in await answer.json()}
+    assert {name: worker["state"] for name, worker in workers.items()} == {
         "refused": "down", "hung": "down", "other": "wrong_model",
     }  # fmt: skip
-    assert "GET /health" in told["refused"]["why"]
-    assert told["refused"]["why"] != SILENT
-    assert told["hung"]["why"] == SILENT
-    assert told["other"]["why"] == STRAYS
-    assert up(app) == dict.fromkeys(told, "0")
+    assert "GET /health" in workers["refused"]["why"]
+    assert workers["refused"]["why"] != NO_RESPONSE
+    assert workers["hung"]["why"] == NO_RESPONSE
+    assert workers["other"]["why"] == WRONG_MODEL
+    assert up(app) == dict.fromkeys(workers, "0")
     async with web.post("/admin/explain", json={"prompt_tokens": 10}) as answer:
         explained = await answer.json()
     notes = {score["worker"]: score["note"] for score in explained["scores"]}
     assert explained["status"] == 503
     assert notes["refused"].startswith("down: GET /health")
-    assert notes["hung"] == f"down: {SILENT}"
-    assert notes["other"] == STRAYS
+    assert notes["hung"] == f"down: {NO_RESPONSE}"
+    assert notes["other"] == WRONG_MODEL
     assert len(notes) == len(app.fleet.roster)
     async with web.get("/admin/live") as events:
         async for line in events.content:
@@ -89,11 +89,11 @@ async def test_operators_are_told_why_each_is_not_up(app: App, web: aiohttp.Clie
                 continue
             if (state := json.loads(line[6:]).get("state")) is not None:
                 break
-    shown = {each["name"]: (each["state"], each["why"]) for each in state["workers"]}
-    assert shown["other"] == ("wrong_model", STRAYS)
-    assert shown["hung"] == ("down", SILENT)
+    shown = {w["name"]: (w["state"], w["why"]) for w in state["workers"]}
+    assert shown["other"] == ("wrong_model", WRONG_MODEL)
+    assert shown["hung"] == ("down", NO_RESPONSE)
     client = await Client.connect(app.wire.port)
-    try:  # what the stray lists, it serves
+    try:  # the worker serves the model that it lists
         assert (await client.ask(chat(model="llama"), within=DEADLINE_S)).status == 200
         assert (await client.ask(chat(), within=DEADLINE_S)).status == 503
     finally:

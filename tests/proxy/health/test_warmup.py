@@ -1,4 +1,4 @@
-"""Connections made before users need them."""
+"""Warm-up of links between prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.site import eventually
 
 
-class Stage:
-    """Prefill and decode workers, and the router's view of them."""
+class WarmupSite:
+    """Prefill and decode workers, a router and its warm-up."""
 
     def __init__(self, kv: Kv, fakes: dict[str, FakeWorker], router: Router, name: str) -> None:
         self.kv, self.fakes, self.router = kv, fakes, router
@@ -49,22 +49,22 @@ class Stage:
         return all(links.knows(self.worker(p), self.worker(d)) for p, d in pairs)
 
     def is_cold(self, prefill: str, decode: str) -> bool:
-        """Whether the core leaves them alone, and a prompt is served whole."""
+        """Return whether a prompt is served whole because the link is cold."""
         first, second = self.worker(prefill), self.worker(decode)
-        one = replace(ask(5000), model=first.model)
-        lease = placed(self.router.submit(one, 0.0))
+        info = replace(ask(5000), model=first.model)
+        lease = placed(self.router.submit(info, 0.0))
         self.router.leases.finish(lease, 0.0, Outcome.MOOT)
         assert (lease.prefill is None) == self.router.placer.links.are_cold(first, second)
         return lease.prefill is None
 
-    def later(self, seconds: float) -> None:
-        """Have time pass."""
+    def skip(self, seconds: float) -> None:
+        """Move the clock."""
         now = self.warmup.clock() + seconds
         self.warmup.clock = lambda: now
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Let it work."""
+        """Run the warm-up."""
         task = asyncio.create_task(self.warmup.run())
         try:
             yield
@@ -74,22 +74,22 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(
+async def start_site(
     prefills: int = 1, decodes: int = 1, name: str = "nixl", api_key: str | None = None
-) -> AsyncIterator[Stage]:
-    """Start workers."""
+) -> AsyncIterator[WarmupSite]:
+    """Start workers and a router."""
     kv = Kv()
     roles = {f"p{n}": Role.PREFILL for n in range(prefills)}
     roles |= {f"d{n}": Role.DECODE for n in range(decodes)}
     fakes = {}
     specs = []
-    for who, role in roles.items():
-        fake = fakes[who] = FakeWorker(who)
+    for worker_name, role in roles.items():
+        fake = fakes[worker_name] = FakeWorker(worker_name)
         await fake.listen()
         fake.always(kv.worker(fake, role.value))
-        specs.append(WorkerSpec(who, fake.url, role, "tiny", api_key=api_key))
+        specs.append(WorkerSpec(worker_name, fake.url, role, "tiny", api_key=api_key))
     try:
-        yield Stage(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
+        yield WarmupSite(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
     finally:
         for fake in fakes.values():
             await fake.stop()
@@ -97,292 +97,293 @@ async def stage(
     assert kv.held == []
 
 
-async def test_each_pair_is_connected_once() -> None:
-    async with stage(2, 2) as here:
+async def test_each_link_is_warmed_once() -> None:
+    async with start_site(2, 2) as site:
         pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
-        assert here.router.placer.links.are_cold(here.worker("p0"), here.worker("d0"))
-        async with here.running():
-            await eventually(lambda: here.are_warm(*pairs))
+        assert site.router.placer.links.are_cold(site.worker("p0"), site.worker("d0"))
+        async with site.running():
+            await eventually(lambda: site.are_warm(*pairs))
             await asyncio.sleep(0.3)
-        assert here.counts.warmups == {"done": 4}
-        assert here.kv.ends() == ["read"] * 4
-        assert len({each.prompt for each in here.kv.pinned}) == 4  # nothing of it is cached
+        assert site.counts.warmups == {"done": 4}
+        assert site.kv.ends() == ["read"] * 4
+        assert len({blocks.prompt for blocks in site.kv.pinned}) == 4  # no prompt is cached
 
 
-async def test_both_legs_bear_the_workers_key() -> None:
-    async with stage(api_key="hush") as here:
-        async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        for fake in here.fakes.values():
+async def test_both_legs_carry_the_workers_api_key() -> None:
+    async with start_site(api_key="hush") as site:
+        async with site.running():
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        for fake in site.fakes.values():
             [call] = fake.served
             assert call.all(b"authorization") == [b"Bearer hush"]
 
 
-async def test_a_worker_that_comes_back_is_connected_again() -> None:
-    async with stage() as here:
-        async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-            here.worker("d0").up_since = 99.0
-            assert not here.are_warm(("p0", "d0"))
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        assert here.counts.warmups == {"done": 2}
+async def test_restarted_worker_is_warmed_again() -> None:
+    async with start_site() as site:
+        async with site.running():
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+            site.worker("d0").up_since = 99.0
+            assert not site.are_warm(("p0", "d0"))
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        assert site.counts.warmups == {"done": 2}
 
 
-def failing(kv: Kv, times: int) -> None:
-    """Have so many decode legs fail, and the blocks be given back each time."""
+def fail_legs(kv: Kv, times: int) -> None:
+    """Let this number of decode legs fail; their blocks are released."""
     leg, release = Faults(before=scripts.error(500)), Faults()
-    kv.wrong("decode", *[leg, release] * times)
+    kv.inject("decode", *[leg, release] * times)
 
 
-async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
+async def test_failed_link_stays_cold_and_is_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts are served whole meanwhile: nobody pays for a link that does not work."""
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    async with stage() as here:
-        failing(here.kv, 5)
-        prefill = here.worker("p0")
+    async with start_site() as site:
+        fail_legs(site.kv, 5)
+        prefill = site.worker("p0")
         note = "prefills nothing for d0 yet: the first transfer failed"
-        async with here.running():
-            assert here.is_cold("p0", "d0")
+        async with site.running():
+            assert site.is_cold("p0", "d0")
             for number, pause_s in enumerate((RETRY_S, 2 * RETRY_S, 4 * RETRY_S), 1):
-                await eventually(lambda n=number: here.counts.bars == {("p0", "d0"): n})  # type: ignore[misc]
-                # Three tries at first, then one at a time.
-                assert here.counts.warmups == {"failed": 2 + number}
-                assert here.is_cold("p0", "d0")
-                assert here.router.placer.links.note(prefill, 0.0) == note
+                await eventually(lambda n=number: site.counts.bars == {("p0", "d0"): n})  # type: ignore[misc]
+                # Three tries at first, then single ones.
+                assert site.counts.warmups == {"failed": 2 + number}
+                assert site.is_cold("p0", "d0")
+                assert site.router.placer.links.note(prefill, 0.0) == note
                 assert "the first transfer failed: d0: status 500" in caplog.text
                 assert f"the next try is in {pause_s:g} s" in caplog.text
-                here.later(pause_s)
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        assert here.counts.warmups == {"failed": 5, "done": 1}
-        assert not here.is_cold("p0", "d0")
-        assert here.router.placer.links.note(prefill, 0.0) == ""
-        assert here.kv.ends() == ["released"] * 5 + ["read"]
+                site.skip(pause_s)
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        assert site.counts.warmups == {"failed": 5, "done": 1}
+        assert not site.is_cold("p0", "d0")
+        assert site.router.placer.links.note(prefill, 0.0) == ""
+        assert site.kv.ends() == ["released"] * 5 + ["read"]
 
 
-async def test_a_connector_at_fault_is_tried_as_seldom_as_any(
+async def test_failing_connector_is_retried_like_a_failed_link(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(*_: object) -> bytes:
+    def fail(*_: object) -> bytes:
         raise KeyError("unforeseen")
 
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(Nixl, "request_id", wrong)
-    async with stage() as here, here.running():
-        await eventually(lambda: here.counts.bars == {("p0", "d0"): 1})
-        assert here.is_cold("p0", "d0")
-    assert caplog.text.count("KeyError: 'unforeseen'") == here.counts.warmups["failed"] == 3
+    monkeypatch.setattr(Nixl, "request_id", fail)
+    async with start_site() as site, site.running():
+        await eventually(lambda: site.counts.bars == {("p0", "d0"): 1})
+        assert site.is_cold("p0", "d0")
+    assert caplog.text.count("KeyError: 'unforeseen'") == site.counts.warmups["failed"] == 3
 
 
-async def test_it_is_tried_every_ten_minutes_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retries_are_at_most_ten_minutes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "RETRY_S", 0.9 * MAX_RETRY_S)
-    async with stage() as here:
-        failing(here.kv, 5)
-        async with here.running():
+    async with start_site() as site:
+        fail_legs(site.kv, 5)
+        async with site.running():
             for tries in (3, 4, 5):
-                await eventually(lambda n=tries: here.counts.bars == {("p0", "d0"): n - 2})  # type: ignore[misc]
-                assert here.counts.warmups == {"failed": tries}
-                here.later(MAX_RETRY_S)
-            await eventually(lambda: here.are_warm(("p0", "d0")))
+                await eventually(lambda n=tries: site.counts.bars == {("p0", "d0"): n - 2})  # type: ignore[misc]
+                assert site.counts.warmups == {"failed": tries}
+                site.skip(MAX_RETRY_S)
+            await eventually(lambda: site.are_warm(("p0", "d0")))
 
 
-async def test_a_restarted_worker_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarted_worker_is_retried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    async with stage() as here:
-        failing(here.kv, 3)
-        async with here.running():
-            await eventually(lambda: here.counts.bars)
-            here.worker("d0").up_since = 99.0
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        assert here.counts.warmups == {"failed": 3, "done": 1}
+    async with start_site() as site:
+        fail_legs(site.kv, 3)
+        async with site.running():
+            await eventually(lambda: site.counts.bars)
+            site.worker("d0").up_since = 99.0
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        assert site.counts.warmups == {"failed": 3, "done": 1}
 
 
-async def test_without_a_key_users_connect_first(caplog: pytest.LogCaptureFixture) -> None:
-    async with stage() as here:
-        here.fakes["p0"].always(scripts.error(401))
-        async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        assert here.counts.warmups == {"no_key": 1}
-        assert not here.counts.bars
+async def test_link_counts_as_warm_if_the_router_has_no_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with start_site() as site:
+        site.fakes["p0"].always(scripts.error(401))
+        async with site.running():
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        assert site.counts.warmups == {"no_key": 1}
+        assert not site.counts.bars
         assert "p0 requires a key (status 401), and the router has none" in caplog.text
 
 
-async def test_a_key_that_is_refused_makes_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_key_keeps_the_link_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    async with stage(api_key="wrong") as here:
-        here.fakes["p0"].always(scripts.error(401))
-        async with here.running():
-            await eventually(lambda: here.counts.bars)
-        assert here.counts.warmups == {"failed": 3}
-        assert here.is_cold("p0", "d0")
+    async with start_site(api_key="wrong") as site:
+        site.fakes["p0"].always(scripts.error(401))
+        async with site.running():
+            await eventually(lambda: site.counts.bars)
+        assert site.counts.warmups == {"failed": 3}
+        assert site.is_cold("p0", "d0")
 
 
-async def test_nobody_is_followed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    async with stage(2, api_key="hush") as here:
-        there = f"{here.fakes['p1'].url}/v1/completions".encode()
-        here.router.fleet.roster.remove("p1")
-        here.fakes["p0"].always(scripts.answer(307, b"", (b"location", there)))
-        async with here.running():
-            await eventually(lambda: here.counts.bars)
-        assert here.counts.warmups == {"failed": 3}
-        assert here.fakes["p1"].calls == []
+    async with start_site(2, api_key="hush") as site:
+        location = f"{site.fakes['p1'].url}/v1/completions".encode()
+        site.router.fleet.roster.remove("p1")
+        site.fakes["p0"].always(scripts.answer(307, b"", (b"location", location)))
+        async with site.running():
+            await eventually(lambda: site.counts.bars)
+        assert site.counts.warmups == {"failed": 3}
+        assert site.fakes["p1"].calls == []
 
 
-async def test_a_worker_without_the_connector_is_named(
+async def test_worker_without_the_connector_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
 
-    async def plain(call: Any) -> None:
-        asked = json.loads(call.body)
-        assert (asked["max_tokens"], asked["ignore_eos"]) == (1, True)
+    async def respond_without_parameters(call: Any) -> None:
+        body = json.loads(call.body)
+        assert (body["max_tokens"], body["ignore_eos"]) == (1, True)
         await scripts.answer(200, b'{"choices": []}')(call)
 
-    async with stage() as here:
-        here.fakes["p0"].always(plain)
-        async with here.running():
-            await eventually(lambda: here.counts.bars)
-        assert here.is_cold("p0", "d0")
-        assert here.counts.warmups == {"bare": 3}
+    async with start_site() as site:
+        site.fakes["p0"].always(respond_without_parameters)
+        async with site.running():
+            await eventually(lambda: site.counts.bars)
+        assert site.is_cold("p0", "d0")
+        assert site.counts.warmups == {"bare": 3}
         assert "p0 returned no transfer parameters" in caplog.text
 
 
-async def test_what_looks_wrong_is_said(
+async def test_doubt_of_the_connector_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Nixl, "doubt", lambda *_: "says what can't be")
-    async with stage() as here:
-        async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        assert "p0 says what can't be" in caplog.text
+    monkeypatch.setattr(Nixl, "doubt", lambda *_: "reports an impossible value")
+    async with start_site() as site:
+        async with site.running():
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        assert "p0 reports an impossible value" in caplog.text
 
 
-# A worker that computes the prompt itself
+# Workers that compute the prompt themselves
 
 
-def counting(fake: FakeWorker, *, fetches: bool) -> None:
-    """Tell how many tokens were fetched, as vLLM does; by no request at all if it can't."""
-    told = b'vllm:num_requests_running{engine="0"} 0\n%b{engine="0",model_name="m"} %d.0\n'
+def count_fetches(fake: FakeWorker, *, fetches: bool) -> None:
+    """Serve metrics with the number of fetched tokens; it stays 0 without fetches."""
+    metric = b'vllm:num_requests_running{engine="0"} 0\n%b{engine="0",model_name="m"} %d.0\n'
 
     async def page(call: Call) -> None:
         number = 100 * len(fake.served) * fetches
-        text = told % (b"vllm:external_prefix_cache_hits_total", number)
+        text = metric % (b"vllm:external_prefix_cache_hits_total", number)
         await scripts.answer(body=text, content_type=b"text/plain")(call)
 
     fake.always(page, "/metrics")
 
 
-async def test_a_decode_worker_that_says_what_it_fetches_is_believed() -> None:
-    async with stage() as here:
-        counting(here.fakes["d0"], fetches=True)
-        async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d0")))
-        assert here.counts.warmups == {"done": 1}
+async def test_link_with_counted_fetches_is_warm() -> None:
+    async with start_site() as site:
+        count_fetches(site.fakes["d0"], fetches=True)
+        async with site.running():
+            await eventually(lambda: site.are_warm(("p0", "d0")))
+        assert site.counts.warmups == {"done": 1}
 
 
-async def test_one_that_fetches_nothing_is_no_link(
+async def test_link_without_fetches_is_barred(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer is as good as any: it has computed the prompt itself."""
+    """The response is correct, because the decode worker computes the prompt itself."""
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "COUNT_WAIT_S", 0.01)
-    async with stage(decodes=2) as here:
-        counting(here.fakes["d0"], fetches=False)
-        counting(here.fakes["d1"], fetches=True)
-        links, now = here.router.placer.links, here.warmup.clock
-        first, dead, well = (here.worker(name) for name in ("p0", "d0", "d1"))
-        async with here.running():
-            await eventually(lambda: here.counts.bars == {("p0", "d0"): 1}, within=30.0)
-            await eventually(lambda: here.are_warm(("p0", "d1")), within=30.0)
+    async with start_site(decodes=2) as site:
+        count_fetches(site.fakes["d0"], fetches=False)
+        count_fetches(site.fakes["d1"], fetches=True)
+        links, now = site.router.placer.links, site.warmup.clock
+        first, dead, healthy = (site.worker(name) for name in ("p0", "d0", "d1"))
+        async with site.running():
+            await eventually(lambda: site.counts.bars == {("p0", "d0"): 1}, within=30.0)
+            await eventually(lambda: site.are_warm(("p0", "d1")), within=30.0)
             assert links.is_shut(first, dead, now())
-            assert not here.are_warm(("p0", "d0"))
+            assert not site.are_warm(("p0", "d0"))
             assert "p0 to d0: the decode worker computed the prompt itself" in caplog.text
-            assert here.counts.warmups == {"recomputed": 3, "done": 1}
-            assert not links.is_shut(first, well, now())
-            # A minute later, and mended.
-            counting(here.fakes["d0"], fetches=True)
-            here.later(RETRY_S)
-            await eventually(lambda: here.are_warm(("p0", "d0")), within=30.0)
+            assert site.counts.warmups == {"recomputed": 3, "done": 1}
+            assert not links.is_shut(first, healthy, now())
+            # A minute later, the link works.
+            count_fetches(site.fakes["d0"], fetches=True)
+            site.skip(RETRY_S)
+            await eventually(lambda: site.are_warm(("p0", "d0")), within=30.0)
         assert not links.is_shut(first, dead, now())
 
 
-async def test_a_count_that_is_missing_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 60.0)  # one try is enough, and none is cut short
+async def test_missing_fetch_count_is_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 60.0)  # a single try
     monkeypatch.setattr(module, "COUNT_WAIT_S", 0.01)
-    async with stage() as here:
-        fake, pages = here.fakes["d0"], count()
-        told = b'vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 0.0\n'
+    async with start_site() as site:
+        fake, pages = site.fakes["d0"], count()
+        metric = b'vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 0.0\n'
 
         async def page(call: Call) -> None:
-            good = scripts.answer(body=told, content_type=b"text/plain")
+            good = scripts.answer(body=metric, content_type=b"text/plain")
             await (scripts.error(500) if next(pages) % 2 else good)(call)
 
         fake.always(page, "/metrics")
-        async with here.running():
-            await eventually(lambda: here.counts.warmups, within=30.0)
-        assert "done" not in here.counts.warmups
+        async with site.running():
+            await eventually(lambda: site.counts.warmups, within=30.0)
+        assert "done" not in site.counts.warmups
 
 
-async def test_a_worker_that_hangs_delays_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hung_worker_delays_only_its_own_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CONCURRENT", 1)
     monkeypatch.setattr(module, "LEG_TIMEOUT_S", 0.3)
     monkeypatch.setattr(module, "PAUSE_S", 60.0)
-    async with stage(decodes=2) as here:
-        here.kv.wrong("d0", Faults(before=scripts.stall))
-        async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d1")))
-            assert here.counts.warmups == {"failed": 1, "done": 1}
+    async with start_site(decodes=2) as site:
+        site.kv.inject("d0", Faults(before=scripts.stall))
+        async with site.running():
+            await eventually(lambda: site.are_warm(("p0", "d1")))
+            assert site.counts.warmups == {"failed": 1, "done": 1}
 
 
-async def test_it_stops_at_once_though_a_worker_hangs() -> None:
-    async with stage() as here:
-        here.kv.wrong("d0", *[Faults(before=scripts.stall)] * 2)
-        async with asyncio.timeout(10.0), here.running():
-            await here.fakes["d0"].got(1)
-        for each in here.kv.held:  # they expire
-            each.end = "expired"
+async def test_stop_does_not_wait_for_a_hung_worker() -> None:
+    async with start_site() as site:
+        site.kv.inject("d0", *[Faults(before=scripts.stall)] * 2)
+        async with asyncio.timeout(10.0), site.running():
+            await site.fakes["d0"].got(1)
+        for blocks in site.kv.held:
+            blocks.end = "expired"
 
 
-# What it costs to look
+# Cost of the search for cold links
 
 
 @pytest.mark.plain("replaces a part")
-async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> None:
+async def test_warm_links_are_not_checked_again() -> None:
     specs = [WorkerSpec(f"p{n}", "http://h", Role.PREFILL, "tiny") for n in range(20)]
     specs += [WorkerSpec(f"d{n}", "http://h", Role.DECODE, "tiny") for n in range(20)]
     router = router_of(*specs, transfer=True)
     nixl = connector(TransferConfig(connector="nixl"))
     warmup = Warmup(router, nixl, HandoverCounters(str))
-    asked: list[object] = []
+    checked: list[object] = []
     knows = router.placer.links.knows
-    router.placer.links.knows = lambda *pair: asked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
+    router.placer.links.knows = lambda *pair: checked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
     pairs = [*warmup._cold(0.0)]
     assert len(pairs) == 400
     for pair in pairs:
         router.placer.links.warm(*pair)
     assert [*warmup._cold(0.0)] == []
-    asked.clear()
+    checked.clear()
     assert [*warmup._cold(0.0)] == []
-    assert asked == []
+    assert checked == []
     decode = pairs[0][1]
     decode.up_since = 99.0
     assert [*warmup._cold(0.0)] == [(p, d) for p, d in pairs if d is decode]
     router.fleet.roster.remove("p0")
     assert all(p.name != "p0" for p, _ in warmup._cold(0.0))
-    assert not knows(*pairs[1])  # p0's are forgotten
+    assert not knows(*pairs[1])  # links of p0 are forgotten
 
 
-async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:
-    async with stage(name="shared-storage") as here:
-        assert not here.is_cold("p0", "d0")
-        await here.warmup.run()  # it has nothing to do
-        assert here.counts.warmups == {}
+async def test_connector_without_handshake_needs_no_warmup() -> None:
+    async with start_site(name="shared-storage") as site:
+        assert not site.is_cold("p0", "d0")
+        await site.warmup.run()  # returns at once
+        assert site.counts.warmups == {}
 
 
-async def test_fleets_without_both_sides_are_left_alone() -> None:
+async def test_fleet_without_both_sides_needs_no_warmup() -> None:
     fleet = fleet_of(WorkerSpec("p0", "http://127.0.0.1:9", Role.PREFILL, "tiny"))
     router = router_of(*[worker.spec for worker in fleet.roster])
     counts = HandoverCounters(str)

@@ -1,4 +1,4 @@
-"""The few numbers that are read from a worker's page."""
+"""The numbers read from a worker's metrics page."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAGE = vllm_page(BUSY)
 ONE = b'vllm:num_requests_running{engine="0"} '
 
 
-def read(page: bytes, at: float = 0.0, **how: bool) -> Gauges:
-    """Read a page that has something to read."""
-    gauges = parse(page, at=at, **how)
+def read(page: bytes, at: float = 0.0, **options: bool) -> Gauges:
+    """Return the gauges of a page."""
+    gauges = parse(page, at=at, **options)
     assert gauges is not None
     return gauges
 
 
-def test_one_engine() -> None:
+def test_gauges_of_one_engine() -> None:
     gauges = read(vllm_page(BUSY), at=12.5)
     assert gauges.at == 12.5
     assert (gauges.running, gauges.waiting, gauges.kv_usage) == (3, 5, 0.25)
@@ -38,14 +38,14 @@ def test_one_engine() -> None:
     assert gauges.extra == {"started": STARTED, "queued": 5}
 
 
-def test_whose_blocks_are_on_their_way_does_not_wait_for_room() -> None:
+def test_fetching_requests_do_not_count_as_queued() -> None:
     page = vllm_page(Engine(waiting=5, fetching=3), Engine(waiting=4, fetching=0))
     moving, plain = (read(page, moves=moves) for moves in (True, False))
     assert (moving.waiting, moving.extra["queued"]) == (9, 6)
     assert "queued" not in plain.extra
 
 
-def test_engines_of_a_data_parallel_worker_come_together() -> None:
+def test_engines_of_a_data_parallel_worker_are_combined() -> None:
     gauges = read(vllm_page(BUSY, Engine(running=1, usage=0.75, prompt_tokens=5)))
     assert (gauges.running, gauges.waiting) == (4, 5)
     assert gauges.kv_usage == 0.5  # the mean
@@ -53,17 +53,17 @@ def test_engines_of_a_data_parallel_worker_come_together() -> None:
     assert gauges.prompt_tokens_total == 1005
 
 
-def test_a_cache_whose_size_is_not_known_yet() -> None:
+def test_unknown_cache_size_is_none() -> None:
     gauges = read(vllm_page(BUSY, num_blocks=None))
     assert gauges.kv_capacity_tokens is None
 
 
-def test_several_api_servers_do_not_tell_when_they_started() -> None:
+def test_missing_start_time_is_left_out() -> None:
     gauges = read(vllm_page(BUSY, started=None))
     assert gauges.extra == {"queued": 5}
 
 
-OURS = b"""\
+POLICY_METRICS = b"""\
 # TYPE vllm_sched_start_time_seconds gauge
 vllm_sched_start_time_seconds{engine="0",model_name="tiny"} 1.5e+09
 # TYPE vllm_sched_prefill_backlog_tokens gauge
@@ -74,28 +74,28 @@ vllm_sched_prefill_backlog_tokens{class="all",engine="1",model_name="a,class=\\"
 """
 
 
-def test_engines_with_our_policies_tell_what_they_have_to_prefill() -> None:
-    gauges = read(vllm_page(BUSY) + OURS)
+def test_prefill_backlog_of_our_policies_is_read() -> None:
+    gauges = read(vllm_page(BUSY) + POLICY_METRICS)
     backlog = {"backlog": 10_205, "backlog_long": 10_000}
     assert gauges.extra == {"started": STARTED, "queued": 5} | backlog
 
 
-def test_they_tell_when_they_started_where_the_server_does_not() -> None:
-    gauges = read(vllm_page(BUSY, started=None) + OURS)
+def test_start_time_of_our_policies_is_the_fallback() -> None:
+    gauges = read(vllm_page(BUSY, started=None) + POLICY_METRICS)
     assert gauges.extra["started"] == 1.5e9
 
 
 MOVED = b'vllm:nixl_bytes_transferred_sum{engine="0"} 4096.0\n'
 
 
-def test_bytes_moved_are_looked_for_where_there_may_be_some() -> None:
+def test_transferred_bytes_are_read_with_a_connector() -> None:
     page = vllm_page(BUSY) + MOVED
     moving, plain = (read(page, moves=moves) for moves in (True, False))
     assert (moving.extra["kv_bytes"], "kv_bytes" in plain.extra) == (4096, False)
 
 
 @pytest.mark.parametrize("after", [b"", b"# TYPE http_requests_total counter\n" + b"x 1\n" * 50])
-def test_what_a_cache_holds_wherever_it_is_told(after: bytes) -> None:
+def test_cache_size_is_found_anywhere_on_the_page(after: bytes) -> None:
     page = vllm_page(BUSY, BUSY, BUSY) + after
     gauges = read(page)
     assert gauges.kv_capacity_tokens == 48_000
@@ -103,25 +103,27 @@ def test_what_a_cache_holds_wherever_it_is_told(after: bytes) -> None:
 
 CONFIG = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="4"} 1.0\n'
 RUNNING_HELP = b"# TYPE vllm:num_requests_running gauge\n"
-TOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="25",')
-UNTOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="None",')
+CONFIG_WITH_TOKENS = CONFIG.replace(b"{", b'{kv_cache_size_tokens="25",')
+CONFIG_WITHOUT_TOKENS = CONFIG.replace(b"{", b'{kv_cache_size_tokens="None",')
 
 
-@pytest.mark.parametrize(("line", "tokens"), [(CONFIG, 64), (UNTOLD, 64), (TOLD, 50)])
-def test_tokens_are_an_engines_own_and_blocks_are_of_all(line: bytes, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("line", "tokens"), [(CONFIG, 64), (CONFIG_WITHOUT_TOKENS, 64), (CONFIG_WITH_TOKENS, 50)]
+)
+def test_tokens_are_summed_over_engines_and_blocks_are_not(line: bytes, tokens: int) -> None:
     gauges = read(ONE + b"3\n" + line * 2)
     assert gauges.kv_capacity_tokens == tokens
 
 
-def test_an_engine_that_has_served_nobody_may_tell_its_cache_alone() -> None:
+def test_idle_engine_may_report_only_its_cache() -> None:
     help_alone = RUNNING_HELP + b"# TYPE vllm:cache_config_info gauge\n"
     assert parse(help_alone, at=0) is None
-    gauges = read(help_alone + TOLD)
+    gauges = read(help_alone + CONFIG_WITH_TOKENS)
     assert (gauges.running, gauges.kv_usage, gauges.kv_capacity_tokens) == (0, 0.0, 25)
 
 
 @pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])
-def test_a_model_name_that_looks_like_the_format(model: str) -> None:
+def test_model_name_may_contain_any_text(model: str) -> None:
     gauges = read(vllm_page(BUSY, model=model))
     assert gauges.running == 3
 
@@ -136,13 +138,13 @@ def test_a_model_name_that_looks_like_the_format(model: str) -> None:
         ONE + b"3\r\n",
     ],
 )
-def test_how_the_line_may_stand(line: bytes) -> None:
+def test_line_formats_are_accepted(line: bytes) -> None:
     gauges = read(line)
     assert gauges.running == 3
 
 
 @pytest.mark.parametrize("value", [b"", b"NaN", b"+Inf", b"-1", b"1e300", b"x", b"0x3", b"\xff"])
-def test_numbers_that_make_no_sense_are_left_out(value: bytes) -> None:
+def test_invalid_numbers_are_left_out(value: bytes) -> None:
     assert parse(ONE + value, at=0) is None
     gauges = read(ONE + b"3\n" + ONE + value)
     assert gauges.running == 3
@@ -157,15 +159,15 @@ def test_numbers_that_make_no_sense_are_left_out(value: bytes) -> None:
         b"\0" * 99,
     ],
 )
-def test_what_is_no_vllm_page(page: bytes) -> None:
+def test_other_pages_have_no_gauges(page: bytes) -> None:
     assert parse(page, at=0) is None
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # for busy machines
 @given(st.binary(), st.integers(0, 2000), st.integers(0, 50))
-def test_any_damage_is_survived(junk: bytes, at: int, gone: int) -> None:
+def test_damaged_page_never_raises(junk: bytes, at: int, removed: int) -> None:
     start = PAGE.index(b"# HELP vllm:num_requests_running") + at
-    parse(PAGE[:start] + junk + PAGE[start + gone :], at=0)
+    parse(PAGE[:start] + junk + PAGE[start + removed :], at=0)
 
 
 ENGINES = st.builds(
@@ -181,20 +183,20 @@ ENGINES = st.builds(
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(ENGINES, min_size=1, max_size=3), st.text(max_size=20))
-def test_it_reads_what_the_library_reads(engines: list[Engine], model: str) -> None:
+def test_parser_agrees_with_the_prometheus_library(engines: list[Engine], model: str) -> None:
     page = vllm_page(*engines, model=model)
-    told: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
-            told[sample.name] += sample.value
+            totals[sample.name] += sample.value
     gauges = read(page)
     assert gauges == Gauges(
-        running=int(told["vllm:num_requests_running"]),
-        waiting=int(told["vllm:num_requests_waiting"]),
-        kv_usage=told["vllm:kv_cache_usage_perc"] / len(engines),
+        running=int(totals["vllm:num_requests_running"]),
+        waiting=int(totals["vllm:num_requests_waiting"]),
+        kv_usage=totals["vllm:kv_cache_usage_perc"] / len(engines),
         kv_capacity_tokens=16_000 * len(engines),
-        prompt_tokens_total=told["vllm:prompt_tokens_total"],
-        generation_tokens_total=told["vllm:generation_tokens_total"],
-        preemptions_total=told["vllm:num_preemptions_total"],
+        prompt_tokens_total=totals["vllm:prompt_tokens_total"],
+        generation_tokens_total=totals["vllm:generation_tokens_total"],
+        preemptions_total=totals["vllm:num_preemptions_total"],
         extra={"started": STARTED, "queued": sum(engine.waiting for engine in engines)},
     )

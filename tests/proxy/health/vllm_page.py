@@ -1,4 +1,4 @@
-"""A /metrics page as vLLM 0.32 writes it: its names, its labels, its size."""
+"""A metrics page as vLLM 0.32 writes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STARTED = 1_700_000_000.0
 
 @dataclass(frozen=True)
 class Engine:
-    """What one engine of a worker reports."""
+    """The numbers that an engine reports."""
 
     running: int = 0
     waiting: int = 0
@@ -36,7 +36,7 @@ class Engine:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
-    fetching: int = 0  # of those that wait
+    fetching: int = 0  # part of `waiting`
 
 
 def vllm_page(
@@ -46,7 +46,7 @@ def vllm_page(
     block_size: int = 16,
     started: float | None = STARTED,
 ) -> bytes:
-    """Write the page of a worker with these engines."""
+    """Return the page of a worker with these engines."""
     registry = CollectorRegistry()
     if started:
         Gauge("process_start_time_seconds", "Start time.", registry=registry).set(started)
@@ -79,7 +79,7 @@ def vllm_page(
         counters["prompt_tokens"].labels(*labels).inc(engine.prompt_tokens)
         counters["generation_tokens"].labels(*labels).inc(engine.generation_tokens)
         counters["num_preemptions"].labels(*labels).inc(engine.preemptions)
-        # Tokens are the engine's own, blocks those of all engines together.
+        # Tokens are of this engine, blocks of all engines.
         tokens = num_blocks and num_blocks * block_size
         blocks = num_blocks and num_blocks * len(engines)
         config.labels(str(block_size), str(index), str(tokens), str(blocks), "None").set(1)

@@ -1,4 +1,4 @@
-"""A worker as probes see it, that does as it is told."""
+"""A scripted worker for probes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.proxy.health.vllm_page import STARTED, Engine, vllm_page
 
 
 class WorkerDouble:
-    """Its answers may be replaced at any time."""
+    """A worker whose responses may change at any time."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -21,24 +21,24 @@ class WorkerDouble:
         self.models: object = models(("tiny", 4096))
         self.models_status = 200
         self.hangs = False
-        self.endless = False  # a page without an end
-        self.leads: dict[str, str] = {}  # paths that are elsewhere
+        self.endless = False  # an endless metrics page
+        self.redirects: dict[str, str] = {}  # locations by path
         self.seen: list[tuple[str, str | None]] = []  # path and Authorization
-        self.peers: set[object] = set()  # whose connections they were
+        self.peers: set[object] = set()  # client addresses
         self._probed = asyncio.Condition()
-        self._let_go = asyncio.Event()
+        self._closing = asyncio.Event()
 
     def restart(self, *cards: tuple[str, int | None]) -> None:
-        """Come up anew, with other models."""
+        """Restart with other models."""
         self.metrics = vllm_page(Engine(), started=STARTED + 60)
         self.models = models(*cards)
 
     def count(self, path: str) -> int:
-        """How often a path was asked for."""
+        """Return the number of requests for a path."""
         return sum(seen == path for seen, _ in self.seen)
 
     async def probed(self, times: int) -> None:
-        """Wait until /health was asked for so often."""
+        """Wait for this number of requests for /health."""
         async with self._probed:
             await self._probed.wait_for(lambda: self.count("/health") >= times)
 
@@ -50,8 +50,8 @@ class WorkerDouble:
         async with self._probed:
             self._probed.notify_all()
         if self.hangs:
-            await self._let_go.wait()
-        if (elsewhere := self.leads.get(request.path)) is not None:
+            await self._closing.wait()
+        if (elsewhere := self.redirects.get(request.path)) is not None:
             return web.Response(status=307, headers={"Location": elsewhere})
         if request.path == "/health":
             return web.Response(status=self.health)
@@ -66,23 +66,23 @@ class WorkerDouble:
     async def _drip(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)
-        while not self._let_go.is_set():
+        while not self._closing.is_set():
             await answer.write(b"x" * 65_536)
         return answer
 
     def close(self) -> None:
-        """Let whatever hangs go."""
-        self._let_go.set()
+        """End hanging responses."""
+        self._closing.set()
 
 
 def models(*cards: tuple[str, int | None]) -> dict[str, object]:
-    """Write /v1/models."""
+    """Return a model list as vLLM writes it."""
     return {"object": "list", "data": [{"id": n, "max_model_len": length} for n, length in cards]}
 
 
 @asynccontextmanager
 async def worker_double() -> AsyncIterator[WorkerDouble]:
-    """Serve one on a free port."""
+    """Serve a worker on a free port."""
     double = WorkerDouble()
     app = web.Application()
     app.router.add_get("/{path:.*}", double.answer)

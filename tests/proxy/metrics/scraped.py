@@ -1,4 +1,4 @@
-"""What is counted, as a scrape shows it."""
+"""Metrics as a scrape shows them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from proxy.metrics.scrape import slices
 
 
 class Counts(Protocol):
-    """What shows itself on a page."""
+    """Counters that write themselves to a page."""
 
     def show(self, page: MetricsPage) -> None:
-        """Write all of it."""
+        """Write all samples."""
 
 
 def written(page: MetricsPage) -> str:
-    """Write a page at one go."""
+    """Return the text of a page."""
     return b"".join(page.slices()).decode()
 
 
 def scraped(metrics: Metrics, *, openmetrics: bool = False) -> str:
-    """Write what a scrape shows, at one go."""
+    """Return the text of a scrape."""
     return b"".join(slices(metrics, MetricsPage(openmetrics=openmetrics))).decode()
 
 
 def shown(counts: Counts) -> dict[str, float]:
-    """Return every sample of a scrape."""
+    """Return all samples of the counters."""
     page = MetricsPage(openmetrics=False)
     counts.show(page)
     lines = written(page).splitlines()

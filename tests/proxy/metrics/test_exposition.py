@@ -23,17 +23,17 @@ READERS = {False: read_text, True: read_openmetrics}
 
 @pytest.fixture(params=[False, True], ids=["text", "openmetrics"])
 def openmetrics(request: pytest.FixtureRequest) -> bool:
-    """Either format."""
+    """Return whether the format is OpenMetrics."""
     return bool(request.param)
 
 
 def read(page: MetricsPage, *, openmetrics: bool) -> dict[str, Metric]:
-    """Parse a finished page by the library's strict reader."""
+    """Parse a page with the strict reference parser."""
     assert page.kind == (OPENMETRICS if openmetrics else TEXT)
     return {family.name: family for family in READERS[openmetrics](written(page))}
 
 
-def test_counters_and_gauges(openmetrics: bool) -> None:
+def test_counters_and_gauges_are_written(openmetrics: bool) -> None:
     page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [(("tiny", 200), 3), (("tiny", 404), 1)])
     page.values(UP, [((), 0.5)])
@@ -47,7 +47,7 @@ def test_counters_and_gauges(openmetrics: bool) -> None:
     assert [(s.labels, s.value) for s in families["proxy_up"].samples] == [({}, 0.5)]
 
 
-def test_a_histogram_is_cumulative(openmetrics: bool) -> None:
+def test_histogram_is_cumulative(openmetrics: bool) -> None:
     gaps = Histogram((0.01, 0.1))
     for gap in (0.005, 0.01, 0.05, 7):
         gaps.observe(gap)
@@ -62,7 +62,7 @@ def test_a_histogram_is_cumulative(openmetrics: bool) -> None:
     assert math.isclose(rest["proxy_gap_seconds_sum"], 7.065)
 
 
-def test_a_slice_has_so_many_lines_at_most(openmetrics: bool) -> None:
+def test_slices_have_limited_lines(openmetrics: bool) -> None:
     page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [(("tiny", number), number) for number in range(10 * SLICE_LINES)])
     page.histograms(
@@ -77,13 +77,13 @@ def test_a_slice_has_so_many_lines_at_most(openmetrics: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-9, 2**60, True])
-def test_odd_numbers(openmetrics: bool, value: float) -> None:
+def test_special_numbers_are_written(openmetrics: bool, value: float) -> None:
     page = MetricsPage(openmetrics=openmetrics)
     page.values(UP, [((), value)])
     assert read(page, openmetrics=openmetrics)["proxy_up"].samples[0].value == value
 
 
-def test_nothing_counted_yet(openmetrics: bool) -> None:
+def test_empty_families_are_written(openmetrics: bool) -> None:
     page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [])
     page.histograms(GAPS, [(("short",), Histogram(GAP_BOUNDS))])
@@ -94,14 +94,14 @@ def test_nothing_counted_yet(openmetrics: bool) -> None:
 @given(st.text(), st.booleans())
 @example(r"a\nb", False)
 @example('"\n\\', True)
-def test_any_label_value_survives(value: str, openmetrics: bool) -> None:
+def test_any_label_value_is_preserved(value: str, openmetrics: bool) -> None:
     page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [((value, 200), 1)])
     sample = read(page, openmetrics=openmetrics)["proxy_requests"].samples[0]
     assert sample.labels["model"] == value
 
 
-def test_what_is_no_utf8_is_replaced(openmetrics: bool) -> None:
+def test_invalid_unicode_is_replaced(openmetrics: bool) -> None:
     page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [(("\udce9t", 200), 1)])
     sample = read(page, openmetrics=openmetrics)["proxy_requests"].samples[0]

@@ -1,4 +1,4 @@
-"""What is said when no prefill worker is up."""
+"""Counters of hand-overs, and the log of missing prefill workers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.metrics.handovers import ANY, LOG_INTERVAL_S, FallbackLog, HandoverCounters
 from tests.proxy.core.making import MODEL, router_of, spec
 
-SAID = "no prefill worker is up: {} requests were served without a hand-over"
 
-
-def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    here = router_of(spec("g0"))
-    said = FallbackLog(here)
+def test_missing_prefill_workers_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    router = router_of(spec("g0"))
+    log = FallbackLog(router)
     with caplog.at_level(logging.WARNING):
-        said.look(0.0)
+        log.look(0.0)
         assert not caplog.messages
-        here.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 3
-        said.look(1.0)
-        here.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
-        said.look(2.0)
+        router.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 3
+        log.look(1.0)
+        router.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
+        log.look(2.0)
         assert caplog.messages == [
             "no prefill worker is up: 3 requests were served without a hand-over"
         ]
-        said.look(1.0 + LOG_INTERVAL_S)
-        said.look(9 * LOG_INTERVAL_S)
+        log.look(1.0 + LOG_INTERVAL_S)
+        log.look(9 * LOG_INTERVAL_S)
     assert caplog.messages[1:] == [
         "no prefill worker is up: 2 requests were served without a hand-over"
     ]
 
 
-def test_bars_and_legs_of_workers_that_left_are_dropped() -> None:
+def test_counters_of_removed_workers_are_dropped() -> None:
     counts = HandoverCounters(str)
     for prefill, decode in (("p0", "d0"), ("p0", ANY), ("gone", "d0"), ("p0", "gone")):
         counts.barred(prefill, decode)

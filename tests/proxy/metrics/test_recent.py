@@ -1,4 +1,4 @@
-"""The ring of the last requests."""
+"""The ring of recent requests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WORKERS = {
 
 
 def ring(kept: int = 10) -> RecentRequests:
-    """Make one whose clock counts 1, 2, 3."""
+    """Return a ring whose clock counts 1, 2, 3."""
     ticks = count(1)
     return RecentRequests(kept, clock=lambda: float(next(ticks)))
 
 
 def add(recent: RecentRequests, name: str, worker: str | None = "s0", **more: object) -> None:
-    """Keep a request."""
+    """Add a request."""
     ask = RequestInfo(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
     decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
     reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
@@ -34,7 +34,7 @@ def add(recent: RecentRequests, name: str, worker: str | None = "s0", **more: ob
     recent.add(ask, decision, done)
 
 
-def test_an_entry_tells_the_whole_story() -> None:
+def test_entry_has_all_fields() -> None:
     recent = ring()
     add(recent, "r1")
     (entry,) = recent.newest(1)
@@ -45,14 +45,14 @@ def test_an_entry_tells_the_whole_story() -> None:
     assert (entry.duration_s, entry.queue_s) == (1.5, 0.1)
 
 
-def test_a_refused_request_has_no_worker() -> None:
+def test_refused_request_has_no_worker() -> None:
     recent = ring()
     add(recent, "r1", worker=None)
     (entry,) = recent.newest(1)
     assert (entry.worker, entry.predicted_ttft_s, entry.status) == (None, None, 429)
 
 
-def test_the_newest_come_first_and_the_oldest_go() -> None:
+def test_newest_entries_come_first_and_oldest_are_dropped() -> None:
     recent = ring(kept=3)
     for number in range(5):
         add(recent, f"r{number}")
@@ -61,7 +61,7 @@ def test_the_newest_come_first_and_the_oldest_go() -> None:
     assert len(recent) == 3
 
 
-def test_filters_look_through_all_of_it() -> None:
+def test_filters_search_all_entries() -> None:
     recent = ring()
     add(recent, "a", worker="s1")
     add(recent, "b", worker=None)
@@ -76,14 +76,14 @@ def test_filters_look_through_all_of_it() -> None:
     assert not list(recent.newest(9, worker="s1", status=429))
 
 
-def test_clients_can_t_fill_the_memory() -> None:
+def test_long_texts_are_cut() -> None:
     recent = ring()
     add(recent, "x" * 50_000, model="m" * 50_000)
     (entry,) = recent.newest(1)
     assert len(entry.id) == len(entry.model) == MAX_TEXT
 
 
-def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> None:
+def test_handover_entry_has_both_workers_and_times() -> None:
     recent = ring()
     handover = HandoverDecision(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
     decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover)
@@ -93,11 +93,11 @@ def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> No
         recent.add(ask, decision, finished(reason=Reason.HANDOVER, size="long"))
         (entry,) = recent.newest(1)
         assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
-        told = entry.prefill_s, entry.transfer_s, entry.transferred_s
-        assert told == (0.4, 0.2, transferred_s)
+        times = entry.prefill_s, entry.transfer_s, entry.transferred_s
+        assert times == (0.4, 0.2, transferred_s)
 
 
-def test_whether_it_was_handed_over_is_kept_where_it_could_have_been() -> None:
+def test_handover_verdict_is_kept() -> None:
     recent, ask = ring(), RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
     for whether, kept in (("not_worth_it", "not_worth_it"), ("", None)):
         decision = Decision(WORKERS["s0"], Reason.DECODE_POOL, 0.7, whether=whether)

@@ -1,4 +1,4 @@
-"""What is counted, and what a scrape shows of it."""
+"""The metrics registry and its page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHAT = "chat/completions"
 
 @pytest.fixture
 def router() -> Router:
-    """Make a router over one short and one long worker."""
+    """Return a router with a short and a long worker."""
     fleet = Fleet()
     fleet.roster.add(WorkerSpec("s0", "http://127.0.0.1:1", Role.SHORT, "tiny"))
     fleet.roster.add(WorkerSpec("l0", "http://127.0.0.1:2", Role.LONG, "tiny"))
@@ -43,37 +43,38 @@ def router() -> Router:
 
 @pytest.fixture
 def metrics(router: Router) -> Metrics:
-    """Make its counts."""
+    """Return the router's metrics."""
     return Metrics(router)
 
 
 def ask(**more: object) -> RequestInfo:
-    """Make a small one."""
-    facts = {
+    """Return a small request."""
+    defaults = {
         "id": "r1", "route": CHAT, "model": "tiny", "body_bytes": 400, "prompt_tokens": 100,
         "prompt_error": 10, "largest_prompt": 100, "output_tokens": 20,
     }  # fmt: skip
-    return RequestInfo(**(facts | more))  # type: ignore[arg-type]
+    return RequestInfo(**(defaults | more))  # type: ignore[arg-type]
 
 
-def done(metrics: Metrics, **more: object) -> None:
-    """Count a request that went well, but for what is said."""
-    facts = {
-        "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "ttft_s": 0.03,
-        "duration_s": 1.5, "pool": Role.SHORT, "predicted_ttft_s": 0.02, "size": SHORT,
+def count_request(metrics: Metrics, **more: object) -> None:
+    """Count a successful request; keywords replace its fields."""
+    defaults = {
+        "route": CHAT, "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "status": 200,
+        "ttft_s": 0.03, "duration_s": 1.5, "queue_s": 0.0, "pool": Role.SHORT,
+        "predicted_ttft_s": 0.02, "size": SHORT,
     }  # fmt: skip
-    metrics.request_done(finished(**(facts | more)))  # type: ignore[arg-type]
+    metrics.request_done(finished(**(defaults | more)))  # type: ignore[arg-type]
 
 
 def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric]:
-    """Scrape, and parse."""
+    """Return the parsed families of a scrape."""
     read = read_openmetrics if openmetrics else read_text
     found: Iterable[Metric] = read(scraped(metrics, openmetrics=openmetrics))
     return {family.name: family for family in found}
 
 
 def value(metrics: Metrics, sample_name: str, **labels: str) -> float | None:
-    """Scrape one sample; None if there is none with just these labels."""
+    """Return a sample with exactly these labels, or None."""
     for family in families(metrics).values():
         for sample in family.samples:
             if sample.name == sample_name and sample.labels == labels:
@@ -82,27 +83,27 @@ def value(metrics: Metrics, sample_name: str, **labels: str) -> float | None:
 
 
 def requests_total(metrics: Metrics, **labels: str) -> float | None:
-    """Scrape the count of requests that went well, but for what is said."""
-    facts = {
+    """Return the count of successful requests; keywords replace labels."""
+    defaults = {
         "route": CHAT, "model": "tiny", "worker": "s0", "reason": "short_pool", "status": "200",
         "class": "short",
     }  # fmt: skip
-    return value(metrics, "proxy_requests_total", **(facts | labels))
+    return value(metrics, "proxy_requests_total", **(defaults | labels))
 
 
-def test_requests_are_told_apart_by_all_their_labels(metrics: Metrics) -> None:
-    done(metrics)
-    done(metrics)
-    done(metrics, status=500)
-    done(metrics, worker="l0", pool=Role.LONG, reason=Reason.SPILL_TO_LONG)
+def test_requests_are_counted_by_all_labels(metrics: Metrics) -> None:
+    count_request(metrics)
+    count_request(metrics)
+    count_request(metrics, status=500)
+    count_request(metrics, worker="l0", pool=Role.LONG, reason=Reason.SPILL_TO_LONG)
     assert requests_total(metrics) == 2
     assert requests_total(metrics, status="500") == 1
     assert requests_total(metrics, worker="l0", reason="spill_to_long") == 1
 
 
-def test_times_go_to_their_pool(metrics: Metrics) -> None:
-    done(metrics, ttft_s=0.03, predicted_ttft_s=0.5, queue_s=0.25)
-    done(metrics, ttft_s=9.0, worker="l0", pool=Role.LONG, queue_s=0.7)
+def test_times_are_counted_by_pool(metrics: Metrics) -> None:
+    count_request(metrics, ttft_s=0.03, predicted_ttft_s=0.5, queue_s=0.25)
+    count_request(metrics, ttft_s=9.0, worker="l0", pool=Role.LONG, queue_s=0.7)
     waits = {"pool": "long", "model": "tiny", "class": "short"}
     short, long = ({"pool": pool, "model": "tiny", "class": "short"} for pool in ("short", "long"))
     assert value(metrics, "proxy_ttft_seconds_sum", **short) == 0.03
@@ -115,23 +116,23 @@ def test_times_go_to_their_pool(metrics: Metrics) -> None:
     assert value(metrics, "proxy_request_duration_seconds_sum", **duration) == 1.5
 
 
-def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metrics) -> None:
-    done(metrics, ttft_s=None)
+def test_request_without_a_first_token_has_no_ttft(metrics: Metrics) -> None:
+    count_request(metrics, ttft_s=None)
     labels = {"pool": "short", "model": "tiny", "class": "short"}
     assert value(metrics, "proxy_ttft_seconds_count", **labels) == 0
     assert value(metrics, "proxy_predicted_ttft_seconds_count", **labels) == 0
 
 
-def test_a_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
+def test_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
     metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 
 
-def test_longs_are_told_apart_from_shorts(metrics: Metrics) -> None:
-    done(metrics, ttft_s=0.5)
-    done(metrics, ttft_s=9.0, size=LONG, queue_s=0.25)
-    done(metrics, ttft_s=90.0, size=BATCH)
+def test_requests_are_counted_by_class(metrics: Metrics) -> None:
+    count_request(metrics, ttft_s=0.5)
+    count_request(metrics, ttft_s=9.0, size=LONG, queue_s=0.25)
+    count_request(metrics, ttft_s=90.0, size=BATCH)
     for size, ttft_s in (("short", 0.5), ("long", 9.0), ("batch", 90.0)):
         labels = {"pool": "short", "model": "tiny", "class": size}
         assert value(metrics, "proxy_ttft_seconds_sum", **labels) == ttft_s
@@ -141,30 +142,30 @@ def test_longs_are_told_apart_from_shorts(metrics: Metrics) -> None:
         assert requests_total(metrics, **{"class": size}) == 1
 
 
-def test_whoever_is_meant_to_wait_is_of_a_class_of_its_own() -> None:
+def test_batch_requests_have_their_own_class() -> None:
     assert class_of(None) == "none"
     assert class_of(ask()) == "short"
     assert class_of(ask(long=True)) == "long"
     assert {class_of(ask(rank=Rank.BATCH, long=long)) for long in (False, True)} == {"batch"}
 
 
-def test_the_mean_time_between_tokens_of_those_that_had_two(metrics: Metrics) -> None:
-    done(metrics, tpot_s=0.25)
-    done(metrics, tpot_s=None)
+def test_time_per_output_token_needs_two_tokens(metrics: Metrics) -> None:
+    count_request(metrics, tpot_s=0.25)
+    count_request(metrics, tpot_s=None)
     labels = {"pool": "short", "model": "tiny", "class": "short"}
     assert value(metrics, "proxy_time_per_output_token_seconds_sum", **labels) == 0.25
     assert value(metrics, "proxy_time_per_output_token_seconds_count", **labels) == 1
 
 
-def of_worker(router: Router, name: str) -> dict[str, str]:
-    """Return the labels that all of a worker's gauges have."""
+def labels_of(router: Router, name: str) -> dict[str, str]:
+    """Return the labels of a worker's gauges."""
     worker = router.fleet.roster.get(name)
     assert worker is not None
     return {"worker": name, "role": worker.role.value, "model": worker.model}
 
 
-def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> None:
-    s0 = of_worker(router, "s0")
+def test_cache_gauges_are_the_workers(metrics: Metrics, router: Router) -> None:
+    s0 = labels_of(router, "s0")
     assert value(metrics, "proxy_worker_kv_usage_ratio", **s0) is None
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) is None
     router.fleet.health.set_gauges("s0", Gauges(1.0, kv_usage=0.75, kv_capacity_tokens=16000))
@@ -172,11 +173,11 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) == 16000
 
 
-def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router) -> None:
+def test_seats_ratio_needs_the_number_of_seats(metrics: Metrics, router: Router) -> None:
     for name, slots in (("d0", 4), ("d1", None)):
         spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", slots=slots)
         worker = router.fleet.roster.add(spec)
-        labels = of_worker(router, name)
+        labels = labels_of(router, name)
         assert value(metrics, "proxy_worker_seats_taken_ratio", **labels) is None
         router.fleet.health.set_gauges(name, Gauges(1.0))
         for _ in range(3):
@@ -185,7 +186,7 @@ def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router)
         assert taken == (0.75 if slots else 0)
 
 
-def test_gaps_and_retries(metrics: Metrics) -> None:
+def test_token_gaps_and_retries_are_counted(metrics: Metrics) -> None:
     metrics.gaps_of(Role.SHORT, LONG).observe(0.0123)
     metrics.gaps_of(Role.SHORT, LONG).observe(0.0125)
     metrics.retried("s0", "connect")
@@ -195,13 +196,13 @@ def test_gaps_and_retries(metrics: Metrics) -> None:
     assert value(metrics, "proxy_retries_total", worker="s0", why="connect") == 2
 
 
-def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router) -> None:
+def test_charges_and_states_are_read_from_the_fleet(metrics: Metrics, router: Router) -> None:
     worker, other = router.fleet.roster
     router.fleet.charge(ask(expected_output=20), Decision(worker, Reason.SHORT_POOL), now=0.0)
     router.fleet.health.probe_ok("s0", now=0.0)
     router.fleet.roster.drain("l0")
     router.fleet.health.failed(other, 0.0, busy=True)
-    s0, l0 = of_worker(router, "s0"), of_worker(router, "l0")
+    s0, l0 = labels_of(router, "s0"), labels_of(router, "l0")
     assert value(metrics, "proxy_worker_inflight_requests", **s0) == 1
     assert value(metrics, "proxy_worker_prefill_tokens", **s0) == 100
     assert value(metrics, "proxy_worker_decode_tokens", **s0) == 20
@@ -216,7 +217,7 @@ def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router
         assert value(metrics, f"proxy_worker_{name}", **l0) == there
 
 
-def test_how_breakers_are_and_how_often_they_opened(
+def test_breaker_states_and_openings_are_shown(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -225,11 +226,11 @@ def test_how_breakers_are_and_how_often_they_opened(
 
     def states() -> dict[str, str]:
         found = families(metrics)["proxy_worker_breaker_state"].samples
-        assert all(each.value == 1 for each in found)
-        return {each.labels["worker"]: each.labels["state"] for each in found}
+        assert all(sample.value == 1 for sample in found)
+        return {sample.labels["worker"]: sample.labels["state"] for sample in found}
 
     def openings(name: str, why: str) -> float | None:
-        return value(metrics, "proxy_breaker_openings_total", why=why, **of_worker(router, name))
+        return value(metrics, "proxy_breaker_openings_total", why=why, **labels_of(router, name))
 
     assert states() == {}
     assert openings("s0", "failed") == openings("s0", "busy") == 0
@@ -243,7 +244,7 @@ def test_how_breakers_are_and_how_often_they_opened(
     assert states() == {"s0": "half_open", "l0": "busy"}
 
 
-def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: Router) -> None:
+def test_decisions_and_queue_are_read_from_the_router(metrics: Metrics, router: Router) -> None:
     router.fleet.health.probe_ok("s0", now=0.0)
     router.submit(ask(), 0.0)
     router.queue.push(ask(body_bytes=500), 0.0)
@@ -257,8 +258,8 @@ def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: 
     assert value(metrics, "proxy_queue_limit_requests") == router.settings.queue_requests
 
 
-def test_bytes_per_token_once_learnt(metrics: Metrics, router: Router) -> None:
-    done(metrics)
+def test_bytes_per_token_is_shown_once_learnt(metrics: Metrics, router: Router) -> None:
+    count_request(metrics)
     assert value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT) is None
     router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
     learnt = value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT)
@@ -266,7 +267,7 @@ def test_bytes_per_token_once_learnt(metrics: Metrics, router: Router) -> None:
     assert learnt == pytest.approx(3, rel=0.05)
 
 
-def test_values_of_other_parts(metrics: Metrics) -> None:
+def test_values_of_other_components_are_shown(metrics: Metrics) -> None:
     assert value(metrics, "proxy_log_lines_dropped_total") == 0
     metrics.client_connections = 7
     metrics.upstream_connections = lambda: [("s0", "idle", 3), ("s0", "busy", 4)]
@@ -285,45 +286,45 @@ def test_values_of_other_parts(metrics: Metrics) -> None:
     assert resident > 1e6
 
 
-def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router) -> None:
+def test_unknown_models_are_counted_as_other(metrics: Metrics, router: Router) -> None:
     for number in range(500):
-        made_up = f"no-such-{number}"
-        metrics.request_done(finished(CHAT, 404, Reason.UNKNOWN_MODEL, 0.001, model=made_up))
-        router.placer.decisions[made_up, Reason.UNKNOWN_MODEL] = 1
+        unknown_model = f"no-such-{number}"
+        metrics.request_done(finished(CHAT, 404, Reason.UNKNOWN_MODEL, 0.001, model=unknown_model))
+        router.placer.decisions[unknown_model, Reason.UNKNOWN_MODEL] = 1
     assert len(metrics.requests) == 1
     unknown = {"worker": "none", "reason": "unknown_model", "status": "404", "class": "none"}
     assert requests_total(metrics, model="other", **unknown) == 500
     decisions = {"model": "other", "reason": "unknown_model"}
     assert value(metrics, "proxy_decisions_total", **decisions) == 500
-    done(metrics)
-    assert requests_total(metrics) == 1  # the real one keeps its name
+    count_request(metrics)
+    assert requests_total(metrics) == 1  # the served model keeps its name
 
 
-def test_beyond_a_hundred_models_the_rest_is_other(metrics: Metrics, router: Router) -> None:
+def test_models_above_the_limit_are_counted_as_other(metrics: Metrics, router: Router) -> None:
     names = [f"adapter-{number}" for number in range(MAX_MODELS + 5)]
     router.fleet.roster.set_served("s0", ["tiny", *names])
     for name in names:
-        done(metrics, model=name)
+        count_request(metrics, model=name)
     assert requests_total(metrics, model=names[0]) == 1
     assert requests_total(metrics, model="other") == 5
 
 
-def full_of_old(metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Count as many models as there is room for; all but `tiny` are then served no more."""
+def fill_with_old_models(metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Count as many models as the limit; only `tiny` is served afterwards."""
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
     router.fleet.roster.set_served("s0", ["tiny", *old])
     for name in ("tiny", *old):
-        done(metrics, model=name)
+        count_request(metrics, model=name)
     router.fleet.roster.set_served("s0", ["tiny", "new"])
     return old[0]
 
 
-def test_models_that_nobody_serves_any_more_make_room(
+def test_unserved_models_make_room(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = full_of_old(metrics, router, monkeypatch)
-    done(metrics, model="new")
+    old = fill_with_old_models(metrics, router, monkeypatch)
+    count_request(metrics, model="new")
     assert requests_total(metrics, model="new") == 1
     assert requests_total(metrics) == 1
     assert requests_total(metrics, model=old) is None
@@ -331,25 +332,25 @@ def test_models_that_nobody_serves_any_more_make_room(
     assert {key[1] for key in metrics.phases} == {"tiny", "new"}
 
 
-def test_the_page_for_which_models_are_dropped_tells_nothing_of_them(
+def test_dropped_models_are_not_on_the_page(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = full_of_old(metrics, router, monkeypatch)
+    old = fill_with_old_models(metrics, router, monkeypatch)
     router.placer.decisions["new", Reason.SHORT_POOL] = 1
     assert requests_total(metrics, model=old) is None
     assert requests_total(metrics) == 1
 
 
-def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others(
+def test_decisions_of_dropped_models_are_not_counted_as_other(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
 
-    def decided(model: str) -> None:
+    def decide(model: str) -> None:
         router.placer.decisions[model, Reason.SHORT_POOL] = 1
         router.placer.handovers[model, HandoverVerdict.CACHED] = 1
 
-    def seen(model: str) -> tuple[float | None, ...]:
+    def counts(model: str) -> tuple[float | None, ...]:
         return (
             value(metrics, "proxy_decisions_total", model=model, reason="short_pool"),
             value(
@@ -360,13 +361,13 @@ def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others
     old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
     router.fleet.roster.set_served("s0", ["tiny", *old])
     for name in ("tiny", *old):
-        decided(name)
-    assert seen(old[0]) == (1, 1)
+        decide(name)
+    assert counts(old[0]) == (1, 1)
     router.fleet.roster.set_served("s0", ["tiny", "new"])
-    decided("new")
+    decide("new")
     router.placer.decisions[old[0], Reason.RETRY] = 1
     assert value(metrics, "proxy_decisions_total", model="other", reason="retry") is None
-    assert [seen(model) for model in ("other", "new", "tiny", old[0])] == [
+    assert [counts(model) for model in ("other", "new", "tiny", old[0])] == [
         (None, None),
         (1, 1),
         (1, 1),
@@ -374,30 +375,30 @@ def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others
     ]
 
 
-def test_unknown_paths_are_other(metrics: Metrics) -> None:
+def test_unknown_paths_are_counted_as_other(metrics: Metrics) -> None:
     for path in ("/etc/passwd", "../x", ""):
-        done(metrics, route=path)
-    done(metrics, route="responses/id")
+        count_request(metrics, route=path)
+    count_request(metrics, route="responses/id")
     assert requests_total(metrics, route="other") == 3
     assert requests_total(metrics, route="responses/id") == 1
 
 
-def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_workers_make_room(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
-    done(metrics)
+    count_request(metrics)
     metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     metrics.retried("gone-0", "connect")
     for number in range(100):
-        done(metrics, worker=f"gone-{number}")
+        count_request(metrics, worker=f"gone-{number}")
     assert len(metrics.requests) <= 10
     assert metrics.retries == {}
     assert requests_total(metrics) == 1
-    full = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
-    assert requests_total(metrics, **full) == 1
+    labels = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
+    assert requests_total(metrics, **labels) == 1
 
 
-def test_where_nobody_left_workers_that_are_new_have_one_name(
+def test_workers_above_the_limit_are_counted_as_other(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
@@ -405,7 +406,7 @@ def test_where_nobody_left_workers_that_are_new_have_one_name(
         name = f"w{number}"
         url = f"http://127.0.0.1:{1000 + number}"
         router.fleet.roster.add(WorkerSpec(name, url, Role.SHORT, "tiny"))
-        done(metrics, worker=name)
+        count_request(metrics, worker=name)
     assert len(metrics.requests) == 11
     assert requests_total(metrics, worker="w0") == 1
     assert requests_total(metrics, worker="other") == 190
@@ -414,43 +415,43 @@ def test_where_nobody_left_workers_that_are_new_have_one_name(
     assert requests_total(metrics, **refused) == 1
 
 
-def full(metrics: Metrics, router: Router) -> None:
-    """Have every family hold something."""
+def fill_families(metrics: Metrics, router: Router) -> None:
+    """Put a sample into every family."""
     for status in (200, 400, 500):
-        done(metrics, status=status, placed_s=0.0)
-    done(metrics, status=499, ttft_s=None, stream=True)
-    done(metrics, ttft_s=None, stream=False)
+        count_request(metrics, status=status, placed_s=0.0)
+    count_request(metrics, status=499, ttft_s=None, stream=True)
+    count_request(metrics, ttft_s=None, stream=False)
     metrics.gaps_of("short", SHORT).observe(0.01)
     metrics.retried("s0", "connect")
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
     router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
     router.placer.decisions["tiny", Reason.PREFIX] = 3
     router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
-    lease = handed_over(router)
+    lease = charge_handover(router)
     metrics.handovers.prefilled(lease, 1.5, bare=False)
     router.leases.prefilled(lease, 1.5, None)
     metrics.handovers.transferred(lease, 1.75)
     metrics.handovers.warmed("done")
     metrics.handovers.barred("s0", "l0")
-    told = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
-    router.fleet.health.set_gauges("s0", told)
+    gauges = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
+    router.fleet.health.set_gauges("s0", gauges)
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
     router.fleet.health.failed(lease.worker, 2.0, busy=True)
 
 
-def handed_over(router: Router) -> Lease:
-    """Charge a hand-over between two workers of the fleet, whatever their roles."""
+def charge_handover(router: Router) -> Lease:
+    """Charge a hand-over between two workers of any role."""
     prefill, decode = list(router.fleet.roster)[:2]
     handover = HandoverDecision(prefill, 0, 700, 0.4, 0.2)
-    one = ask(prompt_tokens=700, stream=True)
-    return router.fleet.charge(one, Decision(decode, Reason.HANDOVER, handover=handover), 1.0)
+    info = ask(prompt_tokens=700, stream=True)
+    return router.fleet.charge(info, Decision(decode, Reason.HANDOVER, handover=handover), 1.0)
 
 
-def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> None:
-    full(metrics, router)
-    decided = value(metrics, "proxy_handover_decisions_total", model="tiny", why="handed_over")
-    assert decided == 2
+def test_handover_is_counted_by_leg(metrics: Metrics, router: Router) -> None:
+    fill_families(metrics, router)
+    decide = value(metrics, "proxy_handover_decisions_total", model="tiny", why="handed_over")
+    assert decide == 2
     assert value(metrics, "proxy_handovers_total", outcome="prefilled") == 1
     assert value(metrics, "proxy_handovers_total", outcome="transferred") == 1
     assert value(metrics, "proxy_transfer_tokens_total", model="tiny") == 700
@@ -458,15 +459,17 @@ def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> 
     assert value(metrics, "proxy_prefill_legs_total", worker="s0") == 1
     assert value(metrics, "proxy_prefill_leg_seconds_sum", model="tiny") == pytest.approx(0.5)
     step_s = next(iter(router.fleet.roster)).pace.step_s(0)
-    seen = value(metrics, "proxy_transfer_seconds_sum", model="tiny")
-    assert seen == pytest.approx(0.25 - step_s)
+    counts = value(metrics, "proxy_transfer_seconds_sum", model="tiny")
+    assert counts == pytest.approx(0.25 - step_s)
     predicted = value(metrics, "proxy_predicted_transfer_seconds_sum", model="tiny")
     assert predicted == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])
-def test_all_families_in_both_formats(metrics: Metrics, router: Router, openmetrics: bool) -> None:
-    full(metrics, router)
+def test_all_families_are_written_in_both_formats(
+    metrics: Metrics, router: Router, openmetrics: bool
+) -> None:
+    fill_families(metrics, router)
     found = families(metrics, openmetrics=openmetrics)
     ours = {name for name in found if name.startswith("proxy_")}
     assert ours == {
@@ -499,37 +502,37 @@ def test_all_families_in_both_formats(metrics: Metrics, router: Router, openmetr
     assert found["proxy_ttft_seconds"].type == "histogram"
 
 
-def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) -> None:
-    full(metrics, router)
+def test_promtool_accepts_the_page(metrics: Metrics, router: Router) -> None:
+    fill_families(metrics, router)
     page = scraped(metrics)
     assert "\n\n" not in page
     checked = promtool("check", "metrics", text=page)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) -> None:
+async def test_writing_a_page_yields_to_the_loop(metrics: Metrics, router: Router) -> None:
     router.fleet.roster.set_served("s0", ["tiny", "late"])
     for number in range(4 * SLICE_LINES):
-        done(metrics, worker=f"w{number}")
-    full(metrics, router)
+        count_request(metrics, worker=f"w{number}")
+    fill_families(metrics, router)
     turns = 0
 
-    async def live() -> None:
-        """Change all that a page tells of, each turn."""
+    async def change_metrics() -> None:
+        """Change metrics in each turn of the loop."""
         nonlocal turns
         while True:
             turns += 1
-            done(metrics, worker=f"new-{turns}", model="late", size=LONG, placed_s=0.0)
+            count_request(metrics, worker=f"new-{turns}", model="late", size=LONG, placed_s=0.0)
             metrics.gaps_of(f"pool-{turns}", SHORT).observe(0.01)
             metrics.retried("s0", str(turns))
             metrics.handover_ended(str(turns))
             router.placer.decisions["tiny", Reason(list(Reason)[turns % len(Reason)])] = 1
             await asyncio.sleep(0)
 
-    living = asyncio.create_task(live())
+    changing = asyncio.create_task(change_metrics())
     page, _ = await write_page(metrics)
-    living.cancel()
-    # To collect what there is, and to write it.
+    changing.cancel()
+    # Turns of collection and of writing.
     assert turns >= 4 + page.count(b"\n") // (2 * SLICE_LINES)
     samples = {family.name: family.samples for family in read_text(page.decode())}
     assert len(samples["proxy_requests"]) >= 4 * SLICE_LINES

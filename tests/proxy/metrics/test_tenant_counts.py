@@ -1,4 +1,4 @@
-"""What is counted of tenants, as a scrape shows it."""
+"""Metrics of tenants."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from proxy.metrics.tenant_counts import MAX_TENANTS, TenantCounts
 from tests.proxy.metrics.scraped import shown
 
 
-def some(*specs: TenantSpec) -> tuple[Tenants, TenantCounts]:
+def counts_of(*specs: TenantSpec) -> tuple[Tenants, TenantCounts]:
+    """Return tenants and their counters."""
     tenants = Tenants()
     tenants.replace(specs, {sha256(spec.name.encode()).digest(): spec.name for spec in specs})
     return tenants, TenantCounts(tenants)
 
 
-def named(tenants: Tenants, name: str) -> Tenant:
+def tenant_named(tenants: Tenants, name: str) -> Tenant:
+    """Return a tenant."""
     found = tenants.get(name)
     assert found is not None
     return found
 
 
-def test_without_tenants_there_is_nothing_to_show() -> None:
+def test_no_tenants_show_no_metrics() -> None:
     assert shown(TenantCounts(Tenants())) == {}
 
 
-def test_requests_by_tenant_class_and_status() -> None:
-    tenants, counts = some(TenantSpec("a", Rank.INTERACTIVE), TenantSpec("b"))
+def test_requests_are_counted_by_tenant_class_and_status() -> None:
+    tenants, counts = counts_of(TenantSpec("a", Rank.INTERACTIVE), TenantSpec("b"))
     for status in (200, 200, 429):
-        counts.ended(named(tenants, "a"), status, 0.3 if status == 200 else None, 0.02)
+        counts.ended(tenant_named(tenants, "a"), status, 0.3 if status == 200 else None, 0.02)
     found = shown(counts)
     labels = 'tenant="a",class="interactive"'
     assert found[f'proxy_tenant_requests_total{{{labels},status="200"}}'] == 2
@@ -40,9 +42,9 @@ def test_requests_by_tenant_class_and_status() -> None:
     assert not [name for name in found if '"b"' in name and "requests_total" in name]
 
 
-def test_tokens_limits_and_what_is_under_way() -> None:
-    tenants, counts = some(TenantSpec("a", limits=Limits(concurrency=1)))
-    a = named(tenants, "a")
+def test_tokens_limits_and_running_requests_are_shown() -> None:
+    tenants, counts = counts_of(TenantSpec("a", limits=Limits(concurrency=1)))
+    a = tenant_named(tenants, "a")
     a.ledger.enter(0.0, 10, 1)
     a.waiting = 3
     a.totals.prompt_tokens, a.totals.output_tokens = 70, 30
@@ -55,9 +57,9 @@ def test_tokens_limits_and_what_is_under_way() -> None:
     assert found['proxy_tenant_queue_requests{tenant="a"}'] == 3
 
 
-def test_counters_outlive_their_tenant() -> None:
-    tenants, counts = some(TenantSpec("a"))
-    a = named(tenants, "a")
+def test_counters_outlive_a_removed_tenant() -> None:
+    tenants, counts = counts_of(TenantSpec("a"))
+    a = tenant_named(tenants, "a")
     a.totals.prompt_tokens = 70
     counts.ended(a, 200, 0.1, 0.0)
     tenants.replace([], {})
@@ -67,8 +69,8 @@ def test_counters_outlive_their_tenant() -> None:
     assert any(name.startswith("proxy_tenant_requests_total") for name in found)
 
 
-def test_a_scrape_does_not_grow_with_a_list_of_customers() -> None:
-    tenants, counts = some(*(TenantSpec(f"t{number}") for number in range(MAX_TENANTS + 50)))
+def test_tenants_above_the_limit_are_counted_as_other() -> None:
+    tenants, counts = counts_of(*(TenantSpec(f"t{number}") for number in range(MAX_TENANTS + 50)))
     for tenant in tenants:
         tenant.totals.prompt_tokens = tenant.waiting = 1
         counts.ended(tenant, 200, 0.1, 0.0)
@@ -78,9 +80,9 @@ def test_a_scrape_does_not_grow_with_a_list_of_customers() -> None:
     assert sum(name.startswith("proxy_tenant_queue_requests") for name in found) == MAX_TENANTS + 1
 
 
-def test_nothing_is_a_clients_to_name() -> None:
+def test_labels_contain_no_text_of_clients() -> None:
     families = [
-        each for each in vars(tenant_counts).values() if isinstance(each, tenant_counts.Family)
+        item for item in vars(tenant_counts).values() if isinstance(item, tenant_counts.Family)
     ]
     assert {label for family in families for label in family.labels} == {
         "tenant", "class", "status", "kind", "limit",

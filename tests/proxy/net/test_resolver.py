@@ -1,4 +1,4 @@
-"""Names that are looked up slowly, not at all, or anew; and connections by them."""
+"""Name resolution that is slow, fails or changes, and connections by name."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from tests.proxy.certificates import Authority
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually, sockets
 
-ON = ("asyncio", "uvloop")  # which has look-ups and connections of its own
-MOST = 1 << 20
+EVENT_LOOPS = ("asyncio", "uvloop")  # uvloop has its own look-ups and connections
+MAX_BYTES = 1 << 20
 NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 NO_ANSWER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
 
 class FakeResolver:
-    """Knows some names, takes as long as the test wants over others, and counts."""
+    """A resolver that knows some names, blocks on others, and records look-ups."""
 
     def __init__(self) -> None:
         self.known: dict[str, Addresses | Exception] = {}
         self.slow: dict[str, threading.Event] = {}
-        self.asked: list[str] = []
+        self.looked_up: list[str] = []
 
     def ask(self, host: str) -> Addresses:
-        self.asked.append(host)
-        if (rest := self.slow.get(host)) is not None:
-            rest.wait(30.0)
+        self.looked_up.append(host)
+        if (release := self.slow.get(host)) is not None:
+            release.wait(30.0)
         found = self.known.get(host, NO_SUCH_NAME)
         if isinstance(found, Exception):
             raise found
@@ -55,122 +55,122 @@ class FakeResolver:
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
-    """Stand in for the system's, with nothing known from before."""
-    here = FakeResolver()
-    fresh = Resolver(here.ask)
+    """Replace the system's resolver, with nothing cached."""
+    fake = FakeResolver()
+    fresh = Resolver(fake.ask)
     for part in ("_ask", "_known", "_under_way"):
         monkeypatch.setattr(RESOLVER, part, getattr(fresh, part))
-    yield here
-    for rest in here.slow.values():
-        rest.set()
-    for _ in range(1000):  # or a thread that is about to end tells the next test what it found
+    yield fake
+    for release in fake.slow.values():
+        release.set()
+    for _ in range(1000):  # a late thread must not affect the next test
         if not fresh._under_way:
             break
         time.sleep(0.01)
     assert not fresh._under_way
 
 
-def age(host: str) -> None:
-    """Make what is known of a name too old to be used as it is."""
+def expire(host: str) -> None:
+    """Make a cached name too old."""
     RESOLVER.doubt(host)
 
 
-async def gives_up(host: str) -> None:
-    """Ask where a name is, and wait no longer than a moment."""
+async def look_up_briefly(host: str) -> None:
+    """Look up a name with a short timeout."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await RESOLVER.find(host)
 
 
-async def test_names_that_are_slow_keep_no_other_waiting(resolver: FakeResolver) -> None:
+async def test_slow_names_do_not_delay_others(resolver: FakeResolver) -> None:
     resolver.known["well"] = ("10.0.0.1",)
     for number in range(40):
         resolver.slow[f"gone{number}"] = threading.Event()
-        await gives_up(f"gone{number}")
+        await look_up_briefly(f"gone{number}")
     assert await RESOLVER.find("well") == ("10.0.0.1",)
 
 
-async def test_a_name_is_looked_up_once_at_a_time(resolver: FakeResolver) -> None:
-    resolver.slow["gone"] = rest = threading.Event()
+async def test_concurrent_look_ups_of_a_name_are_shared(resolver: FakeResolver) -> None:
+    resolver.slow["gone"] = release = threading.Event()
     resolver.known["gone"] = ("10.0.0.1",)
     for _ in range(10):
-        await gives_up("gone")
+        await look_up_briefly("gone")
     asking = [asyncio.create_task(RESOLVER.find("gone")) for _ in range(5)]
-    rest.set()
+    release.set()
     assert await asyncio.gather(*asking) == [("10.0.0.1",)] * 5
-    assert resolver.asked == ["gone"]
+    assert resolver.looked_up == ["gone"]
 
 
-async def test_what_is_found_when_nobody_waits_any_more_is_kept(resolver: FakeResolver) -> None:
-    resolver.slow["slow"] = rest = threading.Event()
+async def test_late_result_is_cached(resolver: FakeResolver) -> None:
+    resolver.slow["slow"] = release = threading.Event()
     resolver.known["slow"] = ("10.0.0.1",)
-    await gives_up("slow")
-    rest.set()
+    await look_up_briefly("slow")
+    release.set()
     await eventually(lambda: "slow" in RESOLVER._known)
     assert await RESOLVER.find("slow") == ("10.0.0.1",)
-    assert resolver.asked == ["slow"]
+    assert resolver.looked_up == ["slow"]
 
 
-async def test_who_gives_up_leaves_the_others_their_answer(resolver: FakeResolver) -> None:
-    resolver.slow["slow"] = rest = threading.Event()
+async def test_cancelled_look_up_does_not_cancel_others(resolver: FakeResolver) -> None:
+    resolver.slow["slow"] = release = threading.Event()
     resolver.known["slow"] = ("10.0.0.1",)
-    one, other = (asyncio.create_task(RESOLVER.find("slow")) for _ in range(2))
+    cancelled, other = (asyncio.create_task(RESOLVER.find("slow")) for _ in range(2))
     await asyncio.sleep(0)
-    one.cancel()
+    cancelled.cancel()
     with suppress(asyncio.CancelledError):
-        await one
-    rest.set()
+        await cancelled
+    release.set()
     assert await other == ("10.0.0.1",)
 
 
-async def test_what_was_found_before_will_do_while_a_look_up_takes_long(
+async def test_expired_result_is_used_while_a_look_up_is_slow(
     resolver: FakeResolver,
 ) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await RESOLVER.find("w0")
-    age("w0")
+    expire("w0")
     resolver.slow["w0"] = threading.Event()
     assert await RESOLVER.find("w0") == ("10.0.0.1",)
     assert await RESOLVER.find("w0") == ("10.0.0.1",)
-    assert resolver.asked == ["w0", "w0"]
+    assert resolver.looked_up == ["w0", "w0"]
 
 
-async def test_or_when_the_resolver_has_no_answer(resolver: FakeResolver) -> None:
+async def test_expired_result_is_used_when_the_resolver_fails(resolver: FakeResolver) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await RESOLVER.find("w0")
-    age("w0")
+    expire("w0")
     resolver.known["w0"] = NO_ANSWER
     assert await RESOLVER.find("w0") == ("10.0.0.1",)
 
 
-async def test_but_not_when_there_is_no_such_name_any_more(resolver: FakeResolver) -> None:
-    """Its address may be another's by now."""
+async def test_expired_result_is_not_used_for_an_unknown_name(resolver: FakeResolver) -> None:
+    """The address may belong to another host."""
     resolver.known["w0"] = ("10.0.0.1",)
     await RESOLVER.find("w0")
-    age("w0")
+    expire("w0")
     resolver.known["w0"] = NO_SUCH_NAME
     for _ in range(2):
         with pytest.raises(socket.gaierror, match="not known"):
             await RESOLVER.find("w0")
 
 
-async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: FakeResolver) -> None:
-    """Its worker's requests may go to another at once; when it is found, that is where it is."""
+async def test_failed_name_fails_at_once_while_looked_up_again(resolver: FakeResolver) -> None:
+    """Requests go to another worker at once, until the name is found."""
     resolver.known["gone"] = NO_ANSWER
     with pytest.raises(socket.gaierror, match="Temporary"):
         await RESOLVER.find("gone")
-    resolver.slow["gone"] = rest = threading.Event()
+    resolver.slow["gone"] = release = threading.Event()
     for _ in range(2):
         with pytest.raises(socket.gaierror, match="Temporary"):
             await RESOLVER.find("gone")
     resolver.known["gone"] = ("10.0.0.1",)
-    rest.set()
+    release.set()
     await eventually(lambda: not RESOLVER._under_way)
     assert await RESOLVER.find("gone") == ("10.0.0.1",)
-    assert resolver.asked == ["gone", "gone"]
+    assert resolver.looked_up == ["gone", "gone"]
 
 
-async def test_old_names_are_looked_up(
+async def test_old_names_are_looked_up_again(
     resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
@@ -182,43 +182,43 @@ async def test_old_names_are_looked_up(
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%lo"])
-async def test_an_address_is_not_looked_up(resolver: FakeResolver, host: str) -> None:
+async def test_address_is_not_looked_up(resolver: FakeResolver, host: str) -> None:
     assert await RESOLVER.find(host) == (host,)
-    assert resolver.asked == []
+    assert resolver.looked_up == []
 
 
-async def test_more_slow_names_than_threads(resolver: FakeResolver) -> None:
-    """The last waits for its turn, and needs not wait where it was found before."""
+async def test_look_up_waits_for_a_free_thread(resolver: FakeResolver) -> None:
+    """An expired result is used without waiting."""
     resolver.known |= {"old": ("10.0.0.1",), "new": ("10.0.0.2",)}
     await RESOLVER.find("old")
-    age("old")
+    expire("old")
     for number in range(MAX_THREADS):
         resolver.slow[f"gone{number}"] = threading.Event()
-        await gives_up(f"gone{number}")
+        await look_up_briefly(f"gone{number}")
     assert await RESOLVER.find("old") == ("10.0.0.1",)
-    await gives_up("new")
-    assert "new" not in resolver.asked
+    await look_up_briefly("new")
+    assert "new" not in resolver.looked_up
     resolver.slow["gone7"].set()
     assert await RESOLVER.find("new") == ("10.0.0.2",)
 
 
-async def test_no_thread_is_to_be_had(
+async def test_missing_thread_raises_enomem(
     resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     resolver.known["w0"] = ("10.0.0.1",)
-    own = Resolver(resolver.ask)  # or a thread that is about to end may still look it up
+    own_resolver = Resolver(resolver.ask)  # a late thread must not look it up
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(OSError, match="no thread") as caught:
-            await own.find("w0")
+            await own_resolver.find("w0")
     assert caught.value.errno == errno.ENOMEM
-    assert await own.find("w0") == ("10.0.0.1",)
+    assert await own_resolver.find("w0") == ("10.0.0.1",)
 
 
-async def test_the_system_is_asked() -> None:
+async def test_system_resolver_is_used() -> None:
     assert {"127.0.0.1", "::1"} & {*resolve("localhost")}
     with pytest.raises(UnicodeError):
         await RESOLVER.look_up("a" * 70)
@@ -229,7 +229,7 @@ async def test_the_system_is_asked() -> None:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[FakeWorker]:
-    """Listen on 127.0.0.1."""
+    """Start a worker on 127.0.0.1."""
     fake = FakeWorker()
     await fake.listen()
     yield fake
@@ -252,8 +252,8 @@ async def test_each_address_of_a_name_is_tried(resolver: FakeResolver, worker: F
 
 
 @pytest.fixture
-async def hole() -> AsyncIterator[FakeWorker]:
-    """Let connections to a port of 127.0.0.1 hang."""
+async def hanging() -> AsyncIterator[FakeWorker]:
+    """Start a worker whose connections hang."""
     fake = FakeWorker()
     await fake.listen()
     await fake.hang()
@@ -261,13 +261,15 @@ async def hole() -> AsyncIterator[FakeWorker]:
     await fake.stop()
 
 
-async def test_the_next_address_has_its_own_time(resolver: FakeResolver, hole: FakeWorker) -> None:
+async def test_next_address_is_tried_after_a_delay(
+    resolver: FakeResolver, hanging: FakeWorker
+) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(asyncio.Protocol, "127.0.0.2", hole.port)
+    server = await loop.create_server(asyncio.Protocol, "127.0.0.2", hanging.port)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
     try:
         async with asyncio.timeout(10):
-            transport, _ = await connect(asyncio.Protocol, "w0.test", hole.port, None)
+            transport, _ = await connect(asyncio.Protocol, "w0.test", hanging.port, None)
     finally:
         server.close()
     assert transport.get_extra_info("peername")[0] == "127.0.0.2"
@@ -276,61 +278,63 @@ async def test_the_next_address_has_its_own_time(resolver: FakeResolver, hole: F
     transport.close()
 
 
-async def test_one_that_is_slow_to_answer_is_waited_for(
-    resolver: FakeResolver, hole: FakeWorker, monkeypatch: pytest.MonkeyPatch
+async def test_slow_address_is_used_after_others_refuse(
+    resolver: FakeResolver, hanging: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolver_module, "NEXT_ADDRESS_DELAY_S", 0.0)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
-    connecting = asyncio.create_task(connect(asyncio.Protocol, "w0.test", hole.port, None))
-    await asyncio.wait([connecting], timeout=0.1)  # by then the other has refused
-    await hole.wake()
+    connecting = asyncio.create_task(connect(asyncio.Protocol, "w0.test", hanging.port, None))
+    await asyncio.wait([connecting], timeout=0.1)  # the other address has refused then
+    await hanging.wake()
     transport, _ = await connecting
     assert transport.get_extra_info("peername")[0] == "127.0.0.1"
     transport.close()
 
 
-async def test_nothing_is_left_of_a_cancelled_one(resolver: FakeResolver, hole: FakeWorker) -> None:
+async def test_cancelled_connect_leaves_nothing(
+    resolver: FakeResolver, hanging: FakeWorker
+) -> None:
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.1")
     before = sockets()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.4):
-            await connect(asyncio.Protocol, "w0.test", hole.port, None)
+            await connect(asyncio.Protocol, "w0.test", hanging.port, None)
     await eventually(lambda: sockets() == before)
     assert len(asyncio.all_tasks()) == 1
     assert not RESOLVER._known["w0.test"].until
 
 
-async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
-    resolver: FakeResolver, hole: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_failed_handshake_tries_another_address(
+    resolver: FakeResolver, hanging: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolver_module, "NEXT_ADDRESS_DELAY_S", 0.0)
     authority = Authority(tmp_path)
-    hole.tls = server_context(authority.port("w0", host="w0.test"))
+    hanging.tls = server_context(authority.port("w0", host="w0.test"))
 
-    async def breaks_off(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await hole.wake()
+    async def wake_and_abort(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await hanging.wake()
         writer.transport.abort()
 
-    server = await asyncio.start_server(breaks_off, "127.0.0.2", hole.port)
+    server = await asyncio.start_server(wake_and_abort, "127.0.0.2", hanging.port)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
-    tls = client_context(authority.meeting())
+    tls = client_context(authority.worker_tls())
     try:
         async with asyncio.timeout(10):
-            transport, _ = await connect(asyncio.Protocol, "w0.test", hole.port, tls)
+            transport, _ = await connect(asyncio.Protocol, "w0.test", hanging.port, tls)
     finally:
         server.close()
     assert transport.get_extra_info("peername")[0] == "127.0.0.1"
     transport.close()
 
 
-async def test_each_address_has_its_scope(
+async def test_address_scope_is_used(
     resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met: list[tuple[object, ...]] = []
+    addresses: list[tuple[object, ...]] = []
 
     class Refused(socket.socket):
         def connect(self, address: tuple[object, ...]) -> None:  # type: ignore[override]
-            met.append(address)
+            addresses.append(address)
             raise ConnectionRefusedError
 
     monkeypatch.setattr(resolver_module.socket, "socket", Refused)
@@ -338,19 +342,19 @@ async def test_each_address_has_its_scope(
     with pytest.raises(OSError, match="; "):
         async with asyncio.timeout(10):
             await connect(asyncio.Protocol, "w0.test", 9, None)
-    assert met[0] == ("fe80::1", 9, 0, 1)
+    assert addresses[0] == ("fe80::1", 9, 0, 1)
 
 
-async def test_a_worker_that_moved_is_found(resolver: FakeResolver, worker: FakeWorker) -> None:
+async def test_moved_worker_is_found(resolver: FakeResolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2",)
-    with closing(HttpClient(f"http://w0.test:{port_of(worker)}", None, None)) as asker:
+    with closing(HttpClient(f"http://w0.test:{port_of(worker)}", None, None)) as client:
         with pytest.raises(ConnectionRefusedError):
-            await asker.get("/health", MOST)
+            await client.get("/health", MAX_BYTES)
         resolver.known["w0.test"] = ("127.0.0.1",)
-        assert (await asker.get("/health", MOST))[0] == 200
+        assert (await client.get("/health", MAX_BYTES))[0] == 200
 
 
-async def test_one_on_ipv6(resolver: FakeResolver) -> None:
+async def test_connect_over_ipv6(resolver: FakeResolver) -> None:
     try:
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "::1", 0)
     except OSError:
@@ -365,18 +369,18 @@ async def test_one_on_ipv6(resolver: FakeResolver) -> None:
 
 
 @pytest.mark.parametrize("before", [(), ("127.0.0.2",)], ids=["one", "two"])
-async def test_certificates_are_for_names(
+async def test_certificate_is_verified_by_name(
     resolver: FakeResolver, tmp_path: Path, before: Addresses
 ) -> None:
     authority = Authority(tmp_path)
-    met = client_context(authority.meeting())
+    context = client_context(authority.worker_tls())
     addresses = (*before, "127.0.0.1")
     resolver.known |= {"w0.test": addresses, "w1.test": addresses}
     fake = FakeWorker()
     fake.tls = server_context(authority.port("w0", host="w0.test"))
     await fake.listen()
-    transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(fake), met)
+    transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(fake), context)
     transport.close()
     with pytest.raises(OSError, match="certificate"):
-        await connect(asyncio.Protocol, "w1.test", port_of(fake), met)
+        await connect(asyncio.Protocol, "w1.test", port_of(fake), context)
     await fake.stop()

@@ -1,4 +1,4 @@
-"""The files that make TLS: what is wrong with them, and that new ones are taken."""
+"""TLS settings: invalid files and renewal."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """Make one."""
+    """Return a certificate authority."""
     return Authority(tmp_path / "certificates")
 
 
-def wrong(config: TlsConfig | WorkerTlsConfig) -> tuple[str, str]:
-    """Return which field is complained of, and how."""
+def error_of(config: TlsConfig | WorkerTlsConfig) -> tuple[str, str]:
+    """Return the field and message of the error for these settings."""
     make = server_context if isinstance(config, TlsConfig) else client_context
     with pytest.raises(TlsError) as caught:
         make(config)  # type: ignore[operator]
@@ -49,16 +49,16 @@ def wrong(config: TlsConfig | WorkerTlsConfig) -> tuple[str, str]:
     return caught.value.field, caught.value.why
 
 
-def test_files_that_are_not_there(authority: Authority, tmp_path: Path) -> None:
+def test_missing_files_are_reported(authority: Authority, tmp_path: Path) -> None:
     good = authority.port("a", clients=True)
     for field in ("cert_file", "key_file", "client_ca_file"):
-        found = wrong(good.model_copy(update={field: tmp_path / "none"}))
+        found = error_of(good.model_copy(update={field: tmp_path / "none"}))
         assert found[0] == field
         assert "can't be read: No such file" in found[1]
-    assert wrong(WorkerTlsConfig(ca_file=tmp_path / "none"))[0] == "ca_file"
+    assert error_of(WorkerTlsConfig(ca_file=tmp_path / "none"))[0] == "ca_file"
 
 
-def test_files_that_are_something_else(authority: Authority, tmp_path: Path) -> None:
+def test_malformed_files_are_reported(authority: Authority, tmp_path: Path) -> None:
     good = authority.port("a", clients=True)
     junk = tmp_path / "junk"
     for content in (
@@ -68,18 +68,18 @@ def test_files_that_are_something_else(authority: Authority, tmp_path: Path) -> 
     ):
         junk.write_bytes(content)
         for field in ("cert_file", "key_file", "client_ca_file"):
-            found = wrong(good.model_copy(update={field: junk}))
+            found = error_of(good.model_copy(update={field: junk}))
             assert found[0] == field
             assert "in PEM" in found[1]
 
 
-def test_a_key_of_another_certificate(authority: Authority) -> None:
+def test_key_of_another_certificate_is_reported(authority: Authority) -> None:
     one, two = authority.port("one"), authority.port("two")
     mixed = one.model_copy(update={"key_file": two.key_file})
-    assert "does not match the certificate" in wrong(mixed)[1]
+    assert "does not match the certificate" in error_of(mixed)[1]
 
 
-def test_a_key_with_a_password(authority: Authority) -> None:
+def test_encrypted_key_is_reported(authority: Authority) -> None:
     config = authority.port("a")
     key = serialization.load_pem_private_key(config.key_file.read_bytes(), None)
     config.key_file.write_bytes(
@@ -89,71 +89,71 @@ def test_a_key_with_a_password(authority: Authority) -> None:
             serialization.BestAvailableEncryption(b"secret"),
         )
     )
-    assert wrong(config) == (
+    assert error_of(config) == (
         "key_file",
         f"{str(config.key_file)!r}: is encrypted; give the key without a password",
     )
 
 
-def test_old_tls_is_not_spoken_and_everything_is_verified(authority: Authority) -> None:
-    for context in (server_context(authority.port("a")), client_context(authority.meeting())):
+def test_contexts_require_tls_1_2_and_verify_peers(authority: Authority) -> None:
+    for context in (server_context(authority.port("a")), client_context(authority.worker_tls())):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert server_context(authority.port("a", clients=True)).verify_mode is ssl.CERT_REQUIRED
-    for config in (WorkerTlsConfig(), authority.meeting(verify_hostname=False)):
+    for config in (WorkerTlsConfig(), authority.worker_tls(verify_hostname=False)):
         assert client_context(config).verify_mode is ssl.CERT_REQUIRED
         assert client_context(config).check_hostname is config.verify_hostname
 
 
-def test_failed_renewals_are_kept_out(
+def test_failed_renewal_keeps_the_certificate(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = authority.port("a")
-    shown = ServedContext(config)
+    served = ServedContext(config)
     other = authority.issue("b")
-    shutil.copy(other[0], config.cert_file)  # its key is yet to come
-    shown.renew(config)
+    shutil.copy(other[0], config.cert_file)  # before its key
+    served.renew(config)
     assert "the previous certificate stays" in caplog.text
     caplog.clear()
     shutil.copy(other[1], config.key_file)
-    shown.renew(config)
+    served.renew(config)
     assert not caplog.text
 
 
-def test_what_workers_are_met_with_is_read_again_when_it_changes(authority: Authority) -> None:
-    config = authority.meeting("to-worker")
+def test_changed_files_of_worker_tls_are_read_again(authority: Authority) -> None:
+    config = authority.worker_tls("to-worker")
     first = to_worker(config)
     assert first is not None
     assert to_worker(config) is first
     assert config.key_file is not None
     before = config.key_file.read_bytes()
     touch(config.key_file, b"half a k")
-    assert to_worker(config) is first  # what was good stays
+    assert to_worker(config) is first  # the last valid context stays
     touch(config.key_file, before)
     assert to_worker(config) not in (None, first)
     assert to_worker(None) is None
 
 
 def touch(path: Path, content: bytes) -> None:
-    """Write a file so that its date differs for certain."""
-    then = path.stat().st_mtime_ns
+    """Write a file with a changed modification time."""
+    before = path.stat().st_mtime_ns
     path.write_bytes(content)
-    os.utime(path, ns=(then + 1_000_000, then + 1_000_000))
+    os.utime(path, ns=(before + 1_000_000, before + 1_000_000))
 
 
-def fleet(text: str) -> FleetConfig:
-    """Read a fleet file."""
+def parse_fleet(text: str) -> FleetConfig:
+    """Parse a fleet file."""
     return parse(text, "f")
 
 
-def test_how_a_worker_is_met() -> None:
-    config = fleet(
+def test_worker_tls_is_merged() -> None:
+    config = parse_fleet(
         "model: m\nworker_tls: {ca_file: /a}\nworkers:\n"
         "- {name: a, url: 'http://h:1'}\n- {name: b, url: 'https://h'}\n"
         "- {name: c, url: 'https://h:2', tls: {ca_file: /c}}\n"
         "- {name: d, url: 'https://h:3', tls: {}}\n"
     )
-    met = [config.tls_of(worker) for worker in config.workers]
-    assert [each and str(each.ca_file) for each in met] == [None, "/a", "/c", "/a"]
+    merged = [config.tls_of(worker) for worker in config.workers]
+    assert [tls and str(tls.ca_file) for tls in merged] == [None, "/a", "/c", "/a"]
     assert config.workers[1].address == ("h", 443)
 
 
@@ -176,12 +176,12 @@ def test_how_a_worker_is_met() -> None:
         ),
     ],
 )
-def test_what_contradicts_itself(worker: str, more: str, message: str) -> None:
+def test_contradicting_tls_settings_are_refused(worker: str, more: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        fleet(f"model: m\nworkers: [{{name: a, {worker}}}]\n{more}\n")
+        parse_fleet(f"model: m\nworkers: [{{name: a, {worker}}}]\n{more}\n")
 
 
-def test_check_says_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_all_tls_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
         "model: m\nworkers: [{name: a, url: 'https://h:1', tls: {ca_file: /no/ca}}]\n"
@@ -204,16 +204,16 @@ def test_check_says_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("/no/") == 5
 
 
-async def test_a_whole_router_with_tls_everywhere(
+async def test_router_with_tls_on_all_connections(
     authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = FakeWorker("a")
     fake.tls = server_context(authority.port("worker", clients=True))
     await fake.listen()
-    port, met = authority.port("router"), authority.meeting("to-worker")
+    port, settings = authority.port("router"), authority.worker_tls("to-worker")
     tls = json.dumps({"cert_file": str(port.cert_file), "key_file": str(port.key_file)})
     worker_tls = json.dumps(
-        {k: str(v) for k, v in met.model_dump(exclude={"verify_hostname"}).items()}
+        {k: str(v) for k, v in settings.model_dump(exclude={"verify_hostname"}).items()}
     )
     source = tmp_path / "fleet.yaml"
     source.write_text(
@@ -223,19 +223,21 @@ async def test_a_whole_router_with_tls_everywhere(
     )
     app = App(load(source), source)
     await app.start()
-    await wait_until_up(app, "a")  # probed over TLS, with our certificate
+    await wait_until_up(app, "a")  # probed with the router's certificate
     assert app.url.startswith("https://127.0.0.1:")
-    question = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     connector = aiohttp.TCPConnector(ssl=authority.client())
     async with aiohttp.ClientSession(connector=connector) as session:
-        async with session.post(f"{app.url}/v1/chat/completions", json=question) as answer:
+        async with session.post(f"{app.url}/v1/chat/completions", json=body) as answer:
             assert answer.status == 200
         async with session.get(f"{app.admin_url}/admin/workers") as answer:
-            assert [(each["name"], each["state"]) for each in await answer.json()] == [("a", "up")]
+            assert [(worker["name"], worker["state"]) for worker in await answer.json()] == [
+                ("a", "up")
+            ]
         async with session.get(f"{app.url}/metrics") as answer:
             assert answer.status == 200
-    asked = ["explain", str(source), "--prompt-tokens", "9", "--live", app.admin_url]
-    assert await asyncio.to_thread(main, asked) == 0
+    status_with_key_of = ["explain", str(source), "--prompt-tokens", "9", "--live", app.admin_url]
+    assert await asyncio.to_thread(main, status_with_key_of) == 0
     assert capsys.readouterr().out.startswith("a: ")
     old = port.cert_file.read_bytes()
     authority.issue("router")
@@ -253,8 +255,8 @@ async def test_a_whole_router_with_tls_everywhere(
     await fake.stop()
 
 
-class Moving:
-    """A router whose certificates and operator's key lie in one place, then in another."""
+class MovedFiles:
+    """A router whose certificates and admin key move to other files."""
 
     def __init__(self, authority: Authority, folder: Path, url: str) -> None:
         self.authority = authority
@@ -264,45 +266,45 @@ class Moving:
         self.write("first")
         self.app = App(load(self.source), self.source)
 
-    def write(self, place: str, *, tls: bool = True, workers: str = "a") -> None:
-        """Make certificates and a key there, and a fleet file that names them."""
-        port = self.authority.port(place)
-        (self.folder / f"{place}.admin").write_text(self.key(place))
-        shown = {"cert_file": str(port.cert_file), "key_file": str(port.key_file)}
-        block = {"tls": shown} if tls else {}
-        admin = {"port": 0, "key_file": str(self.folder / f"{place}.admin"), **block}
+    def write(self, name: str, *, tls: bool = True, workers: str = "a") -> None:
+        """Write certificates, an admin key and a fleet file with their paths."""
+        port = self.authority.port(name)
+        (self.folder / f"{name}.admin").write_text(self.key(name))
+        served = {"cert_file": str(port.cert_file), "key_file": str(port.key_file)}
+        block = {"tls": served} if tls else {}
+        admin = {"port": 0, "key_file": str(self.folder / f"{name}.admin"), **block}
         router = {"port": 0, "probe": {"interval_s": 0.05}, "admin": admin, **block}
         self.source.write_text(
             f"model: tiny\nworkers: [{{name: {workers}, url: '{self.url}'}}]\n"
             f"router: {json.dumps(router)}\n"
         )
 
-    def key(self, place: str) -> str:
-        """Return the operator's key of that place."""
-        return f"{place}-{'k' * 32}"
+    def key(self, name: str) -> str:
+        """Return the admin key of these files."""
+        return f"{name}-{'k' * 32}"
 
-    def forget(self, place: str) -> None:
-        """Have nothing there any more."""
-        for path in (f"certificates/{place}.pem", f"certificates/{place}.key", f"{place}.admin"):
+    def delete(self, name: str) -> None:
+        """Delete these files."""
+        for path in (f"certificates/{name}.pem", f"certificates/{name}.key", f"{name}.admin"):
             (self.folder / path).unlink()
 
-    async def shows(self, url: str) -> int:
-        """Return the number of the certificate that a port shows."""
+    async def serial_of_port(self, url: str) -> int:
+        """Return the serial number of a port's certificate."""
         host, port = url.removeprefix("https://").split(":")
         _, writer = await asyncio.open_connection(host, int(port), ssl=self.authority.client())
         number = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
         writer.close()
         return int(number, 16)
 
-    def number(self, place: str) -> int:
-        """Return the number of the certificate of that place."""
-        path = self.folder / f"certificates/{place}.pem"
+    def serial_of_file(self, name: str) -> int:
+        """Return the serial number of a certificate file."""
+        path = self.folder / f"certificates/{name}.pem"
         return x509.load_pem_x509_certificate(path.read_bytes()).serial_number
 
-    async def asked(self, place: str) -> int:
-        """Ask the admin API with the key of that place; return the status."""
+    async def status_with_key_of(self, name: str) -> int:
+        """Send an admin request with the key of these files; return its status."""
         connector = aiohttp.TCPConnector(ssl=self.authority.client())
-        headers = {"Authorization": f"Bearer {self.key(place)}"}
+        headers = {"Authorization": f"Bearer {self.key(name)}"}
         async with (
             aiohttp.ClientSession(connector=connector) as session,
             session.get(f"{self.app.admin_url}/admin/workers", headers=headers) as answer,
@@ -311,56 +313,56 @@ class Moving:
 
 
 @pytest.fixture
-async def moving(authority: Authority, tmp_path: Path) -> AsyncIterator[Moving]:
-    """Start one."""
+async def moved(authority: Authority, tmp_path: Path) -> AsyncIterator[MovedFiles]:
+    """Start the router."""
     fake = FakeWorker("a")
     await fake.listen()
-    moving = Moving(authority, tmp_path, fake.url)
-    await moving.app.start()
-    yield moving
-    await moving.app.stop()
+    moved = MovedFiles(authority, tmp_path, fake.url)
+    await moved.app.start()
+    yield moved
+    await moved.app.stop()
     await fake.stop()
 
 
-async def test_certificates_and_the_operators_key_may_move(moving: Moving) -> None:
-    app = moving.app
-    assert [await moving.asked(place) for place in ("first", "second")] == [200, 401]
-    moving.write("second")
-    moving.forget("first")
+async def test_certificates_and_admin_key_may_move(moved: MovedFiles) -> None:
+    app = moved.app
+    assert [await moved.status_with_key_of(name) for name in ("first", "second")] == [200, 401]
+    moved.write("second")
+    moved.delete("first")
     assert await app.reload() == []
     for url in (app.url, app.admin_url):
-        assert await moving.shows(url) == moving.number("second")
-    assert [await moving.asked(place) for place in ("first", "second")] == [401, 200]
-    (moving.folder / "second.admin").write_text("short")
+        assert await moved.serial_of_port(url) == moved.serial_of_file("second")
+    assert [await moved.status_with_key_of(name) for name in ("first", "second")] == [401, 200]
+    (moved.folder / "second.admin").write_text("short")
     with pytest.raises(ConfigError, match="16 to 512"):
         await app.reload()
-    assert await moving.asked("second") == 200
-    (moving.folder / "second.admin").unlink()
+    assert await moved.status_with_key_of("second") == 200
+    (moved.folder / "second.admin").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
-        await App(load(moving.source), moving.source).start()
+        await App(load(moved.source), moved.source).start()
 
 
-async def test_tls_goes_only_with_a_restart(
-    moving: Moving, caplog: pytest.LogCaptureFixture
+async def test_removing_tls_needs_a_restart(
+    moved: MovedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether TLS is spoken takes a restart; until then what was shown last goes on."""
-    before = moving.number("first")
-    moving.write("second", tls=False, workers="b")
-    moving.forget("first")
-    assert await moving.app.reload() == ["router.tls", "router.admin"]
+    """Until then, the last certificate is used."""
+    before = moved.serial_of_file("first")
+    moved.write("second", tls=False, workers="b")
+    moved.delete("first")
+    assert await moved.app.reload() == ["router.tls", "router.admin"]
     assert "the previous certificate stays" in caplog.text
-    assert [worker.name for worker in moving.app.fleet.roster] == ["b"]
-    assert await moving.shows(moving.app.url) == before
-    assert await moving.asked("second") == 200
+    assert [worker.name for worker in moved.app.fleet] == ["b"]
+    assert await moved.serial_of_port(moved.app.url) == before
+    assert await moved.status_with_key_of("second") == 200
 
 
-async def test_another_process_begins_as_the_others_are(moving: Moving) -> None:
-    """It is told of the first file too, which may name what is there no longer."""
-    first = moving.app.config
-    moving.write("second", workers="b")
-    moving.forget("first")
-    await moving.app.reload()
-    another = App(moving.app.config, moving.source, started_with=first)
+async def test_new_process_uses_the_reloaded_config(moved: MovedFiles) -> None:
+    """The first fleet file may name files that are gone."""
+    first = moved.app.config
+    moved.write("second", workers="b")
+    moved.delete("first")
+    await moved.app.reload()
+    another = App(moved.app.config, moved.source, started_with=first)
     assert [worker.name for worker in another.fleet.roster] == ["b"]
     assert another.wire.tls is not None
     assert await another.reload() == []

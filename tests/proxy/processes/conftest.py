@@ -1,4 +1,4 @@
-"""Tables are given back."""
+"""Virtual groups, closed at the end of a test."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from proxy.core.model.specs import WorkerSpec
-from tests.proxy.processes.making import Crew
+from tests.proxy.processes.virtual_group import VirtualGroup
 
 
 @pytest.fixture
-def crews() -> Iterator[Callable[..., Crew]]:
-    """Make crews."""
-    made: list[Crew] = []
+def make_group() -> Iterator[Callable[..., VirtualGroup]]:
+    """Return a function that makes virtual groups."""
+    groups: list[VirtualGroup] = []
 
-    def make(size: int, *specs: WorkerSpec, **settings: object) -> Crew:
-        made.append(Crew(size, *specs, **settings))
-        return made[-1]
+    def make(size: int, *specs: WorkerSpec, **settings: object) -> VirtualGroup:
+        groups.append(VirtualGroup(size, *specs, **settings))
+        return groups[-1]
 
     yield make
-    for crew in made:
-        crew.table.close()
+    for group in groups:
+        group.table.close()

@@ -1,4 +1,4 @@
-"""Hand-overs of a router of several processes: what one does, all know."""
+"""Hand-overs of a router of several processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.processes.crew import DEADLINE_S, Crew
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup
 from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.pairs import chat_body, expected, words
@@ -17,8 +17,8 @@ from tests.proxy.wire.raw_client import request
 ROLES = {"p": "prefill", "d": "decode"}
 
 
-class Sides(Crew):
-    """A router before a prefill and a decode worker, by which all is handed over."""
+class HandoverGroup(RouterGroup):
+    """A router before a prefill worker and a decode worker."""
 
     def write(self, *workers: str, routing: str = "{disaggregate_above: 1}") -> None:
         """Write the fleet file."""
@@ -35,31 +35,33 @@ class Sides(Crew):
 
 
 @pytest.fixture
-async def sides(tmp_path: Path) -> AsyncIterator[tuple[Sides, dict[str, FakeWorker], Kv]]:
-    """Start it, and wait until the two are connected."""
-    crew, kv = await asyncio.to_thread(Sides, tmp_path, [*ROLES]), Kv()
+async def handover_group(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[HandoverGroup, dict[str, FakeWorker], Kv]]:
+    """Start the router; wait until the link is ready."""
+    group, kv = await asyncio.to_thread(HandoverGroup, tmp_path, [*ROLES]), Kv()
     fakes = {name: FakeWorker(name) for name in ROLES}
     try:
         for name, fake in fakes.items():
-            fake.port = crew.ports[name]
+            fake.port = group.ports[name]
             fake.always(kv.worker(fake, ROLES[name]))
             await fake.listen()
-        await asyncio.to_thread(crew.says, "transfers from p to d: ready")
-        yield crew, fakes, kv
+        await asyncio.to_thread(group.wait_for_line, "transfers from p to d: ready")
+        yield group, fakes, kv
     finally:
-        await asyncio.to_thread(crew.close)
+        await asyncio.to_thread(group.close)
         for fake in fakes.values():
             await fake.stop()
     assert kv.faults == []
     assert kv.held == []
 
 
-async def test_all_hand_over_and_know_held_blocks(
-    sides: tuple[Sides, dict[str, FakeWorker], Kv],
+async def test_all_processes_hand_over_and_know_held_blocks(
+    handover_group: tuple[HandoverGroup, dict[str, FakeWorker], Kv],
 ) -> None:
-    crew, fakes, kv = sides
-    clients = (await crew.each()).values()
-    for client in clients:  # each is told of the connection soon after it is made
+    group, fakes, kv = handover_group
+    clients = (await group.connect_to_each()).values()
+    for client in clients:  # the processes learn of the link one after the other
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 body = chat_body()
@@ -70,21 +72,23 @@ async def test_all_hand_over_and_know_held_blocks(
     rest = asyncio.Event()
     usual = fakes["d"].script_for
 
-    async def slowly(call: Call) -> None:
+    async def decode_later(call: Call) -> None:
         await rest.wait()
         await usual(call)(call)
 
-    fakes["d"].then(slowly, slowly)
+    fakes["d"].then(decode_later, decode_later)
     bodies = [chat_body() for _ in clients]
     for client, body in zip(clients, bodies, strict=True):
         await client.send(request(body))
-    await crew.until(lambda found: found["p"]["held"] == len(bodies))
-    await crew.ask_admin("/workers/p/drain", "POST")
-    await crew.until(lambda found: found["p"]["state"] == "draining")
+    await group.wait_until(lambda found: found["p"]["held"] == len(bodies))
+    await group.admin_request("/workers/p/drain", "POST")
+    await group.wait_until(lambda found: found["p"]["state"] == "draining")
     rest.set()
     for client, body in zip(clients, bodies, strict=True):
         assert words(await client.answer()) == expected(body)
-    await crew.until(lambda found: found["p"]["held"] == 0 and found["p"]["state"] == "drained")
+    await group.wait_until(
+        lambda found: found["p"]["held"] == 0 and found["p"]["state"] == "drained"
+    )
     for client in clients:
         client.close()
-    assert {each.end for each in kv.pinned} == {"read"}
+    assert {blocks.end for blocks in kv.pinned} == {"read"}

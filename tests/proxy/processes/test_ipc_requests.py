@@ -1,4 +1,4 @@
-"""What a supervisor asks its processes."""
+"""Questions of the supervisor to its processes."""
 
 from __future__ import annotations
 
@@ -19,94 +19,94 @@ from tests.proxy.processes.test_metrics_totals import summed
 from tests.proxy.wire.site import eventually
 
 
-class Asked:
-    """Processes that hear what they are asked."""
+class RecordingChildren:
+    """Processes that record their messages."""
 
     def __init__(self, *indices: int) -> None:
-        self.heard: list[tuple[int, Any]] = []
+        self.messages: list[tuple[int, Any]] = []
         self.children = [self._child(index) for index in indices]
 
     def _child(self, index: int) -> Child:
-        channel = SimpleNamespace(send=lambda message: self.heard.append((index, message)))
+        channel = SimpleNamespace(send=lambda message: self.messages.append((index, message)))
         return cast("Child", SimpleNamespace(index=index, channel=channel))
 
-    async def under_way(
+    async def start(
         self, questions: PendingQuestions, number: int = 77
     ) -> asyncio.Task[dict[int, Any]]:
-        """Put one to all."""
-        putting = asyncio.create_task(
+        """Put a question to all processes."""
+        asking = asyncio.create_task(
             questions.put(IpcQuestion(number, "page", True), self.children)
         )
-        await eventually(lambda: len(self.heard) >= len(self.children))
-        return putting
+        await eventually(lambda: len(self.messages) >= len(self.children))
+        return asking
 
 
-async def test_answers_come_in_the_order_of_who_was_asked() -> None:
-    questions, asked = PendingQuestions(), Asked(2, 0, 1)
-    putting = await asked.under_way(questions)
-    (number,) = {message.number for _, message in asked.heard}
-    assert all((m.what, m.given) == ("page", True) for _, m in asked.heard)
+async def test_answers_are_in_the_order_of_processes() -> None:
+    questions, children = PendingQuestions(), RecordingChildren(2, 0, 1)
+    asking = await children.start(questions)
+    (number,) = {message.number for _, message in children.messages}
+    assert all((m.what, m.given) == ("page", True) for _, m in children.messages)
     for index in range(3):
         questions.answered(index, number, f"of {index}")
-    assert list((await putting).items()) == [(2, "of 2"), (0, "of 0"), (1, "of 1")]
+    assert list((await asking).items()) == [(2, "of 2"), (0, "of 0"), (1, "of 1")]
 
 
-async def test_questions_at_once_are_told_apart() -> None:
-    questions, first, second = PendingQuestions(), Asked(0), Asked(0)
-    one, other = await first.under_way(questions, 1), await second.under_way(questions, 2)
-    questions.answered(0, second.heard[0][1].number, "second")
-    questions.answered(0, first.heard[0][1].number, "first")
+async def test_concurrent_questions_are_distinguished() -> None:
+    questions, first, second = PendingQuestions(), RecordingChildren(0), RecordingChildren(0)
+    one, other = await first.start(questions, 1), await second.start(questions, 2)
+    questions.answered(0, second.messages[0][1].number, "second")
+    questions.answered(0, first.messages[0][1].number, "first")
     assert (await one, await other) == ({0: "first"}, {0: "second"})
 
 
-async def test_nobody_waits_for_one_that_is_no_more() -> None:
-    questions, asked = PendingQuestions(), Asked(0, 1)
-    putting = await asked.under_way(questions)
-    questions.answered(1, asked.heard[0][1].number, "here")
+async def test_question_ends_when_a_process_is_gone() -> None:
+    questions, children = PendingQuestions(), RecordingChildren(0, 1)
+    asking = await children.start(questions)
+    questions.answered(1, children.messages[0][1].number, "here")
     questions.gone(0)
-    assert await putting == {1: "here"}
+    assert await asking == {1: "here"}
 
 
-async def test_nobody_waits_for_one_that_has_no_answer() -> None:
-    questions, asked = PendingQuestions(), Asked(0, 1)
-    putting = await asked.under_way(questions)
+async def test_question_ends_when_a_process_cannot_answer() -> None:
+    questions, children = PendingQuestions(), RecordingChildren(0, 1)
+    asking = await children.start(questions)
     questions.unanswered(0, 77)
     questions.answered(1, 77, "here")
-    assert await asyncio.wait_for(putting, 1.0) == {1: "here"}
-    questions.unanswered(0, 77)  # of which nobody waits any more
+    assert await asyncio.wait_for(asking, 1.0) == {1: "here"}
+    questions.unanswered(0, 77)  # after the end of the question
 
 
-async def test_what_one_said_who_is_no_more_is_not_taken() -> None:
-    """Its counts are in the past's by then: with its answer they would count twice."""
-    questions, asked, totals = PendingQuestions(), Asked(0, 1), MetricsTotals()
+async def test_answer_of_a_dead_process_is_dropped() -> None:
+    """The totals already contain its counts."""
+    questions, children, totals = PendingQuestions(), RecordingChildren(0, 1), MetricsTotals()
     pages = {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)}
     summed(totals, pages)
-    putting = await asked.under_way(questions)
-    number = asked.heard[0][1].number
+    asking = await children.start(questions)
+    number = children.messages[0][1].number
     questions.answered(1, number, pages[1])
     totals.gone(1)
     questions.gone(1)
     questions.answered(0, number, pages[0])
-    assert summed(totals, await putting)['proxy_requests_total{worker="a"}'] == "3"
+    assert summed(totals, await asking)['proxy_requests_total{worker="a"}'] == "3"
 
 
-async def test_who_is_late_is_left_out_and_named(
+async def test_late_process_is_left_out_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
-    questions, asked = PendingQuestions(), Asked(0, 1, 2)
+    questions, children = PendingQuestions(), RecordingChildren(0, 1, 2)
     number = 77
 
-    def answers(_: Any) -> None:
+    def answer_in_time(_: Any) -> None:
         questions.answered(1, number, "in time")
 
-    asked.children[1].channel = cast("Any", SimpleNamespace(send=answers))
+    children.children[1].channel = cast("Any", SimpleNamespace(send=answer_in_time))
     with caplog.at_level(logging.WARNING):
-        found = await questions.put(IpcQuestion(number, "page", True), asked.children)
+        found = await questions.put(IpcQuestion(number, "page", True), children.children)
     assert found == {1: "in time"}
     assert "no answer from process 0, 2" in caplog.text
-    questions.answered(0, number, "too late")  # and is heard by nobody
+    questions.answered(0, number, "too late")  # no effect
 
 
-async def test_of_nobody_nothing_is_waited_for() -> None:
+async def test_question_to_no_process_returns_at_once() -> None:
     assert await PendingQuestions().put(IpcQuestion(1, "page"), []) == {}

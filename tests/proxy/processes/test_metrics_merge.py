@@ -20,9 +20,9 @@ from tests.proxy.core.making import router_of, spec
 from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, written
 
-# What every process says alike; the leader's word is shown. A new gauge belongs here, or among
-# those that add up.
-ALIKE = {
+# Gauges that are equal in all processes; the leader's value is shown. A new gauge belongs here or
+# in `SUMMED`.
+EQUAL = {
     "proxy_build_info",
     "proxy_bytes_per_token",
     "proxy_discovery_up",
@@ -39,21 +39,21 @@ BYTES = Family("proxy_transfer_bytes", "counter", "Bytes that workers tell.", ("
 
 
 def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -> str:
-    """Write what one process would."""
-    found = MetricsPage(openmetrics=False)
-    found.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
-    found.values(INFLIGHT, [(("a",), inflight)])
-    found.values(CLIENTS, [((), clients)])
+    """Return the metrics page of one process."""
+    metrics_page = MetricsPage(openmetrics=False)
+    metrics_page.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
+    metrics_page.values(INFLIGHT, [(("a",), inflight)])
+    metrics_page.values(CLIENTS, [((), clients)])
     seen = Histogram((0.1, 1.0))
     for time in times:
         seen.observe(time)
-    found.histograms(TIMES, [(("short",), seen)])
-    found.values(BYTES, [(("a",), 1e12)])
-    return written(found)
+    metrics_page.histograms(TIMES, [(("short",), seen)])
+    metrics_page.values(BYTES, [(("a",), 1e12)])
+    return written(metrics_page)
 
 
 def sums(*texts: str) -> dict[str, float]:
-    """Add pages up, and read the sum as Prometheus would."""
+    """Add pages, and return the samples of the sum."""
     total = metrics_merge.add_up(map(metrics_merge.read, texts))
     text = metrics_merge.write(total, openmetrics=False)[0].decode()
     return {
@@ -63,7 +63,7 @@ def sums(*texts: str) -> dict[str, float]:
     }
 
 
-def test_what_each_has_a_part_of_adds_up() -> None:
+def test_counters_gauges_and_histograms_add_up() -> None:
     found = sums(page({"a": 3}, 2, 5, 0.05, 0.5), page({"a": 4, "b": 1}, 2, 6, 0.05, 3.0))
     assert found["proxy_requests_totala"] == 7
     assert found["proxy_requests_totalb"] == 1
@@ -74,12 +74,12 @@ def test_what_each_has_a_part_of_adds_up() -> None:
     assert found["proxy_ttft_seconds_sumshort"] == pytest.approx(3.6)
 
 
-def test_a_name_may_be_any_text() -> None:
+def test_label_value_may_be_any_text() -> None:
     name = 'a b} 7\\"\u2028\x85\x0c\r\n# '
     assert sums(page({name: 3}, 0, 0), page({name: 4}, 0, 0))[f"proxy_requests_total{name}"] == 7
 
 
-def test_processes_and_the_files_they_may_open_are_counted_together() -> None:
+def test_processes_and_descriptors_add_up() -> None:
     text = scraped(Metrics(router_of(spec("a"))))
     found, alone = sums(text, text), sums(text)
     assert found["proxy_processes"] == 2
@@ -87,13 +87,13 @@ def test_processes_and_the_files_they_may_open_are_counted_together() -> None:
     assert found["process_open_fds"] == 2 * alone["process_open_fds"]
 
 
-def test_what_all_know_alike_is_the_leaders_word() -> None:
+def test_equal_gauges_show_the_leaders_value() -> None:
     found = sums(page({}, 2, 0), page({}, 3, 0))
     assert found["proxy_worker_inflight_requestsa"] == 2
     assert found["proxy_transfer_bytes_totala"] == 1e12
 
 
-def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
+def test_dead_processes_keep_counts_but_no_gauges() -> None:
     past = metrics_merge.permanent(metrics_merge.read(page({"a": 3}, 2, 5, 0.5)))
     total = metrics_merge.add_up(
         [metrics_merge.read(page({"a": 1}, 1, 1)), past, metrics_merge.permanent(past)]
@@ -103,7 +103,7 @@ def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
     assert set(past) == {"proxy_requests_total", "proxy_ttft_seconds"}
 
 
-def test_one_page_alone_is_as_it_was() -> None:
+def test_single_page_is_unchanged() -> None:
     router = router_of(spec("a"), spec('b"\\\n'))
     metrics = Metrics(router)
     metrics.request_done(finished(model="m", worker="a", ttft_s=0.1, placed_s=0.0))
@@ -113,35 +113,35 @@ def test_one_page_alone_is_as_it_was() -> None:
             metrics_merge.read(scraped(metrics)), openmetrics=openmetrics
         )
         assert kind == (OPENMETRICS if openmetrics else TEXT)
-        found, wanted = ([*parse(each)] for each in (again.decode(), text))
+        found, wanted = ([*parse(lines)] for lines in (again.decode(), text))
         assert [family for family in found if not family.name.startswith("process_")] == [
             family for family in wanted if not family.name.startswith("process_")
         ]
         assert len(found) == len(wanted)
 
 
-def test_a_breaker_has_the_state_that_the_leader_knows() -> None:
-    """Or a worker would have two for a moment, or still one that the leader saw close."""
+def test_breaker_state_is_the_leaders() -> None:
+    """Otherwise a worker could briefly have two states."""
     states = Family("proxy_worker_breaker_state", "gauge", "How it is.", ("worker", "state"))
 
-    def told(*rows: tuple[str, str]) -> str:
+    def page_of(*rows: tuple[str, str]) -> str:
         found = MetricsPage(openmetrics=False)
         found.values(states, ((row, 1) for row in rows))
         return written(found)
 
-    late = told(("a", "open"), ("b", "open"))
-    assert sums(told(("a", "half_open")), late) == {"proxy_worker_breaker_stateahalf_open": 1}
-    assert sums(told(), late) == {}
+    late = page_of(("a", "open"), ("b", "open"))
+    assert sums(page_of(("a", "half_open")), late) == {"proxy_worker_breaker_stateahalf_open": 1}
+    assert sums(page_of(), late) == {}
 
 
-def test_both_formats_can_be_read() -> None:
+def test_sum_can_be_written_as_openmetrics() -> None:
     total = metrics_merge.add_up([metrics_merge.read(page({"a": 3}, 2, 5, 0.05))] * 2)
     text = metrics_merge.write(total, openmetrics=True)[0].decode()
     names = {family.name for family in read_openmetrics(text)}
     assert {"proxy_requests", "proxy_ttft_seconds", "proxy_client_connections"} <= names
 
 
-def test_of_every_gauge_it_is_said_how_it_is_summed() -> None:
+def test_every_gauge_has_a_rule_for_its_sum() -> None:
     families = [
         found
         for module in pkgutil.iter_modules(proxy.metrics.__path__, "proxy.metrics.")
@@ -151,4 +151,4 @@ def test_of_every_gauge_it_is_said_how_it_is_summed() -> None:
     gauges = {family.name for family in families if family.kind == "gauge"}
     assert len(gauges) > 15
     of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
-    assert gauges - of_workers - metrics_merge.SUMMED - ALIKE == set()
+    assert gauges - of_workers - metrics_merge.SUMMED - EQUAL == set()

@@ -1,4 +1,4 @@
-"""The metrics of all processes together."""
+"""Totals of the metrics of all processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NUMBERS = count(1)
 
 
 def summed(totals: MetricsTotals, found: dict[int, str], number: int = 0) -> dict[str, str]:
-    """Add up what was said, and read the lines."""
+    """Return the samples of the totals of these pages."""
     number = number or next(NUMBERS)
     written, _ = totals.page(found, number=number, serving=2, restarts=4, openmetrics=False)
     lines = written.decode().splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
 
-def test_it_says_how_many_serve_and_began_again() -> None:
+def test_totals_show_processes_and_restarts() -> None:
     found = summed(MetricsTotals(), {0: page({"a": 1}, 1, 1)})
     assert float(found["proxy_processes"]) == 2
     assert float(found["proxy_process_restarts_total"]) == 4
 
 
-def test_one_that_is_late_counts_as_it_did_last() -> None:
+def test_late_process_counts_with_its_last_page() -> None:
     totals = MetricsTotals()
     summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
     found = summed(totals, {0: page({"a": 5}, 1, 1)})
@@ -39,7 +39,7 @@ def test_one_that_is_late_counts_as_it_did_last() -> None:
     assert float(found["proxy_client_connections"]) == 3
 
 
-def test_one_that_is_no_more_leaves_its_counts_and_no_gauges() -> None:
+def test_dead_process_keeps_counts_but_no_gauges() -> None:
     totals = MetricsTotals()
     summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
     totals.gone(1)
@@ -49,12 +49,12 @@ def test_one_that_is_no_more_leaves_its_counts_and_no_gauges() -> None:
 
 
 def process(*workers: str) -> Metrics:
-    """Make what a process counts that knows these workers."""
+    """Return the metrics of a process with these workers."""
     return Metrics(router_of(*map(spec, workers)))
 
 
 def serve(counts: Metrics, worker: str, times: int = 1) -> None:
-    """Count requests, a retry, a client that left and a bar of that worker's."""
+    """Count requests, a retry, a client that left and a bar of a worker."""
     for _ in range(times):
         counts.request_done(finished(model="m", worker=worker, ttft_s=0.1))
     counts.retried(worker, "reset")
@@ -62,76 +62,76 @@ def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     counts.handovers.barred(worker, "any")
 
 
-def told(counts: Metrics) -> str:
+def page_of(counts: Metrics) -> str:
     """Write its page."""
     return scraped(counts)
 
 
-def test_pods_that_come_and_go_leave_no_series_once_who_served_them_is_dead_too() -> None:
+def test_series_of_removed_workers_end_with_dead_processes() -> None:
     totals, before = MetricsTotals(), process("pod-1")
     for worker in ("pod-1", "none", "other"):
         serve(before, worker)
-    summed(totals, {0: told(before), 1: told(process("pod-1"))})
+    summed(totals, {0: page_of(before), 1: page_of(process("pod-1"))})
     totals.gone(0)
-    stays = summed(totals, {1: told(process("pod-1"))})
-    assert sum("pod-1" in series for series in stays) > 10
-    gone = summed(totals, {1: told(process("pod-2"))})
+    before_removal = summed(totals, {1: page_of(process("pod-1"))})
+    assert sum("pod-1" in series for series in before_removal) > 10
+    gone = summed(totals, {1: page_of(process("pod-2"))})
     assert not [series for series in gone if "pod-1" in series]
     for name in ('worker="none"', 'worker="other"'):
         kept = [series for series in gone if name in series]
         assert len(kept) > 10
-        assert kept == [series for series in stays if name in series]
+        assert kept == [series for series in before_removal if name in series]
     assert float(gone['proxy_ttft_seconds_count{pool="none",model="m",class="none"}']) == 3
 
 
-def test_a_worker_that_left_keeps_what_the_dead_counted_while_another_process_shows_it() -> None:
-    """The sum would fall, which is a restart to whoever reads it."""
+def test_counts_of_a_dead_process_stay_while_another_shows_the_worker() -> None:
+    """A lower sum would look like a restart."""
     totals, dead, alive = MetricsTotals(), process("pod-1"), process("pod-1")
     serve(dead, "pod-1", 100)
     serve(alive, "pod-1", 50)
-    summed(totals, {0: told(dead), 1: told(alive)})
+    summed(totals, {0: page_of(dead), 1: page_of(alive)})
     totals.gone(0)
     alive.router.fleet.roster.remove("pod-1")
     alive.router.fleet.roster.add(spec("pod-2"))
-    found = summed(totals, {1: told(alive)})
-    counted = [float(n) for s, n in found.items() if "requests_total" in s and "pod-1" in s]
-    assert counted == [150]
+    found = summed(totals, {1: page_of(alive)})
+    counts = [float(n) for s, n in found.items() if "requests_total" in s and "pod-1" in s]
+    assert counts == [150]
 
 
-def test_nothing_is_forgotten_while_nobody_knows_a_worker() -> None:
+def test_counts_stay_while_no_process_lists_workers() -> None:
     totals, dead = MetricsTotals(), process("pod-1")
     serve(dead, "pod-1")
-    summed(totals, {0: told(dead)})
+    summed(totals, {0: page_of(dead)})
     totals.gone(0)
     summed(totals, {})
-    summed(totals, {0: told(process())})
-    found = summed(totals, {0: told(process("pod-1"))})
+    summed(totals, {0: page_of(process())})
+    found = summed(totals, {0: page_of(process("pod-1"))})
     assert sum("pod-1" in series for series in found) > 10
 
 
-def test_what_one_process_does_not_know_yet_another_or_a_late_one_does() -> None:
+def test_counts_stay_while_a_late_process_lists_the_worker() -> None:
     totals, dead = MetricsTotals(), process("pod-1")
     serve(dead, "pod-1")
-    old = told(process("listed", "pod-1"))
-    summed(totals, {0: told(dead), 1: old})
+    old = page_of(process("listed", "pod-1"))
+    summed(totals, {0: page_of(dead), 1: old})
     totals.gone(0)
     for _ in range(2):
-        found = summed(totals, {0: told(process("listed"))})
+        found = summed(totals, {0: page_of(process("listed"))})
         assert sum("pod-1" in series for series in found) > 10
 
 
-def test_a_name_with_quotes_is_one_of_the_fleet() -> None:
+def test_worker_name_with_quotes_is_recognised() -> None:
     name, totals = 'a,worker="b"\\', MetricsTotals()
     dead = process(name)
     serve(dead, name)
-    summed(totals, {0: told(dead)})
+    summed(totals, {0: page_of(dead)})
     totals.gone(0)
-    found = summed(totals, {0: told(process(name))})
+    found = summed(totals, {0: page_of(process(name))})
     assert any("requests_total" in series for series in found if "a,worker" in series)
 
 
-def counted(found: dict[str, str], what: str) -> list[float]:
-    """Find what was counted of one worker or model."""
+def counts_of(found: dict[str, str], what: str) -> list[float]:
+    """Return the request counts of series with a text."""
     return [
         float(n) for series, n in found.items() if "requests_total" in series and what in series
     ]
@@ -142,46 +142,46 @@ A_50, A_51 = page({"a": 50, "b": 1}, 1, 1), page({"a": 51, "b": 1}, 1, 1)
 NO_A = page({"b": 2}, 1, 1)
 
 
-def test_a_sum_does_not_fall_while_processes_drop_series_one_by_one() -> None:
+def test_sum_does_not_fall_while_processes_drop_a_series() -> None:
     totals = MetricsTotals()
-    assert counted(summed(totals, {0: A_100, 1: A_50}), '"a"') == [150]
-    assert counted(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
+    assert counts_of(summed(totals, {0: A_100, 1: A_50}), '"a"') == [150]
+    assert counts_of(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
     found = summed(totals, {0: NO_A, 1: A_51})
-    assert (counted(found, '"a"'), counted(found, '"b"')) == ([151], [3])
-    assert counted(summed(totals, {0: NO_A}), '"a"') == [151]  # the other is late
-    assert counted(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
-    assert counted(summed(totals, {0: A_50, 1: NO_A}), '"a"') == [50]  # it begins anew
+    assert (counts_of(found, '"a"'), counts_of(found, '"b"')) == ([151], [3])
+    assert counts_of(summed(totals, {0: NO_A}), '"a"') == [151]  # process 1 is late
+    assert counts_of(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
+    assert counts_of(summed(totals, {0: A_50, 1: NO_A}), '"a"') == [50]  # restarts from zero
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_the_last_one_drops_is_gone_with_what_the_dead_counted(at_once: bool) -> None:
-    """Models too, of which nobody lists those that there are."""
+def test_series_ends_when_the_last_process_drops_it(at_once: bool) -> None:
+    """Models too, which no process lists."""
 
-    def told(model: str) -> str:
-        told = MetricsPage(openmetrics=False)
-        told.values(Family("proxy_requests", "counter", "R.", ("model",)), [((model,), 7)])
-        told.values(Family("proxy_worker_up", "gauge", "U.", ("worker",)), [(("w",), 1)])
-        return written(told)
+    def page_of(model: str) -> str:
+        page_of = MetricsPage(openmetrics=False)
+        page_of.values(Family("proxy_requests", "counter", "R.", ("model",)), [((model,), 7)])
+        page_of.values(Family("proxy_worker_up", "gauge", "U.", ("worker",)), [(("w",), 1)])
+        return written(page_of)
 
     totals = MetricsTotals()
-    summed(totals, {0: told("m"), 1: told("m"), 2: told("m")})
+    summed(totals, {0: page_of("m"), 1: page_of("m"), 2: page_of("m")})
     totals.gone(2)
     if not at_once:
-        assert counted(summed(totals, {0: told("n"), 1: told("m")}), '"m"') == [21]
-    found = summed(totals, {0: told("n"), 1: told("n")})
-    assert (counted(found, '"m"'), counted(found, '"n"')) == ([], [14])
+        assert counts_of(summed(totals, {0: page_of("n"), 1: page_of("m")}), '"m"') == [21]
+    found = summed(totals, {0: page_of("n"), 1: page_of("n")})
+    assert (counts_of(found, '"m"'), counts_of(found, '"n"')) == ([], [14])
 
 
-def test_a_series_that_is_dropped_and_begun_anew_between_two_pages_does_not_fall() -> None:
+def test_series_restarted_between_two_pages_does_not_fall() -> None:
     totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
-    assert counted(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
-    assert counted(summed(totals, {0: page({"a": 3}, 1, 1), 1: A_51}), '"a"') == [154]
-    assert counted(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
+    assert counts_of(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
+    assert counts_of(summed(totals, {0: page({"a": 3}, 1, 1), 1: A_51}), '"a"') == [154]
+    assert counts_of(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
 
 
-def test_of_a_histogram_that_is_begun_anew_all_buckets_count_on() -> None:
-    """Those too that have as many again: a wider one never has less."""
+def test_restarted_histogram_continues_in_all_buckets() -> None:
+    """Buckets with equal counts continue too: a wider bucket never has less."""
     totals = MetricsTotals()
     summed(totals, {0: page({}, 1, 1, 0.05, 0.5, 0.5, 5.0)})
     found = summed(totals, {0: page({}, 1, 1, 0.05, 0.05, 0.05)})
@@ -189,24 +189,24 @@ def test_of_a_histogram_that_is_begun_anew_all_buckets_count_on() -> None:
     assert shown == [4, 6, 7, 7]
 
 
-def test_a_sum_that_a_rounding_error_makes_less_is_not_begun_anew() -> None:
+def test_rounding_error_is_not_a_restart() -> None:
     totals = MetricsTotals()
     summed(totals, {0: page({}, 1, 1, 0.0)})
     found = summed(totals, {0: page({}, 1, 1, 0.0, -1e-17)})
     assert found['proxy_ttft_seconds_count{pool="short"}'] == "2"
 
 
-def test_an_answer_that_was_overtaken_by_a_later_one_is_not_taken() -> None:
+def test_overtaken_answer_is_ignored() -> None:
     totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
     first, second = next(NUMBERS), next(NUMBERS)
-    assert counted(summed(totals, {0: NO_A, 1: A_50}, second), '"a"') == [150]
-    assert counted(summed(totals, {0: A_100, 1: A_50}, first), '"a"') == [150]
-    assert counted(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
+    assert counts_of(summed(totals, {0: NO_A, 1: A_50}, second), '"a"') == [150]
+    assert counts_of(summed(totals, {0: A_100, 1: A_50}, first), '"a"') == [150]
+    assert counts_of(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
 
 
-def test_a_worker_that_came_back_counts_on_from_what_is_there_still() -> None:
+def test_returned_worker_continues_from_the_sum() -> None:
     totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
     summed(totals, {0: NO_A, 1: A_50})
-    assert counted(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
+    assert counts_of(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]

@@ -1,7 +1,7 @@
-"""Decisions of several processes beside those of one, in virtual time on a toy fleet.
+"""Decisions of several processes compared with those of one, in virtual time.
 
-The same requests at the same moments; each comes to a process at random, as connections do. What is
-told at the end of a turn is told a millisecond later, as if each turn took so long.
+Each request comes to a random process, at the same moments. Events are published a millisecond
+later, as if each turn took a millisecond.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.proxy.core.toy import Speed, Toy, p99
 TELL_S = 0.001
 GPU = Speed(token_s=1e-4, base_s=0.02, each_s=2e-4)
 POOLS = (*(spec(f"s{i}", SHORT, 8192, 24) for i in range(4)), spec("l", LONG, 65_536, 24))
-MOST = 16
-ALIKE = tuple(spec(f"g{i}", GENERAL, 32_768, MOST) for i in range(6))
+MAX_REQUESTS = 16
+EQUAL_WORKERS = tuple(spec(f"g{i}", GENERAL, 32_768, MAX_REQUESTS) for i in range(6))
 
 
-class Together:
-    """Many routers, asked as if they were one."""
+class RandomRouter:
+    """Routers of several processes with the interface of one."""
 
     def __init__(self, toy: Toy, count: int, specs: tuple[WorkerSpec, ...], policy: str) -> None:
         self.settings = RouterSettings(policy)
@@ -46,9 +46,9 @@ class Together:
         self._routers = []
         for index in range(count):
             fleet = Fleet()
-            for each in specs:
-                fleet.roster.add(each)
-                fleet.health.probe_ok(each.name, 0.0)
+            for worker_spec in specs:
+                fleet.roster.add(worker_spec)
+                fleet.health.probe_ok(worker_spec.name, 0.0)
             router = Router(self.settings, fleet)
             sharing = SharedLoad(self.table, index, fleet, lambda: toy.now, self._later)
             sharing.sheet.write_count(LIFE, index + 1)
@@ -58,7 +58,7 @@ class Together:
                 sharing.place(worker, row, 0.0)
             fleet.roster.others, router.queue.elsewhere = sharing, queues
             self._routers.append(router)
-        self._whose: dict[Lease, Router] = {}
+        self._router_of: dict[Lease, Router] = {}
         self.leases = self  # the part of a router
 
     def _later(self, what: object) -> None:
@@ -67,11 +67,11 @@ class Together:
 
     def _placed(self, router: Router, placed: Lease | Ticket | Refusal) -> None:
         if isinstance(placed, Lease):
-            self._whose[placed] = router
+            self._router_of[placed] = router
 
-    def submit(self, asked: RequestInfo, now: float) -> Lease | Ticket | Refusal:
+    def submit(self, info: RequestInfo, now: float) -> Lease | Ticket | Refusal:
         router = self._rng.choice(self._routers)
-        placed = router.submit(asked, now)
+        placed = router.submit(info, now)
         self._placed(router, placed)
         return placed
 
@@ -82,38 +82,38 @@ class Together:
                 yield ticket, placed
 
     def first_token(self, lease: Lease, now: float) -> None:
-        self._whose[lease].leases.first_token(lease, now)
+        self._router_of[lease].leases.first_token(lease, now)
 
     def tokens(self, lease: Lease, count: int) -> None:
-        self._whose[lease].leases.tokens(lease, count)
+        self._router_of[lease].leases.tokens(lease, count)
 
     def finish(self, lease: Lease, now: float, outcome: Outcome, usage: Usage) -> None:
-        self._whose.pop(lease).leases.finish(lease, now, outcome, usage)
+        self._router_of.pop(lease).leases.finish(lease, now, outcome, usage)
 
 
 @dataclass(frozen=True)
-class Played:
-    """How it went."""
+class Result:
+    """The result of a run."""
 
-    work: Counter[str]  # tokens that each worker had
-    ttfts: list[float]  # of shorts
-    most: int  # requests that a worker had at once
+    work: Counter[str]  # tokens by worker
+    ttfts: list[float]  # of short requests
+    most: int  # concurrent requests of a worker
 
 
-def play(
+def simulate(
     count: int,
     specs: tuple[WorkerSpec, ...],
     rate: float,
     longs: float,
     policy: str,
     seconds: float = 30.0,
-) -> Played:
-    """Play some seconds of requests."""
+) -> Result:
+    """Simulate some seconds of requests."""
     toy = Toy(*specs, speed=GPU, policy=policy)
-    together = None
+    group = None
     if count > 1:
-        together = Together(toy, count, specs, policy)
-        toy.router = together  # type: ignore[assignment]
+        group = RandomRouter(toy, count, specs, policy)
+        toy.router = group  # type: ignore[assignment]
     rng, now = random.Random(5), 0.0
     while now < seconds:
         now += rng.expovariate(rate)
@@ -125,44 +125,44 @@ def play(
     for job in toy.jobs:
         assert job.done_at is not None
         work[job.where] += job.ask.prompt_tokens + 10 * job.written
-    if together is not None:
-        together.table.close()
+    if group is not None:
+        group.table.close()
     ttfts = [job.ttft for job in toy.jobs if not job.ask.long]
-    return Played(work, ttfts, max(engine.most_jobs for engine in toy.engines.values()))
+    return Result(work, ttfts, max(engine.most_jobs for engine in toy.engines.values()))
 
 
-def imbalance(played: Played, specs: tuple[WorkerSpec, ...]) -> float:
-    """Return how much more than the mean the busiest of those alike had."""
-    alike = [played.work[each.name] for each in specs if each.role is not LONG]
-    return max(alike) / mean(alike)
+def imbalance(result: Result, specs: tuple[WorkerSpec, ...]) -> float:
+    """Return the load of the busiest worker relative to the mean, among equal workers."""
+    work = [result.work[s.name] for s in specs if s.role is not LONG]
+    return max(work) / mean(work)
 
 
 @pytest.mark.parametrize(
     ("count", "policy", "rate"),
     [(2, "adaptive", 12.0), (4, "adaptive", 28.0), (4, "least_loaded", 12.0)],
 )
-def test_workers_are_used_as_evenly_as_by_one(count: int, policy: str, rate: float) -> None:
-    alone, shared = (play(each, ALIKE, rate, 0.0, policy) for each in (1, count))
-    assert imbalance(shared, ALIKE) <= 1.1 * imbalance(alone, ALIKE)
+def test_processes_balance_workers_as_evenly_as_one(count: int, policy: str, rate: float) -> None:
+    alone, shared = (simulate(size, EQUAL_WORKERS, rate, 0.0, policy) for size in (1, count))
+    assert imbalance(shared, EQUAL_WORKERS) <= 1.1 * imbalance(alone, EQUAL_WORKERS)
     assert mean(shared.ttfts) <= 1.15 * mean(alone.ttfts)
 
 
-def test_shorts_are_as_fast_among_longs() -> None:
-    alone, shared = (play(count, POOLS, 20.0, 0.02, "adaptive") for count in (1, 4))
+def test_processes_serve_short_requests_as_fast_as_one() -> None:
+    alone, shared = (simulate(count, POOLS, 20.0, 0.02, "adaptive") for count in (1, 4))
     assert imbalance(shared, POOLS) <= 1.1 * imbalance(alone, POOLS)
     assert mean(shared.ttfts) <= 1.2 * mean(alone.ttfts)
     assert p99(shared.ttfts) <= 1.4 * p99(alone.ttfts)
 
 
-def test_under_overload_limits_hold_and_no_request_waits_longer() -> None:
-    """Each request is told before another process decides."""
-    alone, shared = (play(count, ALIKE, 34.0, 0.0, "adaptive") for count in (1, 4))
-    assert alone.most == MOST
-    assert shared.most == MOST
+def test_limits_hold_under_overload_without_longer_waits() -> None:
+    """Each request is published before another process decides."""
+    alone, shared = (simulate(count, EQUAL_WORKERS, 34.0, 0.0, "adaptive") for count in (1, 4))
+    assert alone.most == MAX_REQUESTS
+    assert shared.most == MAX_REQUESTS
     assert mean(shared.ttfts) <= 1.1 * mean(alone.ttfts)
 
 
-def test_without_telling_each_other_they_would_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_do_not_hold_without_shared_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SharedLoad, "look", lambda *_: None)
     monkeypatch.setattr(SharedLoad, "have_filled", lambda *_: False)
-    assert play(4, ALIKE, 34.0, 0.0, "adaptive", 60.0).most > 2 * MOST
+    assert simulate(4, EQUAL_WORKERS, 34.0, 0.0, "adaptive", 60.0).most > 2 * MAX_REQUESTS

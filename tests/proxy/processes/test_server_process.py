@@ -1,4 +1,4 @@
-"""One of several processes, without the others."""
+"""One server process without its supervisor."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.proxy.wire.site import eventually
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
 
 
-class Line:
-    """What a member says to its supervisor."""
+class RecordingChannel:
+    """Records messages to the supervisor."""
 
     def __init__(self) -> None:
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
@@ -42,24 +42,24 @@ class Line:
 
 
 @pytest.fixture
-async def member() -> AsyncIterator[ServerProcess]:
+async def server() -> AsyncIterator[ServerProcess]:
     table = SharedTable.make(1)
     keys = SecretKeys.read(CONFIG, "fleet.yaml")
     begin = Begin(1, CONFIG, CONFIG, keys, None, load, ())
-    member = ServerProcess(begin, 0, table.fd, cast("Channel", Line()))
-    yield member
-    member.app.logs.close()
+    server = ServerProcess(begin, 0, table.fd, cast("Channel", RecordingChannel()))
+    yield server
+    server.app.logs.close()
 
 
-def deaf(_: Message) -> None:
-    """Hear, and do nothing."""
+def ignore(_: Message) -> None:
+    """Ignore a message."""
 
 
-def lost() -> None:
-    """Hear of the end of a line."""
+def ignore_end() -> None:
+    """Ignore the end of the channel."""
 
 
-WHAT = {
+QUESTIONS = {
     "page": ("metrics.tenants.show", None),
     "minute": ("live.notes.part", None),
     "logs": ("logs.change", (True, {})),
@@ -67,66 +67,67 @@ WHAT = {
 }
 
 
-@pytest.mark.parametrize("what", WHAT)
-async def test_what_can_t_be_answered_ends_no_process(
-    member: ServerProcess,
+@pytest.mark.parametrize("what", QUESTIONS)
+async def test_failed_question_does_not_end_the_process(
+    server: ServerProcess,
     what: What,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sent = cast("Line", member._channel).sent
+    sent = cast("RecordingChannel", server._channel).sent
 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    place, given = WHAT[what]
+    place, given = QUESTIONS[what]
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        *whose, name = place.split(".")
-        patch.setattr(attrgetter(".".join(whose))(member.app), name, fails)
-        member.handle(IpcQuestion(1, what, given))
-        await asyncio.gather(*member._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # for who is told of its end
+        *owner, name = place.split(".")
+        patch.setattr(attrgetter(".".join(owner))(server.app), name, fails)
+        server.handle(IpcQuestion(1, what, given))
+        await asyncio.gather(*server._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # for the callback of the task
     assert f"process 0 cannot answer: {what}" in caplog.text
     assert "ZeroDivisionError" in caplog.text
-    assert not member.ended.is_set()
-    assert not member.failed
+    assert not server.ended.is_set()
+    assert not server.failed
     assert await sent.get() == IpcNoAnswer(1)
-    member.handle(IpcQuestion(2, "page"))
+    server.handle(IpcQuestion(2, "page"))
     answer = await sent.get()
     assert isinstance(answer, IpcAnswer)
     assert answer.number == 2
 
 
-async def test_nor_does_what_can_t_be_told_on() -> None:
-    """Which is found as late as it is written."""
+async def test_unpicklable_answer_does_not_end_the_process() -> None:
+    """Only the write finds it."""
     table, keys = SharedTable.make(1), SecretKeys.read(CONFIG, "fleet.yaml")
     ours, theirs = socket.socketpair()
-    handled: asyncio.Queue[Message] = asyncio.Queue()
-    there = await Channel.open(ours, handled.put_nowait, lost)
-    here = await Channel.open(theirs, deaf, lost)
-    member = ServerProcess(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
-    recent = member.app.recent
+    received: asyncio.Queue[Message] = asyncio.Queue()
+    there = await Channel.open(ours, received.put_nowait, ignore_end)
+    here = await Channel.open(theirs, ignore, ignore_end)
+    server = ServerProcess(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
+    recent = server.app.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(ask(), None, finished())
-    member.handle(IpcQuestion(1, "decisions", (1, {})))
-    assert await asyncio.wait_for(handled.get(), 5.0) == IpcNoAnswer(1)
-    assert not member.ended.is_set()
+    server.handle(IpcQuestion(1, "decisions", (1, {})))
+    assert await asyncio.wait_for(received.get(), 5.0) == IpcNoAnswer(1)
+    assert not server.ended.is_set()
     for channel in (here, there):
         channel.close()
-    member.app.logs.close()
+    server.app.logs.close()
 
 
-async def test_nor_does_a_message_that_can_t_be_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """Be it one that came with the first, before there was anybody to hear it."""
+async def test_failing_message_handler_does_not_end_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ours, theirs = socket.socketpair()
     handled: list[Message] = []
 
-    def hear(message: Message) -> None:
+    def record_and_fail(message: Message) -> None:
         handled.append(message)
         raise ZeroDivisionError
 
-    there = await Channel.open(ours, deaf, lost)
-    here = await Channel.open(theirs, hear, lost)
+    there = await Channel.open(ours, ignore, ignore_end)
+    here = await Channel.open(theirs, record_and_fail, ignore_end)
     with caplog.at_level(logging.ERROR):
         here.take(Stop())
         there.send(Drain())

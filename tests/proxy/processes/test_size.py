@@ -1,4 +1,4 @@
-"""How many processes a router has by itself."""
+"""The number of processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from proxy.processes.size import how_many
 
 
 def config(processes: int | str) -> FleetConfig:
-    """Ask for so many."""
+    """Return a config with this setting."""
     worker = "{name: a, url: 'http://127.0.0.1:9'}"
-    asked = f"model: tiny\nworkers: [{worker}]\nrouter: {{processes: {processes}}}\n"
-    return parse(asked, "fleet.yaml")
+    text = f"model: tiny\nworkers: [{worker}]\nrouter: {{processes: {processes}}}\n"
+    return parse(text, "fleet.yaml")
 
 
 @pytest.mark.parametrize(("cpus", "wanted"), [(1, 1), (6, 6), (48, 8)])
-def test_auto_is_one_per_processor(cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_one_process_per_processor(
+    cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     monkeypatch.setattr(size, "CPU_QUOTA_FILE", Path("/none"))
     assert how_many(config("auto")) == wanted
@@ -31,7 +33,7 @@ def test_auto_is_one_per_processor(cpus: int, wanted: int, monkeypatch: pytest.M
     ("quota", "wanted"),
     [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 6), ("?", 6)],
 )
-def test_auto_heeds_what_a_container_may_use(
+def test_auto_respects_the_cpu_quota(
     quota: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over its DevTools protocol; fetched where it is not installed."""
+"""Headless Chromium over its DevTools protocol, downloaded where it is not installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.programs import fetched
 DEADLINE_S = 60.0
 OPTIONS = (
     "--headless",
-    "--no-sandbox",  # tests may be root's, whom its sandbox refuses
+    "--no-sandbox",  # the sandbox refuses root
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--no-first-run",
@@ -35,10 +35,10 @@ KEYS = {
 
 
 class Page:
-    """One tab."""
+    """A tab."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.complaints: list[str] = []  # all that the console would show as wrong
+        self.errors: list[str] = []  # errors and warnings of the console
         self._socket = socket
         self._session = ""
         self._numbers = count(1)
@@ -47,18 +47,18 @@ class Page:
         self._listener = asyncio.create_task(self._listen())
 
     async def open(self) -> None:
-        """Become a tab."""
-        made = await self.call("Target.createTarget", url="about:blank")
-        found = await self.call("Target.attachToTarget", targetId=made["targetId"], flatten=True)
+        """Create the tab."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        found = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = found["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
 
-    async def call(self, method: str, **told: Any) -> dict[str, Any]:
-        """Ask for something and wait until it is done."""
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command; return its result."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        message: dict[str, Any] = {"id": number, "method": method, "params": told}
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         await self._socket.send_json(message)
@@ -73,69 +73,73 @@ class Page:
             await self._loaded.wait()
 
     async def run(self, script: str) -> Any:
-        """Return what an expression comes to."""
+        """Return the value of an expression."""
         done = await self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    async def until(self, script: str) -> Any:
+    async def wait_until(self, script: str) -> Any:
         """Wait until an expression is true."""
         found = None
         try:
             async with asyncio.timeout(DEADLINE_S):
-                while not (found := await self.run(script)):  # noqa: ASYNC110 - it tells nobody
+                while not (found := await self.run(script)):  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.05)
         except TimeoutError:
             text = await self.run("document.body.innerText")
-            raise AssertionError(f"never so: {script}\n{text}\n{self.complaints}") from None
+            raise AssertionError(f"not true: {script}\n{text}\n{self.errors}") from None
         return found
 
     async def press(self, *keys: str) -> None:
-        """Press keys, one after the other."""
+        """Press keys one after the other."""
         for key in keys:
-            told = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
+            parameters = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
             if key in ("Enter", " "):
-                told["text"] = "\r" if key == "Enter" else " "
-            await self.call("Input.dispatchKeyEvent", type="keyDown", **told)
-            await self.call("Input.dispatchKeyEvent", type="keyUp", **told)
+                parameters["text"] = "\r" if key == "Enter" else " "
+            await self.call("Input.dispatchKeyEvent", type="keyDown", **parameters)
+            await self.call("Input.dispatchKeyEvent", type="keyUp", **parameters)
 
     async def prefer(self, **features: str) -> None:
-        """Be a reader who likes it dark, or still: `color_scheme="dark"`."""
+        """Set media preferences, e.g. `color_scheme="dark"`."""
         listed = [
             {"name": f"prefers-{k.replace('_', '-')}", "value": v} for k, v in features.items()
         ]
         await self.call("Emulation.setEmulatedMedia", features=listed)
 
     async def picture(self, **clip: float) -> bytes:
-        """Take a PNG of what is to be seen."""
-        told = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
-        made = await self.call("Page.captureScreenshot", format="png", **told)
-        return base64.b64decode(made["data"])
+        """Return a PNG of the page."""
+        parameters = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
+        screenshot = await self.call("Page.captureScreenshot", format="png", **parameters)
+        return base64.b64decode(screenshot["data"])
 
     async def _listen(self) -> None:
         async for message in self._socket:
-            said = json.loads(message.data)
-            if (answer := self._answers.pop(said.get("id", 0), None)) is not None:
-                if "error" in said:
-                    answer.set_exception(RuntimeError(said["error"]["message"]))
+            data = json.loads(message.data)
+            if (answer := self._answers.pop(data.get("id", 0), None)) is not None:
+                if "error" in data:
+                    answer.set_exception(RuntimeError(data["error"]["message"]))
                 else:
-                    answer.set_result(said["result"])
+                    answer.set_result(data["result"])
                 continue
-            told = said.get("params", {})
-            match said.get("method"):
+            parameters = data.get("params", {})
+            match data.get("method"):
                 case "Page.loadEventFired":
                     self._loaded.set()
                 case "Runtime.exceptionThrown":
-                    self.complaints.append(json.dumps(told["exceptionDetails"]))
-                case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
-                    self.complaints.append(json.dumps(told["args"]))
-                case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
-                    self.complaints.append(told["entry"]["text"])
+                    self.errors.append(json.dumps(parameters["exceptionDetails"]))
+                case "Runtime.consoleAPICalled" if parameters["type"] in (
+                    "error",
+                    "warning",
+                    "assert",
+                ):
+                    self.errors.append(json.dumps(parameters["args"]))
+                case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
+                    self.errors.append(parameters["entry"]["text"])
 
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
-    """Run Chromium with one tab; nothing is left of it."""
+    """Run Chromium with one tab."""
     chromium = await asyncio.to_thread(fetched, "chromium")
     with tempfile.TemporaryDirectory(
         prefix="vllm-sched-chromium-", ignore_cleanup_errors=True

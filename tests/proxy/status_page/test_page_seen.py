@@ -1,4 +1,4 @@
-"""The status page as a reader sees it: in Chromium, before a real router."""
+"""The status page in Chromium, before a real router."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MINUTE = 5000  # requests
 TABLE = "document.querySelector('#requests').innerText"
 PRESSED = "document.activeElement.getAttribute('aria-pressed')"
 OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
-SIGHT = """
+CHOSEN_POSITION = """
 (() => {
   const box = document.querySelector('#lanes'), { top, lane } = geometry();
   const y = top + Math.min(rows.get(chosen).lane, 1199) * lane;
   return [box.scrollTop, y, box.scrollTop + box.clientHeight - lane];
 })()
 """
-INKED = """
+COLOURS = """
 (() => {
   const canvas = document.querySelector('#lanes canvas');
   const { width, height } = canvas;
@@ -54,8 +54,7 @@ INKED = """
 """
 
 
-# Shows names and a reason that are long; returns heads that are out of sight, and what is cut for
-# good.
+# Shows long names and reasons; returns invisible heads and truncated cells.
 LONG_NAMES = """
 (() => {
   const model = 'meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic';
@@ -83,8 +82,8 @@ LONG_NAMES = """
 """
 
 
-class Place:
-    """Workers, and a router before them that may be started anew."""
+class PageSite:
+    """Workers, and a router that may be restarted."""
 
     def __init__(self, folder: Path) -> None:
         self._source = folder / "fleet.yaml"
@@ -92,7 +91,7 @@ class Place:
         self.app: App
 
     async def start(self, admin: int = 0, more: str = "") -> None:
-        """Start a router."""
+        """Start the router."""
         workers = "".join(
             f"  - {{name: {name}, role: {role}, url: '{self.fakes[name].url}'}}\n"
             for name, role in (("s0", "short"), ("l0", "long"))
@@ -111,7 +110,7 @@ class Place:
         return int(self.app.admin_url.rsplit(":", 1)[1])
 
     async def ask(self, text: str = "hi", *headers: bytes, model: str = "tiny") -> int:
-        """Ask for a stream."""
+        """Request a stream."""
         client = await Client.connect(self.app.wire.port)
         try:
             return (
@@ -122,16 +121,16 @@ class Place:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def site(tmp_path: Path) -> AsyncIterator[PageSite]:
     """Run a router."""
-    place = Place(tmp_path)
-    for fake in place.fakes.values():
+    site = PageSite(tmp_path)
+    for fake in site.fakes.values():
         await fake.listen()
         fake.always(scripts.stream(6, gap_s=0.02))
-    await place.start()
-    yield place
-    await place.app.stop()
-    for fake in place.fakes.values():
+    await site.start()
+    yield site
+    await site.app.stop()
+    for fake in site.fakes.values():
         await fake.stop()
 
 
@@ -142,50 +141,50 @@ async def page() -> AsyncIterator[Page]:
         yield page
 
 
-async def test_it_shows_what_happened(place: Place, page: Page) -> None:
-    assert await place.ask("before anybody looked") == 200
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.rows === 1 && statusPage.state === 'up'")
-    assert await place.ask() == 200
-    assert await place.ask("long " * 600) == 200
-    assert await place.ask("hi", b"X-Request-Id: " + MARKUP, model="nope") == 404
-    await page.until("statusPage.rows === 4 && statusPage.drawn === 4")
-    table = await page.until(f"{TABLE}.includes('onerror') && {TABLE}")
+async def test_page_shows_requests_and_workers(site: PageSite, page: Page) -> None:
+    assert await site.ask("before the first viewer") == 200
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.rows === 1 && statusPage.state === 'up'")
+    assert await site.ask() == 200
+    assert await site.ask("long " * 600) == 200
+    assert await site.ask("hi", b"X-Request-Id: " + MARKUP, model="nope") == 404
+    await page.wait_until("statusPage.rows === 4 && statusPage.drawn === 4")
+    table = await page.wait_until(f"{TABLE}.includes('onerror') && {TABLE}")
     assert {"short_pool", "long_pool", "unknown_model", "404", "s0", "l0"} <= set(table.split())
     assert await page.run("document.querySelectorAll('img').length") == 0
-    workers = await page.until("document.querySelector('#workers').innerText")
+    workers = await page.wait_until("document.querySelector('#workers').innerText")
     assert {"s0", "l0", "short", "long", "closed"} <= set(workers.split())
-    place.app.fleet.roster.set_served("s0", ["llama"])
+    site.app.fleet.roster.set_served("s0", ["llama"])
     bad = "document.querySelector('#workers .bad')?.innerText"
-    await page.until(f"{bad} === 'wrong_model: serves llama, not tiny'")
-    await page.until("/TTFT\\s+short/.test(document.querySelector('#latencies').innerText)")
-    await page.until("document.querySelector('#decisions').innerText.includes('long_pool')")
-    ink = {scheme: set(await schemed(page, scheme)) for scheme in ("light", "dark")}
-    assert "0,99,166" in ink["light"]  # a short's blue
-    assert "240,160,75" in ink["dark"]  # a long's orange
+    await page.wait_until(f"{bad} === 'wrong_model: serves llama, not tiny'")
+    await page.wait_until("/TTFT\\s+short/.test(document.querySelector('#latencies').innerText)")
+    await page.wait_until("document.querySelector('#decisions').innerText.includes('long_pool')")
+    colours = {scheme: set(await colours_in(page, scheme)) for scheme in ("light", "dark")}
+    assert "0,99,166" in colours["light"]  # blue of short requests
+    assert "240,160,75" in colours["dark"]  # orange of long requests
     assert await page.run("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 22)"
-    assert page.complaints == []
+    assert page.errors == []
 
 
-async def test_figures_and_reasons_are_seen_beside_long_names(place: Place, page: Page) -> None:
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.state === 'up' && state !== null")
-    unseen, cut = await page.run(LONG_NAMES)
-    assert set(unseen) <= {"model"}
+async def test_long_names_do_not_hide_numbers(site: PageSite, page: Page) -> None:
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.state === 'up' && state !== null")
+    invisible, cut = await page.run(LONG_NAMES)
+    assert set(invisible) <= {"model"}
     assert cut == []
 
 
-async def test_of_more_workers_than_are_shown_those_in_trouble_stand_first(
-    place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
+async def test_failing_workers_are_shown_first(
+    site: PageSite, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 2)
     for number in range(3):
         nowhere = f"http://127.0.0.1:{free_port()}"
-        place.app.fleet.roster.add(
-            replace(place.app.fleet.roster.get("l0").spec, name=f"z{number}", url=nowhere)
+        site.app.fleet.roster.add(
+            replace(site.app.fleet.roster.get("l0").spec, name=f"z{number}", url=nowhere)
         )
-    await page.goto(place.app.admin_url)
-    await page.until("/^long\\s+z.\\s+down/.test($('workers').tBodies[0]?.rows[1]?.innerText)")
+    await page.goto(site.app.admin_url)
+    await page.wait_until("/^long\\s+z.\\s+down/.test($('workers').tBodies[0]?.rows[1]?.innerText)")
     names = "[...$('workers').tBodies[0].rows].map((row) => row.cells[1].innerText)"
     assert [name[0] for name in await page.run(names)] == ["z", "z"]
     caption = await page.run("$('workers').caption.innerText")
@@ -195,26 +194,26 @@ async def test_of_more_workers_than_are_shown_those_in_trouble_stand_first(
     )
 
 
-async def schemed(page: Page, scheme: str) -> list[str]:
-    """Look at the picture in one of two ways; list its colours."""
+async def colours_in(page: Page, scheme: str) -> list[str]:
+    """Return the picture's colours in a colour scheme."""
     await page.prefer(color_scheme=scheme)
     drawn = await page.run("statusPage.frames")
-    await page.until(f"statusPage.frames > {drawn} + 2")
-    return list(await page.run(INKED))
+    await page.wait_until(f"statusPage.frames > {drawn} + 2")
+    return list(await page.run(COLOURS))
 
 
-async def test_it_needs_no_mouse(place: Place, page: Page) -> None:
+async def test_page_works_with_the_keyboard(site: PageSite, page: Page) -> None:
     await page.prefer(reduced_motion="reduce")
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.state === 'up'")
-    assert await place.ask() == 200
-    await page.until("statusPage.drawn === 1")
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.state === 'up'")
+    assert await site.ask() == 200
+    await page.wait_until("statusPage.drawn === 1")
     await page.press("Tab")
     assert await page.run("document.activeElement.innerText") == "S short"
     assert await page.run(OUTLINE) == "solid"
     await page.press("Enter")
     assert await page.run(PRESSED) == "false"
-    await page.until("statusPage.drawn === 0")
+    await page.wait_until("statusPage.drawn === 0")
     await page.press(" ")
     assert await page.run(PRESSED) == "true"
     await page.press(*["Tab"] * 6)
@@ -230,48 +229,48 @@ async def test_it_needs_no_mouse(place: Place, page: Page) -> None:
     assert "worker s0" in chosen
     await page.press("Escape")
     assert await page.run("document.querySelector('#chosen').innerText") == ""
-    assert page.complaints == []
+    assert page.errors == []
 
 
-async def test_what_is_paused_stays(place: Place, page: Page) -> None:
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.state === 'up'")
-    assert await asyncio.gather(*(place.ask() for _ in range(5))) == [200] * 5
-    await page.until("statusPage.rows === 5 && statusPage.drawn === 5")
+async def test_paused_page_does_not_change(site: PageSite, page: Page) -> None:
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.state === 'up'")
+    assert await asyncio.gather(*(site.ask() for _ in range(5))) == [200] * 5
+    await page.wait_until("statusPage.rows === 5 && statusPage.drawn === 5")
     await page.run("document.querySelector('#pause').click()")
     seen = f"[statusPage.drawn, document.querySelector('#lanes canvas').toDataURL(), {TABLE}]"
     before = await page.run(seen)
-    await page.until("[...rows.values()].every((row) => field(row, 'ended') !== null)")
-    await place.app.stop()  # what it is told now is ours
-    await page.until("statusPage.state === 'down'")
+    await page.wait_until("[...rows.values()].every((row) => field(row, 'ended') !== null)")
+    await site.app.stop()  # from now on, the test sends events
+    await page.wait_until("statusPage.state === 'down'")
     fields = "Object.keys(index).reverse()"
-    for event in (  # a minute goes by; then a router that was started anew has nothing to tell
+    for event in (  # a minute passes, then a restarted router has no rows
         "take('news', {now: clock() + WINDOW + 5000, rows: [], ticks: []})",
         f"take('all', {{now: 5, run: 'b', fields: {fields}, rows: [], ticks: []}})",
     ):
         await page.run(event)
         assert await page.run("statusPage.rows") == 0
         frames = await page.run("statusPage.frames")
-        await page.until(f"statusPage.frames > {frames} + 2")
+        await page.wait_until(f"statusPage.frames > {frames} + 2")
         assert await page.run(seen) == before
     await page.run("document.querySelector('#pause').click()")
-    await page.until("statusPage.drawn === 0")
+    await page.wait_until("statusPage.drawn === 0")
     assert await page.run("document.querySelectorAll('#requests tbody tr').length") == 0
-    assert [each for each in page.complaints if "ERR_" not in each] == []
+    assert [error for error in page.errors if "ERR_" not in error] == []
 
 
-async def test_what_is_chosen_is_in_sight(place: Place, page: Page) -> None:
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.state === 'up'")
-    worker, began = next(iter(place.app.fleet.roster)), place.app.wire.clock() - 10.0
-    for at in range(1250):  # all at once, so each has a lane of its own
+async def test_chosen_request_is_scrolled_into_view(site: PageSite, page: Page) -> None:
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.state === 'up'")
+    worker, began = next(iter(site.app.fleet)), site.app.wire.clock() - 10.0
+    for at in range(1250):  # concurrent, so each has its own lane
         record, now = RequestRecord(), began + at / 1000
         record.started, record.ask = now, ask(prompt=200)
         record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
-        record.close(now + 5.0, place.app.metrics, "completions", 200, None)
+        record.close(now + 5.0, site.app.metrics, "completions", 200, None)
         if at % 500 == 499:
-            await eventually(lambda: not place.app.live.notes._ended, within=DEADLINE_S)
-    await page.until("statusPage.rows === 1250 && statusPage.drawn === 1200")
+            await eventually(lambda: not site.app.live.notes._ended, within=DEADLINE_S)
+    await page.wait_until("statusPage.rows === 1250 && statusPage.drawn === 1200")
     assert await page.run("document.querySelector('#undrawn').innerText") == (
         "50 more lanes are not drawn."
     )
@@ -281,79 +280,79 @@ async def test_what_is_chosen_is_in_sight(place: Place, page: Page) -> None:
         assert await page.run("rows.get(chosen).lane") == lane
         chosen = await page.run("document.querySelector('#chosen').innerText")
         assert ("not drawn" in chosen) == (lane >= 1200)
-        above, y, below = await page.run(SIGHT)
+        above, y, below = await page.run(CHOSEN_POSITION)
         assert above <= y <= below
     await page.run("document.querySelector('#lanes').scrollTop = 600")
     await page.press("ArrowRight")
-    above, y, below = await page.run(SIGHT)
+    above, y, below = await page.run(CHOSEN_POSITION)
     assert above <= y <= below
-    assert page.complaints == []
+    assert page.errors == []
 
 
-async def test_it_survives_a_restart(place: Place, page: Page) -> None:
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.state === 'up'")
-    assert await place.ask() == 200
-    await page.until("statusPage.rows === 1")
-    port = place.admin
-    await place.app.stop()
-    await page.until("statusPage.state === 'down'")
-    told = await page.run("document.querySelector('#link').innerText")
-    assert "does not answer" in told
-    await place.start(port)
-    await page.until("statusPage.state === 'up'")
+async def test_page_reconnects_after_a_restart(site: PageSite, page: Page) -> None:
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.state === 'up'")
+    assert await site.ask() == 200
+    await page.wait_until("statusPage.rows === 1")
+    port = site.admin
+    await site.app.stop()
+    await page.wait_until("statusPage.state === 'down'")
+    link = await page.run("document.querySelector('#link').innerText")
+    assert "does not answer" in link
+    await site.start(port)
+    await page.wait_until("statusPage.state === 'up'")
     assert "restarted" in await page.run("document.querySelector('#link').innerText")
     assert await page.run("statusPage.rows") == 0
-    assert await place.ask() == 200
-    await page.until("statusPage.rows === 1 && statusPage.drawn === 1")
+    assert await site.ask() == 200
+    await page.wait_until("statusPage.rows === 1 && statusPage.drawn === 1")
     tile = "document.querySelector('#tiles').innerText.includes('answered, last minute\\n1\\n')"
-    await page.until(tile)
-    # That it could not be reached is all there was to complain of.
-    assert [each for each in page.complaints if "ERR_" not in each] == []
+    await page.wait_until(tile)
+    # Only connection errors are allowed.
+    assert [error for error in page.errors if "ERR_" not in error] == []
 
 
-async def test_whoever_has_the_key_sees_it(
-    place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
+async def test_page_needs_the_key(
+    site: PageSite, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = "a-key-of-many-letters-0123456789"
     monkeypatch.setenv("STATUS_PAGE_KEY", key)
-    await place.app.stop()
-    await place.start(more=", key_env: STATUS_PAGE_KEY")
-    await page.goto(f"http://127.0.0.1:{place.admin}/")
+    await site.app.stop()
+    await site.start(more=", key_env: STATUS_PAGE_KEY")
+    await page.goto(f"http://127.0.0.1:{site.admin}/")
     assert await page.run("window.statusPage === undefined")
-    await page.goto(f"http://any:{key}@127.0.0.1:{place.admin}/")  # as if typed when asked
-    await page.until("statusPage.state === 'up'")
-    assert await place.ask() == 200
-    await page.until("statusPage.rows === 1")
+    await page.goto(f"http://any:{key}@127.0.0.1:{site.admin}/")  # as if typed into the dialog
+    await page.wait_until("statusPage.state === 'up'")
+    assert await site.ask() == 200
+    await page.wait_until("statusPage.rows === 1")
 
 
-async def test_five_thousand_requests_a_minute(
-    place: Place, page: Page, capsys: pytest.CaptureFixture[str]
+async def test_page_draws_five_thousand_requests(
+    site: PageSite, page: Page, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await page.goto(place.app.admin_url)
-    await page.until("statusPage.state === 'up'")
-    app, dice = place.app, random.Random(1)
+    await page.goto(site.app.admin_url)
+    await page.wait_until("statusPage.state === 'up'")
+    app, rng = site.app, random.Random(1)
     workers = list(app.fleet.roster)
     for count in range(MINUTE):
-        now = app.wire.clock() - dice.uniform(2.0, 30.0)  # none grows too old before all are there
+        now = app.wire.clock() - rng.uniform(2.0, 30.0)  # recent enough for the window
         record = RequestRecord()
         record.started, record.ask = now, ask(prompt=200)
-        record.place(now + 0.01, Decision(dice.choice(workers), Reason.LEAST_LOADED))
+        record.place(now + 0.01, Decision(rng.choice(workers), Reason.LEAST_LOADED))
         for _ in range(30):
-            now += dice.expovariate(20.0)
+            now += rng.expovariate(20.0)
             record.saw_tokens(now, app.metrics)
         record.close(now, app.metrics, "completions", 200, None)
         if count % 500 == 499:
             await eventually(lambda: not app.live.notes._ended, within=DEADLINE_S)
             await asyncio.sleep(0)
-    await page.until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
+    await page.wait_until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
     stats = await page.run("statusPage")
-    # With all of them it goes on drawing, and reading what it is told.
+    # The page continues to draw and to read events.
     before = await page.run("[statusPage.frames, statusPage.messages]")
-    await page.until(
+    await page.wait_until(
         f"statusPage.frames > {before[0]} + 5 && statusPage.messages > {before[1]} + 5"
     )
-    with capsys.disabled():  # for whoever wants to know: no bound on it
+    with capsys.disabled():  # shown without a limit
         sys.stdout.write(f" [{MINUTE} requests drawn in {stats['draw_ms']:.0f} ms] ")
     assert "dropped" not in await page.run(TABLE)
-    assert page.complaints == []
+    assert page.errors == []

@@ -1,4 +1,4 @@
-"""How the router fares, as the status page shows it; and what a minute of counts comes to."""
+"""The state on the status page, and counts of the last minute."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ BOUNDS = (1.0, 2.0, 4.0)
         (0.5, [0, 10, 0, 0], 1.5),
         (0.99, [50, 50, 0, 0], 1.98),
         (1.0, [5, 0, 5, 0], 4.0),
-        (0.5, [0, 0, 0, 7], 4.0),  # beyond the last bound nobody knows
+        (0.5, [0, 0, 0, 7], 4.0),  # beyond the last bound
     ],
 )
-def test_quantiles(share: float, counts: list[int], expected: float | None) -> None:
+def test_quantile_is_interpolated(share: float, counts: list[int], expected: float | None) -> None:
     found = quantile(share, counts, BOUNDS)
     assert found == (None if expected is None else pytest.approx(expected))
 
 
-def test_only_the_last_minute_counts() -> None:
+def test_window_covers_the_last_minute() -> None:
     window, histogram = Window(), Histogram(BOUNDS)
     for second in range(0, 300, 5):
         histogram.observe(0.5 if second < 200 else 3.0)
@@ -48,7 +48,7 @@ def test_only_the_last_minute_counts() -> None:
     assert window.of("h", histogram) == [0, 0, 12, 0]
 
 
-def test_what_was_not_there_a_minute_ago_counts_whole() -> None:
+def test_new_series_count_from_zero() -> None:
     window, histogram = Window(), Histogram(BOUNDS)
     histogram.observe(1.5)
     assert window.of("h", histogram) == [0, 1, 0, 0]
@@ -65,7 +65,7 @@ def served(model: str, worker: str, reason: Reason, pool: str) -> FinishedReques
     )  # fmt: skip
 
 
-def test_everything_is_told() -> None:
+def test_state_has_all_sections() -> None:
     router = router_of(spec("s0", SHORT, most=8), spec("l0", LONG))
     metrics = Metrics(router)
     state = LiveState(metrics)
@@ -79,22 +79,22 @@ def test_everything_is_told() -> None:
     router.placer.decisions["m", Reason.SHORT_POOL] = 5
     router.placer.decisions["m", Reason.LONG_POOL] = 1
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
-    told = orjson.loads(orjson.dumps(state(130.0)))
-    assert told["covers_s"] == 30.0
-    assert told["answered"] == [2, 1]
-    assert told["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
-    assert (told["handovers"], told["retries"]) == ([["prefilled", 1, 1]], [["status", 1, 1]])
-    kinds = {each["what"]: each for each in told["latencies"]}
+    shown = orjson.loads(orjson.dumps(state(130.0)))
+    assert shown["covers_s"] == 30.0
+    assert shown["answered"] == [2, 1]
+    assert shown["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
+    assert (shown["handovers"], shown["retries"]) == ([["prefilled", 1, 1]], [["status", 1, 1]])
+    kinds = {row["what"]: row for row in shown["latencies"]}
     assert set(kinds) == {"TTFT", "TPOT", "ITL"}
     assert kinds["TTFT"]["count"] == 1
     assert 0.15 < kinds["TTFT"]["p50_s"] < 0.25
     assert (kinds["TTFT"]["pool"], kinds["TTFT"]["size"]) == ("short", "short")
-    first, second = told["workers"]
+    first, second = shown["workers"]
     assert (first["name"], first["running"], first["waiting"], first["most"]) == ("s0", 3, 2, 8)
     assert (first["state"], first["breaker"], second["running"]) == ("up", "closed", None)
 
 
-def test_tenants_are_told_of_all_processes_together() -> None:
+def test_tenants_are_summed_over_processes() -> None:
     states = []
     for tokens in (10, 5):
         router = router_of(spec("s0", SHORT))
@@ -105,14 +105,14 @@ def test_tenants_are_told_of_all_processes_together() -> None:
         tenant.totals.prompt_tokens, tenant.totals.limited = tokens, {"requests": 1}
         tenant.ledger.running, tenant.waiting = 3, 1
         states.append(state)
-    told = states[0](130.0, [state.figures(130.0) for state in states])
-    assert told["tenants"] == [
+    shown = states[0](130.0, [state.figures(130.0) for state in states])
+    assert shown["tenants"] == [
         {"name": "acme", "class": "batch", "requests": 6, "waiting": 2, "tokens": [15, 15],
          "limited": [2, 2]},
     ]  # fmt: skip
 
 
-def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_workers_of_a_large_fleet_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.status_page.snapshot.MAX_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet.roster
@@ -120,18 +120,18 @@ def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPat
         router.fleet.health.failed(w4, 1.0, why="reset")
         router.fleet.health.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2
-    told = LiveState(Metrics(router))(2.0)
-    shown = [(each["name"], each["state"], each["well"]) for each in told["workers"]]
-    assert shown == [("w4", "resting", False), ("w5", "down", False), ("w0", "up", True)]
-    assert told["workers"][0]["why"].startswith("it closed the connection")
-    assert told["more_workers"] == 3
-    assert told["pools"] == [
+    shown = LiveState(Metrics(router))(2.0)
+    rows = [(row["name"], row["state"], row["well"]) for row in shown["workers"]]
+    assert rows == [("w4", "resting", False), ("w5", "down", False), ("w0", "up", True)]
+    assert shown["workers"][0]["why"].startswith("it closed the connection")
+    assert shown["more_workers"] == 3
+    assert shown["pools"] == [
         {"role": "long", "workers": 4, "up": 2, "requests": 2},
         {"role": "short", "workers": 2, "up": 2, "requests": 2},
     ]
 
 
-def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_requests() -> None:
+def test_latency_rows_are_of_the_busiest_models() -> None:
     metrics = Metrics(router_of(*(spec(f"w{n}", model=f"m{n}") for n in range(70))))
     state = LiveState(metrics)
     state.copy(100.0)
@@ -139,9 +139,9 @@ def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_request
         for _ in range(2 if number == 69 else 1):
             metrics.request_done(served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general"))
     metrics.gaps_of("general", "short").observe(0.02)
-    told = state(130.0)
-    assert Counter(each["what"] for each in told["latencies"]) == {
+    shown = state(130.0)
+    assert Counter(row["what"] for row in shown["latencies"]) == {
         "TTFT": MAX_LATENCY_ROWS, "TPOT": MAX_LATENCY_ROWS, "ITL": 1,
     }  # fmt: skip
-    assert told["more_latencies"] == 2 * (70 - MAX_LATENCY_ROWS)
-    assert [e["count"] for e in told["latencies"] if e["model"] == "m69"] == [2, 2]
+    assert shown["more_latencies"] == 2 * (70 - MAX_LATENCY_ROWS)
+    assert [e["count"] for e in shown["latencies"] if e["model"] == "m69"] == [2, 2]

@@ -1,4 +1,4 @@
-"""Lines on their way to a file: whole, in order, and never waited for."""
+"""The log writer: whole lines, in order, without waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from proxy.telemetry.log_writer import MAX_PIECE_BYTES, LogWriter, pieces
 
 
-def test_lines_come_whole_and_in_order(tmp_path: Path) -> None:
+def test_lines_are_written_whole_and_in_order(tmp_path: Path) -> None:
     file = tmp_path / "log"
     fd = os.open(file, os.O_WRONLY | os.O_CREAT)
     writer = LogWriter(fd)
@@ -30,7 +30,7 @@ def test_lines_come_whole_and_in_order(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_who_reads_nothing_holds_nobody_up() -> None:
+def test_blocked_pipe_drops_and_counts_lines() -> None:
     reading, writing = os.pipe()
     writer = LogWriter(writing, most_bytes=100_000)
     line = b"x" * 99 + b"\n"
@@ -50,13 +50,13 @@ def test_who_reads_nothing_holds_nobody_up() -> None:
     writer.close(30.0)
     os.close(writing)
     assert done.wait(30.0)
-    told = got.decode().split("\n")
-    assert f'{{"event":"log_lines_dropped","count":{writer.dropped}}}' in told
-    assert told.count("x" * 99) == 5000 - writer.dropped
+    lines = got.decode().split("\n")
+    assert f'{{"event":"log_lines_dropped","count":{writer.dropped}}}' in lines
+    assert lines.count("x" * 99) == 5000 - writer.dropped
     os.close(reading)
 
 
-def test_a_pipe_whose_reader_left_is_no_trouble() -> None:
+def test_closed_pipe_raises_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     writer = LogWriter(writing)
@@ -66,7 +66,7 @@ def test_a_pipe_whose_reader_left_is_no_trouble() -> None:
     os.close(writing)
 
 
-def test_a_full_disk_is_counted_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_drops_and_counts_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     full, write = threading.Event(), os.write
 
@@ -92,7 +92,7 @@ def test_a_full_disk_is_counted_and_told(tmp_path: Path, monkeypatch: pytest.Mon
     os.close(fd)
 
 
-def test_no_piece_is_more_than_a_pipe_takes_whole() -> None:
+def test_pieces_are_at_most_one_pipe_write() -> None:
     lines = [b"a" * size + b"\n" for size in (10, 4000, 80, 5, 9000, 7)]
     cut = list(pieces(lines))
     assert b"".join(cut) == b"".join(lines)

@@ -1,4 +1,4 @@
-"""What the router logs: of requests, of itself, and never of secrets."""
+"""Logs of requests and of the router, without secrets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRACE = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 class Site:
-    """A router's counts, and a log in a file."""
+    """A router's metrics and a log file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -44,8 +44,8 @@ class Site:
             parse(FLEET % "", "fleet.yaml"), self.metrics, LogWriter(self.fd), lambda: 0.25
         )
 
-    def said(self, settings: str) -> None:
-        """Read the file anew, with these settings."""
+    def configure(self, settings: str) -> None:
+        """Apply log settings."""
         self.logs.reconfigure(parse(FLEET % settings, "fleet.yaml"))
 
     def request(self, body: bytes = b"{}", **headers: bytes) -> RequestRecord:
@@ -59,19 +59,19 @@ class Site:
         return record
 
     def lines(self) -> list[str]:
-        """Read what is logged by now."""
+        """Return all log lines."""
         assert self.logs.writer.flush(30.0)
         return self.file.read_text().splitlines()
 
-    def told(self) -> dict[str, Any]:
-        """Read the only line."""
+    def only_entry(self) -> dict[str, Any]:
+        """Return the only entry."""
         [line] = self.lines()
         return dict(json.loads(line))
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """Log to a file; Python's logging is afterwards as it was."""
+    """Log to a file; restore Python's logging afterwards."""
     site, root = Site(tmp_path / "log"), logging.getLogger()
     level = root.level
     yield site
@@ -80,25 +80,25 @@ def site(tmp_path: Path) -> Iterator[Site]:
     root.setLevel(level)
 
 
-def test_nobody_is_told_unless_it_is_wanted(site: Site) -> None:
+def test_requests_are_not_logged_by_default(site: Site) -> None:
     site.request().close(12.0, site.metrics, "completions", 200, None)
     assert site.lines() == []
     assert site.metrics.at_end == ()
 
 
-def test_a_request_has_one_line(site: Site) -> None:
-    site.said("format: json, requests: true")
+def test_request_has_one_line(site: Site) -> None:
+    site.configure("format: json, requests: true")
     record = site.request(traceparent=TRACE)
     router = site.metrics.router
-    halves = HandoverDecision(worker_of(router, "l0"), 0, 9, 1.0, 1.0)
+    handover = HandoverDecision(worker_of(router, "l0"), 0, 9, 1.0, 1.0)
     record.queue_s = 0.5
-    record.place(10.5, Decision(worker_of(router, "s0"), Reason.HANDOVER, 1.25, handover=halves))
+    record.place(10.5, Decision(worker_of(router, "s0"), Reason.HANDOVER, 1.25, handover=handover))
     record.prefilled_at = 11.0
     record.saw_tokens(11.25, site.metrics)
     record.saw_tokens(11.5, site.metrics, 3)
     record.sent_bytes = 700
     record.close(12.0, site.metrics, "chat/completions", 200, None)
-    assert site.told() == {
+    assert site.only_entry() == {
         "time": "1970-01-01T00:00:00.250000Z", "event": "request", "id": "req-1",
         "trace": "4bf92f3577b34da6a3ce929d0e0e4736", "route": "chat/completions",
         "reason": "handover", "worker": "s0", "prefill_worker": "l0", "status": 200,
@@ -114,41 +114,51 @@ def test_a_request_has_one_line(site: Site) -> None:
     ("status", "outcome"),
     [(200, "done"), (404, "refused"), (499, "client_gone"), (502, "failed")],
 )
-def test_what_came_of_it(site: Site, status: int, outcome: str) -> None:
-    site.said("format: json, requests: true")
+def test_outcome_depends_on_the_status(site: Site, status: int, outcome: str) -> None:
+    site.configure("format: json, requests: true")
     site.request().close(12.0, site.metrics, "completions", status, Reason.NO_WORKER)
-    told = site.told()
-    assert (told["outcome"], told["worker"], told["ttft_ms"]) == (outcome, None, None)
+    only_entry = site.only_entry()
+    assert (only_entry["outcome"], only_entry["worker"], only_entry["ttft_ms"]) == (
+        outcome,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("rank", "batch", "size"),
     [(Rank.INTERACTIVE, False, None), (Rank.BATCH, False, "batch"), (Rank.STANDARD, True, "batch")],
 )
-def test_an_unread_request_is_told(site: Site, rank: Rank, batch: bool, size: str | None) -> None:
-    site.said("format: json, requests: true")
+def test_request_refused_unread_is_logged(
+    site: Site, rank: Rank, batch: bool, size: str | None
+) -> None:
+    site.configure("format: json, requests: true")
     record = site.request()
     assert record.request is not None
     head, record.ask = record.request.head, None
     head.tenant, head.batch = Tenant(TenantSpec("team-a", rank)), batch
     record.close(12.0, site.metrics, "chat/completions", 429, Reason.LIMITED)
-    told = site.told()
-    assert (told["reason"], told["tenant"], told["class"]) == ("limited", "team-a", size)
-    nothing = ("model", "stream", "body_bytes", "prompt_tokens", "counted")
-    assert {name: told[name] for name in nothing} == dict.fromkeys(nothing)
+    only_entry = site.only_entry()
+    assert (only_entry["reason"], only_entry["tenant"], only_entry["class"]) == (
+        "limited",
+        "team-a",
+        size,
+    )
+    unknown = ("model", "stream", "body_bytes", "prompt_tokens", "counted")
+    assert {name: only_entry[name] for name in unknown} == dict.fromkeys(unknown)
 
 
-def test_prompts_are_in_it_only_where_the_file_says_so(site: Site) -> None:
+def test_prompts_are_logged_only_if_configured(site: Site) -> None:
     for settings, there in (("", False), (", prompts: true", True), ("", False)):
-        site.said(f"format: json, requests: true{settings}")
-        site.request(b"a prompt of mine").close(12.0, site.metrics, "completions", 200, None)
-        assert ("a prompt of mine" in site.lines()[-1]) is there
-    site.said("prompts: true")  # without the lines there is nowhere for them to be
+        site.configure(f"format: json, requests: true{settings}")
+        site.request(b"a private prompt").close(12.0, site.metrics, "completions", 200, None)
+        assert ("a private prompt" in site.lines()[-1]) is there
+    site.configure("prompts: true")  # without request lines, prompts are not kept
     assert not site.metrics.keeps_prompts
 
 
-def test_text_has_one_line_too_whatever_clients_send(site: Site) -> None:
-    site.said("requests: true")
+def test_text_format_escapes_control_characters(site: Site) -> None:
+    site.configure("requests: true")
     record = site.request()
     assert record.request is not None
     record.request.id = b"a\nlevel=CRITICAL \x1b[31m"
@@ -160,16 +170,16 @@ def test_text_has_one_line_too_whatever_clients_send(site: Site) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_the_routers_own_lines_have_no_secrets(site: Site, form: str) -> None:
-    site.said(f"format: {form}")
+def test_log_lines_contain_no_secrets(site: Site, form: str) -> None:
+    site.configure(f"format: {form}")
     site.logs.take_over("[3] ")
-    ours = logging.getLogger("proxy.telemetry.test")
-    ours.info("sent %s", "Bearer very-secret-key")
-    ours.debug("not this one")
+    logger = logging.getLogger("proxy.telemetry.test")
+    logger.info("sent %s", "Bearer very-secret-key")
+    logger.debug("not this one")
     try:
         raise ValueError("very-secret-key")
     except ValueError:
-        ours.exception("it failed")
+        logger.exception("it failed")
     text = "\n".join(site.lines())
     assert "very-secret-key" not in text
     assert "sent Bearer ***" in text
@@ -183,15 +193,15 @@ def test_the_routers_own_lines_have_no_secrets(site: Site, form: str) -> None:
         assert "INFO [3] sent" in text
 
 
-def test_keys_that_stand_elsewhere_are_cut_out_too(site: Site) -> None:
+def test_keys_from_other_files_are_hidden(site: Site) -> None:
     config = parse(FLEET % "", "fleet.yaml")
     site.logs.reconfigure(config, ["its-key", "its-key-of-old", "a"])
     site.logs.take_over()
-    logging.getLogger("proxy.telemetry.test").info("met a thing with its-key, its-key-of-old")
-    assert site.lines()[0].endswith("met a thing with ***, ***")
+    logging.getLogger("proxy.telemetry.test").info("sent its-key, its-key-of-old")
+    assert site.lines()[0].endswith("sent ***, ***")
 
 
-def test_others_write_again_once_it_is_closed(site: Site) -> None:
+def test_close_restores_other_handlers(site: Site) -> None:
     before = logging.getLogger().handlers[:]
     site.logs.take_over()
     assert logging.getLogger().handlers != before
@@ -199,7 +209,7 @@ def test_others_write_again_once_it_is_closed(site: Site) -> None:
     assert logging.getLogger().handlers == before
 
 
-async def test_levels_change_at_run_time_until_the_file_is_read_again(site: Site) -> None:
+async def test_levels_set_at_run_time_hold_until_a_reload(site: Site) -> None:
     site.logs.take_over()
     app = FastAPI()
     app.include_router(log_routes(site.logs), prefix="/admin")
@@ -211,14 +221,14 @@ async def test_levels_change_at_run_time_until_the_file_is_read_again(site: Site
         assert shown["requests"]
         assert shown["levels"] | {"": "error", "proxy.health.probe": "debug"} == shown["levels"]
         assert logging.getLogger("proxy.health.probe").isEnabledFor(logging.DEBUG)
-        for bad in (
+        for invalid in (
             {"levels": {"": "loud"}},
             {"levels": {"uvicorn": "debug"}},
             {"prompts": True},
             {"nonsense": 1},
         ):
-            assert (await api.put("/admin/logs", json=bad)).status_code == 422
-        site.said("")
+            assert (await api.put("/admin/logs", json=invalid)).status_code == 422
+        site.configure("")
         shown = (await api.get("/admin/logs")).json()
         assert not shown["requests"]
         assert shown["levels"][""] == "info"

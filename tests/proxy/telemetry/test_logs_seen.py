@@ -1,4 +1,4 @@
-"""The log of a router as its users run it, of one process and of two."""
+"""The log of a router as started by users, with one and two processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "key-of-this-worker-0123456789"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_every_line_is_json_and_each_request_has_one(tmp_path: Path, processes: int) -> None:
+async def test_log_is_json_with_one_line_per_request(tmp_path: Path, processes: int) -> None:
     fake = FakeWorker("w0")
     await fake.listen()
     fake.always(scripts.stream(4))
@@ -37,14 +37,14 @@ async def test_every_line_is_json_and_each_request_has_one(tmp_path: Path, proce
         *command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
     assert router.stderr is not None
-    said: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while not (any_says(said, "/v1") and any_says(said, "is up")):
-                said.append(json.loads(await router.stderr.readline()))
-            [line] = [each["message"] for each in said if "/v1" in each.get("message", "")]
+            while not (any_contains(entries, "/v1") and any_contains(entries, "is up")):
+                entries.append(json.loads(await router.stderr.readline()))
+            [line] = [entry["message"] for entry in entries if "/v1" in entry.get("message", "")]
             client = await Client.connect(int(line.split("/v1")[0].rsplit(":", 1)[1]))
-            answers = [await client.ask(chat("a secret of mine", stream=True)) for _ in range(3)]
+            answers = [await client.ask(chat("a private prompt", stream=True)) for _ in range(3)]
             assert [answer.status for answer in answers] == [200] * 3
             assert (await client.ask(chat(model="nope"))).status == 404
             client.close()
@@ -56,20 +56,20 @@ async def test_every_line_is_json_and_each_request_has_one(tmp_path: Path, proce
             router.kill()
         await router.communicate()
         await fake.stop()
-    said += [json.loads(each) for each in rest.splitlines()]
-    requests = [each for each in said if each.get("event") == "request"]
-    assert [each["status"] for each in requests] == [200, 200, 200, 404]
-    assert {each["id"] for each in requests[:3]} == {
+    entries += [json.loads(text) for text in rest.splitlines()]
+    requests = [entry for entry in entries if entry.get("event") == "request"]
+    assert [entry["status"] for entry in requests] == [200, 200, 200, 404]
+    assert {entry["id"] for entry in requests[:3]} == {
         answer.one(b"x-request-id").decode() for answer in answers
     }
-    assert [each["worker"] for each in requests] == ["w0", "w0", "w0", None]
+    assert [entry["worker"] for entry in requests] == ["w0", "w0", "w0", None]
     assert requests[0]["output_tokens"] == 4
     assert requests[0]["sent_bytes"] > len(answers[0].body)
-    text = json.dumps(said)
-    assert "a secret of mine" not in text
+    text = json.dumps(entries)
+    assert "a private prompt" not in text
     assert KEY not in text
 
 
-def any_says(said: list[dict[str, Any]], text: str) -> bool:
-    """Whether one of the lines has it."""
-    return any(text in each.get("message", "") for each in said)
+def any_contains(entries: list[dict[str, Any]], text: str) -> bool:
+    """Return whether a message contains a text."""
+    return any(text in entry.get("message", "") for entry in entries)

@@ -1,4 +1,4 @@
-"""Traces across the router and both ends of a hand-over, as a collector gets them."""
+"""Traces across the router and both workers of a hand-over, as a collector gets them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """Listen."""
+    """Start a collector."""
     with Collector() as listening:
         yield listening
 
 
 def by_id(spans: Iterable[Span]) -> dict[str, tuple[str, str, str]]:
-    """Return each span's name, its trace and what it is below, by its id."""
+    """Return the name, trace and parent of each span by ID."""
     return {span.id: (span.name, span.trace, span.parent) for span in spans}
 
 
@@ -49,17 +49,17 @@ def by_id(spans: Iterable[Span]) -> dict[str, tuple[str, str, str]]:
 async def workers() -> AsyncIterator[list[FakeWorker]]:
     """Start a prefill and a decode worker."""
     kv = Kv()
-    made = [FakeWorker("p0"), FakeWorker("d0")]
-    for role, each in zip(("prefill", "decode"), made, strict=True):
-        await each.listen()
-        each.always(kv.worker(each, role))
-    yield made
-    for each in made:
-        await each.stop()
+    workers = [FakeWorker("p0"), FakeWorker("d0")]
+    for role, worker in zip(("prefill", "decode"), workers, strict=True):
+        await worker.listen()
+        worker.always(kv.worker(worker, role))
+    yield workers
+    for worker in workers:
+        await worker.stop()
 
 
-async def started(folder: Path, workers: list[FakeWorker], more: str) -> App:
-    """Start a router before both."""
+async def start_app(folder: Path, workers: list[FakeWorker], more: str) -> App:
+    """Start a router before both workers."""
     roles = zip(("prefill", "decode"), workers, strict=True)
     listed = "".join(f"  - {{name: {w.name}, url: '{w.url}', role: {r}}}\n" for r, w in roles)
     source = folder / "fleet.yaml"
@@ -74,7 +74,7 @@ async def started(folder: Path, workers: list[FakeWorker], more: str) -> App:
 
 
 async def ask(app: App, *headers: bytes) -> int:
-    """Ask for a stream, of a prompt that is handed over."""
+    """Request a stream whose prompt is handed over."""
     client = await Client.connect(app.wire.port)
     try:
         return (await client.ask(chat("hello " * 50, *headers, stream=True))).status
@@ -82,69 +82,73 @@ async def ask(app: App, *headers: bytes) -> int:
         client.close()
 
 
-def told(worker: FakeWorker) -> list[bytes]:
-    """Return the traceparents of what a worker served, warm-ups aside."""
+def traceparents(worker: FakeWorker) -> list[bytes]:
+    """Return the traceparents that a worker received, without warm-ups."""
     found = [
         re.findall(rb"(?im)^traceparent: (\S+)\r$", call.head)
         for call in worker.served
         if b"hello" in call.body
     ]
-    assert all(len(each) <= 1 for each in found)
-    return [each[0] for each in found if each]
+    assert all(len(values) <= 1 for values in found)
+    return [values[0] for values in found if values]
 
 
-async def test_a_hand_over_is_one_trace(
+async def test_handover_is_one_trace(
     tmp_path: Path, collector: Collector, workers: list[FakeWorker]
 ) -> None:
-    app = await started(tmp_path, workers, f", tracing: {{endpoint: '{collector.url}', sample: 0}}")
+    app = await start_app(
+        tmp_path, workers, f", tracing: {{endpoint: '{collector.url}', sample: 0}}"
+    )
     try:
-        # The client's word counts, whatever is sampled of the rest.
+        # The client's sampling decision has precedence.
         assert await ask(app, f"traceparent: 00-{TRACE}-{SPAN}-01".encode()) == 200
         assert await ask(app) == 200
         page = scraped(app.metrics, openmetrics=True)
         [exemplar] = re.findall(r'\} \d+ # \{trace_id="(\w+)"\} [\d.]+ [\d.]+\n', page)
         assert exemplar == TRACE
-        assert exemplar not in scraped(app.metrics)  # the other format has no place for it
-        told_of = list(text_string_to_metric_families(page))
-        assert any(s.exemplar for family in told_of for s in family.samples)
+        assert exemplar not in scraped(app.metrics)  # the text format has no exemplars
+        families = list(text_string_to_metric_families(page))
+        assert any(s.exemplar for family in families for s in family.samples)
     finally:
         await app.stop()
     tree = by_id(collector.spans)
     assert {trace for _, trace, _ in tree.values()} == {TRACE}
     ids = {name: span for span, (name, _, _) in tree.items()}
-    below = {name: parent for name, _, parent in tree.values()}
+    parents = {name: parent for name, _, parent in tree.values()}
     root = ids["router chat/completions"]
-    assert below == {
+    assert parents == {
         "router chat/completions": SPAN, "queue": root, "prefill leg": root, "decode leg": root,
         "transfer": ids["decode leg"], "decode": ids["decode leg"],
     }  # fmt: skip
     assert {span.service for span in collector.spans} == {"vllm-sched-router"}
-    prefill, decode = told(workers[0]), told(workers[1])
+    prefill, decode = traceparents(workers[0]), traceparents(workers[1])
     assert prefill[0] == f"00-{TRACE}-{ids['prefill leg']}-01".encode()
     assert decode[0] == f"00-{TRACE}-{ids['decode leg']}-01".encode()
-    # One that nobody samples has a trace all the same, which says so.
+    # An unsampled request also has a trace ID.
     assert prefill[1].endswith(b"-00")
     assert id_in(prefill[1]) == id_in(decode[1]) != TRACE
     for span in collector.spans:
         assert 0 < span.began_ns <= span.ended_ns
 
 
-async def test_without_tracing_headers_pass(tmp_path: Path, workers: list[FakeWorker]) -> None:
-    app = await started(tmp_path, workers, "")
+async def test_trace_headers_pass_without_tracing(
+    tmp_path: Path, workers: list[FakeWorker]
+) -> None:
+    app = await start_app(tmp_path, workers, "")
     sent = f"00-{TRACE}-{SPAN}-00".encode()
     try:
         assert await ask(app, b"traceparent: " + sent, b"tracestate: a=b") == 200
         assert await ask(app) == 200
     finally:
         await app.stop()
-    assert told(workers[0]) == told(workers[1]) == [sent]
+    assert traceparents(workers[0]) == traceparents(workers[1]) == [sent]
 
 
-async def test_a_collector_that_is_away_is_no_harm(
+async def test_unreachable_collector_does_not_affect_requests(
     tmp_path: Path, workers: list[FakeWorker]
 ) -> None:
     more = ", tracing: {endpoint: 'http://127.0.0.1:9/v1/traces', sample: 1.0}"
-    app = await started(tmp_path, workers, more)
+    app = await start_app(tmp_path, workers, more)
     try:
         assert [await ask(app) for _ in range(3)] == [200] * 3
     finally:
@@ -165,33 +169,35 @@ async def test_a_collector_that_is_away_is_no_harm(
         (f"00-{TRACE}-{SPAN}-01, 00-{TRACE}-{SPAN}-01", None, True),
     ],
 )
-def test_only_a_valid_header_is_used(header: str, parent: int | None, sampled: bool) -> None:
+def test_invalid_traceparent_is_ignored(header: str, parent: int | None, sampled: bool) -> None:
     trace = Trace.begin(header.encode(), sample=True)
     assert (trace.parent, trace.sampled) == (parent, sampled)
     assert (trace.id == TRACE) == (parent is not None)
 
 
-def test_the_share_that_is_traced() -> None:
+def test_sample_is_the_traced_share() -> None:
     chances = iter([0.05, 0.15])
-    made = Tracing(TracingConfig(endpoint="http://c/v1/traces"), chance=lambda: next(chances))
-    assert [made.begin(None).sampled for _ in range(2)] == [True, False]
-    made.close()
+    tracing_ = Tracing(TracingConfig(endpoint="http://c/v1/traces"), chance=lambda: next(chances))
+    assert [tracing_.begin(None).sampled for _ in range(2)] == [True, False]
+    tracing_.close()
 
 
-async def test_one_that_is_refused_is_traced_too(
+async def test_refused_request_is_traced(
     tmp_path: Path, collector: Collector, workers: list[FakeWorker]
 ) -> None:
-    app = await started(tmp_path, workers, f", tracing: {{endpoint: '{collector.url}', sample: 1}}")
+    app = await start_app(
+        tmp_path, workers, f", tracing: {{endpoint: '{collector.url}', sample: 1}}"
+    )
     client = await Client.connect(app.wire.port)
     try:
-        assert (await client.ask(chat(model="nobody's"))).status == 404
+        assert (await client.ask(chat(model="unknown"))).status == 404
     finally:
         client.close()
         await app.stop()
     assert {name for name, _, _ in by_id(collector.spans).values()} == {"router chat/completions"}
 
 
-def test_who_left_the_queue_has_a_span_of_the_wait() -> None:
+def test_request_that_left_the_queue_has_a_queue_span() -> None:
     record = RequestRecord()
     record.request = Request(RequestHead(), b"")
     record.request.trace = Trace.begin(None, sample=True)
@@ -204,7 +210,7 @@ def test_who_left_the_queue_has_a_span_of_the_wait() -> None:
     assert end - start == 2_000_000_000
 
 
-def test_what_a_worker_took_that_failed_is_no_wait() -> None:
+def test_time_on_a_failed_worker_is_not_in_the_queue_span() -> None:
     record = RequestRecord()
     record.request = Request(RequestHead(), b"")
     record.request.trace = Trace.begin(None, sample=True)
@@ -216,7 +222,7 @@ def test_what_a_worker_took_that_failed_is_no_wait() -> None:
     assert end - start == 500_000_000
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(ProxyError, match=r"vllm-sched\[otel\]"):
         Tracing(TracingConfig(endpoint="http://c/v1/traces"))
@@ -224,7 +230,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("block", "says"),
+    ("block", "expected"),
     [
         ("{endpoint: 'c:4318'}", "http://collector:4318"),
         ("{endpoint: 'http://me:secret@c/v1/traces'}", "OTEL_EXPORTER_OTLP_HEADERS"),
@@ -237,9 +243,9 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         ("{sample: 0.5}", "router.tracing.endpoint"),
     ],
 )
-def test_what_is_wrong_is_said(block: str, says: str) -> None:
+def test_invalid_tracing_settings_are_refused(block: str, expected: str) -> None:
     text = f"model: m\nworkers: [{{name: a, url: 'http://a'}}]\nrouter: {{tracing: {block}}}"
     with pytest.raises(ConfigError) as caught:
         parse(text, "fleet.yaml")
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
     assert "secret" not in str(caught.value)

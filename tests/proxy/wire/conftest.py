@@ -1,4 +1,4 @@
-"""A real router on real sockets, in the loop of the test; and what each test must leave behind."""
+"""The router under test on real sockets, and the check for leftovers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ import uvloop
 from proxy.wire import ticks
 from tests.proxy.wire.site import Fake, Site, eventually, sockets
 
-# How often a router under test looks for what is late: a test waits for that, often twice.
+# Interval of a router's checks for overdue items. A test often waits for two of them.
 SWEEP_S = 0.02
 
 
 class Start(Protocol):
-    """How a test starts a router: before the workers named, one if none is."""
+    """Starts a router before the given workers, or before one default worker."""
 
     def __call__(
         self, *fakes: Fake, router: Any = ..., wire: Any = ..., tls: ssl.SSLContext | None = ...
-    ) -> Awaitable[Site]:
-        """Start workers and a router with settings that differ from the defaults."""
+    ) -> Awaitable[Site]: ...
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on what the router runs on."""
+    """Use the router's event loop."""
     return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
 async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """Start routers, and see at the end that no charge, ticket, task or socket is left of them."""
+    """Start routers; check that no charge, ticket, task or socket is left at the end."""
     monkeypatch.setattr(ticks, "SWEEP_INTERVAL_S", SWEEP_S)
     sites: list[Site] = []
     tasks, open_before = asyncio.all_tasks(), sockets()
@@ -54,10 +53,10 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     for site in sites:
         await site.stop()
 
-    def left() -> set[asyncio.Task[Any]]:
+    def left_tasks() -> set[asyncio.Task[Any]]:
         return asyncio.all_tasks() - tasks - {asyncio.current_task()}
 
-    await eventually(lambda: not left(), lambda: f"tasks are left: {left()}")
+    await eventually(lambda: not left_tasks(), lambda: f"tasks are left: {left_tasks()}")
     await eventually(
         lambda: sockets() <= open_before, lambda: f"{sockets() - open_before} sockets are left"
     )
@@ -65,5 +64,5 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
 
 @pytest.fixture
 async def site(start: Start) -> Site:
-    """Start a router before one worker, all settings at their defaults."""
+    """Start a router before one worker with default settings."""
     return await start()

@@ -1,8 +1,8 @@
-"""A worker that does as it is told: a server of raw bytes, strict about what it is sent.
+"""A scripted worker: a server of raw bytes, strict about its requests.
 
-Each request becomes a `Call`, which records what came and when its peer left, and is answered by a
-`Script`: a coroutine that writes whatever it likes, as slowly as it likes, or breaks off. There are
-ready-made ones in `scripts.py`. What a careful server would refuse is kept in `faults`.
+Each request becomes a `Call`, which records the request and the loss of its peer. A `Script`, a
+coroutine that may write anything at any pace, answers it. `scripts.py` has ready-made scripts.
+`faults` lists violations that a strict server would refuse.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any, cast
 
 from tests.proxy.wire import scripts
 
-# Longer than a machine stands still now and then, and shorter than the ten seconds after which the
-# router itself gives most things up: what should happen at once has not waited for those.
+# Longer than the pauses of a busy machine, shorter than the router's own timeouts of ten seconds.
 DEADLINE_S = 9.0
-A_TURN = 1 << 16  # bytes after which a script lets its loop do something else
-RST = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the peer gets a reset
+BYTES_PER_TURN = 1 << 16  # a script yields to its loop after so many bytes
+RST = struct.pack("ii", 1, 0)  # SO_LINGER: unsent data is dropped, and the peer gets a reset
 
 
 class PeerGoneError(Exception):
@@ -34,9 +33,9 @@ class PeerGoneError(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """One request as it came, and the means to answer it."""
+    """A request, and the means to answer it."""
 
-    head: bytes  # request line and headers, as sent
+    head: bytes  # request line and headers
     connection: Connection
     body: bytes = b""  # without its framing
     arrived: float = field(default_factory=time.monotonic)
@@ -45,36 +44,36 @@ class Call:
 
     @property
     def method(self) -> bytes:
-        """The verb."""
+        """The method."""
         return self.head.split(b" ", 1)[0]
 
     @property
     def target(self) -> bytes:
-        """The path, and what follows it."""
+        """The path and query."""
         return self.head.split(b" ", 2)[1]
 
     @property
     def path(self) -> str:
-        """The path alone."""
+        """The path without its query."""
         return self.target.partition(b"?")[0].decode("latin-1")
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Names in lower case, values trimmed, in the order sent."""
+        """Names in lower case and stripped values, in order."""
         lines = self.head.split(b"\r\n")[1:]
         split = (line.partition(b":") for line in lines if line)
         return [(name.lower(), value.strip(b" \t")) for name, _, value in split]
 
     def all(self, name: bytes) -> list[bytes]:
-        """Return every value of a header."""
+        """Return all values of a header."""
         return [value for key, value in self.headers if key == name.lower()]
 
     def json(self) -> Any:
-        """Return the body, read as JSON."""
+        """Return the body parsed as JSON."""
         return json.loads(self.body)
 
     async def send(self, data: bytes) -> None:
-        """Write, and wait until the socket takes more."""
+        """Write, and wait until the socket accepts more."""
         await self.connection.send(data)
 
     async def was_lost(self) -> None:
@@ -83,15 +82,15 @@ class Call:
             await self.lost.wait()
 
     def half_close(self) -> None:
-        """End the sending half, and go on listening."""
+        """Close the sending half."""
         self.connection.half_close()
 
     def close(self) -> None:
-        """Send what was written, then close."""
+        """Send all written data, then close."""
         self.connection.transport.close()
 
     def reset(self) -> None:
-        """Break the connection off, so that the peer gets a reset."""
+        """Reset the connection."""
         self.connection.reset()
 
 
@@ -100,21 +99,21 @@ Script = Callable[[Call], Awaitable[None]]
 
 @dataclass(frozen=True)
 class SlowWire:
-    """So many bytes each way, and a pause between."""
+    """Bytes per read and write, with a pause between."""
 
     piece: int = 256
-    window: int = 4096  # of what comes, on connections made from now on
+    window: int = 4096  # receive buffer of new connections
     gap_s: float = 0.01
 
 
 class Connection(asyncio.Protocol):
-    """One connection from the router."""
+    """A connection from the router."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
         self.calls: list[Call] = []
         self.gone = asyncio.Event()
-        self.stalled = asyncio.Event()  # the peer takes no more for now
+        self.stalled = asyncio.Event()  # the peer accepts no more for now
         self.flows = asyncio.Event()
         self.flows.set()
         self.sent = 0
@@ -136,7 +135,7 @@ class Connection(asyncio.Protocol):
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -173,14 +172,14 @@ class Connection(asyncio.Protocol):
             await self._send(data)
             return
         for at in range(0, len(data), slow.piece):
-            await asyncio.sleep(slow.gap_s)  # not after the last: the next request may come
+            await asyncio.sleep(slow.gap_s)  # not after the last piece: the next request may come
             await self._send(data[at : at + slow.piece])
 
     async def _send(self, data: bytes) -> None:
         self._check_open()
         self.transport.write(data)
         before, self.sent = self.sent, self.sent + len(data)
-        if before // A_TURN != self.sent // A_TURN:  # or it never hears of a peer gone
+        if before // BYTES_PER_TURN != self.sent // BYTES_PER_TURN:  # to notice a lost peer
             await asyncio.sleep(0)
         await self.flows.wait()
 
@@ -188,7 +187,7 @@ class Connection(asyncio.Protocol):
         self._check_open()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        else:  # there is no half of TLS to close
+        else:  # TLS has no half close
             self.transport.close()
 
     def _check_open(self) -> None:
@@ -196,7 +195,7 @@ class Connection(asyncio.Protocol):
             raise PeerGoneError
 
     def close_unread(self) -> None:
-        """Close at once, as a server closes an idle connection: what comes now is never read."""
+        """Close at once, as a server closes an idle connection; later data is never read."""
         raw = socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
         raw.shutdown(socket.SHUT_RDWR)
         raw.close()
@@ -209,7 +208,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def _next(self) -> None:
-        """Start on the next request if all of it is here."""
+        """Start on the next request if it is complete."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             return
@@ -229,7 +228,7 @@ class Connection(asyncio.Protocol):
         self._task = asyncio.get_running_loop().create_task(self._answer(call))
 
     def _read_body(self, call: Call, start: int) -> int | None:
-        """Fill in the body; return where it ends, or None while bytes are missing."""
+        """Set the body; return its end, or None while bytes are missing."""
         lengths, codings = call.all(b"content-length"), call.all(b"transfer-encoding")
         if (lengths and codings) or len(lengths) > 1 or codings not in ([], [b"chunked"]):
             raise ValueError("ambiguous framing")
@@ -242,7 +241,7 @@ class Connection(asyncio.Protocol):
         return start + length
 
     def _read_chunks(self, call: Call, start: int) -> int | None:
-        """Join the chunks up to the last one, with CRLFs where they belong."""
+        """Set the body from its chunks; return its end, or None while bytes are missing."""
         at, pieces = start, []
         while (line := self._buffer.find(b"\r\n", at)) >= 0:
             size = int(self._buffer[at:line], 16)
@@ -262,8 +261,8 @@ class Connection(asyncio.Protocol):
             await self.worker.script_for(call)(call)
         except PeerGoneError:
             return
-        except Exception as error:  # a test's own mistake, which nobody else would hear of
-            self.worker.faults.append(f"its script failed: {error!r}")
+        except Exception as error:  # a mistake of the test, which must not go unnoticed
+            self.worker.faults.append(f"the script failed: {error!r}")
             self.transport.abort()
             return
         if call.lost.is_set():
@@ -300,14 +299,14 @@ class FakeWorker:
         self.calls: list[Call] = []
         self.faults: list[str] = []
         self.reads = True
-        self.cuts_left = 0  # so many requests are reset while they come,
-        self.cut_after = 0  # after so many bytes
+        self.cuts_left = 0  # requests to reset while they arrive,
+        self.cut_after = 0  # after this many bytes
         self.slow_wire: SlowWire | None = None
         self.port = 0
         self.tls: ssl.SSLContext | None = None  # set before it listens
         self._waiting: set[asyncio.Event] = set()
         self._server: asyncio.Server | None = None
-        self._deaf: list[socket.socket] = []
+        self._hanging: list[socket.socket] = []
         self._next: deque[Script] = deque()
         self._paths: dict[str, Script] = {
             "/health": scripts.answer(body=b"", content_type=b"text/plain"),
@@ -319,50 +318,50 @@ class FakeWorker:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The worker's URL."""
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def served(self) -> list[Call]:
-        """The calls that were neither probes nor counts of tokens."""
+        """The calls except probes and token counts."""
         return [call for call in self.calls if call.path not in self._paths]
 
     @property
     def open(self) -> list[Connection]:
-        """The connections its peer has not closed."""
-        return [each for each in self.connections if not each.gone.is_set()]
+        """The connections that the peer has not closed."""
+        return [connection for connection in self.connections if not connection.gone.is_set()]
 
     def always(self, script: Script, path: str | None = None) -> None:
-        """Answer all calls so, or those to one path."""
+        """Answer all calls, or those to one path, with a script."""
         if path is None:
             self._default = script
         else:
             self._paths[path] = script
 
     def then(self, *answers: Script) -> None:
-        """Answer the next calls so, one each, before the usual script has its turn again."""
+        """Answer the next calls with these scripts, then with the usual script again."""
         self._next.extend(answers)
 
     def hold(self, script: Script | None = None) -> asyncio.Event:
-        """Answer all calls so (by default: with 200) once the event that is returned is set."""
+        """Answer all calls (by default with 200) once the returned event is set."""
         gate = asyncio.Event()
         self.always(scripts.gated(gate, script or scripts.answer()))
         return gate
 
     def hold_next(self, script: Script | None = None) -> asyncio.Event:
-        """Answer the next call so once the event that is returned is set."""
+        """Answer the next call once the returned event is set."""
         gate = asyncio.Event()
         self.then(scripts.gated(gate, script or scripts.answer()))
         return gate
 
     def script_for(self, call: Call) -> Script:
-        """Return how a call is to be answered."""
+        """Return the script for a call."""
         if call.path in self._paths:
             return self._paths[call.path]
         return self._next.popleft() if self._next else self._default
 
     async def listen(self, *, backlog: int = 1000) -> None:
-        """Take connections, on the port it had if it had one."""
+        """Accept connections, on the previous port if there was one."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: Connection(self), "127.0.0.1", self.port, backlog=backlog, ssl=self.tls
@@ -370,61 +369,61 @@ class FakeWorker:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def hang(self) -> None:
-        """Let new connections hang: they are neither taken nor refused.
+        """Let new connections hang: they are neither accepted nor refused.
 
-        The kernel lets as many as fit into a listening socket's queue be made; these are filled.
+        The kernel accepts connections until the socket's queue is full, so the queue is filled.
         """
         await self.refuse()
-        deaf = socket.create_server(("127.0.0.1", self.port), backlog=0)
-        self._deaf = [deaf]
+        server = socket.create_server(("127.0.0.1", self.port), backlog=0)
+        self._hanging = [server]
         loop = asyncio.get_running_loop()
         hangs = False
         while not hangs:
             filler = socket.socket()
             filler.setblocking(False)
-            self._deaf.append(filler)
+            self._hanging.append(filler)
             try:
                 async with asyncio.timeout(0.1):
-                    await loop.sock_connect(filler, deaf.getsockname())
+                    await loop.sock_connect(filler, server.getsockname())
             except TimeoutError:
-                hangs = not _is_connected(filler)  # or this process was too slow to hear of it
+                hangs = not _is_connected(filler)  # else this process was only slow
 
     async def wake(self) -> None:
-        """Take the connections that hang."""
-        deaf, *fillers = self._deaf
-        for each in fillers:
-            each.close()
-        self._deaf = []
-        deaf.listen(1000)
-        deaf.setblocking(False)
+        """Accept the connections that hang."""
+        server, *fillers = self._hanging
+        for filler in fillers:
+            filler.close()
+        self._hanging = []
+        server.listen(1000)
+        server.setblocking(False)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), sock=deaf, ssl=self.tls)
+        self._server = await loop.create_server(lambda: Connection(self), sock=server, ssl=self.tls)
 
     async def refuse(self) -> None:
-        """Close the listening socket; connections made live on."""
-        for each in self._deaf:
-            each.close()
-        self._deaf = []
+        """Close the listening socket; open connections stay."""
+        for filler in self._hanging:
+            filler.close()
+        self._hanging = []
         if self._server is not None:
             self._server.close()
             self._server = None
             await asyncio.sleep(0)
 
     async def die(self) -> None:
-        """Refuse, and reset all connections."""
+        """Refuse new connections, and reset all others."""
         await self.refuse()
-        for each in self.open:
-            each.reset()
-            await each.end()
+        for connection in self.open:
+            connection.reset()
+            await connection.end()
 
     async def stop(self) -> None:
-        """Leave nothing open."""
+        """Close everything."""
         await self.refuse()
-        for each in self.connections:
-            await each.end()
+        for connection in self.connections:
+            await connection.end()
 
     def arrive(self, call: Call) -> None:
-        """Note a call, and wake those who wait for one."""
+        """Record a call, and wake tasks that wait for calls."""
         self.calls.append(call)
         for event in self._waiting:
             event.set()
@@ -432,7 +431,7 @@ class FakeWorker:
     async def got(
         self, number: int = 1, *, path: str | None = None, within: float = DEADLINE_S
     ) -> Call:
-        """Wait until so many calls have come (to a path), and return the last of them."""
+        """Wait until `number` calls have come (to a path); return the last of them."""
         arrived = asyncio.Event()
         self._waiting.add(arrived)
         try:

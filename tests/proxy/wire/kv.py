@@ -1,11 +1,11 @@
-"""Prefill and decode workers whose KV blocks are accounted for, with vLLM's surface over NIXL.
+"""Fake prefill and decode workers that keep account of KV blocks, with the API of vLLM over NIXL.
 
-A prefill pins blocks and answers with parameters; they are good for one decode of the same prompt.
-A strict bookkeeper: whoever uses them twice, for another prompt, or makes them up is at fault, and
-so is a prefill that decodes, a request given whole to a prefill worker, or one that can't be handed
-over. What a real worker would do then is garbage with status 200, or worse.
+A prefill pins blocks and returns parameters, which are valid for one decode of the same prompt.
+`Kv.faults` lists violations: parameters used twice, for another prompt, or invented; a prefill that
+decodes; a whole request on a prefill worker; a leg of a request that cannot be split. A real worker
+would return garbage with status 200.
 
-Every prompt has the same answer from every worker: the words of `answer_to`.
+Every worker gives the same response to a prompt: `answer_to`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     Script = Callable[[Call], Awaitable[None]]
 
-CACHED = 11  # tokens of each prompt that a prefill worker has in its cache
-USUAL_TOKENS = 4  # that an answer has where no limit is stated
+CACHED = 11  # tokens of each prompt that are cached on a prefill worker
+USUAL_TOKENS = 4  # of a response without a limit
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, COHERE = "/v1/responses", "/v1/messages", "/cohere/v2/chat"
-# What a stream says before its first token, and how it names each that follows.
+# The events of a stream before its first token, and the names of the events with tokens.
 OPENINGS = {
     CHAT: b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
     RESPONSES: b'event: response.created\ndata: {"type":"response.created","response":{}}\n\n'
@@ -46,65 +46,65 @@ LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 @dataclass
 class Pinned:
-    """Blocks that a prefill left behind."""
+    """Blocks of a prefill."""
 
     worker: str
     prompt: str
     params: dict[str, Any]
     request_id: bytes
     call: Call
-    end: str = ""  # how they were freed: `read` or `released`; until then they are held
+    end: str = ""  # how they were freed: `read`, `released`, or empty while they are held
 
 
 @dataclass
 class Faults:
-    """What a worker is to do wrong, once, and when."""
+    """What a worker does wrong in one leg, and when."""
 
-    before: Script | None = None  # instead of anything
-    during: Script | None = None  # once the work was done, instead of the answer
-    cut: tuple[int, str] | None = None  # so many tokens of an answer, then how it ends
+    before: Script | None = None  # instead of the work
+    during: Script | None = None  # after the work, instead of the response
+    cut: tuple[int, str] | None = None  # tokens of the response, and how it ends then
 
 
 @dataclass
 class Kv:
-    """The blocks of all prefill workers of a test, and what was done about them."""
+    """The blocks of all prefill workers of a test."""
 
     pinned: list[Pinned] = field(default_factory=list)
-    made: int = 0  # how many there ever were
+    made: int = 0  # the number of all prefills
     faults: list[str] = field(default_factory=list)
-    wrongs: dict[str, list[Faults]] = field(default_factory=dict)  # of a role, or of a worker
+    injected: dict[str, list[Faults]] = field(default_factory=dict)  # by role or worker
 
     @property
     def held(self) -> list[Pinned]:
-        """Blocks that nobody freed."""
-        return [each for each in self.pinned if not each.end]
+        """Blocks that are not freed."""
+        return [blocks for blocks in self.pinned if not blocks.end]
 
     def ends(self) -> list[str]:
-        """How each prefill's blocks ended, in order."""
-        return [each.end for each in self.pinned]
+        """Return how each prefill's blocks ended, in order."""
+        return [blocks.end for blocks in self.pinned]
 
-    def wrong(self, whom: str, *faults: Faults) -> None:
-        """Let the next legs on a worker, or on whichever of a role comes first, go wrong."""
-        self.wrongs.setdefault(whom, []).extend(faults)
+    def inject(self, target: str, *faults: Faults) -> None:
+        """Inject faults into the next legs on a worker, or on any worker of a role."""
+        self.injected.setdefault(target, []).extend(faults)
 
     def worker(self, fake: FakeWorker, role: str) -> Script:
-        """Return how a worker of this role answers."""
+        """Return the script of a worker of this role."""
 
         async def run(call: Call) -> None:
             await _Leg(self, fake, role, call).answer()
 
         return run
 
-    def next_wrong(self, fake: FakeWorker, role: str) -> Faults:
-        """Take what is to go wrong now."""
-        for whom in (fake.name, role):
-            if waiting := self.wrongs.get(whom):
+    def next_faults(self, fake: FakeWorker, role: str) -> Faults:
+        """Take the faults of the next leg."""
+        for target in (fake.name, role):
+            if waiting := self.injected.get(target):
                 return waiting.pop(0)
         return Faults()
 
 
 class _Leg:
-    """One request to one worker."""
+    """A request to a worker."""
 
     def __init__(self, kv: Kv, fake: FakeWorker, role: str, call: Call) -> None:
         self.kv, self.fake, self.role, self.call = kv, fake, role, call
@@ -116,24 +116,24 @@ class _Leg:
         self.kv.faults.append(f"{self.fake.name}: {what}")
 
     async def answer(self) -> None:
-        wrong = self.kv.next_wrong(self.fake, self.role)
-        if wrong.before is not None:
-            await wrong.before(self.call)
+        faults = self.kv.next_faults(self.fake, self.role)
+        if faults.before is not None:
+            await faults.before(self.call)
             return
         if self.body.get("model", self.fake.model) != self.fake.model:
-            self._free("released")  # vLLM tells the connector of what its front refuses
+            self._free("released")  # vLLM frees the blocks of requests that its frontend refuses
             await scripts.error(404, "no such model")(self.call)
         elif (why := refused(self.body)) is not None:
             self._free("released")
             await scripts.error(400, why)(self.call)
         elif self.params.get("do_remote_decode"):
-            await self._prefill(wrong)
+            await self._prefill(faults)
         else:
-            await self._decode(wrong)
+            await self._decode(faults)
 
     # The two legs
 
-    async def _prefill(self, wrong: Faults) -> None:
+    async def _prefill(self, faults: Faults) -> None:
         if self.role != "prefill":
             self.fault("got a prefill leg")
         if self.params.get("do_remote_prefill") or any(self.params.get(k) for k in REMOTE):
@@ -146,13 +146,13 @@ class _Leg:
             self.fault(f"a prefill leg that may be compressed: {codings}")
         if len(self.prompts) != 1 or self.body.get("n", 1) not in (1, None):
             self.fault("a prefill leg of several sequences")
-        if wrong.during is not None:
-            await wrong.during(self.call)
+        if faults.during is not None:
+            await faults.during(self.call)
             return
         if self.call.lost.is_set():
-            return  # it was dropped, as an engine drops what nobody waits for
-        params = self._pin() if wrong.cut is None else {"do_remote_prefill": True}
-        await self._whole(1, wrong.cut, CACHED, {"kv_transfer_params": params})
+            return  # dropped, as an engine drops an aborted request
+        params = self._pin() if faults.cut is None else {"do_remote_prefill": True}
+        await self._whole(1, faults.cut, CACHED, {"kv_transfer_params": params})
 
     def _pin(self) -> dict[str, Any]:
         number = self.kv.made
@@ -160,7 +160,7 @@ class _Leg:
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [[number * 4 + each for each in range(1, 4)]],
+            "remote_block_ids": [[number * 4 + block for block in range(1, 4)]],
             "remote_engine_id": f"engine-{self.fake.name}",
             "remote_request_id": f"cmpl-{number}-8f3aa91a",
             "remote_host": "localhost",
@@ -180,30 +180,30 @@ class _Leg:
         return params
 
     def _free(self, how: str) -> None:
-        """Use parameters up, if there are any."""
+        """Use up parameters, if there are any."""
         if not self.params.get("do_remote_prefill"):
             return
         if self.role != "decode":
             self.fault("got a decode leg")
         request_id = self.params.get("remote_request_id")
-        for each in self.kv.pinned:
-            if each.params["remote_request_id"] == request_id:
+        for blocks in self.kv.pinned:
+            if blocks.params["remote_request_id"] == request_id:
                 break
         else:
-            self.fault(f"parameters that nobody gave: {self.params}")
+            self.fault(f"unknown parameters: {self.params}")
             return
-        # To release what may have been freed before is no harm; to read it is.
-        if each.end and how == "read":
-            self.fault(f"{request_id} was {each.end} before, and is {how} now")
-        elif each.params != self.params:
-            self.fault(f"{self.params} were given as {each.params}")
+        # To release freed blocks is harmless; to read them is a fault.
+        if blocks.end and how == "read":
+            self.fault(f"{request_id} was {blocks.end} before, and is {how} now")
+        elif blocks.params != self.params:
+            self.fault(f"{self.params} were given as {blocks.params}")
         elif how == "read" and (
-            self.prompts != [each.prompt] or self.call.all(b"x-request-id") != [each.request_id]
+            self.prompts != [blocks.prompt] or self.call.all(b"x-request-id") != [blocks.request_id]
         ):
             self.fault(f"{request_id} is of another request")
-        each.end = each.end or how
+        blocks.end = blocks.end or how
 
-    async def _decode(self, wrong: Faults) -> None:
+    async def _decode(self, faults: Faults) -> None:
         remote = bool(self.params.get("do_remote_prefill"))
         if not remote and self.role == "prefill":
             self.fault("got a whole request")
@@ -213,21 +213,21 @@ class _Leg:
         if remote and (self.body.get("prompt_logprobs") or echoed):
             self.fault("a decode leg that has to look at the prompt")
         self._free("read")
-        if wrong.during is not None:
-            await wrong.during(self.call)
+        if faults.during is not None:
+            await faults.during(self.call)
             return
         cached = self.params.get("remote_prefill_cached_tokens", 0)
         tokens = limit_of(self.body) or USUAL_TOKENS
         if self.body.get("stream"):
-            await self._stream(tokens, wrong.cut, cached)
+            await self._stream(tokens, faults.cut, cached)
         else:
-            await self._whole(tokens, wrong.cut, cached, {})
+            await self._whole(tokens, faults.cut, cached, {})
 
     # Answers
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(each) for each in self.prompts) // 4 + 1
+        return sum(map(len, self.prompts)) // 4 + 1
 
     def _usage(self, tokens: int, cached: int) -> dict[str, Any]:
         sequences = len(self.prompts) * (self.body.get("n") or 1)
@@ -302,22 +302,22 @@ def answer_to(prompt: str, tokens: int, sample: int = 0) -> list[str]:
 
 
 def prompts_of(body: dict[str, Any]) -> list[str]:
-    """Return a body's prompts as text that tells them apart."""
+    """Return a body's prompts as distinct texts."""
     if "messages" in body:
         return [json.dumps(body["messages"])]
     prompt = body.get("prompt", body.get("input", body.get("token_ids")))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return [each if isinstance(each, str) else json.dumps(each) for each in prompt]
+        return [item if isinstance(item, str) else json.dumps(item) for item in prompt]
     return [prompt if isinstance(prompt, str) else json.dumps(prompt)]
 
 
 def limit_of(body: dict[str, Any]) -> int | None:
-    """Return the most tokens that a body allows; vLLM looks at the newer name first."""
+    """Return the token limit of a body; vLLM prefers the newer name."""
     return next((body[name] for name in LIMITS if body.get(name) is not None), None)
 
 
 def refused(body: dict[str, Any]) -> str | None:
-    """Return why vLLM would answer 400."""
+    """Return why vLLM would answer 400, or None."""
     limit = limit_of(body)
     if body.get("stream_options") and not body.get("stream"):
         return "Stream options can only be defined when `stream=True`."

@@ -1,11 +1,9 @@
-"""A router before prefill and decode workers, which a test can ask who would serve a request."""
+"""A router before prefill and decode workers."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from proxy.core.fleet.leases import Decision
@@ -24,60 +22,57 @@ numbers = itertools.count(1)
 
 
 class Pairs:
-    """Some prefill workers, some decode workers, and the blocks between them."""
+    """Prefill workers, decode workers, and the blocks between them."""
 
     def __init__(self, site: Site, kv: Kv) -> None:
         self.site, self.kv = site, kv
 
-    def would_serve(self, body: bytes, path: str = CHAT) -> Decision:
-        """Tell where a request would go now."""
+    def explain(self, body: bytes, path: str = CHAT) -> Decision:
+        """Return the decision about a request."""
         route = routes.find("POST", path)
         assert isinstance(route, Route)
-        ask = self.site.router.read(route, body, b"application/json", "id")
-        decision = self.site.router.placer.explain(ask, self.site.clock())  # type: ignore[arg-type]
+        info = self.site.router.read(route, body, b"application/json", "id")
+        decision = self.site.router.placer.explain(info, self.site.clock())  # type: ignore[arg-type]
         assert isinstance(decision, Decision)
         return decision
 
     def victim(self, role: Role, body: bytes, path: str = CHAT) -> FakeWorker:
-        """Name the worker of a role that a request would be given to."""
-        decision = self.would_serve(body, path)
+        """Return the worker of a role that would get a request."""
+        decision = self.explain(body, path)
         assert decision.handover is not None
         worker = decision.handover.prefill if role is Role.PREFILL else decision.worker
         return self.site.fakes[worker.name]
 
     async def send(self, body: bytes, path: str = CHAT, **options: Any) -> Client:
-        """Send a request whose answer is not read yet."""
+        """Send a request; its response is not read yet."""
         return await self.site.send(request(body, path=path), **options)
 
-    async def serves(self, body: bytes | None = None, **fields: Any) -> None:
-        """See that a chat is answered in full and that nothing is left of it."""
+    async def check_served(self, body: bytes | None = None, **fields: Any) -> None:
+        """Check that a chat gets its whole response and that nothing is left of it."""
         body = chat_body(**fields) if body is None else body
         assert words(await ask(self, body)) == expected(body)
         await self.settled()
 
     def kinds(self) -> list[str]:
-        """List what workers were asked for, in order, but for blocks to be freed."""
+        """Return the kinds of legs in order, without releases."""
         return [leg.split()[0] for leg in self.legs() if "release" not in leg]
 
     def legs(self) -> list[str]:
-        """List who was asked for what, in order."""
+        """Return the kinds and workers of legs in order."""
         return [f"{_kind(call.json())} {name}" for name, call in self._calls()]
 
-    def has_begun(self) -> bool:
-        """Whether the router has part of a prefill's answer."""
+    def prefill_has_begun(self) -> bool:
+        """Whether the router has part of a prefill's response."""
         attempts = [exchange._attempt for exchange in self.site.wire.exchanges]
-        handings = [each and each.handover for each in attempts]
-        return any(each is not None and each.is_answering for each in handings)
+        handovers = [attempt and attempt.handover for attempt in attempts]
+        return any(handover is not None and handover.is_answering for handover in handovers)
 
     def _calls(self) -> list[tuple[str, Any]]:
         calls = [(name, call) for name, f in self.site.fakes.items() for call in f.served]
-        return sorted(calls, key=lambda each: each[1].arrived)
+        return sorted(calls, key=lambda pair: pair[1].arrived)
 
     async def settled(self, *, left: int = 0) -> None:
-        """Wait until nothing is under way; all blocks must have been freed, nothing done wrong.
-
-        But for as many as nobody is left to free: their lease ends.
-        """
+        """Wait until nothing runs; check that `left` blocks are held and no faults are recorded."""
         await self.site.settled()
         assert self.kv.faults == []
         assert len(self.kv.held) == left
@@ -101,25 +96,25 @@ async def pairs(
     wire: dict[str, Any] | None = None,
     **router: Any,
 ) -> Pairs:
-    """Start them."""
+    """Start a router, prefill workers and decode workers."""
     fakes = [Fake(f"p{n}", Role.PREFILL, max_model_len=max_model_len) for n in range(prefills)]
     fakes += [Fake(f"d{n}", Role.DECODE, max_model_len=max_model_len) for n in range(decodes)]
     site = await start(*fakes, *more, router=ROUTER | router, wire=wire or {})
     kv = Kv()
-    for each in (*fakes, *more):
-        fake = site.fakes[each.name]
-        fake.always(kv.worker(fake, each.role.value))
+    for spec in (*fakes, *more):
+        fake = site.fakes[spec.name]
+        fake.always(kv.worker(fake, spec.role.value))
     return Pairs(site, kv)
 
 
 def chat_body(**fields: Any) -> bytes:
-    """Return the body of a chat that nobody has had before."""
+    """Return the body of a chat with a new prompt."""
     messages = [{"role": "user", "content": f"number {next(numbers)}: " + "x" * 200}]
     return json.dumps({"model": "tiny", "messages": messages, "max_tokens": 4} | fields).encode()
 
 
 def completion_body(**fields: Any) -> bytes:
-    """Return the body of a completion that nobody has had before."""
+    """Return the body of a completion with a new prompt."""
     prompt = f"number {next(numbers)}: " + "y" * 200
     return json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4} | fields).encode()
 
@@ -130,7 +125,7 @@ async def ask(pairs: Pairs, body: bytes, *headers: bytes, path: str = CHAT) -> A
 
 
 def words(answer: Answer) -> list[str]:
-    """Read the text of an answer with one choice, token by token."""
+    """Return the tokens of a response with one choice."""
     assert answer.status == 200, answer.body
     if answer.body.startswith(b"data: "):
         assert answer.body.endswith(DONE), answer.body
@@ -141,19 +136,11 @@ def words(answer: Answer) -> list[str]:
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    """Read the text of a choice or of a piece of one."""
+    """Return the text of a choice or of a delta."""
     inner = choice.get("message") or choice.get("delta")
     return str(inner["content"] if inner is not None else choice["text"])
 
 
 def expected(body: bytes, tokens: int = 4) -> list[str]:
-    """Return what a worker would answer to a body with one prompt."""
+    """Return the tokens of the response to a body with one prompt."""
     return answer_to(prompts_of(json.loads(body))[0], tokens)
-
-
-async def both(*some: Awaitable[Any]) -> list[Any]:
-    """Wait for all."""
-    return list(await asyncio.gather(*some))
-
-
-Maker = Callable[..., bytes]

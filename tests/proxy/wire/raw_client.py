@@ -1,4 +1,4 @@
-"""A client that speaks bytes: nothing is sent, read or judged behind a test's back."""
+"""An HTTP client of raw bytes without hidden behaviour."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ JSON = b"application/json"
 
 
 class BrokenError(Exception):
-    """The answer ended before its framing said so: what an HTTP client must notice."""
+    """The response ended before its framing said so."""
 
 
 @dataclass
 class Head:
-    """The first lines of an answer."""
+    """The head of a response."""
 
     version: bytes
     status: int
     headers: list[tuple[bytes, bytes]]  # names in lower case
 
     def all(self, name: bytes) -> list[bytes]:
-        """Return every value of a header."""
+        """Return all values of a header."""
         return [value for key, value in self.headers if key == name.lower()]
 
     def one(self, name: bytes) -> bytes:
-        """Return the value of a header that is there once."""
+        """Return the value of a header that must occur once."""
         [value] = self.all(name)
         return value
 
 
 @dataclass
 class Answer(Head):
-    """An answer with its body."""
+    """A response with its body."""
 
     body: bytes
 
     def json(self) -> Any:
-        """Return the body, read as JSON."""
+        """Return the body parsed as JSON."""
         return json.loads(self.body)
 
     def error(self) -> dict[str, Any]:
-        """Return the error of an answer in OpenAI's shape."""
+        """Return the error of a response in OpenAI's format."""
         assert self.one(b"content-type").startswith(JSON), self
         error = self.json()["error"]
         assert isinstance(error["message"], str)
@@ -65,7 +65,7 @@ def request(
     version: str = "1.1",
     chunks: tuple[int, ...] | None = None,
 ) -> bytes:
-    """Return a request's bytes: of a stated length, or in chunks of the sizes given."""
+    """Return the bytes of a request, in chunks of these sizes if given."""
     lines = [f"{method} {path} HTTP/{version}".encode(), b"Host: localhost", *headers]
     if body or method == "POST":
         lines.append(b"Content-Type: application/json")
@@ -78,12 +78,12 @@ def request(
 
 
 def get(path: str, *headers: bytes) -> bytes:
-    """Return the bytes of a GET."""
+    """Return the bytes of a GET request."""
     return request(b"", *headers, path=path, method="GET")
 
 
 def bearer(key: str) -> bytes:
-    """Return the header that shows a key."""
+    """Return an Authorization header with a key."""
     return b"Authorization: Bearer " + key.encode()
 
 
@@ -95,7 +95,7 @@ def chat(text: str = "hi", *headers: bytes, **fields: Any) -> bytes:
 
 
 def framed(body: bytes, sizes: tuple[int, ...]) -> bytes:
-    """Cut a body into chunks; the last size is used for all that is left."""
+    """Return a body in chunks; the last size is repeated."""
     out, at, number = [], 0, 0
     while at < len(body):
         size = sizes[min(number, len(sizes) - 1)]
@@ -106,7 +106,7 @@ def framed(body: bytes, sizes: tuple[int, ...]) -> bytes:
 
 
 class Client:
-    """One connection to the router."""
+    """A connection to the router."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -120,7 +120,7 @@ class Client:
         rcvbuf: int | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> Client:
-        """Open a connection; a small buffer makes the peer feel it soon when nobody reads."""
+        """Open a connection. With a small buffer, the peer soon notices an unread socket."""
         raw = socket.socket()
         raw.setblocking(False)
         if rcvbuf:
@@ -136,18 +136,18 @@ class Client:
         return cls(*made)
 
     async def send(self, data: bytes, *, within: float = DEADLINE_S) -> None:
-        """Write, and wait until the socket takes more."""
+        """Write, and wait until the socket accepts more."""
         self.writer.write(data)
         async with asyncio.timeout(within):
             await self.writer.drain()
 
     async def ask(self, data: bytes, *, within: float = DEADLINE_S) -> Answer:
-        """Send a request and return the answer to it."""
+        """Send a request; return its response."""
         await self.send(data, within=within)
         return await self.answer(head_only=data.startswith(b"HEAD "), within=within)
 
     async def head(self, *, within: float = DEADLINE_S) -> Head:
-        """Read an answer's first lines."""
+        """Read the head of a response."""
         async with asyncio.timeout(within):
             try:
                 block = await self.reader.readuntil(b"\r\n\r\n")
@@ -161,7 +161,7 @@ class Client:
         return Head(version, int(status), headers)
 
     async def answer(self, *, head_only: bool = False, within: float = DEADLINE_S) -> Answer:
-        """Read a whole answer; raise if it ends early."""
+        """Read a whole response; raise if it ends early."""
         async with asyncio.timeout(within):
             head = await self.head(within=within)
             bodiless = head_only or head.status in (204, 304) or head.status < 200
@@ -169,7 +169,7 @@ class Client:
         return Answer(head.version, head.status, head.headers, body)
 
     async def body(self, head: Head, *, within: float = DEADLINE_S) -> bytes:
-        """Read a body as its head frames it; `within`: of a piece, where it comes in pieces."""
+        """Read a body as its head frames it; `within` holds for each chunk."""
         lengths, codings = head.all(b"content-length"), head.all(b"transfer-encoding")
         assert len(lengths) + len(codings) <= 1, f"ambiguous framing: {head}"
         if codings:
@@ -183,7 +183,7 @@ class Client:
         return await self.reader.read()
 
     async def piece(self, *, within: float = DEADLINE_S) -> bytes:
-        """Read a chunk; nothing is the end."""
+        """Read a chunk; empty bytes are the end."""
         async with asyncio.timeout(within):
             try:
                 size = int(await self.reader.readuntil(b"\r\n"), 16)
@@ -200,7 +200,7 @@ class Client:
             raise BrokenError(f"{size - len(error.partial)} bytes missing") from None
 
     async def closed(self, *, within: float = DEADLINE_S) -> bytes:
-        """Wait for the end of the connection and return what came before it."""
+        """Wait for the end of the connection; return the data before it."""
         async with asyncio.timeout(within):
             try:
                 return await self.reader.read()
@@ -208,15 +208,15 @@ class Client:
                 return b""
 
     def read_on(self) -> None:
-        """Take as much as usual, after a start with a small limit."""
+        """Read without the small limit from now on."""
         self.reader._limit = 1 << 20  # type: ignore[attr-defined]
 
     def half_close(self) -> None:
-        """Say that nothing more will be sent."""
+        """Close the sending half."""
         self.writer.write_eof()
 
     def reset(self) -> None:
-        """Break the connection off."""
+        """Reset the connection."""
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
         self.writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Answers for the fake worker, from the usual to the broken."""
+"""Scripts for the fake worker, from usual responses to broken ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SSE = b"text/event-stream; charset=utf-8"
 
 
 def head(status: int, *headers: tuple[bytes, bytes]) -> bytes:
-    """Return a response's head; framing is up to the caller."""
+    """Return the head of a response; the caller adds the framing headers."""
     lines = [b"HTTP/1.1 %d Whatever" % status, *(b"%s: %s" % pair for pair in headers)]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -46,20 +46,20 @@ def event(data: Any) -> bytes:
 
 
 def token(text: str) -> bytes:
-    """Return an event with a piece of a chat's answer."""
+    """Return an event with text of a chat's response."""
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny",
                   "choices": [choice]})  # fmt: skip
 
 
 def usage_event(prompt: int, completion: int) -> bytes:
-    """Return the event that tells what was computed."""
+    """Return the event with usage."""
     return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny",
                   "choices": [], "usage": usage(prompt, completion)})  # fmt: skip
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return a usage block."""
+    """Return a usage object."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -74,7 +74,7 @@ def answer(
     content_type: bytes = b"application/json",
     framing: str = "length",
 ) -> Script:
-    """Answer with a whole body: of a stated length, in one chunk, or ended by closing."""
+    """Answer with a whole body, framed by length, one chunk or closing."""
 
     async def run(call: Call) -> None:
         lead = [(b"content-type", content_type), *headers]
@@ -92,7 +92,7 @@ def answer(
 
 
 def error(status: int, message: str = "no", *headers: tuple[bytes, bytes]) -> Script:
-    """Answer with an error as vLLM words it."""
+    """Answer with an error in vLLM's words."""
     body = {"error": {"message": message, "type": "x", "param": None, "code": status}}
     return answer(status, json.dumps(body).encode(), *headers)
 
@@ -111,11 +111,11 @@ def raw(*pieces: bytes, gap_s: float = 0.0, end: str = "keep") -> Script:
 
 
 async def finish(call: Call, end: str) -> None:
-    """End an answer in one of four ways."""
+    """End a response in one of four ways."""
     if end == "close":
         call.close()
     elif end == "reset":
-        await asyncio.sleep(0.02)  # what was sent should arrive: a reset overtakes it
+        await asyncio.sleep(0.02)  # a reset would overtake the data
         call.reset()
     elif end == "stall":
         await call.lost.wait()
@@ -144,7 +144,7 @@ def stream(
     text: str = "tok ",
     with_usage: bool = False,
 ) -> Script:
-    """Stream tokens; end as a worker does, or after so many `close`, `reset` or `stall`."""
+    """Stream tokens; then end as a worker does, or `close`, `reset` or `stall`."""
 
     async def run(call: Call) -> None:
         await call.send(head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked")))
@@ -162,7 +162,7 @@ def stream(
 
 
 def drip(data: bytes, *, size: int = 1, gap_s: float = 0.0) -> Script:
-    """Send bytes a few at a time, each in a segment of its own."""
+    """Send a few bytes at a time, in separate segments."""
 
     async def run(call: Call) -> None:
         for at in range(0, len(data), size):
@@ -173,10 +173,10 @@ def drip(data: bytes, *, size: int = 1, gap_s: float = 0.0) -> Script:
 
 
 def gated(opening: asyncio.Event, script: Script) -> Script:
-    """Answer once a gate opens; nothing before."""
+    """Run a script once an event is set."""
 
     async def run(call: Call) -> None:
-        gate, lost = (asyncio.ensure_future(each.wait()) for each in (opening, call.lost))
+        gate, lost = (asyncio.ensure_future(event.wait()) for event in (opening, call.lost))
         try:
             await asyncio.wait((gate, lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -196,7 +196,7 @@ def models(name: str, max_model_len: int) -> Script:
 
 
 def count_of(call: Call) -> int:
-    """Count four bytes of a body as a token."""
+    """Return a token per four bytes of the body."""
     return len(call.body) // 4
 
 
@@ -207,14 +207,14 @@ async def tokenize(call: Call) -> None:
 
 
 def obey(name: str) -> Script:
-    """Serve as asked: a stream of three tokens if the body wants one, else a whole answer."""
+    """Serve a request as asked: with a stream of three tokens, or with a whole response."""
 
     async def run(call: Call) -> None:
         try:
-            asked = json.loads(call.body)
+            body = json.loads(call.body)
         except ValueError:
-            asked = None
-        if isinstance(asked, dict) and asked.get("stream") is True:
+            body = None
+        if isinstance(body, dict) and body.get("stream") is True:
             await stream(3, with_usage=True)(call)
             return
         choice = {"index": 0, "message": {"role": "assistant", "content": name},

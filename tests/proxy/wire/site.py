@@ -1,4 +1,4 @@
-"""A router on a free port, before fake workers; and the check that nothing is left of a test."""
+"""A router on a free port before fake workers, and the check for leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.proxy.wire.raw_client import DEADLINE_S, Answer, Client
 
 @dataclass
 class Fake:
-    """A worker to be started."""
+    """A worker to start."""
 
     name: str = "w0"
     role: Role = Role.GENERAL
@@ -41,12 +41,12 @@ class Fake:
     max_requests: int | None = None
     api_key: str | None = None
     up: bool = True
-    tls: ssl.SSLContext | None = None  # what it shows
-    met: WorkerTlsConfig | None = None  # how the router meets it
+    tls: ssl.SSLContext | None = None  # of the worker's port
+    worker_tls: WorkerTlsConfig | None = None  # the router's settings for the worker
 
 
 class Site:
-    """All that a test talks to."""
+    """A router, its workers and its clients."""
 
     def __init__(self, router: dict[str, Any], wire: dict[str, Any]) -> None:
         self.fleet = Fleet()
@@ -57,25 +57,25 @@ class Site:
         self.skipped = 0.0
         self.stands_at: float | None = None
         self.fakes: dict[str, FakeWorker] = {}
-        self.charged: list[Worker] = []  # every worker there ever was
+        self.charged: list[Worker] = []  # all workers, also removed ones
         self.clients: list[Client] = []
 
     def clock(self) -> float:
-        """Tell the time, as the router sees it."""
+        """Return the router's time."""
         now = time.monotonic() if self.stands_at is None else self.stands_at
         return now + self.skipped
 
     def stand_still(self) -> None:
-        """Let no time pass for the router but what is skipped, however slow the machine."""
+        """Stop the router's clock; only `skip` moves it."""
         self.stands_at = time.monotonic()
 
     def skip(self, seconds: float) -> None:
-        """Let time pass for the router."""
+        """Move the router's clock."""
         self.skipped += seconds
 
     @property
     def port(self) -> int:
-        """Where the router listens."""
+        """The router's port."""
         return self.wire.port
 
     @property
@@ -90,68 +90,68 @@ class Site:
             await self.add(each)
         await self.wire.start("127.0.0.1", 0)
 
-    async def add(self, each: Fake) -> FakeWorker:
-        """Start one more worker and take it in."""
-        fake = FakeWorker(each.name, model=each.model, max_model_len=each.max_model_len)
-        fake.tls = each.tls
+    async def add(self, spec: Fake) -> FakeWorker:
+        """Start a worker and add it to the fleet."""
+        fake = FakeWorker(spec.name, model=spec.model, max_model_len=spec.max_model_len)
+        fake.tls = spec.tls
         await fake.listen()
-        self.fakes[each.name] = fake
-        self.charged.append(self.fleet.roster.add(spec_of(each, fake.url)))
-        if each.up:
-            self.up(each.name)
-            self.fleet.roster.set_served(each.name, (each.model,), each.max_model_len)
+        self.fakes[spec.name] = fake
+        self.charged.append(self.fleet.roster.add(spec_of(spec, fake.url)))
+        if spec.up:
+            self.up(spec.name)
+            self.fleet.roster.set_served(spec.name, (spec.model,), spec.max_model_len)
         return fake
 
     def up(self, name: str) -> None:
-        """Tell the fleet what good probes would."""
+        """Report good probes of a worker."""
         for _ in range(2):
             self.fleet.health.probe_ok(name, self.clock())
 
     def down(self, name: str) -> None:
-        """Tell the fleet what bad probes would."""
+        """Report failed probes of a worker."""
         for _ in range(3):
             self.fleet.health.probe_failed(name, self.clock())
 
     def served(self) -> list[Call]:
-        """Return the calls to all workers but probes and counts, in the order they came."""
+        """Return the calls to all workers except probes and counts, in order."""
         calls = [call for fake in self.fakes.values() for call in fake.served]
         return sorted(calls, key=lambda call: call.arrived)
 
     def always(self, script: Script) -> None:
-        """Let all workers answer so."""
+        """Answer all calls to all workers with a script."""
         for fake in self.fakes.values():
             fake.always(script)
 
     def tenant(self, name: str = "a") -> Tenant:
-        """Look at the router's view of a tenant."""
+        """Return the router's state of a tenant."""
         return present(self.router.tenants.get(name))
 
     def hold(self) -> asyncio.Event:
-        """Let all workers answer once the event that is returned is set."""
+        """Answer all calls once the returned event is set."""
         gate = asyncio.Event()
         self.always(scripts.gated(gate, scripts.answer()))
         return gate
 
     def worker(self, name: str = "w0") -> Worker:
-        """Look at the router's view of a worker."""
+        """Return the router's state of a worker."""
         worker = self.fleet.roster.get(name)
         assert worker is not None
         return worker
 
     async def client(self, **options: Any) -> Client:
-        """Connect."""
+        """Open a connection."""
         client = await Client.connect(self.port, **options)
         self.clients.append(client)
         return client
 
     async def send(self, data: bytes, **options: Any) -> Client:
-        """Connect, and send a request whose answer is not read yet."""
+        """Send a request on a new connection; its response is not read yet."""
         client = await self.client(**options)
         await client.send(data)
         return client
 
     async def ask(self, data: bytes, *, within: float = DEADLINE_S) -> Answer:
-        """Connect, ask one thing, and close."""
+        """Send a request on a new connection; return its response."""
         client = await self.client()
         try:
             return await client.ask(data, within=within)
@@ -159,21 +159,21 @@ class Site:
             client.close()
 
     def charges(self) -> dict[str, tuple[int, ...]]:
-        """Return what is charged to workers, of those with any of it."""
+        """Return the charges of workers that have any."""
         charges = {
-            each.name: (
-                each.requests,
-                each.prefill_tokens,
-                each.decode_tokens,
-                each.kv_tokens,
-                each.decoding,
+            worker.name: (
+                worker.requests,
+                worker.prefill_tokens,
+                worker.decode_tokens,
+                worker.kv_tokens,
+                worker.decoding,
             )
-            for each in self.charged
+            for worker in self.charged
         }
-        return {name: each for name, each in charges.items() if any(each)}
+        return {name: charge for name, charge in charges.items() if any(charge)}
 
     def unfinished(self) -> str:
-        """Say what is still under way; empty when nothing is."""
+        """Describe what is unfinished; empty if nothing is."""
         counts = self.metrics.upstream_connections()
         left = {
             "charges": self.charges(),
@@ -187,11 +187,11 @@ class Site:
         return ", ".join(f"{name}: {value}" for name, value in left.items() if value)
 
     async def settled(self) -> None:
-        """Wait until nothing is under way: no charge, no ticket, no busy connection."""
+        """Wait until no charge, ticket or busy connection is left."""
         await eventually(lambda: not self.unfinished(), self.unfinished)
 
     async def swept(self) -> None:
-        """Wait until the router has looked twice for what is late."""
+        """Wait for two checks for overdue items."""
         for _ in range(2):
             due = self.wire.ticks.due
             await eventually(lambda due=due: self.wire.ticks.due != due)  # type: ignore[misc]
@@ -212,7 +212,7 @@ class Site:
         return f"clients are left: {left}" if left else ""
 
     async def stop(self) -> None:
-        """Close everything; nothing may be left, and no worker may have had cause to complain."""
+        """Close everything; check that nothing is left and that no worker saw a fault."""
         for client in self.clients:
             client.close()
         try:
@@ -227,7 +227,7 @@ class Site:
 
 
 def spec_of(each: Fake, url: str) -> WorkerSpec:
-    """Return what an operator would state of a worker."""
+    """Return a worker's spec as an operator would write it."""
     return WorkerSpec(
         each.name,
         url,
@@ -235,7 +235,7 @@ def spec_of(each: Fake, url: str) -> WorkerSpec:
         each.model,
         max_requests=each.max_requests,
         api_key=each.api_key,
-        tls=each.met,
+        tls=each.worker_tls,
     )
 
 
@@ -245,7 +245,7 @@ async def eventually(
     *,
     within: float = DEADLINE_S,
 ) -> None:
-    """Wait for what no event tells."""
+    """Poll until a condition holds."""
     give_up = time.monotonic() + within
     while not what():
         assert time.monotonic() < give_up, why()

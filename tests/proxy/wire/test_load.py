@@ -1,4 +1,4 @@
-"""Load counts from the moment a request is sent, in tokens, and spreads."""
+"""Load is charged in tokens when a request is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.proxy.wire.site import Fake, Site, eventually
 
 
 async def send(site: Site, *requests: bytes) -> None:
-    """Send requests at once, each on a connection of its own, and wait until workers have them."""
+    """Send requests at once on separate connections, and wait until workers have them."""
     before = len(site.served())
     for data in requests:
         await (await site.client()).send(data)
@@ -21,11 +21,11 @@ async def send(site: Site, *requests: bytes) -> None:
 
 
 def loads(site: Site) -> list[int]:
+    """Return the requests of each worker."""
     return [len(fake.served) for fake in site.fakes.values()]
 
 
-async def test_a_burst_of_longs_spreads_though_none_has_answered(start: Start) -> None:
-    """In a peer all go to the first worker: it counts load once a response starts."""
+async def test_burst_of_long_prompts_spreads_before_any_response(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
     site.always(scripts.stall)
     await send(site, *(chat(f"{n} " + "word " * 8000) for n in range(12)))
@@ -35,7 +35,7 @@ async def test_a_burst_of_longs_spreads_though_none_has_answered(start: Start) -
 SYSTEM = "you are a helpful assistant. " * 300
 
 
-def questions(number: int, start: int = 0, system: str = SYSTEM) -> list[bytes]:
+def prompts(number: int, start: int = 0, system: str = SYSTEM) -> list[bytes]:
     return [
         chat(f"{system}question {n}", stream=True, max_tokens=500)
         for n in range(start, start + number)
@@ -43,7 +43,7 @@ def questions(number: int, start: int = 0, system: str = SYSTEM) -> list[bytes]:
 
 
 async def known_prefix(start: Start) -> Site:
-    """Start two workers, of which one knows a long system prompt."""
+    """Start two workers, of which one has a long system prompt cached."""
     site = await start(Fake("w0"), Fake("w1"))
     site.always(scripts.stream(3, gap_s=0.03))
     for _ in range(5):
@@ -53,23 +53,22 @@ async def known_prefix(start: Start) -> Site:
     return site
 
 
-async def test_one_prefix_does_not_draw_all_to_one_worker(start: Start) -> None:
-    """The death spiral of prefix affinity: one worker drowns while others idle."""
+async def test_shared_prefix_does_not_overload_one_worker(start: Start) -> None:
     site = await known_prefix(start)
     site.always(scripts.stream(1, end="stall"))
     for batch in range(8):
-        await send(site, *questions(20, batch * 20))
+        await send(site, *prompts(20, batch * 20))
     assert min(loads(site)) >= 32
 
 
 @pytest.mark.parametrize("system", [SYSTEM, ""], ids=["one prefix", "none"])
-async def test_overdue_answers_keep_requests_away(start: Start, system: str) -> None:
-    """It hangs while its /health is well: what it holds would time out, in minutes."""
+async def test_overdue_responses_keep_requests_away(start: Start, system: str) -> None:
+    """The worker hangs while its /health responds."""
     site = await known_prefix(start)
     recovered = {name: asyncio.Event() for name in site.fakes}
     for name, fake in site.fakes.items():
         fake.always(scripts.gated(recovered[name], scripts.stream(2)))
-    await send(site, *questions(20, system=system))
+    await send(site, *prompts(20, system=system))
     hung = max(site.fakes, key=lambda name: len(site.fakes[name].served))
     (well,) = site.fakes.keys() - {hung}
     recovered[well].set()
@@ -77,7 +76,7 @@ async def test_overdue_answers_keep_requests_away(start: Start, system: str) -> 
     before = len(site.fakes[hung].served)
     site.skip(10)
     for number in range(50):
-        await site.send(questions(1, 100 + number, system)[0])
+        await site.send(prompts(1, 100 + number, system)[0])
         await eventually(lambda: len(site.served()) == 21 + number)  # noqa: B023 - at once
         await eventually(lambda: site.worker(well).requests == 0)
     assert len(site.fakes[hung].served) - before <= 5

@@ -1,4 +1,4 @@
-"""What passes, what does not, and what the router answers itself."""
+"""Routes that are forwarded, refused, or answered by the router."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ POSTS = [
     "/cohere/v2/chat/render",
     "/tokenize",
 ]
-OPERATORS = ["/sleep", "/resume", "/scale_elastic_ep", "/start_profile", "/abort_requests"]
-TRICKS = [
+OPERATOR_PATHS = ["/sleep", "/resume", "/scale_elastic_ep", "/start_profile", "/abort_requests"]
+TRICK_PATHS = [
     "//v1/chat/completions",
     "/v1/../sleep",
     "/v1/chat%2Fcompletions",
@@ -41,7 +41,7 @@ TRICKS = [
 
 
 @pytest.mark.parametrize("path", POSTS)
-async def test_every_route_passes(site: Site, path: str) -> None:
+async def test_known_route_is_forwarded(site: Site, path: str) -> None:
     body = b'{"model": "tiny", "prompt": "x", "input": "x", "query": "x", "documents": ["y"]}'
     site.fake.always(scripts.answer(200, b'{"ok": 1}'))
     site.fake.always(scripts.answer(200, b'{"ok": 1}'), "/tokenize")
@@ -52,7 +52,7 @@ async def test_every_route_passes(site: Site, path: str) -> None:
     assert call.body == body
 
 
-@pytest.mark.parametrize("path", [*OPERATORS, *TRICKS])
+@pytest.mark.parametrize("path", [*OPERATOR_PATHS, *TRICK_PATHS])
 async def test_other_paths_are_404_and_reach_no_worker(site: Site, path: str) -> None:
     for data in (request(path=path), get(path)):
         answer = await site.ask(data)
@@ -62,7 +62,7 @@ async def test_other_paths_are_404_and_reach_no_worker(site: Site, path: str) ->
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
-async def test_another_method_is_405_and_told_which(site: Site, method: str) -> None:
+async def test_wrong_method_gets_405_with_allow(site: Site, method: str) -> None:
     answer = await site.ask(request(b"", path="/v1/chat/completions", method=method))
     assert answer.status == 405
     assert answer.one(b"allow") == b"POST"
@@ -74,47 +74,49 @@ async def test_another_method_is_405_and_told_which(site: Site, method: str) -> 
     assert site.fake.calls == []
 
 
-MANY = tuple(f"{n:04}-" + "\u00e9" * 195 for n in range(1000))
+MANY_MODELS = tuple(f"{n:04}-" + "\u00e9" * 195 for n in range(1000))
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_an_error_names_a_few_of_many_models(start: Start, told: bool) -> None:
-    """The length of the answer does not grow with the fleet."""
-    site = await start(Fake("w0"), *([] if told else [Fake("w1", up=False)]))
-    site.fleet.roster.set_served("w0", MANY, 65_536)
+@pytest.mark.parametrize("all_up", [True, False])
+async def test_error_names_only_a_few_of_many_models(start: Start, all_up: bool) -> None:
+    """The length of the response does not grow with the fleet."""
+    site = await start(Fake("w0"), *([] if all_up else [Fake("w1", up=False)]))
+    site.fleet.roster.set_served("w0", MANY_MODELS, 65_536)
     for data in (get("/v1/models/x"), chat(model="x")):
         answer = await site.ask(data)
-        assert answer.status == (404 if told else 503)
-        said = answer.error()["message"]
-        assert MANY[0][:50] in said
-        assert MANY[10][:10] not in said
-        assert " more" in said
+        assert answer.status == (404 if all_up else 503)
+        message = answer.error()["message"]
+        assert MANY_MODELS[0][:50] in message
+        assert MANY_MODELS[10][:10] not in message
+        assert " more" in message
         assert len(answer.body) < 4096
 
 
-NEAR = chat("word " * 1600)  # estimated at some 2,000 tokens, and 16 more for the output
+NEAR = chat("word " * 1600)  # estimated at about 2,000 tokens, plus 16 of output
 
 
-def counts(site: Site) -> int:
+def count_requests(site: Site) -> int:
     return sum(call.path == "/tokenize" for fake in site.fakes.values() for call in fake.calls)
 
 
 @pytest.mark.parametrize(("tokens", "served"), [(5000, 0), (1000, 1)])
-async def test_near_a_boundary_tokens_are_counted(start: Start, tokens: int, served: int) -> None:
+async def test_prompt_near_a_boundary_is_counted_by_a_worker(
+    start: Start, tokens: int, served: int
+) -> None:
     site = await start(
         Fake("w0", max_model_len=2048),
         Fake("w1"),
         router={"policy": "round_robin"},
-        wire={"count_s": 60.0},  # nobody does without it, however slow this machine is
+        wire={"count_s": 60.0},  # long enough for a slow machine
     )
     for fake in site.fakes.values():
         fake.always(
             scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode()), "/tokenize"
         )
-    site.always(scripts.stream(3))  # which tells no usage
+    site.always(scripts.stream(3))  # without usage
     for _ in range(2):
         assert (await site.ask(NEAR)).status == 200
-        assert counts(site) == 1  # it was learnt from: the next is not near
+        assert count_requests(site) == 1  # the estimate has learnt from it
     assert len(site.fakes["w0"].served) == served
 
 
@@ -123,16 +125,16 @@ async def test_near_a_boundary_tokens_are_counted(start: Start, tokens: int, ser
     [scripts.stall, scripts.reset, scripts.error(500), scripts.answer(200, b"junk")],
     ids=["stall", "reset", "500", "junk"],
 )
-async def test_a_count_that_does_not_come_is_done_without(start: Start, script: Script) -> None:
+async def test_missing_count_is_replaced_by_the_estimate(start: Start, script: Script) -> None:
     site = await start(Fake("w0", max_model_len=2048), Fake("w1"), wire={"count_s": 0.1})
     for fake in site.fakes.values():
         fake.always(script, "/tokenize")
     assert (await site.ask(NEAR)).status == 200
-    assert counts(site) == 1
-    assert site.fakes["w0"].served == []  # it can't be sure to hold it
+    assert count_requests(site) == 1
+    assert site.fakes["w0"].served == []  # the prompt may be too long for it
 
 
-async def test_short_chats_and_streams_without_usage_leave_sizes_sound(start: Start) -> None:
+async def test_chats_without_usage_keep_size_estimates_sound(start: Start) -> None:
     short, long = Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG, max_model_len=131_072)
     site = await start(short, long, router={"policy": "length"})
     tiny = {"choices": [], "usage": scripts.usage(36, 10)}
@@ -145,16 +147,16 @@ async def test_short_chats_and_streams_without_usage_leave_sizes_sound(start: St
     assert last.prompt_tokens == pytest.approx(36 + 20_400 / 4, rel=0.05)
     assert (last.counted, first.counted) == (False, False)
     learnt = site.router.sizer.learnt("tiny", "chat/completions")
-    assert learnt.output == 11  # of both, the second by its events
+    assert learnt.output == 11  # the mean of both; events of the second are counted
 
 
-async def test_a_long_body_is_not_sent_twice(start: Start) -> None:
+async def test_long_body_is_not_sent_for_a_count(start: Start) -> None:
     site = await start(Fake("w0", max_model_len=65536), Fake("w1", max_model_len=131072))
     assert (await site.ask(chat("word " * 50_000))).status == 200
-    assert counts(site) == 0
+    assert count_requests(site) == 0
 
 
-async def test_the_routers_own_paths(site: Site) -> None:
+async def test_router_answers_its_own_paths(site: Site) -> None:
     client = await site.client()
     assert (await client.ask(get("/health"))).status == 200
     assert (await client.ask(get("/ready"))).status == 200
@@ -169,7 +171,7 @@ async def test_the_routers_own_paths(site: Site) -> None:
     assert site.fake.calls == []
 
 
-async def models(client: Client) -> list[str]:
+async def listed_models(client: Client) -> list[str]:
     answer = await client.ask(get("/v1/models"))
     assert answer.status == 200
     listed = answer.json()
@@ -177,23 +179,22 @@ async def models(client: Client) -> list[str]:
     return sorted(card["id"] for card in listed["data"])
 
 
-async def test_models_are_those_of_live_workers(start: Start) -> None:
-    """A peer answers 500 when one worker is down."""
+async def test_models_lists_models_of_live_workers(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"), Fake("w2", model="other"))
     client = await site.client()
-    assert await models(client) == ["other", "tiny"]
+    assert await listed_models(client) == ["other", "tiny"]
     await site.fakes["w2"].die()
     site.down("w2")
-    assert await models(client) == ["tiny"]
+    assert await listed_models(client) == ["tiny"]
     site.down("w0")
-    assert await models(client) == ["tiny"]
+    assert await listed_models(client) == ["tiny"]
     site.down("w1")
-    assert await models(client) == []
+    assert await listed_models(client) == []
     site.up("w2")
-    assert await models(client) == ["other"]
+    assert await listed_models(client) == ["other"]
 
 
-async def test_one_model_is_shown_by_its_name(start: Start) -> None:
+async def test_model_is_returned_by_name(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", model="llama/8b", max_model_len=4096))
     site.fleet.roster.set_served(
         "w0", ("tiny", "adapter"), 16384, {"tiny": ("/t", None), "adapter": ("/a", "tiny")}
@@ -205,7 +206,7 @@ async def test_one_model_is_shown_by_its_name(start: Start) -> None:
     assert [(card["root"], card["parent"]) for card in listed] == [
         ("/t", None),
         ("/a", "tiny"),
-        ("llama/8b", None),  # it says nothing of it
+        ("llama/8b", None),  # the worker did not list it
     ]
     answer = await client.ask(get("/v1/models/llama%2F8b"))
     assert (answer.json()["id"], answer.json()["max_model_len"]) == ("llama/8b", 4096)
@@ -221,7 +222,7 @@ async def test_one_model_is_shown_by_its_name(start: Start) -> None:
     assert not any(fake.calls for fake in site.fakes.values())
 
 
-async def test_ready_says_whether_anything_can_be_served(start: Start) -> None:
+async def test_ready_needs_a_live_worker(start: Start) -> None:
     site = await start(Fake("w0", up=False))
     client = await site.client()
     assert (await client.ask(get("/ready"))).status == 503

@@ -1,4 +1,4 @@
-"""How often the router looks at what waits."""
+"""The intervals of the router's ticks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tests.proxy.wire.site import eventually
 HEAD = get("/health")
 
 
-async def test_it_looks_more_often_while_something_waits() -> None:
+async def test_ticks_are_shorter_while_a_count_is_pending() -> None:
     router = Router(RouterSettings(), Fleet())
     wire: Any = WireServer(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 0)
     idle = wire.ticks.timer.when()
     assert idle - asyncio.get_running_loop().time() < 0.5
-    question = wire.count(wire.clock(), print)
+    count = wire.count(wire.clock(), print)
     assert wire.ticks.timer.when() - idle < SHORT_TICK_S - SWEEP_INTERVAL_S / 2
     wire.ticks.timer.cancel()
     wire.ticks.tick()
     busy = wire.ticks.timer.when()
-    wire.counting.discard(question)
+    wire.counting.discard(count)
     wire.ticks.timer.cancel()
     wire.ticks.tick()
     assert wire.ticks.timer.when() - busy > SWEEP_INTERVAL_S / 2
     await wire.close()
 
 
-async def test_bytes_that_came_while_the_router_stood_still_were_not_late(start: Start) -> None:
-    """As on a machine that is moved: its loop then sees the time before what was sent."""
+async def test_bytes_received_during_a_suspension_are_not_late(start: Start) -> None:
+    """After a suspension, the loop sees the time before the data."""
     site = await start()
     wire: Any = site.wire
     site.stand_still()
@@ -54,7 +54,7 @@ async def test_bytes_that_came_while_the_router_stood_still_were_not_late(start:
     assert (await client.answer()).status == 200
 
 
-async def test_a_tick_that_is_a_little_late_holds_clients_to_their_deadlines(start: Start) -> None:
+async def test_slightly_late_tick_enforces_deadlines(start: Start) -> None:
     site = await start(wire={"linger_s": 0.1})
     wire: Any = site.wire
     site.stand_still()
@@ -65,28 +65,28 @@ async def test_a_tick_that_is_a_little_late_holds_clients_to_their_deadlines(sta
     wire.ticks.timer.cancel()
     wire.ticks.due = time.monotonic() - SUSPENDED_LAG_S / 2
     wire.ticks.tick()
-    left = await client.closed()
-    assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
+    rest = await client.closed()
+    assert rest == b"" or rest.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_when_every_tick_is_late_deadlines_hold_in_every_second() -> None:
+async def test_repeatedly_late_ticks_enforce_deadlines_every_second_time() -> None:
     router = Router(RouterSettings(), Fleet())
     wire: Any = WireServer(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 0)
     expired: list[float] = []
 
-    class Late:
-        """Somebody whose time is over."""
+    class Overdue:
+        """A receiver whose deadline has passed."""
 
         deadline, expire = -1.0, staticmethod(expired.append)
 
-    wire.releases.add(Late())
-    found = []
+    wire.releases.add(Overdue())
+    counts = []
     for _ in range(4):
         wire.ticks.timer.cancel()
         wire.ticks.next_sweep, wire.ticks.due = 0.0, time.monotonic() - SUSPENDED_LAG_S - 1.0
         wire.ticks.tick()
-        found.append(len(expired))
-    assert found == [0, 1, 1, 2]
+        counts.append(len(expired))
+    assert counts == [0, 1, 1, 2]
     wire.releases.clear()
     await wire.close()

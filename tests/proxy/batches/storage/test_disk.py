@@ -1,4 +1,4 @@
-"""A disk that fails: the answers, the log, deletes on a full disk, and a folder that is removed."""
+"""Failing disks: responses, log, deletes on a full disk, and a removed folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from proxy.batches.storage import schema as schema_module
 from proxy.batches.storage.store import Store
 from proxy.batches.types import DiskError, File, Status, StoreFullError
 from tests.present import present
-from tests.proxy.batches.office import CHAT, Office, lines
+from tests.proxy.batches.harness import CHAT, BatchHarness, lines
 from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, result
 from tests.proxy.batches.test_api import form, post
 from tests.proxy.wire import scripts
@@ -32,7 +32,7 @@ from tests.proxy.wire.raw_client import Answer, get, request
 from tests.proxy.wire.site import eventually
 
 Ask = Callable[[], Awaitable[Answer]]
-# What SQLite raises: (code, message), the status that clients get, and what the log advises.
+# SQLite's error (code, message), the status for clients, and the remedy in the log.
 FULL = (sqlite3.SQLITE_FULL, "database or disk is full")
 ERRORS = {
     "full": (*FULL, 507, "free space"),
@@ -51,37 +51,37 @@ ERRORS = {
 }  # fmt: skip
 
 
-def raised(code: int, message: str) -> sqlite3.OperationalError:
+def sqlite_error(code: int, message: str) -> sqlite3.OperationalError:
     """Return an error as SQLite raises it."""
     error = sqlite3.OperationalError(message)
     error.sqlite_errorcode = code
     return error
 
 
-class Disk:
-    """Fails the statements that begin with these words, of every connection."""
+class FailingDisk:
+    """Fails statements that begin with these words, on every connection."""
 
     def __init__(self) -> None:
-        self.words: tuple[str, ...] = ()
+        self.statements: tuple[str, ...] = ()
         self.error: BaseException | None = None
         self.fails = lambda: True
 
     @contextmanager
-    def failing(self, error: BaseException, *words: str) -> Iterator[None]:
+    def fail(self, error: BaseException, *statements: str) -> Iterator[None]:
         """Fail these statements for a while."""
-        self.error, self.words = error, words
+        self.error, self.statements = error, statements
         try:
             yield
         finally:
-            self.words = ()
+            self.statements = ()
 
     def connection(self) -> type[sqlite3.Connection]:
-        """Make connections that ask this disk first."""
+        """Return a connection class that may fail."""
         disk = self
 
         class Connection(sqlite3.Connection):
             def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:  # type: ignore[override]
-                if disk.error and sql.startswith(disk.words or ("never",)) and disk.fails():
+                if disk.error and sql.startswith(disk.statements or ("never",)) and disk.fails():
                     raise disk.error
                 return super().execute(sql, *args)
 
@@ -89,22 +89,22 @@ class Disk:
 
 
 @pytest.fixture
-def bad_disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """Have all stores that are opened from now on stand on one."""
-    bad, connect = Disk(), sqlite3.connect
+def failing_disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    """Make stores opened from now on use a failing disk."""
+    disk_, connect = FailingDisk(), sqlite3.connect
 
-    def connected(*args: Any, **named: Any) -> sqlite3.Connection:
-        return connect(*args, **named, factory=bad.connection())
+    def connect_to_disk(*args: Any, **named: Any) -> sqlite3.Connection:
+        return connect(*args, **named, factory=disk_.connection())
 
-    monkeypatch.setattr(schema_module.sqlite3, "connect", connected)
-    return bad
+    monkeypatch.setattr(schema_module.sqlite3, "connect", connect_to_disk)
+    return disk_
 
 
 @pytest.fixture
-async def bad_office(bad_disk: Disk, office: Office) -> Office:
-    """Start a router on that disk."""
-    assert bad_disk.words == ()
-    return office
+async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> BatchHarness:
+    """Start a router on the failing disk."""
+    assert failing_disk.statements == ()
+    return harness
 
 
 def delete(file_id: str) -> bytes:
@@ -112,64 +112,70 @@ def delete(file_id: str) -> bytes:
     return request(b"", path=f"/v1/files/{file_id}", method="DELETE")
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Return what batches logged of trouble."""
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Return warnings and errors of batches."""
     return [
-        each
-        for each in caplog.records
-        if each.name.startswith("proxy.batches") and each.levelno >= logging.WARNING
+        record
+        for record in caplog.records
+        if record.name.startswith("proxy.batches") and record.levelno >= logging.WARNING
     ]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-async def test_each_write_that_fails_is_an_error_in_openais_shape_and_a_line_in_the_log(
-    bad_disk: Disk, bad_office: Office, caplog: pytest.LogCaptureFixture, kind: str
+async def test_failed_write_returns_an_openai_error_and_is_logged(
+    failing_disk: FailingDisk,
+    failing_harness: BatchHarness,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
-    office, site = bad_office, bad_office.site
+    harness, site = failing_harness, failing_harness.site
     code, message, status, remedy = ERRORS[kind]
     site.fake.always(scripts.stall)
-    batch = await office.begin(lines(1))
-    spare, other = [await office.upload(lines(1)) for _ in range(2)]
-    asked = {"input_file_id": spare, "endpoint": CHAT, "completion_window": "24h"}
+    batch = await harness.begin(lines(1))
+    spare, other = [await harness.upload(lines(1)) for _ in range(2)]
+    body = {"input_file_id": spare, "endpoint": CHAT, "completion_window": "24h"}
     await site.fake.got(1)
     for data in (
         form(content=b"{}"),
-        post("/v1/batches", asked),
+        post("/v1/batches", body),
         post(f"/v1/batches/{batch.id}/cancel", {}),
         delete(other),
     ):
         for word in ("BEGIN", "COMMIT", "INSERT", "UPDATE", "DELETE"):
             caplog.clear()
-            with bad_disk.failing(raised(code, message), word):
+            with failing_disk.fail(sqlite_error(code, message), word):
                 answer = await site.ask(data)
-            if answer.status == 200:  # it has no such statement
+            if answer.status == 200:  # the request has no such statement
                 assert word not in {"BEGIN", "COMMIT"}
                 break
             assert answer.status == status, (data, word)
             named = "insufficient_storage" if status == 507 else "storage_unavailable"
             assert answer.error()["code"] == named
             assert len(answer.all(b"retry-after")) == (status == 503)
-            told = [each for each in said(caplog) if "refused" in each.getMessage()]
-            assert len(told) == 1
-            assert told[0].exc_info is None
-            for part in (str(office.path), "router.batches.path", remedy):
-                assert part in told[0].getMessage()
-    assert {each.status for each in [await site.ask(get("/v1/files"))]} == {200}
-    assert not [each for each in said(caplog) if each.exc_info]
+            records = [record for record in warnings_of(caplog) if "refused" in record.getMessage()]
+            assert len(records) == 1
+            assert records[0].exc_info is None
+            for part in (str(harness.path), "router.batches.path", remedy):
+                assert part in records[0].getMessage()
+    assert (await site.ask(get("/v1/files"))).status == 200
+    assert not [record for record in warnings_of(caplog) if record.exc_info]
 
 
 @pytest.mark.parametrize("kind", ["read", "cantopen", "locked", "damaged"])
-async def test_reads_that_fail_are_told_alike(
-    bad_disk: Disk, bad_office: Office, caplog: pytest.LogCaptureFixture, kind: str
+async def test_failed_reads_return_the_same_errors(
+    failing_disk: FailingDisk,
+    failing_harness: BatchHarness,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     code, message, status, _ = ERRORS[kind]
-    file = await bad_office.upload(lines(1))
-    with bad_disk.failing(raised(code, message), "SELECT"):
+    file = await failing_harness.upload(lines(1))
+    with failing_disk.fail(sqlite_error(code, message), "SELECT"):
         for path in ("/v1/files", "/v1/batches", f"/v1/files/{file}", f"/v1/files/{file}/content"):
-            answer = await bad_office.site.ask(get(path))
+            answer = await failing_harness.site.ask(get(path))
             assert answer.status == status
             assert answer.error()["message"]
-    assert not [each for each in said(caplog) if each.exc_info]
+    assert not [record for record in warnings_of(caplog) if record.exc_info]
 
 
 @pytest.mark.parametrize(
@@ -177,39 +183,39 @@ async def test_reads_that_fail_are_told_alike(
     [(kind, "COMMIT") for kind in ERRORS]
     + [("write", word) for word in ("BEGIN", "INSERT", "UPDATE", "DELETE", "SELECT")],
 )
-async def test_batches_pause_for_a_disk_that_fails_and_go_on_when_it_is_well(
-    bad_disk: Disk,
-    bad_office: Office,
+async def test_batches_pause_while_the_disk_fails(
+    failing_disk: FailingDisk,
+    failing_harness: BatchHarness,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: str,
     word: str,
 ) -> None:
-    """Results, the two files that show them, and the end of the batch."""
+    """Covers results, the result files, and the end of the batch."""
     code, message, _, remedy = ERRORS[kind]
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     opening = asyncio.Event()
-    bad_office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await bad_office.begin(lines(2))
-    await bad_office.site.fake.got(2)
-    with bad_disk.failing(raised(code, message), word):
+    failing_harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+    batch = await failing_harness.begin(lines(2))
+    await failing_harness.site.fake.got(2)
+    with failing_disk.fail(sqlite_error(code, message), word):
         opening.set()
-        await eventually(lambda: bad_office.batches.lane.counts.paused)
+        await eventually(lambda: failing_harness.batches.lane.counts.paused)
         await asyncio.sleep(0.2)
-    done = await bad_office.until(batch)
+    done = await failing_harness.until(batch)
     assert done.status == "completed"
-    assert len(await bad_office.lines_of(done.output_file_id)) == 2
-    assert not bad_office.batches.lane.counts.paused
-    told = said(caplog)
-    assert len(told) == 1
-    assert told[0].exc_info is None
-    assert str(bad_office.path) in told[0].getMessage()
-    assert remedy in told[0].getMessage()
+    assert len(await failing_harness.lines_of(done.output_file_id)) == 2
+    assert not failing_harness.batches.lane.counts.paused
+    records = warnings_of(caplog)
+    assert len(records) == 1
+    assert records[0].exc_info is None
+    assert str(failing_harness.path) in records[0].getMessage()
+    assert remedy in records[0].getMessage()
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Let this process write no file beyond a size: EFBIG."""
+def limit_file_size(size: int) -> Iterator[None]:
+    """Limit the size of files that this process writes (EFBIG)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -218,39 +224,39 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-async def test_a_limit_on_file_sizes_refuses_uploads_and_lets_files_be_deleted(
-    office: Office, caplog: pytest.LogCaptureFixture
+async def test_file_size_limit_refuses_uploads_and_allows_deletes(
+    harness: BatchHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = office.site
-    kept = [await office.upload(["x" * 100_000]) for _ in range(3)]
-    largest = max(each.stat().st_size for each in office.path.iterdir() if each.name != "reserve")
-    with files_of_at_most(largest + 500_000):
+    site = harness.site
+    kept = [await harness.upload(["x" * 100_000]) for _ in range(3)]
+    largest = max(path.stat().st_size for path in harness.path.iterdir() if path.name != "reserve")
+    with limit_file_size(largest + 500_000):
         statuses = [(await site.ask(form(content=b"x" * 90_000))).status for _ in range(20)]
         assert set(statuses) == {200, 507}
         assert statuses[-1] == 507
         for file in kept:
             assert (await site.ask(delete(file))).json()["deleted"]
         assert (await site.ask(form(content=b"x" * 90_000))).status == 200
-    assert not [each for each in said(caplog) if each.exc_info]
+    assert not [record for record in warnings_of(caplog) if record.exc_info]
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a disk of 64 MiB, where this process may."""
+    """Mount a disk of 64 MiB if this process may."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = shutil.which("mount")
     if mount is None or os.geteuid() != 0:
         pytest.skip("only root mounts")
-    asked = [mount, "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if subprocess.run(asked, check=False, capture_output=True).returncode:
-        pytest.skip("this machine lets nothing be mounted")
+    command = [mount, "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mount is not allowed here")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(folder: Path) -> None:
-    """Leave no byte free on a disk."""
+    """Fill a disk."""
     with (folder / "filler").open("ab", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -258,9 +264,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [20_000, 3_000_000, 12_000_000])
-def test_files_are_deleted_on_a_disk_that_is_full_and_their_room_is_there_again(
-    small_disk: Path, size: int
-) -> None:
+def test_files_on_a_full_disk_can_be_deleted_and_free_space(small_disk: Path, size: int) -> None:
     store = Store(small_disk / "batches", KEEP_S)
     files: list[File] = []
     with suppress(StoreFullError):
@@ -278,7 +282,7 @@ def test_files_are_deleted_on_a_disk_that_is_full_and_their_room_is_there_again(
     store.close()
 
 
-def test_results_are_deleted_on_a_disk_that_is_full(small_disk: Path) -> None:
+def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
     store = Store(small_disk / "batches", KEEP_S)
     batch = batch_of(store, 200)
     body = b'"%b"' % (b"x" * 50_000)
@@ -297,28 +301,28 @@ def test_results_are_deleted_on_a_disk_that_is_full(small_disk: Path) -> None:
     store.close()
 
 
-def test_a_batch_is_cancelled_on_a_disk_that_is_full(small_disk: Path) -> None:
+def test_batch_on_a_full_disk_can_be_cancelled(small_disk: Path) -> None:
     store = Store(small_disk / "batches", KEEP_S)
     batch = batch_of(store, 2)
     store.room._empty_log()
     fill(small_disk)
     with pytest.raises(StoreFullError):
         store.save([result(batch, 1)])
-    asked = present(store.cancel("t", batch.id, NOW))
-    assert asked.status is Status.CANCELLING
+    cancelled = present(store.cancel("t", batch.id, NOW))
+    assert cancelled.status is Status.CANCELLING
     store.close()
 
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE])
-def test_the_reserve_is_for_deletes_and_is_there_again_after_them(
-    bad_disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+def test_reserve_is_used_by_deletes_and_restored(
+    failing_disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(disk, "SHORT_BYTES", 0)
     store, reserve = Store(tmp_path, KEEP_S), tmp_path / "reserve"
     file = store.add_file("t", "in", "batch", b"{}", NOW)
     assert reserve.stat().st_size == disk.RESERVE_BYTES
-    bad_disk.fails = lambda: reserve.stat().st_size > 0
-    with bad_disk.failing(raised(code, "no room"), "COMMIT"):
+    failing_disk.fails = lambda: reserve.stat().st_size > 0
+    with failing_disk.fail(sqlite_error(code, "no room"), "COMMIT"):
         with pytest.raises(StoreFullError):
             store.add_file("t", "in", "batch", b"{}", NOW)
         assert reserve.stat().st_size == disk.RESERVE_BYTES
@@ -328,7 +332,7 @@ def test_the_reserve_is_for_deletes_and_is_there_again_after_them(
     store.close()
 
 
-def test_an_upload_needs_room_in_the_log_and_in_the_database(
+def test_upload_needs_space_for_log_and_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path, KEEP_S)
@@ -350,7 +354,9 @@ def test_an_upload_needs_room_in_the_log_and_in_the_database(
         (errno.EROFS, DiskError),
     ],
 )
-def test_the_systems_errors_are_named(tmp_path: Path, number: int, kind: type[DiskError]) -> None:
+def test_system_errors_become_disk_errors(
+    tmp_path: Path, number: int, kind: type[DiskError]
+) -> None:
     with (
         pytest.raises(DiskError, match=r"router\.batches\.path") as caught,
         disk.disk_errors(tmp_path),
@@ -360,23 +366,23 @@ def test_the_systems_errors_are_named(tmp_path: Path, number: int, kind: type[Di
     assert str(tmp_path) in str(caught.value)
 
 
-# A folder that is removed while the router runs
+# A folder removed at run time
 
 
-async def paused(office: Office) -> None:
-    """Wait until the folder is missed."""
-    await eventually(lambda: office.batches.lane.counts.paused)
-    assert "removed or replaced" in office.batches.lane.paused
-    assert str(office.path) in office.batches.lane.paused
+async def wait_for_pause(harness: BatchHarness) -> None:
+    """Wait until the missing folder is noticed."""
+    await eventually(lambda: harness.batches.lane.counts.paused)
+    assert "removed or replaced" in harness.batches.lane.paused
+    assert str(harness.path) in harness.batches.lane.paused
 
 
-async def goes_on(office: Office) -> None:
+async def wait_for_resume(harness: BatchHarness) -> None:
     """Wait until the folder is used again."""
-    await eventually(lambda: not office.batches.lane.counts.paused)
+    await eventually(lambda: not harness.batches.lane.counts.paused)
 
 
-async def unavailable(office: Office) -> None:
-    """Have everything that needs the folder refused."""
+async def check_unavailable(harness: BatchHarness) -> None:
+    """Check that requests that need the folder get 503."""
     for data in (
         form(content=b"{}"),
         get("/v1/files"),
@@ -384,112 +390,112 @@ async def unavailable(office: Office) -> None:
         delete("file-1"),
         post("/v1/batches/batch_1/cancel", {}),
     ):
-        answer = await office.site.ask(data)
+        answer = await harness.site.ask(data)
         assert (answer.status, answer.error()["code"]) == (503, "storage_unavailable")
         assert answer.one(b"retry-after") == b"5"
 
 
-async def test_a_folder_that_is_removed_is_missed_and_used_again_when_it_is_back(
-    office: Office, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_removed_folder_pauses_batches_until_it_is_back(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    lost = await office.upload(lines(1))
-    shutil.rmtree(office.path)
-    await unavailable(office)
-    await paused(office)
-    assert not office.path.exists(), "as at a mount that is missing, none is made"
+    lost_file = await harness.upload(lines(1))
+    shutil.rmtree(harness.path)
+    await check_unavailable(harness)
+    await wait_for_pause(harness)
+    assert not harness.path.exists(), "a missing mount must not be replaced by a folder"
     await asyncio.sleep(0.2)
-    office.path.mkdir()
-    await goes_on(office)
-    assert (await office.site.ask(get(f"/v1/files/{lost}"))).status == 404
-    done = await office.until(await office.begin(lines(2)))
-    assert len(await office.lines_of(done.output_file_id)) == 2
-    told = [each.getMessage() for each in said(caplog) if "refused" not in each.getMessage()]
-    assert len(told) == 2
-    assert "was replaced" in told[1]
-    assert not [each for each in said(caplog) if each.exc_info]
+    harness.path.mkdir()
+    await wait_for_resume(harness)
+    assert (await harness.site.ask(get(f"/v1/files/{lost_file}"))).status == 404
+    done = await harness.until(await harness.begin(lines(2)))
+    assert len(await harness.lines_of(done.output_file_id)) == 2
+    records = [r.getMessage() for r in warnings_of(caplog) if "refused" not in r.getMessage()]
+    assert len(records) == 2
+    assert "was replaced" in records[1]
+    assert not [record for record in warnings_of(caplog) if record.exc_info]
 
 
-async def test_a_folder_that_is_moved_away_and_back_has_lost_nothing(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_folder_moved_away_and_back_loses_nothing(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     opening = asyncio.Event()
-    office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await office.begin(lines(2))
-    await office.site.fake.got(2)
-    away = office.path.rename(office.path.with_name("away"))
-    await paused(office)
-    opening.set()  # the results come while it is away
-    await unavailable(office)
-    away.rename(office.path)
-    done = await office.until(batch)
-    assert len(await office.lines_of(done.output_file_id)) == 2
-    assert len(office.site.fake.served) == 2, "no line was run again"
-    await goes_on(office)
+    harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+    batch = await harness.begin(lines(2))
+    await harness.site.fake.got(2)
+    away = harness.path.rename(harness.path.with_name("away"))
+    await wait_for_pause(harness)
+    opening.set()  # the results come while the folder is away
+    await check_unavailable(harness)
+    away.rename(harness.path)
+    done = await harness.until(batch)
+    assert len(await harness.lines_of(done.output_file_id)) == 2
+    assert len(harness.site.fake.served) == 2, "no line is repeated"
+    await wait_for_resume(harness)
 
 
-async def test_a_folder_that_is_restored_from_a_copy_is_opened_anew(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_folder_restored_from_a_copy_is_reopened(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was in flight is run again, and its results of before are of no batch."""
+    """Running lines are repeated, and their earlier results are dropped."""
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     opening = asyncio.Event()
-    office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await office.begin(lines(2))
-    await office.site.fake.got(2)
-    copy = shutil.copytree(office.path, office.path.with_name("copy"))
-    office.path.rename(office.path.with_name("away"))
-    copy.rename(office.path)
-    await office.site.fake.got(4)
+    harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+    batch = await harness.begin(lines(2))
+    await harness.site.fake.got(2)
+    copy = shutil.copytree(harness.path, harness.path.with_name("copy"))
+    harness.path.rename(harness.path.with_name("away"))
+    copy.rename(harness.path)
+    await harness.site.fake.got(4)
     opening.set()
-    done = await office.until(batch)
-    assert len(await office.lines_of(done.output_file_id)) == 2
-    assert office.batches.lane._lock.is_held
-    assert not office.batches.lane._lock.is_lost
+    done = await harness.until(batch)
+    assert len(await harness.lines_of(done.output_file_id)) == 2
+    assert harness.batches.lane._lock.is_held
+    assert not harness.batches.lane._lock.is_lost
 
 
-async def test_a_write_that_is_under_way_while_the_folder_is_removed_is_not_taken_for_kept(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+async def test_write_during_removal_of_the_folder_gets_503(
+    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_file = Store.add_file
 
-    def removed_meanwhile(self: Store, *args: Any) -> Any:
+    def add_then_remove(self: Store, *args: Any) -> Any:
         added = add_file(self, *args)
-        shutil.rmtree(office.path)
+        shutil.rmtree(harness.path)
         return added
 
-    monkeypatch.setattr(Store, "add_file", removed_meanwhile)
-    answer = await office.site.ask(form(content=b"{}"))
+    monkeypatch.setattr(Store, "add_file", add_then_remove)
+    answer = await harness.site.ask(form(content=b"{}"))
     assert (answer.status, answer.error()["code"]) == (503, "storage_unavailable")
 
 
-async def test_a_lock_that_is_removed_is_taken_anew(office: Office) -> None:
-    """Or another router would take the new one, and both would run the lines."""
-    batches = office.batches.lane
-    await eventually(lambda: batches._lock.is_held)
-    (office.path / "lane.lock").unlink()
-    await batches.turn()
-    assert batches._lock.is_held
-    assert not batches._lock.is_lost
+async def test_removed_lock_is_taken_again(harness: BatchHarness) -> None:
+    """Otherwise another router would take a new lock, and both would run lines."""
+    lane = harness.batches.lane
+    await eventually(lambda: lane._lock.is_held)
+    (harness.path / "lane.lock").unlink()
+    await lane.turn()
+    assert lane._lock.is_held
+    assert not lane._lock.is_lost
 
 
-async def test_a_router_that_does_not_run_the_lines_says_so_too_and_then_goes_on(
+async def test_router_without_the_lock_also_notices_a_removed_folder(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    first = Office(await start(), tmp_path / "batches")
+    first = BatchHarness(await start(), tmp_path / "batches")
     await first.open()
     await eventually(lambda: first.batches.lane._lock.is_held)
-    second = Office(await start(), tmp_path / "batches")
+    second = BatchHarness(await start(), tmp_path / "batches")
     await second.open()
     away = first.path.rename(tmp_path / "away")
-    for each in (first, second):
-        await paused(each)
-        await unavailable(each)
+    for harness in (first, second):
+        await wait_for_pause(harness)
+        await check_unavailable(harness)
     away.rename(first.path)
-    for each in (first, second):
-        await goes_on(each)
+    for harness in (first, second):
+        await wait_for_resume(harness)
     assert not second.batches.lane._lock.is_held
     await second.close()
     await first.close()

@@ -1,4 +1,4 @@
-"""The store's thread: what it is told is done in turn, and what is given up is let go of."""
+"""The store's thread: calls run in order, and cancelled calls are dropped."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from pathlib import Path
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
-from tests.proxy.batches.office import busy
+from tests.proxy.batches.harness import busy
 
 
-class Thing:
-    """Something large."""
+class LargeObject:
+    """An object of which a weak reference can exist."""
 
 
-async def test_what_is_given_up_is_not_kept_until_its_turn(tmp_path: Path) -> None:
-    keeper = StoreThread(tmp_path, 60.0, StoreLimits())
-    await keeper.open()
+async def test_cancelled_call_releases_its_arguments_at_once(tmp_path: Path) -> None:
+    store_thread = StoreThread(tmp_path, 60.0, StoreLimits())
+    await store_thread.open()
     seen: list[object] = []
 
-    def look(_: Store, thing: object) -> None:
+    def record_type(_: Store, thing: object) -> None:
         seen.append(type(thing))
 
-    thing = Thing()
-    left = weakref.ref(thing)
-    with busy(keeper):
-        first = asyncio.create_task(keeper(look, thing))
-        second = asyncio.create_task(keeper(look, 1))
+    thing = LargeObject()
+    reference = weakref.ref(thing)
+    with busy(store_thread):
+        first = asyncio.create_task(store_thread(record_type, thing))
+        second = asyncio.create_task(store_thread(record_type, 1))
         del thing
         await asyncio.sleep(0)
-        assert left() is not None
+        assert reference() is not None
         first.cancel()
         await asyncio.wait([first])
-        del first  # whose traceback has it
-        assert left() is None
+        del first  # its traceback refers to the object
+        assert reference() is None
     await second
     assert seen == [int]
-    await keeper.close()
+    await store_thread.close()

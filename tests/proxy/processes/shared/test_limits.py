@@ -1,4 +1,4 @@
-"""Tenants of several processes: one account each."""
+"""Limits and shares of tenants across processes."""
 
 from __future__ import annotations
 
@@ -17,100 +17,105 @@ from proxy.processes.shared import limits as tenancy
 from proxy.processes.shared.limits import FULL_READ_INTERVAL_S, READ_INTERVAL_S
 from proxy.processes.shared.shared_memory import ProcessSheet, TenantRow
 from tests.proxy.core.making import ask, placed, refused, spec, waits
-from tests.proxy.processes.crowds import Crowds
-from tests.proxy.processes.making import Crew
+from tests.proxy.processes.tenant_load import TenantLoad
+from tests.proxy.processes.virtual_group import VirtualGroup
 
-Crews = Callable[..., Crew]
+MakeGroup = Callable[..., VirtualGroup]
 
 
-def opened(crews: Crews, *tenants: TenantSpec, most: int | None = None, size: int = 2) -> Crew:
-    """Make a crew with these tenants."""
-    crew = crews(size, spec("a", most=most))
-    for router in crew.routers:
+def group_of(
+    make_group: MakeGroup, *tenants: TenantSpec, max_requests: int | None = None, size: int = 2
+) -> VirtualGroup:
+    """Return a group with these tenants."""
+    group = make_group(size, spec("a", most=max_requests))
+    for router in group.routers:
         router.tenants.replace(tenants, {})
-    return crew
+    return group
 
 
-def tenant(crew: Crew, index: int, name: str = "t") -> Tenant:
-    """Find a tenant as one process knows it."""
-    found = crew.routers[index].tenants.get(name)
+def tenant(group: VirtualGroup, index: int, name: str = "t") -> Tenant:
+    """Return a tenant in one process."""
+    found = group.routers[index].tenants.get(name)
     assert found is not None
     return found
 
 
-def others_of(crew: Crew, index: int) -> Any:
-    """Return what one process sees of the tenant in other processes."""
-    others = tenant(crew, index).ledger.others
+def remote_usage(group: VirtualGroup, index: int) -> Any:
+    """Return one process's view of the tenant in other processes."""
+    others = tenant(group, index).ledger.others
     assert others is not None
     return others
 
 
-def come(
-    crew: Crew, index: int, name: str = "t", prompt: int = 100, output: int = 50
+def submit_in_turn(
+    group: VirtualGroup, index: int, name: str = "t", prompt: int = 100, output: int = 50
 ) -> Lease | Ticket | Refusal:
-    """Ask for a tenant; no turn ends."""
-    asked = ask(prompt, output)
-    asked.tenant, asked.rank = tenant(crew, index, name), Rank.STANDARD
-    return crew.routers[index].submit(asked, crew.now)
+    """Submit a request of a tenant without ending the turn."""
+    info = ask(prompt, output)
+    info.tenant, info.rank = tenant(group, index, name), Rank.STANDARD
+    return group.routers[index].submit(info, group.now)
 
 
 def submit(
-    crew: Crew, index: int, name: str = "t", prompt: int = 100, output: int = 50
+    group: VirtualGroup, index: int, name: str = "t", prompt: int = 100, output: int = 50
 ) -> Lease | Ticket | Refusal:
-    """Ask for a tenant."""
-    answer = come(crew, index, name, prompt, output)
-    crew.tell()
-    crew.now += READ_INTERVAL_S
+    """Submit a request of a tenant, and end the turn."""
+    answer = submit_in_turn(group, index, name, prompt, output)
+    group.end_turn()
+    group.now += READ_INTERVAL_S
     return answer
 
 
-def test_what_is_in_flight_counts_everywhere(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=3)))
-    leases = [placed(submit(crew, index)) for index in (0, 1, 1)]
+def test_concurrency_is_counted_across_processes(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=3)))
+    leases = [placed(submit(group, index)) for index in (0, 1, 1)]
     for index in (0, 1):
-        assert refused(submit(crew, index)).status == 429
-    crew.finish(1, leases[1])
-    crew.now += READ_INTERVAL_S
-    placed(submit(crew, 0))
-    assert refused(submit(crew, 1)).status == 429
+        assert refused(submit(group, index)).status == 429
+    group.finish(1, leases[1])
+    group.now += READ_INTERVAL_S
+    placed(submit(group, 0))
+    assert refused(submit(group, 1)).status == 429
 
 
-def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> None:
-    """No turn ends, and nobody looks, while it does."""
-    crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=3)))
-    crew.look()
-    answers = [come(crew, index) for index in (0, 1, 0, 1, 0, 1)]
+def test_burst_within_a_turn_is_counted_across_processes(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=3)))
+    group.read_all()
+    answers = [submit_in_turn(group, index) for index in (0, 1, 0, 1, 0, 1)]
     assert [type(answer) for answer in answers] == [Lease] * 3 + [Refusal] * 3
-    crew.routers[1].leases.finish(placed(answers[1]), crew.now, Outcome.DONE)
-    placed(come(crew, 0))
+    group.routers[1].leases.finish(placed(answers[1]), group.now, Outcome.DONE)
+    placed(submit_in_turn(group, 0))
 
 
-def test_two_at_one_moment_keep_the_limit(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes to another process when the first has just seen that there is room."""
-    crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=1)))
-    crew.look()
-    others, second = others_of(crew, 0), []
+def test_simultaneous_requests_keep_the_limit(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request comes just after the first has read the count."""
+    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=1)))
+    group.read_all()
+    others, second = remote_usage(group, 0), []
     look = others.running
 
-    def meanwhile() -> int:
+    def read_then_submit() -> int:
         found = look()
-        second.append(come(crew, 1))
+        second.append(submit_in_turn(group, 1))
         return int(found)
 
-    monkeypatch.setattr(others, "running", meanwhile)
-    first = come(crew, 0)
+    monkeypatch.setattr(others, "running", read_then_submit)
+    first = submit_in_turn(group, 0)
     assert [type(answer) for answer in (*second, first)] == [Refusal, Lease]
 
 
-@pytest.mark.parametrize("well", [True, False])
-def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, well: bool) -> None:
-    """Whatever the first process says meanwhile, the second would have the place if it could."""
-    crew = crews(2, spec("a"), spec("b"), max_attempts=2 if well else 1)
-    for router in crew.routers:
+@pytest.mark.parametrize("retried", [True, False])
+def test_retry_keeps_its_concurrency(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, retried: bool
+) -> None:
+    """Another process would take the place as soon as it is free."""
+    group = make_group(2, spec("a"), spec("b"), max_attempts=2 if retried else 1)
+    for router in group.routers:
         router.tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
-    crew.look()
-    lease = placed(submit(crew, 0))
-    others = others_of(crew, 0)
+    group.read_all()
+    lease = placed(submit(group, 0))
+    others = remote_usage(group, 0)
     publish = others.publish
     published: list[int] = []
     answers: list[Lease | Ticket | Refusal] = []
@@ -118,352 +123,359 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
     def publish_first(running: int) -> None:
         published.append(running)
         publish(running)
-        answers.append(come(crew, 1))
+        answers.append(submit_in_turn(group, 1))
 
     monkeypatch.setattr(others, "publish", publish_first)
-    again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, avoid=lease.worker, after=lease)
+    again = group.routers[0].retry(
+        lease, group.now, Outcome.FAILED, avoid=lease.worker, after=lease
+    )
     types = [type(answer) for answer in answers]
-    assert set(published) == ({1} if well else {1, 0})
-    assert type(again) is (Lease if well else Refusal)
-    # Where nobody is left to be asked, the place is let go at the end, and once.
-    assert types == [Refusal] * (len(types) - (not well)) + [Lease] * (not well)
+    assert set(published) == ({1} if retried else {1, 0})
+    assert type(again) is (Lease if retried else Refusal)
+    # Without another worker, the place is released once, at the end.
+    assert types == [Refusal] * (len(types) - (not retried)) + [Lease] * (not retried)
     monkeypatch.undo()
-    assert tenant(crew, 0).ledger.running == well
-    if well:
-        crew.routers[0].leases.finish(placed(again), crew.now, Outcome.DONE)
-        assert others_of(crew, 1).running() == 0
+    assert tenant(group, 0).ledger.running == retried
+    if retried:
+        group.routers[0].leases.finish(placed(again), group.now, Outcome.DONE)
+        assert remote_usage(group, 1).running() == 0
 
 
-def test_who_is_kept_out_is_counted_nowhere(crews: Crews) -> None:
+def test_refused_request_is_not_counted(make_group: MakeGroup) -> None:
     limits = Limits(concurrency=2, requests_per_minute=1, tokens_per_minute=5000)
-    crew = opened(crews, TenantSpec("t", limits=limits))
-    placed(submit(crew, 0))
+    group = group_of(make_group, TenantSpec("t", limits=limits))
+    placed(submit(group, 0))
     for prompt in (100, 10_000):
-        assert refused(submit(crew, 1, prompt=prompt)).status == 429
-    others = others_of(crew, 0)
+        assert refused(submit(group, 1, prompt=prompt)).status == 429
+    others = remote_usage(group, 0)
     assert others.running() == 0
 
 
-def test_who_leaves_says_no_more_of_who_comes_after_it_by_the_same_name(crews: Crews) -> None:
+def test_finish_of_a_removed_tenant_does_not_change_its_successor(make_group: MakeGroup) -> None:
     specs = [TenantSpec("t", limits=Limits(concurrency=3))]
-    crew = opened(crews, *specs)
-    lease = placed(submit(crew, 0))
+    group = group_of(make_group, *specs)
+    lease = placed(submit(group, 0))
     for present in ([], specs):
-        for router in crew.routers:
+        for router in group.routers:
             router.tenants.replace(present, {})
-        crew.now += 1.0
-        crew.look()
-    placed(submit(crew, 0))
-    placed(submit(crew, 0))
-    crew.routers[0].leases.finish(lease, crew.now, Outcome.DONE)  # the first one's
-    placed(submit(crew, 1))
-    assert refused(submit(crew, 1)).status == 429
+        group.now += 1.0
+        group.read_all()
+    placed(submit(group, 0))
+    placed(submit(group, 0))
+    group.routers[0].finish(lease, group.now, Outcome.DONE)  # of the first tenant
+    placed(submit(group, 1))
+    assert refused(submit(group, 1)).status == 429
 
 
-def test_requests_per_minute_are_counted_together(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t", limits=Limits(requests_per_minute=6)))
-    answers = [submit(crew, n % 2) for n in range(8)]
+def test_requests_per_minute_are_counted_across_processes(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t", limits=Limits(requests_per_minute=6)))
+    answers = [submit(group, n % 2) for n in range(8)]
     assert [type(answer) for answer in answers] == [Lease] * 6 + [Refusal] * 2
-    crew.now += 10.0
-    placed(submit(crew, 1))
-    assert refused(submit(crew, 0)).retry_after_s
+    group.now += 10.0
+    placed(submit(group, 1))
+    assert refused(submit(group, 0)).retry_after_s
 
 
-def test_tokens_are_counted_together_and_corrected(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t", limits=Limits(tokens_per_minute=1000)))
-    lease = placed(submit(crew, 0, prompt=600, output=300))
-    assert refused(submit(crew, 1, prompt=300, output=100)).status == 429
-    crew.finish(0, lease, Outcome.CLIENT_GONE)  # what it did not write is given back
-    placed(submit(crew, 1, prompt=100, output=50))
+def test_tokens_per_minute_are_counted_across_processes(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t", limits=Limits(tokens_per_minute=1000)))
+    lease = placed(submit(group, 0, prompt=600, output=300))
+    assert refused(submit(group, 1, prompt=300, output=100)).status == 429
+    group.finish(0, lease, Outcome.CLIENT_GONE)  # unused tokens are returned
+    placed(submit(group, 1, prompt=100, output=50))
 
 
-def test_a_process_that_dies_takes_what_it_had_in_flight_with_it(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=1)))
-    placed(submit(crew, 0))
-    assert refused(submit(crew, 1)).status == 429
-    crew.restart(0)
-    crew.routers[0].tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
-    crew.now += 1.0
-    placed(submit(crew, 1))
-    assert refused(submit(crew, 0)).status == 429
+def test_dead_process_releases_its_concurrency(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=1)))
+    placed(submit(group, 0))
+    assert refused(submit(group, 1)).status == 429
+    group.restart(0)
+    group.routers[0].tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
+    group.now += 1.0
+    placed(submit(group, 1))
+    assert refused(submit(group, 0)).status == 429
 
 
-def test_shares_follow_what_was_served_anywhere(crews: Crews) -> None:
-    """One tenant has had much of process 0; in process 1 others go first, though they came later.
-
-    The first to wait has had nothing, so that nobody is lifted.
-    """
-    crew = opened(crews, *map(TenantSpec, ("much", "little", "none")), most=3)
-    leases = [placed(submit(crew, 0, "much", 5000))]
-    tenant(crew, 0, "much").charge(10_000)
-    tenant(crew, 1, "little").charge(100)
-    leases.append(placed(submit(crew, 0, "much", 5000)))
-    leases.append(placed(submit(crew, 1, "little", 10)))
+def test_shares_count_service_in_all_processes(make_group: MakeGroup) -> None:
+    """The first tenant that waits has no service, so that no tenant is lifted."""
+    group = group_of(make_group, *map(TenantSpec, ("much", "little", "none")), max_requests=3)
+    leases = [placed(submit(group, 0, "much", 5000))]
+    tenant(group, 0, "much").charge(10_000)
+    tenant(group, 1, "little").charge(100)
+    leases.append(placed(submit(group, 0, "much", 5000)))
+    leases.append(placed(submit(group, 1, "little", 10)))
     for name in ("none", "much", "little"):
-        waits(submit(crew, 1, name))
-    [first, second] = tenant(crew, 1, "much"), tenant(crew, 1, "little")
-    stands = first.standings[Rank.STANDARD]
-    assert stands == pytest.approx(tenant(crew, 0, "much").standings[Rank.STANDARD]) == 10_000
-    assert second.standings[Rank.STANDARD] == 100, "what nobody waited for is no matter"
+        waits(submit(group, 1, name))
+    [first, second] = tenant(group, 1, "much"), tenant(group, 1, "little")
+    standings = first.standings[Rank.STANDARD]
+    assert standings == pytest.approx(tenant(group, 0, "much").standings[Rank.STANDARD]) == 10_000
+    assert second.standings[Rank.STANDARD] == 100, "only waiting requests count"
     for lease in leases[:2]:
-        crew.finish(0, lease)
-    crew.now += 1.0
-    gone = [ticket.ask.tenant for ticket, _ in crew.routers[1].due(crew.now)]
-    assert gone == [tenant(crew, 1, "none"), second]
+        group.finish(0, lease)
+    group.now += 1.0
+    dispatched = [ticket.ask.tenant for ticket, _ in group.routers[1].due(group.now)]
+    assert dispatched == [tenant(group, 1, "none"), second]
 
 
-def test_what_a_process_charged_stays_charged_when_it_dies(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t"))
-    placed(submit(crew, 0))
-    tenant(crew, 0).charge(5000)
-    placed(submit(crew, 0))
-    crew.look()
-    before = tenant(crew, 1).virtual
+def test_charges_of_a_dead_process_stay(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t"))
+    placed(submit(group, 0))
+    tenant(group, 0).charge(5000)
+    placed(submit(group, 0))
+    group.read_all()
+    before = tenant(group, 1).virtual
     assert before == 5000
-    crew.restart(0)
-    crew.routers[0].tenants.replace([TenantSpec("t")], {})
-    crew.now += 1.0
-    crew.look()
-    assert tenant(crew, 1).virtual == before
-    tenant(crew, 0).charge(700)
-    placed(submit(crew, 0))
-    crew.look()
-    assert tenant(crew, 1).virtual == before + 700
+    group.restart(0)
+    group.routers[0].tenants.replace([TenantSpec("t")], {})
+    group.now += 1.0
+    group.read_all()
+    assert tenant(group, 1).virtual == before
+    tenant(group, 0).charge(700)
+    placed(submit(group, 0))
+    group.read_all()
+    assert tenant(group, 1).virtual == before + 700
 
 
-def test_a_clear_is_seen_whole(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever has been written so far: a peer looks after each step of it."""
-    crew = opened(crews, TenantSpec("t"), TenantSpec("u"))
-    placed(submit(crew, 0))
+def test_clear_is_atomic_for_readers(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process reads after each write."""
+    group = group_of(make_group, TenantSpec("t"), TenantSpec("u"))
+    placed(submit(group, 0))
     for name in "tu":
-        tenant(crew, 0, name).charge(1e6)
-    placed(submit(crew, 0, "u"))
-    crew.look()
-    stands: list[float] = []
+        tenant(group, 0, name).charge(1e6)
+    placed(submit(group, 0, "u"))
+    group.read_all()
+    standings: list[float] = []
 
-    def looking(write: Callable[..., None]) -> Callable[..., None]:
+    def read_after(write: Callable[..., None]) -> Callable[..., None]:
         def step(sheet: ProcessSheet, *numbers: object) -> None:
             write(sheet, *numbers)
-            crew.now += READ_INTERVAL_S
-            crew.sharings[1].look(crew.now)
-            stands.extend(tenant(crew, 1, name).standings[Rank.STANDARD] for name in "tu")
+            group.now += READ_INTERVAL_S
+            group.sharings[1].look(group.now)
+            standings.extend(tenant(group, 1, name).standings[Rank.STANDARD] for name in "tu")
 
         return step
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patch:
         for name in ("write_usage", "write_idle", "write_count"):
-            patched.setattr(ProcessSheet, name, looking(getattr(ProcessSheet, name)))
-        crew.table.clear(0)
-    assert set(stands) == {1e6}
-    crew.now += READ_INTERVAL_S
-    crew.look()
-    assert tenant(crew, 1).ledger.elsewhere == 0, "what it had in flight is gone"
+            patch.setattr(ProcessSheet, name, read_after(getattr(ProcessSheet, name)))
+        group.table.clear(0)
+    assert set(standings) == {1e6}
+    group.now += READ_INTERVAL_S
+    group.read_all()
+    assert tenant(group, 1).ledger.elsewhere == 0, "its running requests are gone"
 
 
-def rivals_of(crews: Crews) -> Crowds:
-    """Have two tenants, each of which always has ten waiting, in a process of its own; 8 places."""
-    crew = opened(crews, TenantSpec("t"), TenantSpec("u"), most=8)
-    return Crowds(crew, {(0, "t"): 10, (1, "u"): 10})
+def make_rivals(make_group: MakeGroup) -> TenantLoad:
+    """Return two tenants, each with ten requests waiting in its own process, for 8 places."""
+    group = group_of(make_group, TenantSpec("t"), TenantSpec("u"), max_requests=8)
+    return TenantLoad(group, {(0, "t"): 10, (1, "u"): 10})
 
 
-def difference(rivals: Crowds) -> float:
-    """Have them go on, and return how much more one had than the other; 0 for nothing."""
-    rivals.play(5.0)
-    return abs(rivals.got["t"] - rivals.got["u"]) / rivals.got.total()
+def difference(rivals: TenantLoad) -> float:
+    """Run the load; return the relative difference of service."""
+    rivals.run(5.0)
+    return abs(rivals.served["t"] - rivals.served["u"]) / rivals.served.total()
 
 
-def test_shares_hold_when_each_waits_in_a_process_of_its_own(crews: Crews) -> None:
-    assert difference(rivals_of(crews)) < 0.1
+def test_shares_are_equal_across_processes(make_group: MakeGroup) -> None:
+    assert difference(make_rivals(make_group)) < 0.1
 
 
-def test_a_process_begun_again_knows_what_everybody_was_served(crews: Crews) -> None:
-    rivals = rivals_of(crews)
-    crew = rivals.crew
+def test_restarted_process_knows_earlier_service(make_group: MakeGroup) -> None:
+    rivals = make_rivals(make_group)
+    group = rivals.group
     for index in (0, 1):
         for name in "tu":
-            tenant(crew, index, name).charge(1e6)
-            rivals.comes(index, name)
-    crew.look()
-    crew.restart(0)
-    rivals.running = [each for each in rivals.running if each[1]]
-    crew.routers[0].tenants.replace([TenantSpec("t"), TenantSpec("u")], {})
-    crew.now += 1.0
-    crew.look()
+            tenant(group, index, name).charge(1e6)
+            rivals.add_request(index, name)
+    group.read_all()
+    group.restart(0)
+    rivals.running = [job for job in rivals.running if job[1]]
+    group.routers[0].tenants.replace([TenantSpec("t"), TenantSpec("u")], {})
+    group.now += 1.0
+    group.read_all()
     for name in "tu":
-        stands = [tenant(crew, index, name).standings[Rank.STANDARD] for index in (0, 1)]
-        assert stands == pytest.approx([2e6, 2e6])
+        standings = [tenant(group, index, name).standings[Rank.STANDARD] for index in (0, 1)]
+        assert standings == pytest.approx([2e6, 2e6])
     assert difference(rivals) < 0.1
 
 
-def test_who_comes_back_is_lifted_to_those_who_wait_in_another_process(crews: Crews) -> None:
-    rivals = rivals_of(crews)
-    crew = rivals.crew
-    tenant(crew, 1, "u").charge(1e6)
+def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(
+    make_group: MakeGroup,
+) -> None:
+    rivals = make_rivals(make_group)
+    group = rivals.group
+    tenant(group, 1, "u").charge(1e6)
     for _ in range(10):
-        rivals.comes(1, "u")
-    crew.now += 1.0
-    crew.look()
+        rivals.add_request(1, "u")
+    group.now += 1.0
+    group.read_all()
     assert difference(rivals) < 0.1
-    stands = [tenant(crew, 0, name).standings[Rank.STANDARD] for name in "tu"]
-    assert min(stands) >= 1e6
+    standings = [tenant(group, 0, name).standings[Rank.STANDARD] for name in "tu"]
+    assert min(standings) >= 1e6
 
 
-def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last_anywhere(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t"), TenantSpec("u"), most=1)
-    leases = [placed(submit(crew, 1, "u"))]
-    tenant(crew, 1, "u").charge(1e6)
-    waits(submit(crew, 1, "u"))
-    crew.routers[1].leases.finish(leases[0], crew.now, Outcome.DONE)
-    assert len(crew.routers[1].due(crew.now)) == 1
-    crew.tell()
-    crew.look()
-    waits(submit(crew, 0, "t"))
-    assert tenant(crew, 0, "t").standings[Rank.STANDARD] >= 1e6
-    crew.look()
-    assert tenant(crew, 1, "t").standings == tenant(crew, 0, "t").standings
+def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t"), TenantSpec("u"), max_requests=1)
+    leases = [placed(submit(group, 1, "u"))]
+    tenant(group, 1, "u").charge(1e6)
+    waits(submit(group, 1, "u"))
+    group.routers[1].leases.finish(leases[0], group.now, Outcome.DONE)
+    assert len(group.routers[1].due(group.now)) == 1
+    group.end_turn()
+    group.read_all()
+    waits(submit(group, 0, "t"))
+    assert tenant(group, 0, "t").standings[Rank.STANDARD] >= 1e6
+    group.read_all()
+    assert tenant(group, 1, "t").standings == tenant(group, 0, "t").standings
 
 
-def flooded(crews: Crews) -> Crew:
-    """Have one tenant run and wait in process 0, with 5,000 tokens settled and a million not."""
-    crew = opened(crews, *map(TenantSpec, ("flood", "small")), most=2)
-    leases = [placed(submit(crew, 0, "flood")) for _ in range(2)]
-    tenant(crew, 0, "flood").charge(5000)
+def start_flood(make_group: MakeGroup) -> VirtualGroup:
+    """Let a tenant run and wait in process 0, with 5,000 tokens settled and a million estimated."""
+    group = group_of(make_group, *map(TenantSpec, ("flood", "small")), max_requests=2)
+    leases = [placed(submit(group, 0, "flood")) for _ in range(2)]
+    tenant(group, 0, "flood").charge(5000)
     for _ in range(2):
-        waits(submit(crew, 0, "flood", 1_000_000))
-    crew.finish(0, leases[0])
-    crew.now += 1.0
-    [(_, answer)] = crew.routers[0].due(crew.now)
+        waits(submit(group, 0, "flood", 1_000_000))
+    group.finish(0, leases[0])
+    group.now += 1.0
+    [(_, answer)] = group.routers[0].due(group.now)
     placed(answer)
-    crew.tell()
-    crew.look()
-    return crew
+    group.end_turn()
+    group.read_all()
+    return group
 
 
-def test_a_lift_counts_no_estimate_of_a_request_in_flight_in_another_process(crews: Crews) -> None:
-    """The estimate is given back to its own tenant; a lift is not."""
-    crew = flooded(crews)
-    flood, small = tenant(crew, 1, "flood"), tenant(crew, 1, "small")
+def test_lift_ignores_estimates_of_requests_in_other_processes(make_group: MakeGroup) -> None:
+    """An estimate is returned to its own tenant; a lift is not."""
+    group = start_flood(make_group)
+    flood, small = tenant(group, 1, "flood"), tenant(group, 1, "small")
     assert flood.standings[Rank.STANDARD] > 1e6
-    waits(submit(crew, 1, "small"))
+    waits(submit(group, 1, "small"))
     assert small.standings[Rank.STANDARD] == flood.settled(Rank.STANDARD) == 5000
 
 
-def test_the_estimates_of_a_process_that_died_are_given_back(crews: Crews) -> None:
-    crew = flooded(crews)
-    crew.restart(0)
-    crew.routers[0].tenants.replace([TenantSpec("flood"), TenantSpec("small")], {})
-    crew.now += 1.0
-    crew.look()
-    flood = tenant(crew, 1, "flood")
+def test_estimates_of_a_dead_process_are_returned(make_group: MakeGroup) -> None:
+    group = start_flood(make_group)
+    group.restart(0)
+    group.routers[0].tenants.replace([TenantSpec("flood"), TenantSpec("small")], {})
+    group.now += 1.0
+    group.read_all()
+    flood = tenant(group, 1, "flood")
     assert flood.standings[Rank.STANDARD] == flood.settled(Rank.STANDARD) == 5000
 
 
-def test_two_who_lift_one_at_a_time_lift_it_once(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t"))
-    placed(submit(crew, 0))
+def test_simultaneous_lifts_of_a_tenant_count_once(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t"))
+    placed(submit(group, 0))
     for index in (0, 1):
-        tenant(crew, index).lift(Rank.STANDARD, 500.0)
-    for sharing in crew.sharings:
+        tenant(group, index).lift(Rank.STANDARD, 500.0)
+    for sharing in group.sharings:
         sharing.flush()
-    crew.now += 1.0
-    crew.look()
-    assert [tenant(crew, index).standings[Rank.STANDARD] for index in (0, 1)] == [500.0, 500.0]
+    group.now += 1.0
+    group.read_all()
+    assert [tenant(group, index).standings[Rank.STANDARD] for index in (0, 1)] == [500.0, 500.0]
 
 
-def test_ones_batches_change_nothing_for_its_chats_elsewhere(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t"))
-    tenant(crew, 0).charge(700.0, Rank.BATCH)
-    placed(submit(crew, 0))
-    crew.look()
-    assert tenant(crew, 1).standings == [0.0, 0.0, 700.0]
+def test_batch_charges_do_not_change_other_ranks_in_other_processes(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t"))
+    tenant(group, 0).charge(700.0, Rank.BATCH)
+    placed(submit(group, 0))
+    group.read_all()
+    assert tenant(group, 1).standings == [0.0, 0.0, 700.0]
 
 
-def test_a_tenant_that_is_put_back_goes_on_from_its_books(crews: Crews) -> None:
-    """A deploy that leaves it out, and its rollback; its requests ended in between."""
+def test_restored_tenant_keeps_its_charges(make_group: MakeGroup) -> None:
+    """A reload removes the tenant, and another restores it; its requests end in between."""
     both = [TenantSpec("t", limits=Limits(concurrency=3)), TenantSpec("u")]
-    crew = opened(crews, *both)
-    leases = [placed(submit(crew, 0)) for _ in range(3)]
-    tenant(crew, 0).charge(1e6)
-    placed(submit(crew, 0, "u"))
+    group = group_of(make_group, *both)
+    leases = [placed(submit(group, 0)) for _ in range(3)]
+    tenant(group, 0).charge(1e6)
+    placed(submit(group, 0, "u"))
     for specs in (both[1:], both):
-        for router in crew.routers:
+        for router in group.routers:
             router.tenants.replace(specs, {})
         for index in (0, 1):
-            placed(submit(crew, index, "u"))
+            placed(submit(group, index, "u"))
         for lease in leases:
-            crew.finish(0, lease)
+            group.finish(0, lease)
         leases.clear()
-    crew.now += 1.0
-    crew.look()
-    placed(submit(crew, 1))
-    tenant(crew, 0).charge(10.0)
-    placed(submit(crew, 0))
-    crew.now += 1.0
-    crew.look()
-    stands = [tenant(crew, index).standings[Rank.STANDARD] for index in (0, 1)]
-    assert stands == pytest.approx([1e6 + 10, 1e6 + 10])
+    group.now += 1.0
+    group.read_all()
+    placed(submit(group, 1))
+    tenant(group, 0).charge(10.0)
+    placed(submit(group, 0))
+    group.now += 1.0
+    group.read_all()
+    standings = [tenant(group, index).standings[Rank.STANDARD] for index in (0, 1)]
+    assert standings == pytest.approx([1e6 + 10, 1e6 + 10])
 
 
-def test_only_changed_tenants_are_told(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
-    crew.tell()
-    looked: list[str] = []
-    taken = tenancy._row_of
+def test_only_changed_tenants_are_written(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(make_group, *(TenantSpec(f"t{n}") for n in range(200)))
+    group.end_turn()
+    written: list[str] = []
+    row_of = tenancy._row_of
 
-    def counted(one: Tenant) -> TenantRow:
-        looked.append(one.name)
-        return taken(one)
+    def recorded(tenant: Tenant) -> TenantRow:
+        written.append(tenant.name)
+        return row_of(tenant)
 
-    monkeypatch.setattr(tenancy, "_row_of", counted)
-    tenant(crew, 0, "t7").charge(70.0)
-    crew.finish(0, placed(submit(crew, 0, "t7")))
-    assert set(looked) == {"t7"}
-    crew.look()
-    assert tenant(crew, 1, "t7").standings == [0.0, 70.0, 0.0]
+    monkeypatch.setattr(tenancy, "_row_of", recorded)
+    tenant(group, 0, "t7").charge(70.0)
+    group.finish(0, placed(submit(group, 0, "t7")))
+    assert set(written) == {"t7"}
+    group.read_all()
+    assert tenant(group, 1, "t7").standings == [0.0, 70.0, 0.0]
 
 
-def test_only_told_tenants_are_read(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
-    placed(submit(crew, 0, "t7"))
-    crew.look()
+def test_only_changed_tenants_are_read(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(make_group, *(TenantSpec(f"t{n}") for n in range(200)))
+    placed(submit(group, 0, "t7"))
+    group.read_all()
     rows: list[int] = []
     read = ProcessSheet.read_usage
 
-    def counted(sheet: ProcessSheet, row: int) -> TenantRow:
+    def recorded(sheet: ProcessSheet, row: int) -> TenantRow:
         rows.append(row)
         return read(sheet, row)
 
-    monkeypatch.setattr(ProcessSheet, "read_usage", counted)
-    crew.look()
+    monkeypatch.setattr(ProcessSheet, "read_usage", recorded)
+    group.read_all()
     assert rows == []
     for name in ("t7", "t9", "t7"):
-        placed(submit(crew, 0, name))
-    crew.sharings[1].look(crew.now)
+        placed(submit(group, 0, name))
+    group.sharings[1].look(group.now)
     assert len(rows) == 2 == len(set(rows))
-    assert [tenant(crew, 1, name).ledger.elsewhere for name in ("t7", "t9")] == [3, 1]
-    crew.now += FULL_READ_INTERVAL_S
-    crew.sharings[1].look(crew.now)
-    assert len(rows) == 202, "a change that was missed is not missed for long"
+    assert [tenant(group, 1, name).ledger.elsewhere for name in ("t7", "t9")] == [3, 1]
+    group.now += FULL_READ_INTERVAL_S
+    group.sharings[1].look(group.now)
+    assert len(rows) == 202, "a full read finds missed changes"
 
 
-def test_who_is_named_later_starts_with_nothing_held_against_it(crews: Crews) -> None:
-    crew = opened(crews, TenantSpec("t"))
-    placed(submit(crew, 0))
-    for router in crew.routers:
+def test_tenant_added_later_starts_without_charges(make_group: MakeGroup) -> None:
+    group = group_of(make_group, TenantSpec("t"))
+    placed(submit(group, 0))
+    for router in group.routers:
         router.tenants.replace([TenantSpec("t"), TenantSpec("u", limits=Limits(concurrency=1))], {})
-    placed(submit(crew, 0, "u"))
-    assert refused(submit(crew, 1, "u")).status == 429
-    placed(submit(crew, 1, "t"))
+    placed(submit(group, 0, "u"))
+    assert refused(submit(group, 1, "u")).status == 429
+    placed(submit(group, 1, "t"))
 
 
-def test_more_tenants_than_rows_are_said(
-    crews: Crews, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_more_tenants_than_rows_are_logged(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew = opened(crews, TenantSpec("t"))
-    for sharing in crew.sharings:
+    group = group_of(make_group, TenantSpec("t"))
+    for sharing in group.sharings:
         for part in sharing.parts:
             if isinstance(part, tenancy.SharedLimits):
-                monkeypatch.setattr(crew.table, "tenant_row", lambda _: None)
+                monkeypatch.setattr(group.table, "tenant_row", lambda _: None)
     with caplog.at_level(logging.ERROR):
-        placed(submit(crew, 0))
+        placed(submit(group, 0))
     assert "each process separately" in caplog.text

@@ -29,47 +29,49 @@ from proxy.processes.shared.shared_memory import (
 from proxy.wire.worker.connection import WorkerError
 
 LOAD = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-TOLD = (False, True, 12.5, 3, 2, 11.0, "503")
+BREAKER = (False, True, 12.5, 3, 2, 11.0, "503")
 
 
 @pytest.fixture
 def table() -> Iterator[SharedTable]:
-    made = SharedTable.make(3)
-    yield made
-    made.close()
+    table = SharedTable.make(3)
+    yield table
+    table.close()
 
 
 @pytest.mark.parametrize("why", ["", "100", "503", "999", *WorkerError])
-def test_why_a_breaker_opened_is_told(table: SharedTable, why: str) -> None:
+def test_reason_of_an_open_breaker_is_stored(table: SharedTable, why: str) -> None:
     sheet = table.sheet(1)
     for flags in ((True, False), (False, True), (False, False)):
-        told = (*flags, 12.5, 3, 2, 11.0, str(why))
-        sheet.write_breaker(0, 7.0, told)
-        assert sheet.read_breaker(0) == (7.0, told)
-    sheet.write_breaker(0, 7.0, (*TOLD[:-1], "what nobody knows"))
-    assert sheet.read_breaker(0)[1] == (*TOLD[:-1], "")
+        breaker = (*flags, 12.5, 3, 2, 11.0, str(why))
+        sheet.write_breaker(0, 7.0, breaker)
+        assert sheet.read_breaker(0) == (7.0, breaker)
+    sheet.write_breaker(0, 7.0, (*BREAKER[:-1], "unknown"))
+    assert sheet.read_breaker(0)[1] == (*BREAKER[:-1], "")
 
 
-def test_each_writes_beside_the_others(table: SharedTable) -> None:
+def test_sheets_do_not_overlap(table: SharedTable) -> None:
     sheets = [table.sheet(i) for i in range(3)]
     last = MAX_WORKERS - 1
     for number, sheet in enumerate(sheets):
         for row in (0, last):
             sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
-            sheet.write_breaker(row, 7.0 + number, TOLD)
+            sheet.write_breaker(row, 7.0 + number, BREAKER)
         for place in (0, PLACES - 1):
             sheet.write_front(place, 2, QueueFront(1, 2.5, number, 0.5))
             sheet.write_last(place, LastDispatch(number, passed=True, passer=2))
             sheet.write_traffic(place, TrafficRow(1, number, 2.5))
         for tenant in (0, MAX_TENANTS - 1):
-            taken = TenantRow(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0))
-            sheet.write_usage(tenant, taken)
+            row_of_tenant = TenantRow(
+                number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0)
+            )
+            sheet.write_usage(tenant, row_of_tenant)
         sheet.write_count(WAITING, number)
         sheet.write_count(BYTES, 2**40 + number)
     for number, sheet in enumerate(sheets):
         for row in (0, last):
             assert sheet.read_load(row) == (LOAD._replace(requests=number), number + row / 2)
-            assert sheet.read_breaker(row) == (7.0 + number, TOLD)
+            assert sheet.read_breaker(row) == (7.0 + number, BREAKER)
         assert sheet.read_load(1) == (WorkerLoad(), 0.0)
         assert sheet.read_breaker(1)[0] == 0.0
         assert sheet.read_front(PLACES - 1, 2) == QueueFront(1, 2.5, number, 0.5)
@@ -84,7 +86,7 @@ def test_each_writes_beside_the_others(table: SharedTable) -> None:
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_changes_are_told_until_a_round_is_missed(table: SharedTable, ring: int) -> None:
+def test_changes_are_listed_unless_a_round_was_missed(table: SharedTable, ring: int) -> None:
     sheet = table.sheet(1)
     for other in RINGS.keys() - {ring}:
         sheet.mark_changed(3, other)
@@ -99,7 +101,7 @@ def test_changes_are_told_until_a_round_is_missed(table: SharedTable, ring: int)
     assert sheet.changed_since(2, ring) == (RING + 3, None)
 
 
-def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(
+def test_clear_removes_a_process_and_notifies_others(
     table: SharedTable,
 ) -> None:
     sheet, other = table.sheet(1), table.sheet(2)
@@ -111,11 +113,11 @@ def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(
     assert other.read_load(4)[0] == LOAD
     assert sheet.changed_since(1)[1] is None
     now = sheet.changes
-    sheet.mark_changed(8)  # whoever comes after it
+    sheet.mark_changed(8)  # its successor
     assert sheet.changed_since(now) == (now + 1, {8})
 
 
-def test_what_tenants_were_served_stays_when_a_process_goes(table: SharedTable) -> None:
+def test_clear_keeps_service_of_tenants(table: SharedTable) -> None:
     sheet = table.sheet(1)
     sheet.write_usage(5, TenantRow(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
     sheet.write_floors((7.0, 8.0, 9.0))
@@ -124,7 +126,7 @@ def test_what_tenants_were_served_stays_when_a_process_goes(table: SharedTable) 
     assert sheet.read_floors() == (0.0, 0.0, 0.0)
 
 
-def test_a_row_is_in_use_while_anything_is_charged(table: SharedTable) -> None:
+def test_row_is_in_use_while_it_has_charges(table: SharedTable) -> None:
     sheet = table.sheet(0)
     assert not sheet.has(3)
     sheet.write_load(3, WorkerLoad(requests=1), 0.0)
@@ -135,7 +137,7 @@ def test_a_row_is_in_use_while_anything_is_charged(table: SharedTable) -> None:
     assert sheet.read_load(3) == (WorkerLoad(), 0.0)
 
 
-def test_another_process_sees_it(table: SharedTable) -> None:
+def test_another_process_reads_and_writes_the_table(table: SharedTable) -> None:
     code = (
         "import sys; from proxy.processes.shared.shared_memory import SharedTable;"
         "from proxy.core.fleet.remote_load import WorkerLoad;"
@@ -150,8 +152,7 @@ def test_another_process_sees_it(table: SharedTable) -> None:
     assert table.sheet(2).read_load(7) == (WorkerLoad(requests=42), 2.5)
 
 
-def test_who_reads_while_another_writes_sees_each_number_whole(table: SharedTable) -> None:
-    """They differ from one moment to the next in one of them, and are never anything else."""
+def test_concurrent_read_returns_one_version(table: SharedTable) -> None:
     code = (
         "import sys; from proxy.processes.shared.shared_memory import SharedTable, TenantRow;"
         "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
@@ -160,27 +161,29 @@ def test_who_reads_while_another_writes_sees_each_number_whole(table: SharedTabl
     )
     os.set_inheritable(table.fd, True)
     read = table.sheet(2).read_usage
-    with subprocess.Popen([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd]) as it:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd]
+    ) as writer:
         try:
             while not read(5).running:
-                assert it.poll() is None
+                assert writer.poll() is None
             seen = Counter(read(5) for _ in range(200_000))
         finally:
             table.sheet(1).write_count(1, 1)
     assert seen.keys() <= {TenantRow(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2)}
 
 
-def test_tenants_have_rows_that_all_find(table: SharedTable) -> None:
+def test_tenant_rows_are_found_by_all(table: SharedTable) -> None:
     marks = [7, 7 + MAX_TENANTS, 9]
     rows = [table.tenant_row(mark) for mark in marks]
     assert rows == [7, 8, 9]
     assert [table.tenant_row(mark) for mark in reversed(marks)] == [9, 8, 7]
     cells = [table.tenant_cells(row) for row in (7, 8)]
     cells[0][1] = 2.5
-    assert [list(each) for each in cells] == [[0.0, 2.5], [0.0, 0.0]]
+    assert [list(cell) for cell in cells] == [[0.0, 2.5], [0.0, 0.0]]
 
 
-def test_tenants_beyond_the_last_row_have_none(table: SharedTable) -> None:
+def test_tenants_beyond_the_last_row_get_none(table: SharedTable) -> None:
     for mark in range(1, MAX_TENANTS + 1):
         assert table.tenant_row(mark) is not None
     assert table.tenant_row(MAX_TENANTS + 1) is None

@@ -1,4 +1,4 @@
-"""What others are asked is known."""
+"""Traffic rates across processes."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.processes.shared.traffic import EXCHANGE_INTERVAL_S
 from tests.proxy.core.making import MODEL, ask, placed, spec
-from tests.proxy.processes.making import Crew
+from tests.proxy.processes.virtual_group import VirtualGroup
 
-Crews = Callable[..., Crew]
-
-
-def submit(crew: Crew, index: int, *, long: bool) -> None:
-    """Have one served."""
-    router = crew.routers[index]
-    placed(router.submit(ask(20_000 if long else 100, long=long), crew.now))
-    crew.tell()
+MakeGroup = Callable[..., VirtualGroup]
 
 
-def test_the_tide_is_everybodys(crews: Crews) -> None:
-    crew = crews(3, spec("s", Role.SHORT), spec("l", Role.LONG))
+def submit(group: VirtualGroup, index: int, *, long: bool) -> None:
+    """Place a request."""
+    router = group.routers[index]
+    placed(router.submit(ask(20_000 if long else 100, long=long), group.now))
+    group.end_turn()
+
+
+def test_traffic_rates_are_shared(make_group: MakeGroup) -> None:
+    group = make_group(3, spec("s", Role.SHORT), spec("l", Role.LONG))
     for index in range(3):
         for _ in range(4 + index):
-            submit(crew, index, long=False)
-        submit(crew, index, long=True)
-    for _ in range(2):  # those that looked first have yet to hear of the last
-        crew.now += EXCHANGE_INTERVAL_S
-        crew.look()
-    tides = [router.placer.traffic_of(MODEL) for router in crew.routers]
-    rates = [tide.shorts_per_s(crew.now) for tide in tides]
-    shares = [tide.long_share(crew.now) for tide in tides]
+            submit(group, index, long=False)
+        submit(group, index, long=True)
+    for _ in range(2):  # the first readers see the last writers in the second round
+        group.now += EXCHANGE_INTERVAL_S
+        group.read_all()
+    traffics = [router.placer.traffic_of(MODEL) for router in group.routers]
+    rates = [traffic.shorts_per_s(group.now) for traffic in traffics]
+    shares = [traffic.long_share(group.now) for traffic in traffics]
     assert rates == pytest.approx([15 / 20] * 3, rel=0.02)
     assert shares == pytest.approx([shares[0]] * 3, rel=0.02)
-    assert all(tide.longs_lately(crew.now) for tide in tides)
+    assert all(traffic.longs_lately(group.now) for traffic in traffics)
 
 
-def test_a_process_that_begins_again_counts_from_nothing(crews: Crews) -> None:
-    crew = crews(2, spec("a"))
+def test_restarted_process_counts_from_zero(make_group: MakeGroup) -> None:
+    group = make_group(2, spec("a"))
     for _ in range(5):
-        submit(crew, 0, long=False)
-    crew.now += EXCHANGE_INTERVAL_S
-    crew.look()
-    crew.restart(0)
+        submit(group, 0, long=False)
+    group.now += EXCHANGE_INTERVAL_S
+    group.read_all()
+    group.restart(0)
     for _ in range(2):
-        submit(crew, 0, long=False)
+        submit(group, 0, long=False)
     for _ in range(2):
-        crew.now += EXCHANGE_INTERVAL_S
-        crew.look()
-    seen = crew.routers[1].placer.traffic_of(MODEL).shorts_per_s(crew.now)
+        group.now += EXCHANGE_INTERVAL_S
+        group.read_all()
+    seen = group.routers[1].placer.traffic_of(MODEL).shorts_per_s(group.now)
     assert seen == pytest.approx(7 / 20, rel=0.1)

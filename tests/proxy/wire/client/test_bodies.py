@@ -1,4 +1,4 @@
-"""The bytes a client sent are the bytes a worker gets, and the other way round."""
+"""Bodies pass unchanged from client to worker and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ ODD = {
 
 @pytest.mark.parametrize("chunks", [None, (7,), (1, 1, 1 << 20)], ids=["fixed", "sevens", "ones"])
 @pytest.mark.parametrize("name", ODD)
-async def test_request_bodies_pass(site: Site, name: str, chunks: tuple[int, ...] | None) -> None:
+async def test_request_body_passes_unchanged(
+    site: Site, name: str, chunks: tuple[int, ...] | None
+) -> None:
     answer = await site.ask(request(ODD[name], chunks=chunks))
     assert answer.status == 200
     [call] = site.fake.served
@@ -40,7 +42,7 @@ async def test_request_bodies_pass(site: Site, name: str, chunks: tuple[int, ...
 @pytest.mark.parametrize(
     "size", [1 << 10, (32 << 10) + 1, (128 << 10) + 1, 220_000, 1 << 20, 10 << 20]
 )
-async def test_a_body_of_any_size_passes(
+async def test_body_of_any_size_passes_unchanged(
     start: Start, size: int, chunks: tuple[int, ...] | None
 ) -> None:
     site = await start(wire={"max_body_bytes": 11 << 20})
@@ -54,7 +56,7 @@ async def test_a_body_of_any_size_passes(
     assert call.body == body
 
 
-async def test_a_form_passes_byte_for_byte(site: Site) -> None:
+async def test_multipart_form_passes_unchanged(site: Site) -> None:
     sound = bytes(range(256)) * 400 + b"\r\n--not the boundary\r\n"
     body = (
         b'--xYz\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n'
@@ -76,18 +78,18 @@ async def test_a_form_passes_byte_for_byte(site: Site) -> None:
     [b"", b'{ "a":0.7 ,"b":null }\n', bytes(range(256)) * 500, b"x" * (3 << 20)],
     ids=["empty", "odd", "binary", "3 MB"],
 )
-async def test_an_answer_passes_byte_for_byte(site: Site, framing: str, body: bytes) -> None:
+async def test_response_body_passes_unchanged(site: Site, framing: str, body: bytes) -> None:
     site.fake.then(scripts.answer(200, body, framing=framing))
     answer = await site.ask(request(PLAIN))
     assert (answer.status, answer.body) == (200, body)
 
 
-async def test_a_packed_answer_stays_packed(site: Site) -> None:
-    packed = gzip.compress(b'{"a": 1}')
-    site.fake.then(scripts.answer(200, packed, (b"content-encoding", b"gzip")))
+async def test_gzip_response_stays_compressed(site: Site) -> None:
+    compressed = gzip.compress(b'{"a": 1}')
+    site.fake.then(scripts.answer(200, compressed, (b"content-encoding", b"gzip")))
     answer = await site.ask(request(PLAIN, b"Accept-Encoding: gzip"))
     assert answer.one(b"content-encoding") == b"gzip"
-    assert answer.body == packed
+    assert answer.body == compressed
     assert site.fake.served[0].all(b"accept-encoding") == [b"gzip"]
 
 
@@ -104,7 +106,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("size", [1, 5, 1 << 16])
 @pytest.mark.parametrize("name", STREAMS)
-async def test_a_stream_passes_byte_for_byte(site: Site, name: str, size: int) -> None:
+async def test_stream_passes_unchanged(site: Site, name: str, size: int) -> None:
     body = STREAMS[name]
     if size < 100 and len(body) > 10_000:
         size = 30_011
@@ -115,7 +117,7 @@ async def test_a_stream_passes_byte_for_byte(site: Site, name: str, size: int) -
     assert answer.body == body
 
 
-async def test_a_body_that_is_no_json_gets_a_400(site: Site) -> None:
+async def test_body_that_is_not_json_returns_400(site: Site) -> None:
     for body in (b"{", b"", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": 7}'):
         answer = await site.ask(request(body))
         assert answer.status == 400, body[:10]
@@ -123,7 +125,7 @@ async def test_a_body_that_is_no_json_gets_a_400(site: Site) -> None:
     assert site.fake.calls == []
 
 
-async def test_odd_types_inside_a_body_are_the_workers_to_judge(site: Site) -> None:
+async def test_wrong_types_inside_a_body_pass_to_the_worker(site: Site) -> None:
     for body in (
         b'{"model": "tiny", "messages": "no list", "max_tokens": 1}',
         b'{"model": "tiny", "messages": [null, 3, {"content": {"a": 1}}], "max_tokens": "many"}',

@@ -1,4 +1,4 @@
-"""Connections to workers: kept, used again, and never trusted to be alive."""
+"""Connections to workers: reuse, and loss while idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.proxy.wire.raw_client import Client, chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
-async def test_one_that_the_worker_closed_is_not_used(site: Site) -> None:
+async def test_connection_closed_by_worker_is_not_reused(site: Site) -> None:
     async def answer_and_close(call: Call) -> None:
         await scripts.answer()(call)
         call.close()
@@ -25,8 +25,8 @@ async def test_one_that_the_worker_closed_is_not_used(site: Site) -> None:
     assert len(site.fake.connections) == 5
 
 
-async def idle(site: Site) -> Client:
-    """Have one idle connection to each worker; return a connection of a client."""
+async def open_idle_connections(site: Site) -> Client:
+    """Open one idle connection to each worker; return a client's connection."""
     client = await site.client()
     while not all(fake.open for fake in site.fakes.values()):
         assert (await client.ask(chat())).status == 200
@@ -34,13 +34,13 @@ async def idle(site: Site) -> Client:
 
 
 @pytest.mark.parametrize("size", [10, 40_000])
-async def test_one_that_closes_as_a_request_is_put_on_it(start: Start, size: int) -> None:
-    """Its worker reads none of it: it goes out again to the same worker, and nothing has failed."""
+async def test_request_is_resent_if_idle_connection_closes_unread(start: Start, size: int) -> None:
+    """The request goes to the same worker again, and nothing counts as failed."""
     site = await start(Fake("w0"), router={"retry_budget": 0.0})
-    client = await idle(site)
+    client = await open_idle_connections(site)
     for _ in range(10):
         before = len(site.fake.served)
-        client.writer.write(chat("x" * size))  # is read before the end of the connection is
+        client.writer.write(chat("x" * size))  # is sent before the close is seen
         site.fake.open[0].close_unread()
         assert (await client.answer()).status == 200
         assert len(site.fake.served) == before + 1
@@ -52,12 +52,12 @@ async def test_one_that_closes_as_a_request_is_put_on_it(start: Start, size: int
 
 @pytest.mark.parametrize("end", [scripts.hang_up, scripts.reset])
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_a_request_that_was_read_is_not_resent(
+async def test_request_is_not_resent_to_a_worker_that_read_it(
     start: Start, end: Script, workers: int
 ) -> None:
-    """Though its connection had served others: it may be the request that ends it."""
+    """The connection had served other requests, but this request may be what ends it."""
     site = await start(*(Fake(f"w{n}") for n in range(workers)), router={"policy": "round_robin"})
-    client = await idle(site)
+    client = await open_idle_connections(site)
     ended: list[str] = []
 
     async def first_ends(call: Call) -> None:
@@ -70,8 +70,8 @@ async def test_a_request_that_was_read_is_not_resent(
     assert not site.worker(ended[0]).breaker.has_no_failures
 
 
-async def test_a_cancelled_one_is_not_used_again(site: Site) -> None:
-    """The rest of that answer may still come."""
+async def test_connection_of_a_cancelled_request_is_not_reused(site: Site) -> None:
+    """The rest of the response may still arrive on it."""
     site.fake.then(scripts.stream(3, end="stall"))
     client = await site.send(chat(stream=True))
     await client.head()
@@ -81,17 +81,17 @@ async def test_a_cancelled_one_is_not_used_again(site: Site) -> None:
     assert len(site.fake.connections) == 2
 
 
-async def test_their_count_is_right(site: Site) -> None:
-    def counted() -> dict[str, int]:
+async def test_upstream_connections_are_counted_by_state(site: Site) -> None:
+    def counts_by_state() -> dict[str, int]:
         return {state: number for _, state, number in site.metrics.upstream_connections()}
 
     gate = site.fake.hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(3)]
     await site.fake.got(3)
-    assert counted() == {"idle": 0, "busy": 3}
+    assert counts_by_state() == {"idle": 0, "busy": 3}
     gate.set()
     await asyncio.gather(*asking)
-    assert counted() == {"idle": 3, "busy": 0}
-    for each in site.fake.open:
-        each.reset()
-    await eventually(lambda: counted() in ({}, {"idle": 0, "busy": 0}), counted)
+    assert counts_by_state() == {"idle": 3, "busy": 0}
+    for connection in site.fake.open:
+        connection.reset()
+    await eventually(lambda: counts_by_state() in ({}, {"idle": 0, "busy": 0}), counts_by_state)

@@ -1,4 +1,4 @@
-"""Many at once, and everything going wrong at once."""
+"""Many requests at once, and many faults at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STREAMS, TOKENS = 200, 10
 
 
 async def echo(call: Call) -> None:
-    """Stream the question back, token by token."""
+    """Stream the prompt back, token by token."""
     text = call.json()["messages"][0]["content"]
     await scripts.stream(TOKENS, gap_s=0.01, text=f"{text}-")(call)
 
 
-async def test_many_streams_at_once(start: Start) -> None:
+async def test_concurrent_streams_do_not_mix(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     site.always(echo)
     clients = [await site.client() for _ in range(STREAMS)]
@@ -33,8 +33,8 @@ async def test_many_streams_at_once(start: Start) -> None:
     assert max(len(fake.connections) for fake in site.fakes.values()) < STREAMS
 
 
-async def one_of_many(site: Site, dice: random.Random) -> str:
-    """Ask in some way; return how it went."""
+async def send_one(site: Site, dice: random.Random) -> str:
+    """Send one request; return its outcome."""
     client = await site.client()
     stream = dice.random() < 0.5
     await client.send(chat(f"hi {dice.random()}", stream=stream))
@@ -58,8 +58,8 @@ async def one_of_many(site: Site, dice: random.Random) -> str:
     return "done"
 
 
-async def test_faults_of_all_kinds_leave_the_books_straight(start: Start) -> None:
-    """The fixture does the checking: no charge, ticket, task or socket is left."""
+async def test_faults_of_all_kinds_leave_no_charge_or_connection(start: Start) -> None:
+    """The fixture checks that no charge, ticket, task or socket is left."""
     dice = random.Random(7)
     site = await start(
         *(Fake(f"w{n}", max_requests=8) for n in range(4)),
@@ -79,13 +79,13 @@ async def test_faults_of_all_kinds_leave_the_books_straight(start: Start) -> Non
         scripts.answer(framing="close"),
     ]
 
-    async def moody(call: Call) -> None:
+    async def fail_now_and_then(call: Call) -> None:
         await asyncio.sleep(dice.random() * 0.02)
-        well = scripts.obey("well")
-        await (dice.choice(faults) if dice.random() < 0.15 else well)(call)
+        serve = scripts.obey("well")
+        await (dice.choice(faults) if dice.random() < 0.15 else serve)(call)
 
-    site.always(moody)
-    outcomes = await asyncio.gather(*(one_of_many(site, dice) for _ in range(300)))
+    site.always(fail_now_and_then)
+    outcomes = await asyncio.gather(*(send_one(site, dice) for _ in range(300)))
     assert outcomes.count("done") > 50
     assert outcomes.count("left") > 20
     await site.settled()

@@ -1,4 +1,4 @@
-"""SIGTERM's half of the wire: nothing new, the old to its end, within a deadline."""
+"""Drain: no new connections, running requests end, within a deadline."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from tests.proxy.wire.raw_client import DEADLINE_S, Answer, chat, get
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
-async def test_the_old_is_finished(start: Start) -> None:
+async def test_drain_finishes_running_requests(start: Start) -> None:
     site = await start()
     gate = asyncio.Event()
     site.fake.then(
         scripts.gated(gate, scripts.answer(200, b"whole")), scripts.stream(10, gap_s=0.02)
     )
-    one, two = await site.client(), await site.client()
-    await one.send(chat())
+    whole, streaming = await site.client(), await site.client()
+    await whole.send(chat())
     await site.fake.got()
-    await two.send(chat(stream=True))
-    await two.head()
+    await streaming.send(chat(stream=True))
+    await streaming.head()
     draining = asyncio.create_task(site.wire.drain(60.0))
     await eventually(lambda: site.wire.draining)
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", site.port)
     assert not draining.done()
     gate.set()
-    assert (await one.answer()).body == b"whole"
-    pieces = [await two.piece() for _ in range(10)]
+    assert (await whole.answer()).body == b"whole"
+    pieces = [await streaming.piece() for _ in range(10)]
     assert pieces[-1]
-    rest = b"".join(pieces) + await two.closed()
+    rest = b"".join(pieces) + await streaming.closed()
     assert b"tok 9" in rest
     assert scripts.DONE in rest
     await draining
 
 
-async def test_it_ends_as_soon_as_the_old_is_done(start: Start) -> None:
+async def test_drain_ends_with_the_last_request(start: Start) -> None:
     site = await start()
     assert (await site.ask(chat())).status == 200
     async with asyncio.timeout(DEADLINE_S):
@@ -51,8 +51,8 @@ async def test_it_ends_as_soon_as_the_old_is_done(start: Start) -> None:
 
 
 @asynccontextmanager
-async def leaving(site: Site) -> AsyncIterator[None]:
-    """Have a router in its notice meanwhile."""
+async def notice_period(site: Site) -> AsyncIterator[None]:
+    """Keep the router in its notice period."""
     draining = asyncio.create_task(site.wire.drain(90.0))
     await eventually(lambda: site.wire.leaving)
     try:
@@ -63,12 +63,12 @@ async def leaving(site: Site) -> AsyncIterator[None]:
         await asyncio.gather(draining, return_exceptions=True)
 
 
-async def test_load_balancers_are_told_while_all_is_served_still(start: Start) -> None:
-    """They ask now and then; what they send until they have heard must not be refused."""
+async def test_ready_fails_in_notice_period_while_requests_are_served(start: Start) -> None:
+    """A load balancer probes at intervals and sends requests until a probe fails."""
     site = await start(wire={"drain_notice_s": 60.0})
     client, prober = await site.client(), await site.client()
     assert (await prober.ask(get("/ready"))).status == 200
-    async with leaving(site):
+    async with notice_period(site):
         answer = await prober.ask(get("/ready"))
         assert (answer.status, answer.one(b"retry-after")) == (503, b"1")
         assert (await site.ask(get("/health"))).status == 200
@@ -93,39 +93,41 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("used", [False, True])
-async def test_kept_connections_are_told_to_close(start: Start, name: str, used: bool) -> None:
-    """Behind a balancer of connections it would else be there when nothing is served any more."""
+async def test_notice_period_closes_kept_connections_after_a_response(
+    start: Start, name: str, used: bool
+) -> None:
+    """A balancer of connections would keep them until nothing is served any more."""
     site = await start(wire={"drain_notice_s": 60.0})
 
-    async def judge(call: Call) -> None:
+    async def refuse_marked(call: Call) -> None:
         refuses = b'"no"' in call.body
         await (scripts.error(400) if refuses else scripts.obey("w0"))(call)
 
-    site.fake.always(judge)
+    site.fake.always(refuse_marked)
     data, status = ANSWERS[name]
     client = await site.client()
     if used:
         assert (await client.ask(chat())).all(b"connection") in ([], [b"keep-alive"])
-    async with leaving(site):
+    async with notice_period(site):
         answer = await client.ask(data)
         assert (answer.status, answer.one(b"connection")) == (status, b"close")
         assert await client.closed() == b""
 
 
-async def test_a_stream_that_began_before_the_notice_is_no_reason_to_close(start: Start) -> None:
-    """Its head said nothing of it; whatever is asked next hears."""
+async def test_connection_of_a_stream_from_before_the_notice_serves_once_more(start: Start) -> None:
+    """The stream's head did not announce a close; the next response does."""
     site = await start(wire={"drain_notice_s": 60.0})
     site.fake.then(scripts.stream(2, gap_s=0.02))
     client = await site.send(chat(stream=True))
     head = await client.head()
-    async with leaving(site):
+    async with notice_period(site):
         assert scripts.DONE in await client.body(head)
         answer = await client.ask(chat())
         assert (answer.status, answer.one(b"connection")) == (200, b"close")
 
 
-async def test_idle_connections_are_closed_when_draining_begins(start: Start) -> None:
-    """Or whoever keeps one finds out by a request that is refused."""
+async def test_drain_closes_idle_connections(start: Start) -> None:
+    """A client that kept one would learn of the drain from a refused request."""
     site = await start()
     gate = site.fake.hold()
     fresh, used, busy = [await site.client() for _ in range(3)]
@@ -142,8 +144,8 @@ async def test_idle_connections_are_closed_when_draining_begins(start: Start) ->
     await draining
 
 
-async def test_what_was_sent_before_draining_began_hears_why(start: Start) -> None:
-    """Though it was not read by then: a mere close would not tell that nothing was done."""
+async def test_request_sent_before_drain_but_read_after_gets_503(start: Start) -> None:
+    """A bare close would leave open whether the request was executed."""
     site = await start()
     gate = site.fake.hold()
     late, busy = await site.client(), await site.client()
@@ -151,40 +153,40 @@ async def test_what_was_sent_before_draining_began_hears_why(start: Start) -> No
     await busy.send(chat())
     await site.fake.got()
 
-    async def hear() -> Answer:
+    async def read_answer() -> Answer:
         answer = await late.answer()
         gate.set()
         return answer
 
-    hearing = asyncio.create_task(hear())
+    reading = asyncio.create_task(read_answer())
     os.write(late.writer.get_extra_info("socket").fileno(), chat())
     await site.wire.drain(60.0)  # begins at once, before the loop looks at any socket
-    answer = await hearing
+    answer = await reading
     assert (answer.status, answer.one(b"connection")) == (503, b"close")
     assert (await busy.answer()).status == 200
     assert len(site.fake.served) == 1
 
 
-async def test_a_connection_is_closed_once_its_last_answer_is_there(start: Start) -> None:
-    """One whose head was written before anybody knew."""
+async def test_drain_closes_a_connection_after_its_running_response(start: Start) -> None:
+    """The response's head was written before the drain began."""
     site = await start()
     gate = asyncio.Event()
     site.fake.then(scripts.stream(5, gap_s=0.02), scripts.gated(gate, scripts.answer()))
-    one, other = await site.client(), await site.client()
-    await one.send(chat(stream=True))
-    head = await one.head()
+    streaming, other = await site.client(), await site.client()
+    await streaming.send(chat(stream=True))
+    head = await streaming.head()
     await other.send(chat())
     await site.fake.got(2)
     draining = asyncio.create_task(site.wire.drain(60.0))
-    assert (await one.body(head)).endswith(scripts.DONE)
-    assert await one.closed() == b""
+    assert (await streaming.body(head)).endswith(scripts.DONE)
+    assert await streaming.closed() == b""
     assert not draining.done()
     gate.set()
     await other.answer()
     await draining
 
 
-async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
+async def test_notice_period_counts_towards_drain_deadline(start: Start) -> None:
     site = await start(wire={"drain_notice_s": 60.0})
     port = site.port
     await asyncio.wait_for(site.wire.drain(0.2), DEADLINE_S)
@@ -194,7 +196,7 @@ async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
 
 
 @pytest.mark.parametrize("part", [20, -3])
-async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: int) -> None:
+async def test_drain_answers_503_to_a_half_sent_request(start: Start, part: int) -> None:
     site = await start(wire={"linger_s": 0.1})
     client = await site.send(chat()[:part])
     [connection] = site.wire.clients
@@ -206,7 +208,7 @@ async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: i
     await draining
 
 
-async def test_an_idle_connection_that_is_dismissed_hears_nothing(site: Site) -> None:
+async def test_dismissed_idle_connection_closes_without_response(site: Site) -> None:
     client = await site.client()
     await eventually(lambda: site.wire.clients)
     [connection] = site.wire.clients
@@ -214,7 +216,7 @@ async def test_an_idle_connection_that_is_dismissed_hears_nothing(site: Site) ->
     assert await client.closed() == b""
 
 
-async def test_who_waits_in_the_queue_is_old_enough(start: Start) -> None:
+async def test_drain_serves_queued_requests(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     gate = site.fake.hold()
     clients = [await site.client() for _ in range(3)]
@@ -229,7 +231,7 @@ async def test_who_waits_in_the_queue_is_old_enough(start: Start) -> None:
     await draining
 
 
-async def test_past_the_deadline_the_rest_is_cut_off(start: Start) -> None:
+async def test_drain_deadline_cuts_off_running_requests(start: Start) -> None:
     site = await start(Fake("w0", max_requests=2))
     site.fake.always(scripts.stream(2, end="stall"))
     streaming, other, waiting = [await site.client() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Where a message ends must never be in doubt: what is ambiguous is refused, on both sides."""
+"""Ambiguous framing is refused, from clients and from workers."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ BAD_CHUNKS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_an_ambiguous_request_is_refused(name: str) -> None:
+def test_ambiguous_request_is_refused(name: str) -> None:
     expected = {"HTTP/2.0": 505, "CONNECT": 405}.get(name, 400)
     assert status(AMBIGUOUS[name] + SMUGGLED) == expected
 
 
 @pytest.mark.parametrize("name", BAD_CHUNKS)
-def test_a_bad_chunk_is_refused(name: str) -> None:
+def test_bad_chunk_is_refused(name: str) -> None:
     assert status(POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS[name] + SMUGGLED) == 400
 
 
@@ -105,7 +105,7 @@ def test_a_bad_chunk_is_refused(name: str) -> None:
         POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS["no hex"],
     ],
 )
-async def test_a_refused_request_closes_its_connection(start: Start, data: bytes) -> None:
+async def test_refused_framing_closes_the_connection(start: Start, data: bytes) -> None:
     site = await start(wire={"linger_s": 0.05})
     client = await site.send(data + SMUGGLED)
     answer = await client.answer()
@@ -115,7 +115,7 @@ async def test_a_refused_request_closes_its_connection(start: Start, data: bytes
     assert site.fake.calls == []
 
 
-async def test_chunk_extensions_and_trailers_stay_behind(site: Site) -> None:
+async def test_chunk_extensions_and_trailers_are_not_forwarded(site: Site) -> None:
     client = await site.client()
     half = len(BODY) // 2
     chunks = (
@@ -132,14 +132,14 @@ async def test_chunk_extensions_and_trailers_stay_behind(site: Site) -> None:
     assert b"Bearer no" not in first.head + second.head
 
 
-async def test_chunked_is_read_in_any_case(site: Site) -> None:
+async def test_transfer_encoding_is_case_insensitive(site: Site) -> None:
     client = await site.send(POST + HOST + b"tRANSFER-eNCODING:  Chunked \r\n\r\n" + CHUNKS)
     assert (await client.answer()).status == 200
     assert site.fake.served[0].body == BODY
 
 
-async def test_a_refused_path_still_has_its_body_read(site: Site) -> None:
-    """Or else the body would be taken for the next request."""
+async def test_body_of_a_refused_path_is_skipped(site: Site) -> None:
+    """Otherwise the body would be parsed as the next request."""
     client = await site.client()
     body = get("/v1/models")
     head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -150,7 +150,7 @@ async def test_a_refused_path_still_has_its_body_read(site: Site) -> None:
     assert b"data" not in answer.body
 
 
-# What workers may send
+# Responses of workers
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 GARBAGE = {
@@ -171,12 +171,12 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-def test_what_is_no_answer(data: bytes) -> None:
+def test_malformed_response_raises(data: bytes) -> None:
     with pytest.raises(ResponseError):
         parsed(data)
 
 
-async def test_a_worker_that_speaks_no_http_is_a_failed_worker(start: Start) -> None:
+async def test_malformed_response_counts_as_a_worker_failure(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
     garbage = scripts.raw(GARBAGE["length and chunks"], end="stall")
     site.fakes["w0"].always(garbage)
@@ -205,7 +205,9 @@ async def test_a_worker_that_speaks_no_http_is_a_failed_worker(start: Start) -> 
     ids=["length too long", "no last chunk", "half a chunk", "bad second chunk", "bad chunk end"],
 )
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_a_body_cut_short_is_broken(site: Site, pieces: tuple[bytes, ...], end: str) -> None:
+async def test_truncated_response_body_breaks_the_client_connection(
+    site: Site, pieces: tuple[bytes, ...], end: str
+) -> None:
     site.fake.then(scripts.raw(*pieces, gap_s=0.03, end=end))
     client = await site.send(chat())
     with pytest.raises((BrokenError, ConnectionError)):
@@ -213,7 +215,7 @@ async def test_a_body_cut_short_is_broken(site: Site, pieces: tuple[bytes, ...],
     assert (await site.ask(chat())).status == 200  # the next one is served
 
 
-async def test_an_answer_without_framing_ends_with_the_connection(site: Site) -> None:
+async def test_response_without_framing_ends_at_close(site: Site) -> None:
     site.fake.then(scripts.raw(HEAD + b'\r\n{"a":', b" 1}", gap_s=0.03, end="close"))
     client = await site.client()
     answer = await client.ask(chat())
@@ -222,8 +224,8 @@ async def test_an_answer_without_framing_ends_with_the_connection(site: Site) ->
     assert (await client.ask(chat())).status == 200
 
 
-async def test_a_broken_answer_to_http_1_0_does_not_look_whole(site: Site) -> None:
-    """Its end is the end of the connection: only a reset tells."""
+async def test_broken_response_to_http_1_0_client_is_reset(site: Site) -> None:
+    """Its body ends with the connection, so only a reset shows the break."""
     pieces = HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n'
     site.fake.then(scripts.raw(*pieces, gap_s=0.03, end="close"))
     client = await site.send(chat().replace(b"HTTP/1.1", b"HTTP/1.0"))

@@ -1,4 +1,4 @@
-"""Which headers pass, which stay behind, and which are made."""
+"""Headers that pass, are removed, or are added."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.proxy.wire.site import Fake, Site
 BODY = b'{"model": "tiny", "messages": []}'
 
 
-async def test_headers_pass_as_they_are(site: Site) -> None:
+async def test_request_headers_reach_the_worker_unchanged(site: Site) -> None:
     lines = (
         b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         b"tracestate: a=1,b=2",
@@ -38,8 +38,8 @@ async def test_headers_pass_as_they_are(site: Site) -> None:
     assert call.all(b"content-length") == [b"%d" % len(BODY)]
 
 
-async def test_connection_can_not_take_away_what_matters(site: Site) -> None:
-    """Naming a header there must not remove what the router itself writes."""
+async def test_connection_header_cannot_remove_the_routers_headers(site: Site) -> None:
+    """A header that `Connection` names is removed, unless the router itself writes it."""
     lines = (
         b"Connection: close, Content-Length, Host, Content-Type, X-Request-Id",
         b"X-Request-Id: a",
@@ -51,32 +51,34 @@ async def test_connection_can_not_take_away_what_matters(site: Site) -> None:
     assert call.all(b"x-request-id") != []
 
 
-async def test_the_host_is_the_workers(site: Site) -> None:
+async def test_host_header_names_the_worker(site: Site) -> None:
     await site.ask(request(BODY))
     assert site.fake.served[0].all(b"host") == [b"127.0.0.1:%d" % site.fake.port]
 
 
-async def test_a_request_id_is_kept(site: Site) -> None:
+async def test_client_request_id_is_kept(site: Site) -> None:
     answer = await site.ask(request(BODY, b"X-Request-Id: mine-1"))
     assert site.fake.served[0].all(b"x-request-id") == [b"mine-1"]
     assert answer.all(b"x-request-id") == [b"mine-1"]
 
 
-async def test_a_request_id_is_made(site: Site) -> None:
+async def test_missing_request_id_is_generated(site: Site) -> None:
     client = await site.client()
     ids = [(await client.ask(request(BODY))).one(b"x-request-id") for _ in range(10)]
     assert len(set(ids)) == 10
-    assert [call.all(b"x-request-id") for call in site.fake.served] == [[each] for each in ids]
+    assert [call.all(b"x-request-id") for call in site.fake.served] == [
+        [request_id] for request_id in ids
+    ]
 
 
-async def test_answers_of_the_routers_own_have_an_id_too(site: Site) -> None:
+async def test_router_responses_carry_a_request_id(site: Site) -> None:
     for data in (get("/health"), get("/nowhere"), request(b"{"), request(b'{"model": "x"}')):
         named = data.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n", 1)
         assert (await site.ask(named)).all(b"x-request-id") == [b"mine"]
         assert len((await site.ask(data)).one(b"x-request-id")) > 8
 
 
-async def test_the_clients_authorization_passes(site: Site) -> None:
+async def test_client_authorization_reaches_the_worker(site: Site) -> None:
     await site.ask(request(BODY, b"Authorization: Bearer theirs"))
     await site.ask(request(BODY))
     first, second = site.fake.served
@@ -84,7 +86,7 @@ async def test_the_clients_authorization_passes(site: Site) -> None:
     assert second.all(b"authorization") == []
 
 
-async def test_a_workers_own_key_takes_its_place(start: Start) -> None:
+async def test_worker_api_key_replaces_client_authorization(start: Start) -> None:
     site = await start(
         Fake("w0", api_key="secret0", max_model_len=4096), Fake("w1", max_model_len=4096),
         router={"policy": "round_robin"},
@@ -99,7 +101,7 @@ async def test_a_workers_own_key_takes_its_place(start: Start) -> None:
     assert len(site.fakes["w0"].served) == len(site.fakes["w1"].served) == 2
 
 
-async def test_the_key_goes_to_tokenize_as_well(start: Start) -> None:
+async def test_worker_api_key_is_sent_to_tokenize(start: Start) -> None:
     site = await start(
         Fake("w0", api_key="secret0", max_model_len=2048), Fake("w1", api_key="secret1")
     )
@@ -113,7 +115,7 @@ async def test_the_key_goes_to_tokenize_as_well(start: Start) -> None:
     assert call.all(b"authorization") == [b"Bearer secret" + name[1:].encode()]
 
 
-async def test_an_answer_says_where_it_came_from_when_asked(start: Start) -> None:
+async def test_x_explain_adds_the_route_header(start: Start) -> None:
     site = await start(Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG))
     assert (await site.ask(chat())).all(b"x-route") == []
     for data in (chat("hi", b"X-Explain: 1"), chat("hi", b"x-explain: true", stream=True)):
@@ -127,9 +129,9 @@ async def test_an_answer_says_where_it_came_from_when_asked(start: Start) -> Non
     assert not any(call.all(b"x-explain") for f in site.fakes.values() for call in f.served)
 
 
-@pytest.mark.parametrize("said", [b"0", b"false", b"No", b"off", b""])
-async def test_one_who_says_no_wants_no_explanation(site: Site, said: bytes) -> None:
-    assert (await site.ask(chat("hi", b"X-Explain: " + said))).all(b"x-route") == []
+@pytest.mark.parametrize("value", [b"0", b"false", b"No", b"off", b""])
+async def test_negative_x_explain_adds_no_route_header(site: Site, value: bytes) -> None:
+    assert (await site.ask(chat("hi", b"X-Explain: " + value))).all(b"x-route") == []
 
 
 GET = b"GET /v1/models HTTP/1.1\r\n"
@@ -147,18 +149,18 @@ REFUSED_HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", REFUSED_HEADS)
-async def test_what_is_refused_for_its_head_has_an_id_too(site: Site, how: str) -> None:
-    """Or nobody could say which of the log's lines it was."""
-    data, status, expected = REFUSED_HEADS[how]
+@pytest.mark.parametrize("name", REFUSED_HEADS)
+async def test_request_refused_for_its_head_has_a_request_id(site: Site, name: str) -> None:
+    """The ID finds the request in the log."""
+    data, status, expected = REFUSED_HEADS[name]
     client = await site.send(data)
     answer = await client.answer()
     assert answer.status == status
-    said = answer.one(b"x-request-id")
-    assert said == expected if expected else 10 < len(said) < 100
+    request_id = answer.one(b"x-request-id")
+    assert request_id == expected if expected else 10 < len(request_id) < 100
 
 
-async def test_an_id_of_the_request_before_is_nobody_elses(site: Site) -> None:
+async def test_request_id_is_not_reused_for_the_next_request(site: Site) -> None:
     client = await site.client()
     assert (await client.ask(chat("hi", b"X-Request-Id: first"))).status == 200
     await client.send(b"nonsense\r\n\r\n")

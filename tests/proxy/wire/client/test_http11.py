@@ -1,4 +1,4 @@
-"""HTTP/1.1 as it is meant: what a connection may do besides one request after the other."""
+"""HTTP/1.1 connections: pipelining, Expect, HEAD, timeouts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ EXPECT = b"Expect: 100-continue"
 
 
 def numbered(number: int) -> bytes:
+    """Return a chat request with a number as its user."""
     return request(b'{"model": "tiny", "messages": [], "n": 1, "user": "%d"}' % number)
 
 
-async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
-    """The first is the slowest."""
+async def test_pipelined_responses_keep_request_order(start: Start) -> None:
+    """The first response is the slowest."""
     site = await start()
     gate = asyncio.Event()
 
@@ -37,8 +38,8 @@ async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
     assert [call.json()["user"] for call in site.fake.served] == list("012345")
 
 
-async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
-    """Whatever is answered at once must not be answered from within the one before."""
+async def test_thousands_of_pipelined_requests_do_not_recurse(site: Site) -> None:
+    """A response that is ready at once must not be written from within the one before."""
     client = await site.client()
     count = 3000
     sending = asyncio.create_task(client.send(get("/health") * count + get("/nowhere") * count))
@@ -48,7 +49,7 @@ async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
 
 
 @pytest.mark.parametrize("chunks", [None, (10,)], ids=["fixed", "chunked"])
-async def test_expect_continue_is_answered(site: Site, chunks: tuple[int, ...] | None) -> None:
+async def test_expect_continue_gets_100(site: Site, chunks: tuple[int, ...] | None) -> None:
     data = request(BODY, EXPECT, chunks=chunks)
     head, _, body = data.partition(b"\r\n\r\n")
     client = await site.client()
@@ -63,7 +64,7 @@ async def test_expect_continue_is_answered(site: Site, chunks: tuple[int, ...] |
         assert call.all(b"expect") == []
 
 
-async def test_a_client_that_asks_and_does_not_wait_is_served(site: Site) -> None:
+async def test_expect_continue_with_body_already_sent_is_served(site: Site) -> None:
     client = await site.send(request(BODY, EXPECT))
     answer = await client.answer()
     if answer.status == 100:
@@ -71,8 +72,8 @@ async def test_a_client_that_asks_and_does_not_wait_is_served(site: Site) -> Non
     assert answer.status == 200
 
 
-async def test_going_on_is_said_when_its_turn_has_come(site: Site) -> None:
-    """Between two answers, never within one."""
+async def test_100_continue_waits_for_the_previous_response(site: Site) -> None:
+    """It comes between two responses, never within one."""
     gate = site.fake.hold_next(scripts.answer(200, b"first"))
     client = await site.client()
     head, _, body = request(BODY, EXPECT).partition(b"\r\n\r\n")
@@ -86,7 +87,7 @@ async def test_going_on_is_said_when_its_turn_has_come(site: Site) -> None:
     assert (await client.answer()).status == 200
 
 
-async def test_head_is_get_without_a_body(site: Site) -> None:
+async def test_head_request_returns_no_body(site: Site) -> None:
     client = await site.client()
     for path in ("/health", "/ready", "/v1/models", "/metrics"):
         body = (await client.ask(get(path))).body
@@ -101,14 +102,14 @@ async def test_head_is_get_without_a_body(site: Site) -> None:
     assert (await client.ask(chat())).status == 200  # no bytes of a body were in between
 
 
-async def test_http_1_0_needs_no_host_and_never_hears_of_continue(site: Site) -> None:
+async def test_http_1_0_needs_no_host_and_gets_no_100_continue(site: Site) -> None:
     client = await site.client()
     data = request(BODY, EXPECT, version="1.0").replace(b"Host: localhost\r\n", b"")
     await client.send(data)
     assert (await client.answer()).status == 200
 
 
-async def test_a_client_that_says_close_is_closed(site: Site) -> None:
+async def test_connection_close_header_is_honoured(site: Site) -> None:
     client = await site.client()
     answer = await client.ask(request(BODY, b"Connection: close"))
     assert (answer.status, answer.one(b"connection").lower()) == (200, b"close")
@@ -116,7 +117,7 @@ async def test_a_client_that_says_close_is_closed(site: Site) -> None:
     assert site.fake.served[0].all(b"connection") in ([], [b"keep-alive"])
 
 
-async def test_an_idle_connection_is_closed_in_time(start: Start) -> None:
+async def test_idle_connection_is_closed_after_client_idle_s(start: Start) -> None:
     site = await start()
     client = await site.client()
     assert (await client.ask(chat())).status == 200
@@ -128,8 +129,8 @@ async def test_an_idle_connection_is_closed_in_time(start: Start) -> None:
     assert await client.closed() == b""
 
 
-async def test_a_head_that_drips_is_cut_off(start: Start) -> None:
-    """Slowloris: bytes keep coming, the head does not."""
+async def test_slow_request_head_is_cut_off(start: Start) -> None:
+    """Slowloris: bytes keep coming, but the head never ends."""
     site = await start(wire={"linger_s": 0.1})
     client = await site.client()
     head_s = site.wire.settings.client_header_s
@@ -144,7 +145,7 @@ async def test_a_head_that_drips_is_cut_off(start: Start) -> None:
     await eventually(lambda: any(c.deadline < site.clock() + head_s for c in site.wire.clients))
     site.skip(0.5 * head_s)
     assert all(c.deadline > site.clock() for c in site.wire.clients)
-    await asyncio.sleep(0.1)  # some more lines, none of which gives it longer
+    await asyncio.sleep(0.1)  # more header lines do not extend the deadline
     site.skip(0.5 * head_s)
     answer = await client.closed()
     dripping.cancel()
@@ -152,8 +153,8 @@ async def test_a_head_that_drips_is_cut_off(start: Start) -> None:
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_second_head_that_stops_coming_is_cut_off(start: Start) -> None:
-    """The first came in two parts, and the second's beginning with the last of them."""
+async def test_incomplete_second_head_is_cut_off(start: Start) -> None:
+    """The first head came in two parts, the second part with the start of the next head."""
     site = await start(wire={"linger_s": 0.1})
     client = await site.client()
     head_s = site.wire.settings.client_header_s
@@ -162,11 +163,11 @@ async def test_a_second_head_that_stops_coming_is_cut_off(start: Start) -> None:
     await client.send(b"Content-Length: 2\r\n\r\n[]GET /health HTTP/1.1\r\nHo")
     assert (await client.answer()).status == 400
     site.skip(head_s)
-    left = await client.closed()
-    assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
+    rest = await client.closed()
+    assert rest == b"" or rest.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
+async def test_slow_response_does_not_count_as_idle_client(start: Start) -> None:
     site = await start(wire={"client_idle_s": 10.0, "client_header_s": 10.0})
     site.stand_still()
     gate = site.fake.hold_next(scripts.answer(200, b"late"))
@@ -179,7 +180,7 @@ async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
 
 
 @pytest.mark.parametrize("chunks", [None, (1000,)], ids=["fixed", "chunked"])
-async def test_a_body_beyond_the_limit_is_413(start: Start, chunks: tuple[int, ...] | None) -> None:
+async def test_body_above_the_limit_gets_413(start: Start, chunks: tuple[int, ...] | None) -> None:
     site = await start(wire={"max_body_bytes": 10_000, "linger_s": 0.5})
     fits = BODY[:-1] + b" " * (10_000 - len(BODY)) + b"}"
     assert (await site.ask(request(fits, chunks=chunks))).status == 200
@@ -189,14 +190,14 @@ async def test_a_body_beyond_the_limit_is_413(start: Start, chunks: tuple[int, .
     assert len(site.fake.served) == 1
 
 
-async def test_a_refused_client_can_read_why_while_it_sends(start: Start) -> None:
-    """A close with unread bytes would reset, and the answer be lost."""
+async def test_413_is_readable_while_the_client_sends(start: Start) -> None:
+    """A close with unread bytes would reset the connection and lose the response."""
     site = await start(wire={"max_body_bytes": 10_000})
     client = await site.client()
     client.writer.write(request(b"x" * (4 << 20)))
     assert (await client.answer()).status == 413
 
 
-async def test_blank_lines_before_a_request_are_no_matter(site: Site) -> None:
+async def test_blank_lines_before_a_request_are_ignored(site: Site) -> None:
     client = await site.send(b"\r\n\r\n" + chat())
     assert (await client.answer()).status == 200

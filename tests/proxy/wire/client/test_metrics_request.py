@@ -1,4 +1,4 @@
-"""The page of metrics: who asks for it may leave."""
+"""Requests for the metrics page from clients that may leave."""
 
 from __future__ import annotations
 
@@ -12,70 +12,70 @@ from proxy.wire.client.metrics_request import MetricsRequest
 from tests.proxy.wire.site import Site
 
 
-class Visitor:
-    """What is said to a client."""
+class RecordingClient:
+    """Records what is written to a client."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.written: list[str] = []
 
     def write(self, data: bytes, /) -> None:
-        self.heard.append(data[:15].decode())
+        self.written.append(data[:15].decode())
 
     def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
-        self.heard.append("done")
+        self.written.append("done")
 
     def break_off(self) -> None:
-        self.heard.append("broken off")
+        self.written.append("broken off")
 
 
-def visiting(
+def start_request(
     site: Site, pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
-) -> tuple[MetricsRequest, Visitor]:
-    """Begin a visit to a page that is written so."""
+) -> tuple[MetricsRequest, RecordingClient]:
+    """Start a request for a page that `pages` writes."""
     site.wire.pages = pages
-    visitor = Visitor()
-    visit = MetricsRequest(site.wire, visitor, Request(RequestHead(), b""))
-    visit.start(0.0)
-    return visit, visitor
+    client = RecordingClient()
+    request = MetricsRequest(site.wire, client, Request(RequestHead(), b""))
+    request.start(0.0)
+    return request, client
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_client_that_left_gets_nothing(site: Site, leaves: bool, fails: bool) -> None:
-    written = asyncio.Event()
+async def test_client_that_left_gets_no_metrics_page(site: Site, leaves: bool, fails: bool) -> None:
+    page_made = asyncio.Event()
 
     async def pages(openmetrics: bool) -> tuple[bytes, str]:  # noqa: ARG001
-        written.set()
+        page_made.set()
         if fails:
             raise OSError("no page")
         return b"page", "text/plain"
 
-    visit, visitor = visiting(site, pages)
-    await written.wait()
-    if leaves:  # before anybody hears that the task is done
-        assert visitor.heard == []
-        visit.gone(0.0)
+    request, client = start_request(site, pages)
+    await page_made.wait()
+    if leaves:  # before the callback of the task runs
+        assert client.written == []
+        request.gone(0.0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     status = "HTTP/1.1 503 Se" if fails else "HTTP/1.1 200 OK"
-    assert visitor.heard == ([] if leaves else [status, "done"])
+    assert client.written == ([] if leaves else [status, "done"])
     assert not site.wire.visits
 
 
-async def test_a_page_that_is_not_written_yet_is_cancelled(site: Site) -> None:
-    asked = asyncio.Event()
+async def test_client_that_leaves_cancels_the_metrics_page(site: Site) -> None:
+    started = asyncio.Event()
 
     async def pages(openmetrics: bool) -> tuple[bytes, str]:  # noqa: ARG001
-        asked.set()
+        started.set()
         await asyncio.Event().wait()
         return b"page", "text/plain"
 
-    visit, visitor = visiting(site, pages)
-    await asked.wait()
-    visit.gone(0.0)
-    assert visit._found is not None
+    request, client = start_request(site, pages)
+    await started.wait()
+    request.gone(0.0)
+    assert request._found is not None
     with pytest.raises(asyncio.CancelledError):
-        await visit._found
+        await request._found
     await asyncio.sleep(0)
-    assert visitor.heard == []
+    assert client.written == []
     assert not site.wire.visits

@@ -1,4 +1,4 @@
-"""Who asks for no key takes nothing from web pages of elsewhere."""
+"""Routers without keys refuse requests from foreign web pages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.proxy.wire.raw_client import request
 FORM = b'{"model": "tiny", "messages": []}'
 
 
-def named(host: bytes, *headers: bytes) -> bytes:
-    """Write a request to a host of this name."""
+def to_host(host: bytes, *headers: bytes) -> bytes:
+    """Return a request whose Host header has this name."""
     return request(FORM, *headers).replace(b"Host: localhost", b"Host: " + host)
 
 
@@ -34,25 +34,25 @@ def named(host: bytes, *headers: bytes) -> bytes:
         (b"vscode-webview://0abc", 200),
     ],
 )
-async def test_foreign_pages_are_refused(start: Start, origin: bytes, status: int) -> None:
+async def test_foreign_origin_is_refused(start: Start, origin: bytes, status: int) -> None:
     site = await start(wire={"refuses_pages": True})
     client = await site.client()
-    for _ in range(3):  # the next of such heads are not parsed again
-        assert (await client.ask(named(b"evil.example", b"Origin: " + origin))).status == status
-        assert (await client.ask(named(b"llm.example"))).status == 200  # of a program, by a proxy
+    for _ in range(3):  # the second and third head come from the cache
+        assert (await client.ask(to_host(b"evil.example", b"Origin: " + origin))).status == status
+        assert (await client.ask(to_host(b"llm.example"))).status == 200  # not from a web page
     assert len(site.served()) == (6 if status == 200 else 3)
 
 
-async def test_whoever_may_ask_by_a_key_or_because_all_may_is_not_asked_that(start: Start) -> None:
-    page = named(b"evil.example", b"Origin: http://evil.example")
+async def test_origin_is_not_checked_with_a_key_or_when_the_check_is_off(start: Start) -> None:
+    page = to_host(b"evil.example", b"Origin: http://evil.example")
     assert (await (await start()).ask(page)).status == 200
     guarded = await start(wire={"refuses_pages": True})
     guarded.router.tenants.replace([TenantSpec("a")], {sha256(b"key-of-a").digest(): "a"})
-    shown = named(
+    with_key = to_host(
         b"evil.example", b"Origin: http://evil.example", b"Authorization: Bearer key-of-a"
     )
     assert (await guarded.ask(page)).status == 401
-    assert (await guarded.ask(shown)).status == 200
+    assert (await guarded.ask(with_key)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,6 @@ async def test_whoever_may_ask_by_a_key_or_because_all_may_is_not_asked_that(sta
         ("{host: 0.0.0.0, allow_anonymous: true}", False),
     ],
 )
-def test_where_that_is(router: str, refuses: bool) -> None:
+def test_origin_check_is_off_with_allow_anonymous(router: str, refuses: bool) -> None:
     config = parse(f"model: m\nworkers: [{{name: w, url: 'http://h:1'}}]\nrouter: {router}\n", "f")
     assert wire_settings(config).refuses_pages is refuses

@@ -1,4 +1,4 @@
-"""Bodies that come too slowly: a byte a minute holds no connection for ever."""
+"""Request bodies that arrive too slowly."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ RATE, GRACE_S = 1024, 75.0
 BODY = chat("x" * 200_000)
 
 
-async def begun(
+async def begin_body(
     start: Start, data: bytes, authority: Authority | None = None, **wire: Any
 ) -> tuple[Site, Client]:
-    """Start a router where no time passes but what is skipped, and send the start of a request."""
+    """Start a router whose clock stands still, and send the start of a request."""
     tls = None if authority is None else server_context(authority.port("router"))
     site = await start(wire={"linger_s": 0.1} | wire, tls=tls)
     site.stand_still()
     client = await site.send(data, tls=authority and authority.client())
-    await reading(site)
+    await wait_for_body(site)
     return site, client
 
 
-async def reading(site: Site) -> None:
-    """Wait until the router has the first of a body."""
+async def wait_for_body(site: Site) -> None:
+    """Wait until the router has the start of a body."""
     await eventually(
         lambda: any(
-            each._reader.state is ParserState.BODY and each.deadline == site.clock() + GRACE_S
-            for each in site.wire.clients
+            client._reader.state is ParserState.BODY and client.deadline == site.clock() + GRACE_S
+            for client in site.wire.clients
         )
     )
 
 
 def connection(site: Site) -> ClientConnection:
-    """Return the only client's."""
+    """Return the only client connection."""
     [only] = site.wire.clients
     return only
 
 
 async def send(site: Site, client: Client, data: bytes) -> None:
-    """Send some, and wait until the router has it."""
+    """Send data, and wait until the router has it."""
     before = connection(site)._arrival._body_bytes
     await client.send(data)
     await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files"])
-async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, path: str) -> None:
+async def test_byte_a_minute_gets_408_in_the_format_of_the_api(start: Start, path: str) -> None:
     whole = request(b"x" * 100_000, path=path)
-    site, client = await begun(start, whole[:500])
+    site, client = await begin_body(start, whole[:500])
     for _ in range(2):
         site.skip(60)
         if not site.wire.clients:
@@ -71,14 +71,14 @@ async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, 
     assert error["type"] == "invalid_request_error"
     assert f"{RATE} bytes per second" in error["message"]
     assert answer.one(b"connection") == b"close"
-    counted = [(key[5], key[4]) for key in site.metrics.requests]
-    assert counted == [(408, "slow_body")]
+    status_and_reason = [(key[5], key[4]) for key in site.metrics.requests]
+    assert status_and_reason == [(408, "slow_body")]
     assert site.wire.collecting.held == 0
 
 
-async def test_a_slow_link_is_served(start: Start) -> None:
-    """A body of 200 kB at twice the least rate, in bursts of 10 s."""
-    site, client = await begun(start, BODY[:1000])
+async def test_body_at_twice_the_minimum_rate_is_served(start: Start) -> None:
+    """The body has 200 kB and comes in bursts of 10 s."""
+    site, client = await begin_body(start, BODY[:1000])
     for at in range(1000, len(BODY) - 1, 10 * 2 * RATE):
         await send(site, client, BODY[at : min(at + 10 * 2 * RATE, len(BODY) - 1)])
         site.skip(10)
@@ -88,8 +88,8 @@ async def test_a_slow_link_is_served(start: Start) -> None:
     assert (await client.answer()).status == 200
 
 
-async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(start: Start) -> None:
-    site, client = await begun(start, BODY[:1000])
+async def test_body_below_the_minimum_rate_is_refused_after_the_grace_period(start: Start) -> None:
+    site, client = await begin_body(start, BODY[:1000])
     at = 1000
     seconds = 0
     while not connection(site)._leaving:
@@ -98,15 +98,17 @@ async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(sta
         seconds += 10
         site.skip(10)
         await site.swept()
-    # Half of the rate: what is missing has grown to the first 75 s of it after 150 s.
+    # At half of the rate, the 75 s of grace are used up after 150 s.
     assert seconds == 160
     assert (await client.answer()).error()["code"] == "slow_body"
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted: bool) -> None:
+async def test_minimum_rate_holds_for_chunked_bodies(
+    start: Start, tmp_path: Path, encrypted: bool
+) -> None:
     data = request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5]
-    site, client = await begun(start, data, Authority(tmp_path) if encrypted else None)
+    site, client = await begin_body(start, data, Authority(tmp_path) if encrypted else None)
     for _ in range(2):
         await client.send(b"1\r\nx\r\n")
         site.skip(60)
@@ -114,22 +116,22 @@ async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted
     assert (await client.answer()).error()["code"] == "slow_body"
 
 
-async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -> None:
-    site, client = await begun(start, BODY[:1000])
+async def test_each_body_of_a_connection_has_its_own_grace_period(start: Start) -> None:
+    site, client = await begin_body(start, BODY[:1000])
     site.skip(70)
     await client.send(BODY[1000:])
     assert (await client.answer()).status == 200
-    for part in (BODY[:150_000], BODY):  # read as it came, and as one that is known
+    for part in (BODY[:150_000], BODY):  # parsed, then with a head from the cache
         await client.send(part[:100_000])
-        await reading(site)
+        await wait_for_body(site)
         site.skip(70)
         await site.swept()
         await client.send(BODY[100_000:])
         assert (await client.answer()).status == 200
 
 
-async def test_nought_is_any_rate(start: Start) -> None:
-    site, client = await begun(start, BODY[:1000], body_min_bytes_per_s=0)
+async def test_minimum_rate_of_zero_accepts_any_rate(start: Start) -> None:
+    site, client = await begin_body(start, BODY[:1000], body_min_bytes_per_s=0)
     for at in range(1000, 1010):
         site.skip(70)
         await site.swept()
@@ -140,7 +142,7 @@ async def test_nought_is_any_rate(start: Start) -> None:
 
 @pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD_BYTES], ids=["read ahead", "not read"])
 @pytest.mark.parametrize("limits", [{}, {"request_s": GRACE_S}], ids=["rate", "rate and time"])
-async def test_time_of_the_answer_before_does_not_count(
+async def test_time_of_the_previous_response_does_not_count(
     start: Start, ahead: int, limits: dict[str, float]
 ) -> None:
     site = await start(Fake(max_model_len=1 << 20), wire=limits)
@@ -157,14 +159,14 @@ async def test_time_of_the_answer_before_does_not_count(
     await site.swept()
     gate.set()
     assert (await client.answer()).status == 200
-    await reading(site)
+    await wait_for_body(site)
     site.skip(0.9 * GRACE_S)
     await site.swept()
     client.writer.write(large[ahead:])
     assert (await client.answer()).status == 200
 
 
-async def test_after_continue_the_body_has_its_full_time(start: Start) -> None:
+async def test_grace_period_of_a_body_starts_at_100_continue(start: Start) -> None:
     site = await start()
     site.stand_still()
     gate = site.fake.hold_next()
@@ -176,7 +178,7 @@ async def test_after_continue_the_body_has_its_full_time(start: Start) -> None:
     await site.swept()
     gate.set()
     assert (await client.answer()).status == 200
-    await reading(site)
+    await wait_for_body(site)
     assert (await client.answer()).status == 100
     site.skip(0.9 * GRACE_S)
     await site.swept()

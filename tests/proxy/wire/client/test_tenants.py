@@ -1,4 +1,4 @@
-"""Keys, and what follows from whose a request is: as clients and workers see it."""
+"""Tenants: keys, limits and billing as clients and workers see them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def bearer(key: str = KEY) -> bytes:
     return b"Authorization: Bearer " + key.encode()
 
 
-def keep(site: Site, *specs: TenantSpec, **keys: str) -> None:
-    """Have a router keep these tenants, by their keys."""
+def set_tenants(site: Site, *specs: TenantSpec, **keys: str) -> None:
+    """Give the router these tenants and their keys."""
     hashes = {sha256(key.encode()).digest(): name for name, key in keys.items()}
     site.router.tenants.replace(specs, hashes)
 
 
 @pytest.fixture
 async def guarded(start: Start) -> Site:
-    """Start a router with two tenants, before one worker with a key of its own."""
+    """Start a router with two tenants before a worker with its own key."""
     site = await start(Fake("w0", api_key="workers-own"))
-    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
+    set_tenants(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
     return site
 
 
@@ -51,13 +51,15 @@ async def guarded(start: Start) -> Site:
         ((b"Authorization: Basic YTpi",), None),
         ((b"Authorization: Bearer",), None),
         ((b"Authorization: Bearer ",), None),
-        ((bearer("sk-vs-nobodys"),), "invalid_api_key"),
+        ((bearer("sk-vs-unknown"),), "invalid_api_key"),
         ((bearer(KEY + "x"),), "invalid_api_key"),
         ((bearer(), bearer()), "invalid_api_key"),
-        ((b"X-Api-Key: nobodys",), "invalid_api_key"),
+        ((b"X-Api-Key: unknown",), "invalid_api_key"),
     ],
 )
-async def test_no_key_no_answer(guarded: Site, headers: tuple[bytes, ...], code: str) -> None:
+async def test_missing_or_unknown_key_gets_401(
+    guarded: Site, headers: tuple[bytes, ...], code: str
+) -> None:
     client = await guarded.client()
     answer = await client.ask(chat("hi", *headers))
     assert answer.status == 401
@@ -66,7 +68,7 @@ async def test_no_key_no_answer(guarded: Site, headers: tuple[bytes, ...], code:
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
     assert b"sk-vs" not in answer.body, "keys are not repeated"
     assert guarded.served() == []
-    assert (await client.ask(chat("hi", bearer()))).status == 200, "the connection goes on"
+    assert (await client.ask(chat("hi", bearer()))).status == 200, "the connection stays open"
 
 
 @pytest.mark.parametrize(
@@ -78,26 +80,26 @@ async def test_no_key_no_answer(guarded: Site, headers: tuple[bytes, ...], code:
         b"api-key:" + KEY.encode(),
     ],
 )
-async def test_a_key_may_be_shown_in_several_ways(guarded: Site, header: bytes) -> None:
+async def test_key_is_accepted_in_each_header(guarded: Site, header: bytes) -> None:
     assert (await guarded.ask(chat("hi", header))).status == 200
     assert (await guarded.ask(get("/v1/models", header))).status == 200
 
 
-async def test_large_bodies_of_strangers_are_not_kept(guarded: Site) -> None:
+async def test_body_without_a_key_is_not_collected(guarded: Site) -> None:
     client = await guarded.client()
     answer = await client.ask(chat("x" * 3_000_000))
     assert answer.status == 401
     assert guarded.wire.collecting.held == 0
 
 
-async def test_a_stranger_who_asks_first_is_told_before_it_sends_its_body(guarded: Site) -> None:
+async def test_expect_continue_without_a_key_gets_401_before_the_body(guarded: Site) -> None:
     client = await guarded.client()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
     await client.send(head + b"Content-Length: 1000000\r\n\r\n")
     assert (await client.answer()).status == 401
 
 
-async def test_balancers_and_scrapers_need_none(guarded: Site) -> None:
+async def test_health_ready_and_metrics_need_no_key(guarded: Site) -> None:
     for path in ("/health", "/ready", "/metrics"):
         assert (await guarded.ask(get(path))).status == 200
     for path in ("/v1/models", "/nowhere", "/v1/files"):
@@ -107,45 +109,43 @@ async def test_balancers_and_scrapers_need_none(guarded: Site) -> None:
 # Reload
 
 
-async def test_a_removed_key_is_refused_on_open_connections(guarded: Site) -> None:
+async def test_removed_key_is_refused_on_open_connections(guarded: Site) -> None:
     client = await guarded.client()
-    for _ in range(3):  # the head is known by now
+    for _ in range(3):  # the head is cached by then
         assert (await client.ask(chat("hi", bearer()))).status == 200
-    keep(guarded, TenantSpec("a"), a=OTHER)
+    set_tenants(guarded, TenantSpec("a"), a=OTHER)
     assert (await client.ask(chat("hi", bearer()))).status == 401
     assert (await client.ask(chat("hi", bearer(OTHER)))).status == 200
-    keep(guarded, TenantSpec("a"), a=KEY)
+    set_tenants(guarded, TenantSpec("a"), a=KEY)
     assert (await client.ask(chat("hi", bearer()))).status == 200
 
 
-async def test_tenants_may_come_to_a_router_that_had_none(site: Site) -> None:
+async def test_first_tenants_take_effect_on_open_connections(site: Site) -> None:
     client = await site.client()
     assert (await client.ask(chat("hi"))).status == 200
     assert (await client.ask(chat("hi"))).status == 200
-    keep(site, TenantSpec("a"), a=KEY)
+    set_tenants(site, TenantSpec("a"), a=KEY)
     assert (await client.ask(chat("hi"))).status == 401
 
 
-async def test_a_key_added_during_a_body_is_for_the_next_request(guarded: Site) -> None:
-    """The body's beginning was not kept: what is left of it is nobody's request."""
+async def test_key_added_during_a_body_holds_from_the_next_request(guarded: Site) -> None:
+    """The start of the body was not kept, so the rest is skipped."""
     client = await guarded.client()
     whole = chat("x" * 5000, bearer("sk-vs-cccccccccccccccc"))
     await client.send(whole[:2000])
-    await eventually(
-        lambda: any(each._reader.state is ParserState.BODY for each in guarded.wire.clients)
-    )
-    keep(guarded, TenantSpec("c"), c="sk-vs-cccccccccccccccc")
+    await eventually(lambda: any(c._reader.state is ParserState.BODY for c in guarded.wire.clients))
+    set_tenants(guarded, TenantSpec("c"), c="sk-vs-cccccccccccccccc")
     assert (await client.ask(whole[2000:])).status == 401
     assert [(await client.ask(whole)).status for _ in range(2)] == [200, 200]
 
 
-# What workers get
+# Requests as workers get them
 
 
 @pytest.mark.parametrize("api_key", ["workers-own", None])
-async def test_no_key_of_a_client_reaches_a_worker(start: Start, api_key: str | None) -> None:
+async def test_client_key_is_not_sent_to_workers(start: Start, api_key: str | None) -> None:
     site = await start(Fake("w0", api_key=api_key))
-    keep(site, TenantSpec("a"), a=KEY)
+    set_tenants(site, TenantSpec("a"), a=KEY)
     for headers in ((bearer(),), (b"X-Api-Key: " + KEY.encode(),), (bearer(), b"Api-Key: x")):
         assert (await site.ask(chat("hi", *headers))).status == 200
     for call in site.served():
@@ -154,14 +154,14 @@ async def test_no_key_of_a_client_reaches_a_worker(start: Start, api_key: str | 
         assert call.all(b"authorization") == ([b"Bearer workers-own"] if api_key else [])
 
 
-async def test_what_steers_an_engine_stays_behind(guarded: Site) -> None:
-    sent = (
+async def test_headers_that_control_an_engine_are_removed(guarded: Site) -> None:
+    headers = (
         b"X-Vllm-Priority: -9",
         b"x-data-parallel-rank: 3",
         b"endpoint-load-metrics-format: JSON",
         b"X-Session-Id: s",
     )
-    assert (await guarded.ask(chat("hi", bearer(), *sent))).status == 200
+    assert (await guarded.ask(chat("hi", bearer(), *headers))).status == 200
     (call,) = guarded.served()
     names = {name for name, _ in call.headers}
     assert not names & {
@@ -172,9 +172,9 @@ async def test_what_steers_an_engine_stays_behind(guarded: Site) -> None:
     assert b"x-session-id" in names
 
 
-async def test_each_tenants_cache_has_its_own_salt(start: Start) -> None:
+async def test_cache_salt_differs_between_tenants(start: Start) -> None:
     site = await start(router={"pass_priority": True})
-    keep(
+    set_tenants(
         site,
         TenantSpec("a", Rank.INTERACTIVE, salted=True),
         TenantSpec("b", Rank.BATCH, salted=True),
@@ -185,15 +185,15 @@ async def test_each_tenants_cache_has_its_own_salt(start: Start) -> None:
         assert (await site.ask(chat("hi", bearer(key)))).status == 200
     assert (await site.ask(chat("hi", bearer(OTHER), cache_salt="guess"))).status == 200
     bodies = [call.json() for call in site.served()]
-    one, again, other, guess = (body["cache_salt"] for body in bodies)
-    assert one == again
-    assert len({one, other, guess, "guess"}) == 4
+    first, again, other, guess = (body["cache_salt"] for body in bodies)
+    assert first == again
+    assert len({first, other, guess, "guess"}) == 4
     assert [body["priority"] for body in bodies] == [-1, -1, 1, 1]
 
 
-async def test_models_of_a_tenant(start: Start) -> None:
+async def test_tenant_sees_and_uses_only_its_models(start: Start) -> None:
     site = await start(Fake("w0", model="tiny"), Fake("w1", model="large"))
-    keep(site, TenantSpec("a", models=frozenset(["tiny"])), TenantSpec("b"), a=KEY, b=OTHER)
+    set_tenants(site, TenantSpec("a", models=frozenset(["tiny"])), TenantSpec("b"), a=KEY, b=OTHER)
 
     async def names(key: str) -> list[str]:
         answer = await site.ask(get("/v1/models", bearer(key)))
@@ -209,12 +209,12 @@ async def test_models_of_a_tenant(start: Start) -> None:
     assert refused.error()["code"] == "model_not_allowed"
 
 
-# Limits and turns
+# Limits
 
 
-async def test_a_limit_is_429_and_says_when(start: Start) -> None:
+async def test_exceeded_limit_gets_429_with_retry_after(start: Start) -> None:
     site = await start()
-    keep(
+    set_tenants(
         site, TenantSpec("a", limits=Limits(requests_per_minute=2)), TenantSpec("b"), a=KEY, b=OTHER
     )
     client = await site.client()
@@ -231,9 +231,9 @@ async def test_a_limit_is_429_and_says_when(start: Start) -> None:
     assert (await client.ask(chat("hi", bearer()))).status == 200
 
 
-async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
+async def test_concurrency_is_released_on_every_exit(start: Start) -> None:
     site = await start(Fake("w0", max_requests=2))
-    keep(site, TenantSpec("a", limits=Limits(concurrency=3)), a=KEY)
+    set_tenants(site, TenantSpec("a", limits=Limits(concurrency=3)), a=KEY)
     tenant = site.tenant()
     gate = site.fake.hold()
     clients = [await site.client() for _ in range(3)]
@@ -254,25 +254,25 @@ async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
 NO_JSON = request(b'{"messages": ', bearer())
 
 
-async def test_who_is_over_a_limit_is_told_unread(guarded: Site) -> None:
-    keep(guarded, TenantSpec("a", limits=Limits(requests_per_minute=1)), a=KEY)
+async def test_limit_is_checked_before_the_body_is_parsed(guarded: Site) -> None:
+    set_tenants(guarded, TenantSpec("a", limits=Limits(requests_per_minute=1)), a=KEY)
     assert [(await guarded.ask(NO_JSON)).status for _ in range(3)] == [400, 429, 429]
     assert (await guarded.ask(chat("hi", bearer()))).status == 429
     tenant = guarded.tenant()
     assert tenant.totals.limited == {"requests_per_minute": 3}
-    keep(guarded, TenantSpec("b", limits=Limits(tokens_per_minute=10)), b=KEY)
-    assert (await guarded.ask(chat("hi", bearer()))).status == 200  # and owes the rest
+    set_tenants(guarded, TenantSpec("b", limits=Limits(tokens_per_minute=10)), b=KEY)
+    assert (await guarded.ask(chat("hi", bearer()))).status == 200  # and exceeds its budget
     assert (await guarded.ask(NO_JSON)).status == 429
 
 
-async def test_the_log_names_whose_the_refused_are(guarded: Site) -> None:
-    keep(guarded, TenantSpec("a", Rank.BATCH, limits=Limits(requests_per_minute=1)), a=KEY)
-    told: list[dict[str, Any]] = []
-    guarded.metrics.at_end = (lambda *of: told.append(account(*of)),)
+async def test_log_names_the_tenant_of_refused_requests(guarded: Site) -> None:
+    set_tenants(guarded, TenantSpec("a", Rank.BATCH, limits=Limits(requests_per_minute=1)), a=KEY)
+    records: list[dict[str, Any]] = []
+    guarded.metrics.at_end = (lambda *of: records.append(account(*of)),)
     assert [(await guarded.ask(chat("hi", bearer()))).status for _ in range(2)] == [200, 429]
     assert (await guarded.ask(chat())).status == 401
-    await eventually(lambda: len(told) == 3)
-    lines = [(line["reason"], line["tenant"], line["class"]) for line in told[1:]]
+    await eventually(lambda: len(records) == 3)
+    lines = [(line["reason"], line["tenant"], line["class"]) for line in records[1:]]
     assert lines == [("limited", "a", "batch"), ("bad_key", None, None)]
 
 
@@ -282,51 +282,55 @@ async def test_the_log_names_whose_the_refused_are(guarded: Site) -> None:
         b'{"messages": [' + b"[]," * 200_000 + b"[]]}",
         b'{"messages": [], "kv_transfer_params": {"remote_host": "h"}}',
         b'{"model": "other", "messages": []}',
-        chat("x" * 4000).partition(b"\r\n\r\n")[2],  # longer than it may be
+        chat("x" * 4000).partition(b"\r\n\r\n")[2],  # above max_prompt_tokens
     ],
 )
-async def test_what_was_read_and_refused_is_a_request(guarded: Site, body: bytes) -> None:
+async def test_refused_request_counts_against_the_rate_limit(guarded: Site, body: bytes) -> None:
     limits = Limits(requests_per_minute=1, max_prompt_tokens=100)
-    keep(guarded, TenantSpec("a", limits=limits), a=KEY)
+    set_tenants(guarded, TenantSpec("a", limits=limits), a=KEY)
     refused = request(body, bearer())
     assert 400 <= (await guarded.ask(refused)).status < 429
     assert (await guarded.ask(refused)).status == 429
     assert guarded.served() == []
 
 
-# A worker is asked how long it is: between its own 2,048 tokens and another's context.
+# A worker counts its tokens: the estimate is near the 2,048 tokens of the first worker.
 NEAR = chat("word " * 1600, bearer())
 
 
-async def counting(start: Start, limits: Limits) -> Site:
+async def start_with_count(start: Start, limits: Limits) -> Site:
+    """Start a router whose requests near a boundary are counted by a worker."""
     site = await start(
         Fake("w0", max_model_len=2048),
         Fake("w1"),
         router={"policy": "round_robin"},
-        wire={"count_s": 60.0},  # nobody does without it, however slow this machine is
+        wire={"count_s": 60.0},  # long enough for a slow machine
     )
-    keep(site, TenantSpec("a", limits=limits), a=KEY)
+    set_tenants(site, TenantSpec("a", limits=limits), a=KEY)
     return site
 
 
 def counts(site: Site) -> int:
+    """Return the number of requests to `/tokenize`."""
     return sum(call.path == "/tokenize" for fake in site.fakes.values() for call in fake.calls)
 
 
-async def test_who_is_over_a_limit_has_no_worker_count_its_prompts(start: Start) -> None:
-    site = await counting(start, Limits(requests_per_minute=2))
+async def test_request_above_a_limit_is_not_counted_by_a_worker(start: Start) -> None:
+    site = await start_with_count(start, Limits(requests_per_minute=2))
     assert [(await site.ask(NEAR)).status for _ in range(5)] == [200, 200, 429, 429, 429]
     assert counts(site) == 2
 
 
-async def test_what_is_too_long_whatever_its_words_is_counted_by_nobody(start: Start) -> None:
-    site = await counting(start, Limits(max_prompt_tokens=100))
+async def test_prompt_surely_above_the_limit_is_not_counted_by_a_worker(start: Start) -> None:
+    site = await start_with_count(start, Limits(max_prompt_tokens=100))
     assert (await site.ask(NEAR)).status == 400
     assert counts(site) == 0
 
 
-async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start) -> None:
-    site = await counting(start, Limits(concurrency=1))
+async def test_request_being_counted_holds_concurrency(
+    start: Start,
+) -> None:
+    site = await start_with_count(start, Limits(concurrency=1))
     for fake in site.fakes.values():
         fake.always(scripts.stall, "/tokenize")
     client = await site.send(NEAR)
@@ -342,8 +346,8 @@ async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start)
     assert tenant.ledger.running == 0
 
 
-async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None:
-    site = await counting(
+async def test_request_counted_as_too_long_gets_its_tokens_back(start: Start) -> None:
+    site = await start_with_count(
         start, Limits(max_prompt_tokens=1900, tokens_per_minute=100_000, concurrency=1)
     )
     for _ in range(2):
@@ -359,16 +363,16 @@ async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None
 
 
 @pytest.fixture
-async def two(start: Start) -> Site:
-    """Start a router with a tenant, before a worker whose events have many tokens each."""
+async def batched(start: Start) -> Site:
+    """Start a router with a tenant before a worker that sends many tokens per event."""
     site = await start()
-    keep(site, TenantSpec("a"), a=KEY)
-    site.fake.always(few_events)
+    set_tenants(site, TenantSpec("a"), a=KEY)
+    site.fake.always(stream_few_events)
     return site
 
 
-async def few_events(call: Call) -> None:
-    """Stream 800 tokens in three events; tell usage if asked, in a piece of its own."""
+async def stream_few_events(call: Call) -> None:
+    """Stream 800 tokens in three events, and usage on request in a separate event."""
     asked = call.json()
     await call.send(scripts.head(200, *STREAMED))
     for _ in range(3):
@@ -382,41 +386,41 @@ STREAMED = ((b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
 EVENTS = 3 * scripts.token("many ")
 
 
-async def test_a_stream_is_paid_for_by_its_tokens_however_few_events_show_them(two: Site) -> None:
-    """The router asks for the usage itself, and the client gets no more than it asked for."""
-    who = two.tenant()
+async def test_stream_with_few_events_is_billed_by_usage(batched: Site) -> None:
+    """The router requests usage itself and removes it unless the client requested it."""
+    tenant = batched.tenant()
     usage = scripts.usage_event(7, 800)
-    said: list[tuple[dict[str, Any], bytes]] = [
+    cases: list[tuple[dict[str, Any], bytes]] = [
         ({}, b""),
         ({"stream_interval": 100_000}, b""),
         ({"stream_options": {"include_usage": False}, "stream_interval": 5}, b""),
         ({"stream_options": {"include_usage": True}, "stream_interval": 5}, usage),
     ]
-    client = await two.client()
-    for number, (fields, told) in enumerate(said):
+    client = await batched.client()
+    for number, (fields, extra) in enumerate(cases):
         answer = await client.ask(chat("hi", bearer(), stream=True, **fields))
         assert answer.status == 200
-        assert answer.body == EVENTS + told + scripts.DONE
-        assert who.totals.output_tokens == 800 * (number + 1)
-    for call in two.served():
+        assert answer.body == EVENTS + extra + scripts.DONE
+        assert tenant.totals.output_tokens == 800 * (number + 1)
+    for call in batched.served():
         assert call.json()["stream_options"] == {"include_usage": True}
         assert "stream_interval" not in call.json()
 
 
-async def test_without_tenants_a_stream_is_what_was_asked_for(two: Site) -> None:
-    keep(two)
+async def test_stream_options_are_unchanged_without_tenants(batched: Site) -> None:
+    set_tenants(batched)
     fields = {"stream": True, "stream_interval": 5}
-    sent = chat("hi", **fields)
-    answer = await two.ask(sent)
+    data = chat("hi", **fields)
+    answer = await batched.ask(data)
     assert answer.body == EVENTS + scripts.DONE
-    (call,) = two.served()
-    assert sent.endswith(b"\r\n\r\n" + call.body)
+    (call,) = batched.served()
+    assert data.endswith(b"\r\n\r\n" + call.body)
 
 
-async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start) -> None:
+async def test_abandoned_stream_without_usage_is_billed_by_its_duration(start: Start) -> None:
     site = await start()
-    keep(site, TenantSpec("a"), a=KEY)
-    who = site.tenant()
+    set_tenants(site, TenantSpec("a"), a=KEY)
+    tenant = site.tenant()
     worker = site.router.fleet.roster.get("w0")
     assert worker is not None
     worker.pace.base_s, worker.pace.each_s = 0.02, 0.0
@@ -424,54 +428,56 @@ async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start)
     opening = scripts.head(200, *STREAMED) + scripts.chunk(role)
     site.fake.always(scripts.raw(opening, end="stall"))
     client = await site.send(chat("hi", bearer(), stream=True, max_tokens=5000))
-    await eventually(lambda: any(each.record.sent_bytes for each in site.wire.exchanges))
+    await eventually(lambda: any(e.record.sent_bytes for e in site.wire.exchanges))
     site.skip(60.0)
     client.close()
     await eventually(lambda: not site.wire.exchanges)
-    assert 3000 <= who.totals.output_tokens < 5000
+    assert 3000 <= tenant.totals.output_tokens < 5000
 
 
-async def test_keys_reach_workers_again_when_there_are_no_tenants_any_more(start: Start) -> None:
+async def test_client_keys_reach_workers_after_the_last_tenant_is_removed(start: Start) -> None:
     site = await start()
-    keep(site, TenantSpec("a"), a=KEY)
+    set_tenants(site, TenantSpec("a"), a=KEY)
     client = await site.client()
     headers = bearer(), b"X-Api-Key: other"
-    for _ in range(2):  # the second head is known
+    for _ in range(2):  # the second head is cached
         assert (await client.ask(chat("hi", *headers))).status == 200
-    keep(site)
+    set_tenants(site)
     for _ in range(2):
         assert (await client.ask(chat("hi", *headers))).status == 200
-    shown = [(call.all(b"authorization"), call.all(b"x-api-key")) for call in site.fake.served]
-    assert shown[:2] == [([], [])] * 2
-    assert shown[2:] == [([f"Bearer {KEY}".encode()], [b"other"])] * 2
+    received = [(call.all(b"authorization"), call.all(b"x-api-key")) for call in site.fake.served]
+    assert received[:2] == [([], [])] * 2
+    assert received[2:] == [([f"Bearer {KEY}".encode()], [b"other"])] * 2
 
 
-async def test_workers_are_named_to_tenants_that_may_know_them(guarded: Site) -> None:
-    """On an open connection too, once a reload allows it or no longer does."""
+async def test_x_explain_needs_the_tenants_permission(guarded: Site) -> None:
+    """The permission also changes on open connections after a reload."""
     client = await guarded.client()
-    asked = chat("hi", bearer(), b"X-Explain: 1")
-    for may in (False, True, False):
-        keep(guarded, TenantSpec("a", explain=may), TenantSpec("b"), a=KEY, b=OTHER)
+    data = chat("hi", bearer(), b"X-Explain: 1")
+    for allowed in (False, True, False):
+        set_tenants(guarded, TenantSpec("a", explain=allowed), TenantSpec("b"), a=KEY, b=OTHER)
         for _ in range(2):
-            answer = await client.ask(asked)
+            answer = await client.ask(data)
             assert answer.status == 200
-            assert bool(answer.all(b"x-route")) is may
+            assert bool(answer.all(b"x-route")) is allowed
     assert not (await client.ask(chat("hi", bearer(OTHER), b"X-Explain: 1"))).all(b"x-route")
 
 
-# Hand-overs of a tenant's requests: both legs are the tenant's, and it pays once
+# Hand-overs
 
 
-async def both_sides(start: Start) -> Pairs:
-    """Start workers for two tenants, one of which is kept apart in caches."""
+async def start_pairs(start: Start) -> Pairs:
+    """Start pairs for two tenants, one of them with salted caches."""
     here = await pairs(start, prefills=1, decodes=2)
     limits = Limits(concurrency=1, tokens_per_minute=10_000)
-    keep(here.site, TenantSpec("a", limits=limits, salted=True), TenantSpec("b"), a=KEY, b=OTHER)
+    set_tenants(
+        here.site, TenantSpec("a", limits=limits, salted=True), TenantSpec("b"), a=KEY, b=OTHER
+    )
     return here
 
 
-async def test_both_legs_are_cached_apart_and_bear_no_key(start: Start) -> None:
-    here = await both_sides(start)
+async def test_both_legs_carry_the_cache_salt_and_no_key(start: Start) -> None:
+    here = await start_pairs(start)
     body = chat_body()
     assert words(await ask(here, body, bearer())) == expected(body)
     await here.settled()
@@ -486,19 +492,19 @@ async def test_both_legs_are_cached_apart_and_bear_no_key(start: Start) -> None:
 
 
 @pytest.mark.parametrize("failing", [(), ("prefill",), ("decode",), ("prefill", "decode")])
-async def test_it_pays_once_and_frees_its_place(start: Start, failing: tuple[str, ...]) -> None:
-    here = await both_sides(start)
+async def test_handover_is_billed_and_released_once(start: Start, failing: tuple[str, ...]) -> None:
+    here = await start_pairs(start)
     for role, how in zip(failing, (scripts.reset, scripts.error(500)), strict=False):
-        here.kv.wrong(role, Faults(during=how))  # of two that drop it no third would be asked
+        here.kv.inject(role, Faults(during=how))  # the retry budget covers one reset
     body = chat_body()
     answer = await ask(here, body, bearer())
     assert words(answer) == expected(body)
     await here.settled()
     tenant = here.site.tenant()
     assert tenant.ledger.running == 0
-    again = await ask(here, chat_body(), bearer())  # one at a time is what it may
+    again = await ask(here, chat_body(), bearer())  # the tenant's concurrency is 1
     await here.settled()
-    usages = [each.json()["usage"] for each in (answer, again)]
+    usages = [response.json()["usage"] for response in (answer, again)]
     totals = tenant.totals
     assert totals.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
     assert totals.output_tokens == 8
@@ -506,8 +512,8 @@ async def test_it_pays_once_and_frees_its_place(start: Start, failing: tuple[str
 
 
 @pytest.mark.parametrize("asks", [False, True])
-async def test_a_stream_is_paid_for_by_its_usage(start: Start, asks: bool) -> None:
-    here = await both_sides(start)
+async def test_streamed_handover_is_billed_by_usage(start: Start, asks: bool) -> None:
+    here = await start_pairs(start)
     fields = {"stream_options": {"include_usage": True}} if asks else {}
     answer = await ask(here, chat_body(stream=True, **fields), bearer())
     await here.settled()

@@ -1,4 +1,4 @@
-"""Encrypted on both sides: what holds without TLS holds with it."""
+"""TLS between clients, router and workers."""
 
 from __future__ import annotations
 
@@ -28,34 +28,36 @@ DEADLINE_S = 20.0
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Make one for all tests here."""
+    """Return the certificate authority of these tests."""
     return Authority(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
 def begin(start: Start, authority: Authority) -> Begin:
-    """Start routers that show a certificate."""
+    """Return a function that starts a router with a certificate."""
 
-    async def started(
-        *fakes: Fake, shown: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
+    async def begin_tls(
+        *fakes: Fake, server_tls: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
     ) -> Site:
-        shown = shown or server_context(authority.port("router"))
-        return await start(*(fakes or (worker(authority),)), wire=wire, tls=shown)
+        server_tls = server_tls or server_context(authority.port("router"))
+        return await start(*(fakes or (worker(authority),)), wire=wire, tls=server_tls)
 
-    return started
+    return begin_tls
 
 
 def worker(authority: Authority, *, clients: bool = False, **more: Any) -> Fake:
-    """Describe a worker that speaks HTTPS."""
-    met = more.pop("met", None) or authority.meeting("to-worker" if clients else None)
-    shown = server_context(
+    """Describe a worker that serves HTTPS."""
+    worker_tls = more.pop("worker_tls", None) or authority.worker_tls(
+        "to-worker" if clients else None
+    )
+    server_tls = server_context(
         authority.port("worker", clients=clients, host=more.pop("host", "127.0.0.1"))
     )
-    return Fake(tls=shown, met=met, **more)
+    return Fake(tls=server_tls, worker_tls=worker_tls, **more)
 
 
 async def ask(site: Site, tls: ssl.SSLContext, data: bytes) -> Answer:
-    """Ask once."""
+    """Send one request on a new connection."""
     client = await site.client(tls=tls)
     try:
         return await client.ask(data, within=DEADLINE_S)
@@ -63,7 +65,7 @@ async def ask(site: Site, tls: ssl.SSLContext, data: bytes) -> Answer:
         client.close()
 
 
-async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
+async def test_chat_and_stream_over_tls(begin: Begin, authority: Authority) -> None:
     site = await begin(worker(authority, max_model_len=1_000_000))
     client = await site.client(tls=authority.client())
     answer = await client.ask(chat())
@@ -79,7 +81,7 @@ async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
     client.close()
 
 
-async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> None:
+async def test_plain_http_and_old_tls_versions_are_refused(begin: Begin) -> None:
     site = await begin()
     plain = await site.client()
     with pytest.raises((BrokenError, ConnectionError)):
@@ -88,8 +90,10 @@ async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> No
     assert site.wire.tls.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
-async def test_client_certificates(begin: Begin, authority: Authority, tmp_path: Path) -> None:
-    site = await begin(shown=server_context(authority.port("strict", clients=True)))
+async def test_client_certificate_is_required(
+    begin: Begin, authority: Authority, tmp_path: Path
+) -> None:
+    site = await begin(server_tls=server_context(authority.port("strict", clients=True)))
     assert (await ask(site, authority.client("client"), get("/health"))).status == 200
     stranger = Authority(tmp_path).issue("stranger")
     context = authority.client()
@@ -100,10 +104,12 @@ async def test_client_certificates(begin: Begin, authority: Authority, tmp_path:
         await ask(site, context, get("/health"))
 
 
-async def test_a_worker_may_want_our_certificate(begin: Begin, authority: Authority) -> None:
+async def test_worker_may_require_the_routers_certificate(
+    begin: Begin, authority: Authority
+) -> None:
     site = await begin(
         worker(authority, clients=True, name="w0"),
-        worker(authority, clients=True, name="w1", met=authority.meeting()),
+        worker(authority, clients=True, name="w1", worker_tls=authority.worker_tls()),
     )
     tls = authority.client()
     answers = [await ask(site, tls, chat()) for _ in range(4)]
@@ -112,49 +118,49 @@ async def test_a_worker_may_want_our_certificate(begin: Begin, authority: Author
 
 
 @pytest.mark.parametrize("why", ["authority", "name"])
-async def test_a_worker_that_is_not_who_it_should_be_gets_nothing(
+async def test_worker_with_a_wrong_certificate_gets_no_request(
     begin: Begin, authority: Authority, tmp_path: Path, why: str
 ) -> None:
-    met = Authority(tmp_path).meeting() if why == "authority" else authority.meeting()
+    worker_tls = Authority(tmp_path).worker_tls() if why == "authority" else authority.worker_tls()
     host = "worker.example" if why == "name" else "127.0.0.1"
-    site = await begin(worker(authority, met=met, host=host))
+    site = await begin(worker(authority, worker_tls=worker_tls, host=host))
     answer = await ask(site, authority.client(), chat())
     assert answer.status in (502, 503)
     assert site.fake.calls == []
 
 
-async def test_a_name_may_be_left_unverified(begin: Begin, authority: Authority) -> None:
-    met = authority.meeting(verify_hostname=False)
-    site = await begin(worker(authority, met=met, host="worker.example"))
+async def test_verify_hostname_false_accepts_any_name(begin: Begin, authority: Authority) -> None:
+    worker_tls = authority.worker_tls(verify_hostname=False)
+    site = await begin(worker(authority, worker_tls=worker_tls, host="worker.example"))
     assert (await ask(site, authority.client(), chat())).status == 200
 
 
-async def test_a_client_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
+async def test_client_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"client_header_s": 0.2})
     silent = await site.client()
     halting = await site.send(b"\x16\x03\x01\x02\x00\x01")
     async with asyncio.timeout(DEADLINE_S):
-        for each in (silent, halting):
+        for client in (silent, halting):
             with suppress(ConnectionError):
-                await each.reader.read()  # to its end
+                await client.reader.read()  # to its end
     assert (await ask(site, authority.client(), get("/health"))).status == 200
 
 
-async def test_a_worker_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
-    site = await begin(Fake(name="w0", met=authority.meeting()), wire={"connect_s": 0.2})
+async def test_worker_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
+    site = await begin(Fake(name="w0", worker_tls=authority.worker_tls()), wire={"connect_s": 0.2})
     answer = await ask(site, authority.client(), chat())
     assert answer.status in (502, 503, 504)
 
 
 @pytest.mark.parametrize("end", ["close", "cut"])
-async def test_an_end_without_notice_is_broken(
+async def test_end_without_close_notify_breaks_the_response(
     begin: Begin, authority: Authority, end: str
 ) -> None:
-    """Of a body that ends with its connection, TLS tells a proper end from one cut off."""
+    """TLS distinguishes a proper end of a body from a cut connection."""
 
     async def answer(call: Call) -> None:
         await call.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{}")
-        await asyncio.sleep(0.05)  # what was sent should arrive
+        await asyncio.sleep(0.05)  # lets the data arrive
         if end == "close":
             call.close()
         else:
@@ -172,31 +178,31 @@ async def test_an_end_without_notice_is_broken(
         await client.ask(chat())
 
 
-async def test_a_break_just_as_the_client_has_gone(begin: Begin, authority: Authority) -> None:
-    """There is no socket any more then, and nobody has been told."""
+async def test_break_off_after_the_socket_is_gone(begin: Begin, authority: Authority) -> None:
+    """The socket is gone, but `connection_lost` has not run yet."""
     site, loop = await begin(), asyncio.get_running_loop()
     client = await site.client(tls=authority.client())
     assert (await client.ask(get("/health"))).status == 200
-    (theirs,) = site.wire.clients
+    (connection,) = site.wire.clients
     broken_off = loop.create_future()
 
-    def look() -> None:
-        if theirs._transport.get_extra_info("socket") is not None:
-            loop.call_soon(look)
+    def break_off_without_socket() -> None:
+        if connection._transport.get_extra_info("socket") is not None:
+            loop.call_soon(break_off_without_socket)
             return
-        assert theirs in site.wire.clients
-        theirs.break_off()
+        assert connection in site.wire.clients
+        connection.break_off()
         broken_off.set_result(None)
 
-    look()
+    break_off_without_socket()
     client.reset()
     await asyncio.wait_for(broken_off, DEADLINE_S)
 
 
-async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
-    """Ask as a client of threads does, which looks at its connection when it reads alone."""
+async def connect_in_thread(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
+    """Connect as a threaded client does, which sees the connection only when it reads."""
 
-    def ask() -> ssl.SSLSocket:
+    def connect() -> ssl.SSLSocket:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.settimeout(DEADLINE_S)
@@ -205,38 +211,38 @@ async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
         client.sendall(data)
         return client
 
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(connect)
 
 
-async def test_a_drain_waits_for_no_close_notify(begin: Begin, authority: Authority) -> None:
+async def test_drain_does_not_wait_for_close_notify(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"linger_s": 0.1})
-    with await kept(site, authority, get("/health")) as client:
+    with await connect_in_thread(site, authority, get("/health")) as client:
         assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 200")
         async with asyncio.timeout(DEADLINE_S):
             await site.wire.drain(3600.0)
         assert not site.wire.clients
 
 
-async def test_a_slow_reader_gets_the_end_of_an_answer(begin: Begin, authority: Authority) -> None:
+async def test_slow_reader_gets_the_whole_response(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"linger_s": 0.1})
     go, content = asyncio.Event(), b"x" * 60_000
     site.fake.always(scripts.gated(go, scripts.answer(200, content)))
-    with await kept(site, authority, chat("hi", b"Connection: close")) as client:
+    with await connect_in_thread(site, authority, chat("hi", b"Connection: close")) as client:
         await site.fake.got()
-        (theirs,) = site.wire.clients
-        raw = theirs._transport.get_extra_info("socket")
+        (connection,) = site.wire.clients
+        raw = connection._transport.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         go.set()
-        await eventually(lambda: theirs._leaving)
-        for _ in range(5):  # looks
-            theirs.deadline = -inf
-            await eventually(lambda: theirs.deadline > 0)
-        assert site.wire.clients == {theirs}
+        await eventually(lambda: connection._leaving)
+        for _ in range(5):  # checks of the deadline
+            connection.deadline = -inf
+            await eventually(lambda: connection.deadline > 0)
+        assert site.wire.clients == {connection}
         pieces = [piece async for piece in pieces_of(client)]
         assert b"".join(pieces).endswith(b"\r\n\r\n" + content)
 
 
 async def pieces_of(client: ssl.SSLSocket) -> AsyncIterator[bytes]:
-    """Read to the end."""
+    """Yield pieces of the response until its end."""
     while piece := await asyncio.to_thread(client.recv, 1 << 16):
         yield piece

@@ -1,4 +1,4 @@
-"""A side that does not keep up holds the other back; nothing is heaped up in between."""
+"""Backpressure: a slow side stops the other side, and no data piles up in the router."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.raw_client import chat, get
 from tests.proxy.wire.site import Fake, eventually
 
-PIECE = 64 * 1024
-TOTAL = 40 << 20
-# What two connections and three programs may hold; the kernel's own buffers are most of it.
-IN_BETWEEN = 24 << 20
+PIECE_BYTES = 64 * 1024
+TOTAL_BYTES = 40 << 20
+# What two connections and three programs may hold, mostly in buffers of the kernel.
+MAX_BUFFERED_BYTES = 24 << 20
 CHUNKED_HEAD = scripts.head(200, (b"transfer-encoding", b"chunked"))
 
 
-def flood(total: int = TOTAL, head: bytes = scripts.STREAM_HEAD) -> scripts.Script:
-    """Send much, as fast as it is taken."""
+def flood(total: int = TOTAL_BYTES, head: bytes = scripts.STREAM_HEAD) -> scripts.Script:
+    """Send `total` bytes as fast as the peer accepts them."""
 
     async def run(call: Call) -> None:
         await call.send(head)
-        for number in range(total // PIECE):
-            await call.send(scripts.chunk(b"data: %s\n\n" % (b"%08d" % number).ljust(PIECE - 8)))
+        for number in range(total // PIECE_BYTES):
+            await call.send(
+                scripts.chunk(b"data: %s\n\n" % (b"%08d" % number).ljust(PIECE_BYTES - 8))
+            )
         await call.send(scripts.LAST_CHUNK)
 
     return run
 
 
-def expected(total: int = TOTAL) -> list[bytes]:
-    return [b"%08d" % number for number in range(total // PIECE)]
+def numbered_pieces(total: int = TOTAL_BYTES) -> list[bytes]:
+    return [b"%08d" % number for number in range(total // PIECE_BYTES)]
 
 
-async def stalled(call: Call) -> int:
+async def bytes_until_stall(call: Call) -> int:
     """Wait until the worker can send no more; return how much it has sent."""
     sent = -1
     async with asyncio.timeout(10):
@@ -49,7 +51,9 @@ async def stalled(call: Call) -> int:
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-async def test_unread_answers_are_not_held(start: Start, tmp_path: Path, encrypted: bool) -> None:
+async def test_unread_responses_do_not_pile_up(
+    start: Start, tmp_path: Path, encrypted: bool
+) -> None:
     authority = Authority(tmp_path)
     tls = authority.client() if encrypted else None
     shown = server_context(authority.port("router")) if encrypted else None
@@ -60,32 +64,32 @@ async def test_unread_answers_are_not_held(start: Start, tmp_path: Path, encrypt
         await client.send(chat(stream=True))
         await site.fake.got(number)
     for call in site.served():
-        await stalled(call)
-    unsent = [each._transport.get_write_buffer_size() for each in site.wire.clients]
+        await bytes_until_stall(call)
+    unsent = [connection._transport.get_write_buffer_size() for connection in site.wire.clients]
     assert len(unsent) == len(clients)
     assert max(unsent) < 400 << 10
 
 
 @pytest.mark.parametrize("events", [True, False])
-async def test_a_client_that_does_not_read_stalls_its_worker(start: Start, events: bool) -> None:
+async def test_client_that_does_not_read_stalls_its_worker(start: Start, events: bool) -> None:
     site = await start()
     site.fake.always(flood(head=scripts.STREAM_HEAD if events else CHUNKED_HEAD))
     client = await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
     call = await site.fake.got()
-    assert await stalled(call) < IN_BETWEEN
-    # Others are served meanwhile.
+    assert await bytes_until_stall(call) < MAX_BUFFERED_BYTES
+    # Other clients are served.
     site.fake.always(scripts.stream(3))
     assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
     assert (await site.ask(get("/health"))).status == 200
-    # Then everything arrives.
+    # The whole response arrives once the client reads.
     client.read_on()
     answer = await client.answer(within=20.0)
     events = answer.body.split(b"\n\n")[:-1]
-    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == numbered_pieces()
 
 
-async def test_so_does_one_that_took_no_more_before_its_worker_was_asked(start: Start) -> None:
-    """As it may by the answers to requests that it sent before."""
+async def test_client_with_a_full_socket_stalls_its_worker_from_the_start(start: Start) -> None:
+    """Responses to earlier requests may fill the socket."""
     site = await start(Fake("w0", max_requests=1))
     gate = site.fake.hold_next()
     site.fake.always(flood())
@@ -100,16 +104,16 @@ async def test_so_does_one_that_took_no_more_before_its_worker_was_asked(start: 
     connection.write(before)
     await eventually(lambda: not connection.writable)
     gate.set()
-    assert await stalled(await site.fake.got(2)) < IN_BETWEEN
+    assert await bytes_until_stall(await site.fake.got(2)) < MAX_BUFFERED_BYTES
     client.read_on()
     async with asyncio.timeout(10):
         assert await client.reader.readexactly(len(before)) == before
     answer = await client.answer(within=20.0)
     events = answer.body.split(b"\n\n")[:-1]
-    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == numbered_pieces()
 
 
-async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
+async def test_slow_reader_gets_the_whole_stream(start: Start) -> None:
     total = 8 << 20
     site = await start(wire={"idle_s": 100.0})
     site.stand_still()
@@ -120,17 +124,17 @@ async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
     while piece := await client.piece():
         pieces.append(piece)
         if len(pieces) % 8 == 0:
-            site.skip(15.0)  # several times its patience in all; what goes on makes it wait anew
+            site.skip(15.0)  # several times idle_s in total; each piece restarts the timeout
             await asyncio.sleep(0.02)
             assert site.wire.ticks.timer is not None
             site.wire.ticks.timer.cancel()
-            site.wire.ticks.tick()  # it looks who is late
+            site.wire.ticks.tick()
     events = b"".join(pieces).split(b"\n\n")[:-1]
-    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected(total)
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == numbered_pieces(total)
 
 
-async def test_a_client_that_never_reads_again_is_given_up(start: Start) -> None:
-    """Or its worker would hold the blocks of that request for ever."""
+async def test_client_that_stops_reading_is_dropped_after_idle_s(start: Start) -> None:
+    """Otherwise the worker would never free the request's blocks."""
     site = await start(wire={"idle_s": 0.3})
     site.fake.always(flood())
     await site.send(chat(stream=True), limit=1024, rcvbuf=8192)

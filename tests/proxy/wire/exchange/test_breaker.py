@@ -1,4 +1,4 @@
-"""A worker that fails is left alone for a while, and for as long as it asks."""
+"""The breaker: a failing worker gets no requests for a while."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
-TURNS = {"policy": "round_robin"}
+ROUND_ROBIN = {"policy": "round_robin"}
 
 
-async def two(start: Start, script: Script) -> Site:
-    """Start two workers, of which the first is ill."""
-    site = await start(Fake("w0"), Fake("w1"), router=TURNS)
+async def start_failing(start: Start, script: Script) -> Site:
+    """Start two workers, of which the first fails."""
+    site = await start(Fake("w0"), Fake("w1"), router=ROUND_ROBIN)
     site.fakes["w0"].always(script)
     site.stand_still()
     return site
 
 
-async def ask(site: Site, times: int) -> int:
-    """Ask so often; return how often the ill one was asked."""
+async def send_requests(site: Site, times: int) -> int:
+    """Send requests one by one; return how many went to the failing worker."""
     before = len(site.fakes["w0"].served)
     for _ in range(times):
         assert (await site.ask(chat())).status == 200
@@ -39,18 +39,18 @@ async def ask(site: Site, times: int) -> int:
     [
         *((scripts.error(status), 3) for status in (500, 502, 504)),
         *((end, 3) for end in (scripts.reset, scripts.hang_up)),
-        *((scripts.error(status), 1) for status in (429, 503)),  # a worker that says it is busy
+        *((scripts.error(status), 1) for status in (429, 503)),  # the worker is busy
     ],
 )
-async def test_a_failing_worker_is_left_alone(start: Start, script: Script, times: int) -> None:
-    site = await two(start, script)
-    assert await ask(site, 20) == times
+async def test_failing_worker_gets_no_requests(start: Start, script: Script, times: int) -> None:
+    site = await start_failing(start, script)
+    assert await send_requests(site, 20) == times
 
 
-ILL: dict[str, tuple[Script, str]] = {
+FAILURES: dict[str, tuple[Script, str]] = {
     "502": (scripts.error(502), "it returned 502"),
     "429": (scripts.error(429), "it returned 429"),
-    "500, which the other has not": (scripts.error(500), "it returned 500"),
+    "500 of one worker only": (scripts.error(500), "it returned 500"),
     "closed": (scripts.hang_up, TROUBLES["reset"]),
     "stalled": (scripts.stall, TROUBLES["timeout"]),
     "no HTTP": (scripts.raw(b"SSH-2.0-x\r\n"), TROUBLES["broken"]),
@@ -61,64 +61,62 @@ ILL: dict[str, tuple[Script, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ILL)
-async def test_it_is_said_once_why_and_when_it_is_over(
+@pytest.mark.parametrize("name", FAILURES)
+async def test_opening_and_closing_is_logged_once_with_the_reason(
     start: Start, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script, why = ILL[name]
+    script, why = FAILURES[name]
     caplog.set_level(logging.INFO)
-    site = await start(Fake("w0"), Fake("w1"), router=TURNS, wire={"first_byte_s": 0.2})
+    site = await start(Fake("w0"), Fake("w1"), router=ROUND_ROBIN, wire={"first_byte_s": 0.2})
     site.fleet.roster.ejections.listener = BreakerLog()
     site.fakes["w0"].always(script)
     site.stand_still()
 
-    async def many() -> None:
+    async def send_eight() -> None:
         for _ in range(8):
             asking = asyncio.create_task(site.ask(chat(stream=True)))
             while not (await asyncio.wait([asking], timeout=0.01))[0]:
                 site.skip(0.01)
             assert (await asking).status == 200
 
-    await many()
+    await send_eight()
     assert why_not(site.worker(), site.clock()).startswith(f"{why}; ")
     site.fakes["w0"].always(scripts.answer())
     site.skip(30.0)
-    await many()
+    await send_eight()
     assert why_not(site.worker(), site.clock()) == ""
-    said = [(each.levelname, each.getMessage()) for each in caplog.records]
-    [(warning, began), (info, ended)] = said
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+    [(warning, began), (info, ended)] = messages
     assert (warning, info) == ("INFO" if name == "429" else "WARNING", "INFO")
     assert began.startswith("worker w0 gets no requests for ")
     assert began.endswith(f" s: {why}")
     assert ended == "worker w0 responds, and gets requests again"
 
 
-async def test_a_refused_connection_is_logged(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router=TURNS)
+async def test_refused_connection_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router=ROUND_ROBIN)
     site.fleet.roster.ejections.listener = BreakerLog()
     await site.fakes["w0"].refuse()
     site.stand_still()
-    await ask(site, 10)
-    [said] = [each.getMessage() for each in caplog.records]
-    assert said == f"worker w0 gets no requests for 0.5 s: {TROUBLES['connect']}"
+    await send_requests(site, 10)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message == f"worker w0 gets no requests for 0.5 s: {TROUBLES['connect']}"
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_its_retry_after_is_honoured(start: Start, status: int) -> None:
-    site = await two(start, scripts.error(status, "busy", (b"Retry-After", b"30")))
-    assert await ask(site, 6) == 1
+async def test_retry_after_of_the_worker_is_honoured(start: Start, status: int) -> None:
+    site = await start_failing(start, scripts.error(status, "busy", (b"Retry-After", b"30")))
+    assert await send_requests(site, 6) == 1
     site.skip(28)
-    assert await ask(site, 6) == 0
+    assert await send_requests(site, 6) == 0
     site.skip(4)
     site.fakes["w0"].always(scripts.answer())
-    assert await ask(site, 6) >= 2
+    assert await send_requests(site, 6) >= 2
 
 
-async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:
-    site = await two(start, scripts.error(500))
-    await ask(site, 10)
+async def test_half_open_breaker_lets_one_request_through(start: Start) -> None:
+    site = await start_failing(start, scripts.error(500))
+    await send_requests(site, 10)
     gate = site.fakes["w0"].hold()
     site.skip(1.0)
     tried = len(site.fakes["w0"].served)
@@ -127,12 +125,12 @@ async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:
     assert len(site.fakes["w0"].served) == tried + 1
     gate.set()
     await asyncio.gather(*asking)
-    assert await ask(site, 10) >= 4
+    assert await send_requests(site, 10) >= 4
 
 
-async def test_a_trial_whose_client_leaves_is_held_again(start: Start) -> None:
-    site = await two(start, scripts.error(500))
-    await ask(site, 10)
+async def test_trial_abandoned_by_its_client_is_repeated(start: Start) -> None:
+    site = await start_failing(start, scripts.error(500))
+    await send_requests(site, 10)
     site.fakes["w0"].always(scripts.stall)
     site.skip(1.0)
     tried = len(site.fakes["w0"].served)
@@ -144,40 +142,40 @@ async def test_a_trial_whose_client_leaves_is_held_again(start: Start) -> None:
         client.close()
     await site.settled()
     site.fakes["w0"].always(scripts.answer())
-    assert await ask(site, 10) >= 4
+    assert await send_requests(site, 10) >= 4
 
 
-async def test_4xx_does_not_open_it(start: Start) -> None:
-    site = await two(start, scripts.error(400))
+async def test_4xx_does_not_open_the_breaker(start: Start) -> None:
+    site = await start_failing(start, scripts.error(400))
     site.fakes["w1"].always(scripts.error(400))
     for _ in range(10):
         assert (await site.ask(chat())).status == 400
     assert len(site.fakes["w0"].served) == 5
 
 
-async def test_a_request_no_worker_survives_is_held_against_none(start: Start) -> None:
-    """Or whoever sends such requests has every worker shut to everybody else."""
+async def test_request_that_fails_everywhere_opens_no_breaker(start: Start) -> None:
+    """Otherwise such requests would shut every worker for all other clients."""
 
-    async def judge(call: Call) -> None:
+    async def fail_on_poison(call: Call) -> None:
         script = scripts.error(500) if b"poison" in call.body else scripts.answer()
         await script(call)
 
-    site = await two(start, judge)
-    site.fakes["w1"].always(judge)
+    site = await start_failing(start, fail_on_poison)
+    site.fakes["w1"].always(fail_on_poison)
     for _ in range(8):
         assert (await site.ask(chat("poison"))).status == 500
         assert (await site.ask(chat())).status == 200
     assert all(worker.breaker.has_no_failures for worker in site.fleet.roster)
 
 
-async def test_the_only_worker_is_not_shut_for_a_500(start: Start) -> None:
+async def test_500_of_the_only_worker_does_not_open_the_breaker(start: Start) -> None:
     site = await start(Fake("w0"))
     site.fake.then(*[scripts.error(500)] * 5)
     assert [(await site.ask(chat())).status for _ in range(6)] == [500] * 5 + [200]
 
 
-async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
-    site = await start(Fake("w0"), router={**TURNS, "panic_threshold": 0.0})
+async def test_all_breakers_open_returns_503_with_retry_after(start: Start) -> None:
+    site = await start(Fake("w0"), router={**ROUND_ROBIN, "panic_threshold": 0.0})
     site.fake.always(scripts.error(502))
     for _ in range(3):
         assert (await site.ask(chat())).status == 502

@@ -1,7 +1,4 @@
-"""A worker that fails after its answer has begun: the client sees it, and no fake end.
-
-Peers cut the stream off without a word, or invent a `finish_reason`.
-"""
+"""Workers that fail after the response has begun."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ SSE_HEAD = scripts.STREAM_HEAD
 FIRST = [scripts.token("a"), scripts.token("b")]
 CHUNKS = b"".join(map(scripts.chunk, FIRST))
 HALF = scripts.token("never seen")[:-7]
-# What a client writes is quoted, so it is no event of its own.
+# Text of a client is quoted, so it is not an event.
 QUOTED_DONE = scripts.token("x\ndata: [DONE]\n\n")
 FAILURES: dict[str, Script] = {
     "close": scripts.raw(SSE_HEAD + CHUNKS, end="close"),
@@ -35,7 +32,7 @@ FAILURES: dict[str, Script] = {
 
 
 async def read_events(client: Client) -> list[bytes]:
-    """Read a stream that ends well as HTTP; the error event is its last."""
+    """Return the events of a stream that ends properly as HTTP."""
     answer = await client.answer()
     assert answer.status == 200
     assert answer.body.endswith(b"\n\n")
@@ -43,7 +40,7 @@ async def read_events(client: Client) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> None:
+async def test_broken_stream_ends_with_an_error_event(start: Start, name: str) -> None:
     site = await start(Fake("w0"), Fake("w1"), wire={"idle_s": 0.3})
     site.always(FAILURES[name])
     client = await site.send(chat(stream=True))
@@ -59,7 +56,7 @@ async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> N
     await site.settled()
 
 
-async def test_connection_close_holds_after_an_error_event(site: Site) -> None:
+async def test_connection_close_is_honoured_after_an_error_event(site: Site) -> None:
     site.fake.then(FAILURES["reset"])
     client = await site.send(chat("hi", b"Connection: close", stream=True))
     answer = await client.answer()
@@ -69,7 +66,7 @@ async def test_connection_close_holds_after_an_error_event(site: Site) -> None:
 
 
 def typed(name: str, **data: object) -> bytes:
-    """Return an event with a name, as /v1/responses and /v1/messages send."""
+    """Return an event with a name, as in /v1/responses and /v1/messages."""
     return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode()
 
 
@@ -78,7 +75,7 @@ TEXT = typed("content_block_delta", delta={"type": "text_delta", "text": "a"})
 COHERE_START = b'data: {"delta":{},"type":"message-start"}\n\n'
 COHERE_TEXT = b'data: {"index":0,"delta":{},"type":"content-delta"}\n\n'
 COHERE_END = b'data: {"type":"message-end","delta":{"finish_reason":"COMPLETE"}}\n\n'
-# By path: what begins a stream there, and the event after which it is whole.
+# Path, first events of a stream, last event.
 LAST_EVENTS = [
     ("/v1/chat/completions", b"".join(FIRST), scripts.DONE),
     ("/v1/completions", b"".join(FIRST), b"data:[DONE]\n\n"),
@@ -105,7 +102,7 @@ ANY_BODY = (
 @pytest.mark.parametrize(
     ("path", "begin", "last"), LAST_EVENTS, ids=[f"{n}{x[0]}" for n, x in enumerate(LAST_EVENTS)]
 )
-async def test_a_stream_that_has_its_last_event_is_whole_however_its_connection_ends(
+async def test_stream_with_its_last_event_is_whole_for_any_end_of_connection(
     start: Start, path: str, begin: bytes, last: bytes, apart: bool, end: str
 ) -> None:
     site = await start(Fake("w0"), wire={"idle_s": 0.3})
@@ -120,16 +117,16 @@ async def test_a_stream_that_has_its_last_event_is_whole_however_its_connection_
 
 
 @pytest.mark.parametrize("last", [b"data: [DONE", QUOTED_DONE], ids=["half", "quoted"])
-async def test_what_only_looks_like_the_last_event_is_not_one(site: Site, last: bytes) -> None:
+async def test_partial_or_quoted_done_is_not_the_last_event(site: Site, last: bytes) -> None:
     site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(last), end="reset"))
     assert b'"worker_reset"' in (await site.ask(chat(stream=True))).body
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_half_of_a_large_last_event_is_a_broken_stream(site: Site, end: str) -> None:
-    begun = typed("response.completed", response="x" * (MAX_HELD + 1000))[:-100]
+async def test_partial_large_last_event_is_a_broken_stream(site: Site, end: str) -> None:
+    partial = typed("response.completed", response="x" * (MAX_HELD + 1000))[:-100]
     site.fake.then(
-        scripts.raw(SSE_HEAD + scripts.chunk(DELTA), scripts.chunk(begun), gap_s=0.03, end=end)
+        scripts.raw(SSE_HEAD + scripts.chunk(DELTA), scripts.chunk(partial), gap_s=0.03, end=end)
     )
     client = await site.send(request(ANY_BODY, path="/v1/responses"))
     with pytest.raises((BrokenError, ConnectionError)):
@@ -149,8 +146,8 @@ DONE_PATHS = [
 BODY = b'{"model": "tiny", "prompt": "hi", "messages": [], "token_ids": [1], "stream": true}'
 
 
-def to(path: str) -> bytes:
-    """Ask for a stream there."""
+def stream_request(path: str) -> bytes:
+    """Return a request for a stream from this path."""
     if "audio" not in path:
         return request(BODY, path=path)
     part = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x--\r\n'
@@ -161,15 +158,15 @@ def to(path: str) -> bytes:
 @pytest.mark.parametrize("path", DONE_PATHS)
 @pytest.mark.parametrize("last", [FIRST[1], HALF, QUOTED_DONE], ids=["event", "half", "quoted"])
 @pytest.mark.parametrize("old", [False, True], ids=["1.1", "1.0"])
-async def test_unframed_without_done_is_cut(
+async def test_unframed_stream_without_done_ends_with_an_error_event(
     start: Start, path: str, last: bytes, old: bool
 ) -> None:
-    """Its end is that of the connection, as if its worker had died."""
+    """Only the end of the connection ends it, as when the worker dies."""
     site = await start(Fake("w0"), Fake("w1"))
     site.always(scripts.raw(UNFRAMED + FIRST[0], last, gap_s=0.02, end="close"))
     client = await site.client()
-    asked = to(path)
-    await client.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0") if old else asked)
+    data = stream_request(path)
+    await client.send(data.replace(b"HTTP/1.1", b"HTTP/1.0") if old else data)
     head = await client.head()
     body = await client.body(head)
     whole = b"" if last is HALF else last
@@ -186,50 +183,48 @@ async def test_unframed_without_done_is_cut(
 
 @pytest.mark.parametrize("path", DONE_PATHS)
 @pytest.mark.parametrize("end", [b"", b"\n", b": bye\n\n"])
-async def test_unframed_with_done_is_whole(site: Site, path: str, end: bytes) -> None:
+async def test_unframed_stream_with_done_is_whole(site: Site, path: str, end: bytes) -> None:
     site.fake.then(
         scripts.raw(UNFRAMED + FIRST[0], FIRST[1], scripts.DONE + end, gap_s=0.02, end="close")
     )
     client = await site.client()
-    answer = await client.ask(to(path))
+    answer = await client.ask(stream_request(path))
     assert answer.body == b"".join(FIRST) + scripts.DONE + end
     assert (await client.ask(chat())).status == 200
     assert site.worker().breaker.has_no_failures
 
 
-async def test_last_words_may_be_cut_from_what_stands_before_them(site: Site) -> None:
-    """In CRLF, without a blank after the colon, and with no empty line at the end."""
-    for said in (b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"):
+async def test_done_of_an_unframed_stream_may_be_split_and_spelled_differently(site: Site) -> None:
+    for data in (b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"):
         site.fake.then(
-            scripts.raw(UNFRAMED + FIRST[0], said[:8], said[8:], gap_s=0.02, end="close")
+            scripts.raw(UNFRAMED + FIRST[0], data[:8], data[8:], gap_s=0.02, end="close")
         )
-        assert (await site.ask(chat(stream=True))).body == FIRST[0] + said
+        assert (await site.ask(chat(stream=True))).body == FIRST[0] + data
 
 
-@pytest.mark.parametrize("said", [b"", HALF])
-async def test_unframed_without_events_is_asked_elsewhere(start: Start, said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", HALF])
+async def test_unframed_stream_without_events_is_retried(start: Start, data: bytes) -> None:
     site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
-    site.fakes["w0"].always(scripts.raw(UNFRAMED + said, end="close"))
+    site.fakes["w0"].always(scripts.raw(UNFRAMED + data, end="close"))
     assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
     assert [len(fake.served) for fake in site.fakes.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_typed_streams_without_framing_end_as_they_do(site: Site, path: str) -> None:
-    """They have no such word."""
-    typed = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
-    site.fake.then(scripts.raw(UNFRAMED + typed, end="close"))
+async def test_unframed_typed_stream_ends_with_its_connection(site: Site, path: str) -> None:
+    """These APIs have no [DONE]."""
+    event = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
+    site.fake.then(scripts.raw(UNFRAMED + event, end="close"))
     body = b'{"model": "tiny", "input": "hi", "messages": [], "max_tokens": 1, "stream": true}'
-    assert (await site.ask(request(body, path=path))).body == typed
+    assert (await site.ask(request(body, path=path))).body == event
 
 
-async def test_what_a_worker_calls_the_end_is_the_end(site: Site) -> None:
-    """A whole body without [DONE] passes as it is: nothing is made up, either way."""
+async def test_framed_stream_without_done_passes_unchanged(site: Site) -> None:
     site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.LAST_CHUNK))
     assert (await site.ask(chat(stream=True))).body == b"".join(FIRST)
 
 
-async def test_a_workers_own_error_event_passes(site: Site) -> None:
+async def test_error_event_of_a_worker_passes(site: Site) -> None:
     event = scripts.event({"error": {"message": "EngineDeadError", "code": 500}})
     tail = scripts.chunk(event) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
     site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + tail))
@@ -237,7 +232,7 @@ async def test_a_workers_own_error_event_passes(site: Site) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_pipelined_requests_survive_a_broken_stream(site: Site, end: str) -> None:
+async def test_pipelined_requests_are_served_after_a_broken_stream(site: Site, end: str) -> None:
     site.fake.then(FAILURES[end])
     client = await site.send(chat(stream=True) + chat() + get("/health") + chat(stream=True))
     *_, last = await read_events(client)
@@ -248,8 +243,8 @@ async def test_pipelined_requests_survive_a_broken_stream(site: Site, end: str) 
     assert len(site.fake.served) == 3
 
 
-async def test_pipelined_requests_end_with_a_broken_body(site: Site) -> None:
-    """No byte after it can be told from the body that was promised."""
+async def test_pipelined_requests_are_dropped_after_a_broken_body(site: Site) -> None:
+    """A client would read later bytes as part of the promised body."""
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
     site.fake.then(scripts.raw(head + b"{", end="reset"))
     client = await site.send(chat() + chat())

@@ -1,4 +1,4 @@
-"""What changes while requests are under way: the fleet file, and the health of workers."""
+"""Reloads and changes of the fleet while requests run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.proxy.wire.site import Fake, eventually
 PROBES = ProbeConfig(interval_s=0.05, timeout_s=0.2, down_after=3, up_after=2)
 
 
-async def test_requests_in_flight_are_not_touched(start: Start) -> None:
+async def test_reload_keeps_running_requests(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", up=False))
     gate = site.fakes["w0"].hold(scripts.stream(3))
     client = await site.send(chat(stream=True))
@@ -34,8 +34,7 @@ async def test_requests_in_flight_are_not_touched(start: Start) -> None:
     await eventually(lambda: not site.fakes["w0"].open)  # its connections are not kept
 
 
-async def test_the_new_settings_hold_at_once(start: Start) -> None:
-    """A peer goes on with the old ones."""
+async def test_new_settings_hold_at_once(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
     await asyncio.gather(*(site.ask(chat()) for _ in range(10)))
     spec = site.worker("w0").spec
@@ -53,7 +52,7 @@ async def test_the_new_settings_hold_at_once(start: Start) -> None:
     assert len(site.fakes["w1"].served) == before
 
 
-async def test_a_worker_that_moves_is_asked_where_it_is_now(start: Start) -> None:
+async def test_worker_with_a_new_url_is_used_there(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     await site.ask(chat())
     other = site.fakes["w1"]
@@ -65,7 +64,7 @@ async def test_a_worker_that_moves_is_asked_where_it_is_now(start: Start) -> Non
     assert len(other.served) == before + 1
 
 
-async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start) -> None:
+async def test_failure_at_the_old_url_does_not_bar_the_new_one(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", up=False))
     gate = site.fakes["w0"].hold(scripts.reset)
     asking = asyncio.create_task(site.ask(chat()))
@@ -86,28 +85,27 @@ async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start
     ],
     ids=["body", "header"],
 )
-async def test_new_limits_on_old_connections(
+async def test_new_limits_hold_on_open_connections_from_the_next_request(
     start: Start, limit: str, large: bytes, status: int
 ) -> None:
-    """And not for a request that has begun to come."""
     site = await start()
-    known, begun = await site.client(), await site.client()
+    known, partial = await site.client(), await site.client()
     for _ in range(2):
         assert (await known.ask(large)).status == 200
     half = len(large) - 10
-    await begun.send(large[:half])
+    await partial.send(large[:half])
     await eventually(lambda: site.wire.collecting.held)
     before = site.wire.settings
     site.wire.reconfigure(replace(before, linger_s=0.1, **{limit: 1000}))
     assert (await known.ask(large)).status == status
-    await begun.send(large[half:])
-    assert (await begun.answer()).status == 200
+    await partial.send(large[half:])
+    assert (await partial.answer()).status == 200
     site.wire.reconfigure(before)
-    assert (await begun.ask(large)).status == 200
+    assert (await partial.ask(large)).status == 200
 
 
-async def test_so_do_they_on_one_that_was_accepted_before(start: Start) -> None:
-    """And made after, as with TLS."""
+async def test_new_limits_hold_on_accepted_connections_not_yet_made(start: Start) -> None:
+    """With TLS, a connection is made some time after it is accepted."""
     site = await start()
     connection = ClientConnection(site.wire)
     site.wire.reconfigure(replace(site.wire.settings, linger_s=0.1, max_body_bytes=1000))

@@ -1,4 +1,4 @@
-"""The client most people have is the judge: it must see what happened, and nothing else."""
+"""Responses as the official OpenAI client reads them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 async def client(site: Site) -> AsyncIterator[AsyncOpenAI]:
-    """Make the official client, which here does not try again by itself."""
+    """Return the official client without retries."""
     url = f"http://127.0.0.1:{site.port}/v1"
     async with AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=5) as client:
         yield client
 
 
-async def test_a_chat(site: Site, client: AsyncOpenAI) -> None:
-    done = await client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.7)
-    assert done.choices[0].message.content == "w0"
-    assert done.usage is not None
+async def test_chat_with_openai_client(site: Site, client: AsyncOpenAI) -> None:
+    chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.7)
+    assert chat.choices[0].message.content == "w0"
+    assert chat.usage is not None
     [call] = site.fake.served
     assert call.all(b"authorization") == [b"Bearer theirs"]
     assert b"0.7" in call.body
 
 
-async def test_a_stream(site: Site, client: AsyncOpenAI) -> None:
+async def test_stream_with_openai_client(site: Site, client: AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     text = "".join(
         [event.choices[0].delta.content or "" async for event in stream if event.choices]
@@ -47,14 +47,14 @@ async def test_completions_embeddings_and_models(site: Site, client: AsyncOpenAI
     body = {"id": "c", "object": "text_completion", "created": 1, "model": "tiny",
             "choices": [choice]}  # fmt: skip
     site.fake.then(scripts.answer(200, json.dumps(body).encode()))
-    done = await client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=1)
-    assert done.choices[0].text == "yes"
+    chat = await client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=1)
+    assert chat.choices[0].text == "yes"
     vector = {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}
     body = {"object": "list", "model": "tiny", "data": [vector],
             "usage": {"prompt_tokens": 1, "total_tokens": 1}}  # fmt: skip
     site.fake.then(scripts.answer(200, json.dumps(body).encode()))
-    made = await client.embeddings.create(model="tiny", input="x", encoding_format="float")
-    assert made.data[0].embedding == [0.5, -1.0]
+    embeddings = await client.embeddings.create(model="tiny", input="x", encoding_format="float")
+    assert embeddings.data[0].embedding == [0.5, -1.0]
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).id == "tiny"
     with pytest.raises(openai.NotFoundError, match="serves: tiny"):
@@ -62,7 +62,7 @@ async def test_completions_embeddings_and_models(site: Site, client: AsyncOpenAI
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_a_broken_stream_raises(site: Site, client: AsyncOpenAI, end: str) -> None:
+async def test_broken_stream_raises(site: Site, client: AsyncOpenAI, end: str) -> None:
     site.fake.then(scripts.stream(3, end=end))
     stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     for number in range(3):
@@ -71,14 +71,14 @@ async def test_a_broken_stream_raises(site: Site, client: AsyncOpenAI, end: str)
         await anext(stream)
 
 
-async def test_a_worker_that_dies_in_a_body_raises(site: Site, client: AsyncOpenAI) -> None:
+async def test_broken_body_raises(site: Site, client: AsyncOpenAI) -> None:
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
     site.fake.then(scripts.raw(head, b'{"id": ', gap_s=0.02, end="reset"))
     with pytest.raises(openai.APIConnectionError):
         await client.chat.completions.create(model="tiny", messages=MESSAGES)
 
 
-async def test_errors_have_the_class_they_should(site: Site, client: AsyncOpenAI) -> None:
+async def test_errors_map_to_openai_exceptions(site: Site, client: AsyncOpenAI) -> None:
     async def caught(model: str = "tiny", text: str = "hi") -> openai.APIStatusError:
         messages = [{"role": "user", "content": text}]
         with pytest.raises(openai.APIStatusError) as error:
@@ -90,8 +90,8 @@ async def test_errors_have_the_class_they_should(site: Site, client: AsyncOpenAI
     assert isinstance(long := await caught(text="word " * 60_000), openai.BadRequestError)
     assert long.code == "context_length_exceeded"
     site.fake.then(scripts.error(400, "theirs"))
-    assert isinstance(theirs := await caught(), openai.BadRequestError)
-    assert "theirs" in theirs.message
+    assert isinstance(bad_request := await caught(), openai.BadRequestError)
+    assert "theirs" in bad_request.message
     site.fake.then(scripts.error(500, "ill"))
     assert isinstance(await caught(), openai.InternalServerError)
     site.down("w0")

@@ -1,4 +1,4 @@
-"""A running router before workers that one tenant's requests break."""
+"""Panic mode: a router before workers that one tenant's requests break."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from proxy.core.tenants.tenants import TenantSpec
 from proxy.health.breaker_log import BreakerLog
 from proxy.health.worker_state import why_not
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client.test_tenants import KEY, OTHER, bearer, keep
+from tests.proxy.wire.client.test_tenants import KEY, OTHER, bearer, set_tenants
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.raw_client import chat, get
 from tests.proxy.wire.site import Fake, Site
 
-STEP_S = 0.05  # of the router's time, before requests that come together
+STEP_S = 0.05  # of the router's clock, before each batch of requests
 BREAKS = "break it"
 
 
-async def breaks_on_some(call: Call) -> None:
-    """Close the connection on the requests that break workers, and answer all others."""
+async def break_on_marked(call: Call) -> None:
+    """Close the connection on requests that contain `BREAKS`, and answer all others."""
     await (scripts.hang_up if BREAKS.encode() in call.body else scripts.answer())(call)
 
 
-async def attacked(start: Start, **router: float) -> Site:
-    """Start four workers and a router with a healthy tenant and one that breaks them."""
+async def start_attacked(start: Start, **router: float) -> Site:
+    """Start four workers and a router with a healthy tenant and a tenant that breaks workers."""
     site = await start(*(Fake(f"w{i}") for i in range(4)), router=router)
-    site.always(breaks_on_some)
-    keep(site, TenantSpec("good"), TenantSpec("bad"), good=KEY, bad=OTHER)
+    site.always(break_on_marked)
+    set_tenants(site, TenantSpec("good"), TenantSpec("bad"), good=KEY, bad=OTHER)
     site.stand_still()
     return site
 
 
-async def mixed(site: Site, turns: int) -> Counter[int]:
-    """Send eight requests that break a worker, then four that do not; count the ends of those."""
+async def send_mixed(site: Site, turns: int) -> Counter[int]:
+    """Send eight breaking requests and four others per turn; count statuses of the others."""
     found: Counter[int] = Counter()
     for _ in range(turns):
         for key, text, times in ((OTHER, BREAKS, 8), (KEY, "hi", 4)):
             site.skip(STEP_S)
-            asked = (site.ask(chat(text, bearer(key))) for _ in range(times))
-            answers = await asyncio.gather(*asked)
+            requests = (site.ask(chat(text, bearer(key))) for _ in range(times))
+            answers = await asyncio.gather(*requests)
             if key is KEY:
                 found.update(answer.status for answer in answers)
     return found
 
 
-async def test_a_bad_tenant_leaves_others_served(
+async def test_panic_keeps_other_tenants_served(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    site = await attacked(start)
+    site = await start_attacked(start)
     site.fleet.roster.ejections.listener = BreakerLog()
-    found = await mixed(site, 15)
+    found = await send_mixed(site, 15)
     assert found[200] >= 0.9 * found.total()
-    said = [each.getMessage() for each in caplog.records]
-    assert any("(routing.panic_threshold)" in each for each in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("(routing.panic_threshold)" in message for message in messages)
 
 
-async def test_with_breakers_that_are_always_heeded_it_does_not(start: Start) -> None:
-    site = await attacked(start, panic_threshold=0.0)
-    found = await mixed(site, 15)
+async def test_without_panic_other_tenants_are_not_served(start: Start) -> None:
+    site = await start_attacked(start, panic_threshold=0.0)
+    found = await send_mixed(site, 15)
     assert found[200] < 0.5 * found.total()
 
 
-async def test_a_panic_shows_in_metrics_and_by_each_worker(start: Start) -> None:
+async def test_panic_shows_in_metrics_and_worker_state(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
     site.stand_still()
     for name in ("w0", "w1"):

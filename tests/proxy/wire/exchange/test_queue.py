@@ -1,4 +1,4 @@
-"""A full fleet: requests wait in the router, within bounds; past them an answer says how long."""
+"""Requests that wait in the queue of a full fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.proxy.wire.site import Fake, Site, eventually
 
 
 async def fill(site: Site, gate: asyncio.Event, waiting: int) -> list[Client]:
-    """Occupy the only place of the only worker, and let so many wait behind it."""
+    """Occupy the only place of the only worker, and queue `waiting` requests."""
     site.fake.always(scripts.gated(gate, scripts.answer()))
     clients = [await site.client() for _ in range(waiting + 1)]
     for number, client in enumerate(clients):
@@ -35,7 +35,7 @@ def retry_after(answer: Answer) -> int:
     return int(text)
 
 
-async def test_those_who_wait_are_served_in_order(start: Start) -> None:
+async def test_queued_requests_are_served_in_order(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     gate = asyncio.Event()
     clients = await fill(site, gate, 10)
@@ -46,7 +46,7 @@ async def test_those_who_wait_are_served_in_order(start: Start) -> None:
     assert texts == [f"number {number}" for number in range(11)]
 
 
-async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
+async def test_full_queue_gets_429_with_retry_after(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
     gate = asyncio.Event()
     clients = await fill(site, gate, 3)
@@ -56,18 +56,18 @@ async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
     assert answer.error()["type"] == "rate_limit_error"
     assert retry_after(answer) >= 1
     gate.set()
-    for each in clients:
-        assert (await each.answer()).status == 200
-    assert (await client.ask(chat())).status == 200  # the connection goes on
+    for queued in clients:
+        assert (await queued.answer()).status == 200
+    assert (await client.ask(chat())).status == 200  # the connection stays open
 
 
-async def test_waiting_has_an_end(start: Start) -> None:
+async def test_queue_wait_ends_after_queue_wait_s(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_wait_s": 10.0})
     site.stand_still()
     gate = asyncio.Event()
     first, second, third = await fill(site, gate, 2)
     site.skip(9)
-    await asyncio.sleep(0.15)  # the router looks at the queue
+    await asyncio.sleep(0.15)  # the router checks the queue
     assert len(site.router.queue) == 2
     site.skip(1.1)
     for client in (second, third):
@@ -80,7 +80,7 @@ async def test_waiting_has_an_end(start: Start) -> None:
     assert len(site.fake.served) == 1
 
 
-async def test_a_worker_not_yet_probed_gets_nothing(start: Start) -> None:
+async def test_worker_not_yet_probed_gets_no_requests(start: Start) -> None:
     site = await start(Fake("w0", up=False))
     asking = asyncio.create_task(site.ask(chat()))
     await eventually(lambda: len(site.router.queue) == 1)
@@ -89,17 +89,17 @@ async def test_a_worker_not_yet_probed_gets_nothing(start: Start) -> None:
     assert (await asking).status == 200
 
 
-async def test_who_waits_for_a_worker_that_goes_down_is_told(start: Start) -> None:
+async def test_queued_request_gets_503_when_its_worker_goes_down(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     gate = asyncio.Event()
     first, second = await fill(site, gate, 1)
     site.down("w0")
     assert (await second.answer()).status == 503
     gate.set()
-    assert (await first.answer()).status == 200  # what is under way goes on
+    assert (await first.answer()).status == 200  # a running request continues
 
 
-async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:
+async def test_request_that_leaves_the_queue_counts_its_wait(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     waits: list[float] = []
     site.metrics.at_end = (lambda seen, *_: waits.append(seen.queue_s),)
@@ -110,13 +110,13 @@ async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:
     await eventually(lambda: waits)
     [waited] = waits
     assert waited >= 25.0
-    (wait,) = [each for key, each in site.metrics.waits.items() if key[:2] == ("none", "tiny")]
+    (wait,) = [series for key, series in site.metrics.waits.items() if key[:2] == ("none", "tiny")]
     assert wait.total == waited
     gate.set()
     assert (await first.answer()).status == 200
 
 
-async def test_one_that_can_not_be_sent_on_takes_nobody_along(
+async def test_error_in_one_queued_request_does_not_affect_others(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = await start(Fake("w0", max_requests=1))
@@ -133,7 +133,7 @@ async def test_one_that_can_not_be_sent_on_takes_nobody_along(
         usual(exchange, now, answer)
 
     monkeypatch.setattr(Exchange, "placed", placed)
-    site.worker().most = 3  # room for both at once
+    site.worker().most = 3  # room for both queued requests
     site.wire.settle(site.clock())
     assert (await clients[1].answer()).status == 503
     gate.set()

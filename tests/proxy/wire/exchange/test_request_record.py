@@ -1,4 +1,4 @@
-"""What is told of a request once it is over."""
+"""Metrics of a finished request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
     record.ask = ask()
     record.decision = Decision(site.worker(), Reason.ONLY_CHOICE)
     record.started = 1.0
-    for now, tokens in ((2.0, 1), (2.5, 1), (4.0, 3)):  # speculated ones come together
+    for now, tokens in ((2.0, 1), (2.5, 1), (4.0, 3)):  # three speculative tokens in one event
         record.saw_tokens(now, metrics, tokens)
     record.close(5.0, metrics, "completions", 200, None)
     [tpot] = metrics.tpot.values()
@@ -35,7 +35,7 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
     assert (gaps.total, gaps.cumulative()[-1]) == (2.0, 2)
 
 
-async def test_one_token_has_no_time_between(metrics: Metrics) -> None:
+async def test_single_token_has_no_time_per_token(metrics: Metrics) -> None:
     record = RequestRecord()
     record.ask = ask()
     record.saw_tokens(2.0, metrics, 1)
@@ -44,12 +44,12 @@ async def test_one_token_has_no_time_between(metrics: Metrics) -> None:
     assert tpot.cumulative()[-1] == 0
 
 
-async def test_both_ttfts_count_from_the_start(site: Site, metrics: Metrics) -> None:
+async def test_real_and_predicted_ttft_start_at_arrival(site: Site, metrics: Metrics) -> None:
     record = RequestRecord()
     record.ask = ask()
     record.started = 1.0
     record.queue_s = 0.5
-    for placed in (1.5, 3.0):  # that leg failed
+    for placed in (1.5, 3.0):  # the first leg failed
         record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25))
     record.saw_tokens(3.5, metrics)
     record.close(5.0, metrics, "completions", 200, None)
@@ -58,18 +58,18 @@ async def test_both_ttfts_count_from_the_start(site: Site, metrics: Metrics) -> 
 
 
 def phases(metrics: Metrics) -> dict[str, float]:
-    """Sum up what was counted of each phase; how many have had which is told by `queue` alone."""
+    """Return the total time of each phase."""
     found: dict[str, float] = {}
-    for each in metrics.phases.values():
-        for name, seen in each.seen.items():
+    for phase in metrics.phases.values():
+        for name, seen in phase.seen.items():
             found[name] = found.get(name, 0.0) + seen.total
     return found
 
 
-def streamed(
+def stream_record(
     site: Site, handover: HandoverDecision | None = None, *, placed: float = 1.0
 ) -> RequestRecord:
-    """Make the record of a stream that came at 1, had its first token at 5, and ends at 12."""
+    """Return the record of a stream that came at 1, had its first token at 5, and ends at 12."""
     record = RequestRecord()
     record.ask = ask()
     record.started = 1.0
@@ -85,15 +85,15 @@ def streamed(
     [
         (None, {"queue": 0.0, "prefill": 4.0, "decode": 7.0}),
         (700, {"queue": 0.0, "prefill_leg": 2.5, "transfer": 1.5, "decode": 7.0}),
-        # There was nothing to fetch: the decode worker has prefilled it all.
+        # Nothing was fetched: the decode worker prefilled the whole prompt.
         (0, {"queue": 0.0, "prefill_leg": 2.5, "prefill": 1.5, "decode": 7.0}),
     ],
 )
-async def test_the_phases_of_a_stream_are_all_of_its_time(
+async def test_phases_of_a_stream_sum_to_its_duration(
     site: Site, metrics: Metrics, tokens: int | None, wanted: dict[str, float]
 ) -> None:
     handover = None if tokens is None else HandoverDecision(site.worker(), 0, tokens, 0.4, 0.2)
-    streamed(site, handover).close(12.0, metrics, "completions", 200, None)
+    stream_record(site, handover).close(12.0, metrics, "completions", 200, None)
     assert phases(metrics) == wanted
     [ttft], [duration] = metrics.ttft.values(), metrics.durations.values()
     assert sum(wanted.values()) == duration.total
@@ -101,13 +101,13 @@ async def test_the_phases_of_a_stream_are_all_of_its_time(
 
 
 async def test_time_on_failed_workers_is_a_retry_phase(site: Site, metrics: Metrics) -> None:
-    record = streamed(site, placed=4.0)
+    record = stream_record(site, placed=4.0)
     record.queue_s = 1.0
     record.close(12.0, metrics, "completions", 200, None)
     assert phases(metrics) == {"queue": 1.0, "retry": 2.0, "prefill": 1.0, "decode": 7.0}
 
 
-async def test_of_what_shows_no_first_token_no_phase_is_known(site: Site, metrics: Metrics) -> None:
+async def test_request_without_a_first_token_has_no_phases(site: Site, metrics: Metrics) -> None:
     assert (await site.ask(chat())).status == 200
     await site.settled()
     assert phases(metrics) == {}
@@ -116,7 +116,7 @@ async def test_of_what_shows_no_first_token_no_phase_is_known(site: Site, metric
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("with_usage", [False, True])
 @pytest.mark.parametrize("gap_s", [0.0, 0.01])
-async def test_what_ends_a_stream_is_no_token(
+async def test_last_events_of_a_stream_count_no_tokens(
     site: Site, metrics: Metrics, count: int, gap_s: float, *, with_usage: bool
 ) -> None:
     tokens: list[int] = []
@@ -125,12 +125,12 @@ async def test_what_ends_a_stream_is_no_token(
     assert (await site.ask(chat(stream=True))).status == 200
     await site.settled()
     assert tokens == [count]
-    assert sum(each.cumulative()[-1] for each in metrics.gaps.values()) <= count - 1
+    assert sum(series.cumulative()[-1] for series in metrics.gaps.values()) <= count - 1
     if count == 1:
-        assert sum(each.cumulative()[-1] for each in metrics.tpot.values()) == 0
+        assert sum(series.cumulative()[-1] for series in metrics.tpot.values()) == 0
 
 
-async def test_what_the_client_was_sent_is_told_of_refusals_too(site: Site) -> None:
+async def test_sent_bytes_are_counted_for_refusals_too(site: Site) -> None:
     sent: list[int] = []
     site.metrics.at_end = (lambda seen, *_: sent.append(seen.sent_bytes),)
     close = b"Connection: close"
@@ -143,5 +143,5 @@ async def test_what_the_client_was_sent_is_told_of_refusals_too(site: Site) -> N
     assert sent == []
 
 
-async def test_how_late_the_loop_is_is_asked_all_the_time(metrics: Metrics) -> None:
+async def test_loop_lag_is_measured_continuously(metrics: Metrics) -> None:
     await eventually(lambda: metrics.loop_lag.cumulative()[-1] >= 2)

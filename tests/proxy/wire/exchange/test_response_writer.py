@@ -1,4 +1,4 @@
-"""What a client is sent of a worker's answer: head, framing, and the end if there is none."""
+"""Response heads, framing and error endings written to clients."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding:
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def answering(
+def writer_for(
     head: bytes,
     *,
-    old: bool = False,
+    http_1_0: bool = False,
     keep_alive: bool = True,
     explain: bool = False,
     cached: int | None = None,
-    handed: bool = False,
+    handover: bool = False,
     whether: str = "",
 ) -> ResponseWriter:
+    """Return a writer for a worker's response with this head."""
     reader = ResponseParser()
     reader.feed(head)
     assert reader.head is not None
     request_head = RequestHead()
-    request_head.http_1_0, request_head.explain, request_head.id = old, explain, b"id-1"
+    request_head.http_1_0, request_head.explain, request_head.id = http_1_0, explain, b"id-1"
     worker = Fleet().roster.add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
     decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),), whether=whether)
-    if handed:
+    if handover:
         prefill = Fleet().roster.add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
         decision.handover = HandoverDecision(prefill, 0, 9, 0.1, 0.1)
     request = Request(request_head, b"")
@@ -44,64 +45,64 @@ def answering(
     )
 
 
-def test_a_fixed_length_is_kept() -> None:
-    one = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nX: y\r\n\r\n")
-    assert one.take(b"", ended=False) == b""
-    assert not one.has_begun
-    assert one.take(b"a", ended=False) == (
+def test_content_length_is_kept() -> None:
+    writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nX: y\r\n\r\n")
+    assert writer.take(b"", ended=False) == b""
+    assert not writer.has_begun
+    assert writer.take(b"a", ended=False) == (
         b"HTTP/1.1 200 OK\r\nX: y\r\nX-Request-Id: id-1\r\nContent-Length: 3\r\n\r\na"
     )
-    assert one.has_begun
-    assert one.take(b"bc", ended=True) == b"bc"
+    assert writer.has_begun
+    assert writer.take(b"bc", ended=True) == b"bc"
 
 
 @pytest.mark.parametrize("head", [CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_chunks_are_made_anew(head: bytes) -> None:
-    one = answering(head)
-    assert one.take(b"a" * 17, ended=False).endswith(
+def test_body_is_framed_in_new_chunks(head: bytes) -> None:
+    writer = writer_for(head)
+    assert writer.take(b"a" * 17, ended=False).endswith(
         b"\r\nTransfer-Encoding: chunked\r\n\r\n11\r\n" + b"a" * 17 + b"\r\n"
     )
-    assert one.take(b"b", ended=True) == b"1\r\nb\r\n0\r\n\r\n"
+    assert writer.take(b"b", ended=True) == b"1\r\nb\r\n0\r\n\r\n"
 
 
-def test_an_empty_body_is_still_an_answer() -> None:
-    assert answering(CHUNKED).take(b"", ended=True).endswith(b"\r\n\r\n0\r\n\r\n")
-    none = answering(b"HTTP/1.1 204 No Content\r\n\r\n").take(b"", ended=True)
+def test_empty_body_is_written() -> None:
+    assert writer_for(CHUNKED).take(b"", ended=True).endswith(b"\r\n\r\n0\r\n\r\n")
+    none = writer_for(b"HTTP/1.1 204 No Content\r\n\r\n").take(b"", ended=True)
     assert none == b"HTTP/1.1 204 No Content\r\nX-Request-Id: id-1\r\n\r\n"
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("http_1_0", [False, True])
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 0", b"Content-Length: 5", b"Transfer-Encoding: chunked"]
 )
-def test_a_204_has_no_framing(framing: bytes, old: bool) -> None:
-    """RFC 9110, 8.6: a client may take a length for that of a body."""
-    one = answering(b"HTTP/1.1 204 No Content\r\n%b\r\n\r\n" % framing, old=old)
-    data = one.take(b"", ended=True)
+def test_204_has_no_framing(framing: bytes, http_1_0: bool) -> None:
+    """RFC 9110, 8.6: a client may read a Content-Length as a body's length."""
+    writer = writer_for(b"HTTP/1.1 204 No Content\r\n%b\r\n\r\n" % framing, http_1_0=http_1_0)
+    data = writer.take(b"", ended=True)
     assert b"Content-Length" not in data
     assert b"Transfer-Encoding" not in data
     assert data.endswith(b"\r\n\r\n")
-    assert one.keep_alive
+    assert writer.keep_alive
 
 
-def test_a_304_keeps_the_length_that_a_200_would_have() -> None:
-    one = answering(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n")
-    assert one.take(b"", ended=True).endswith(b"\r\nContent-Length: 5\r\n\r\n")
+def test_304_keeps_its_content_length() -> None:
+    writer = writer_for(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n")
+    assert writer.take(b"", ended=True).endswith(b"\r\nContent-Length: 5\r\n\r\n")
 
 
 def test_http_1_0_gets_no_chunks() -> None:
-    one = answering(CHUNKED, old=True)
-    assert one.take(b"a", ended=False).endswith(b"\r\nConnection: close\r\n\r\na")
-    assert not one.keep_alive
-    assert one.take(b"", ended=True) == b""
-    kept = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", old=True)
+    writer = writer_for(CHUNKED, http_1_0=True)
+    assert writer.take(b"a", ended=False).endswith(b"\r\nConnection: close\r\n\r\na")
+    assert not writer.keep_alive
+    assert writer.take(b"", ended=True) == b""
+    kept = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", http_1_0=True)
     assert b"Connection: keep-alive\r\n" in kept.take(b"", ended=True)
 
 
-def test_a_stream_that_fails_says_so() -> None:
-    one = answering(SSE)
-    one.take(EVENT + EVENT[:9], ended=False)
-    last = one.last_words("gone", "worker_reset")
+def test_failed_stream_ends_with_an_error_event() -> None:
+    writer = writer_for(SSE)
+    writer.take(EVENT + EVENT[:9], ended=False)
+    last = writer.last_words("gone", "worker_reset")
     assert last is not None
     size, event, end = last.split(b"\r\n", 2)
     assert int(size, 16) == len(event)
@@ -119,23 +120,23 @@ def test_a_stream_that_fails_says_so() -> None:
         SSE.replace(b"200 OK", b"400 Bad Request"),
     ],
 )
-def test_any_other_body_can_only_be_broken_off(head: bytes) -> None:
-    one = answering(head)
-    one.take(b"a", ended=False)
-    assert one.last_words("gone", "worker_reset") is None
+def test_other_failed_bodies_get_no_error_event(head: bytes) -> None:
+    writer = writer_for(head)
+    writer.take(b"a", ended=False)
+    assert writer.last_words("gone", "worker_reset") is None
 
 
-def test_usage_comes_from_the_tail_of_json() -> None:
-    one = answering(b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n\r\n")
-    one.take(b'{"usage":{"prompt_', ended=False)
-    one.take(b'tokens":7,"completion_tokens":2}}', ended=True)
-    assert one.usage() == Usage(7, 2)
+def test_usage_is_read_from_the_end_of_json() -> None:
+    writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n\r\n")
+    writer.take(b'{"usage":{"prompt_', ended=False)
+    writer.take(b'tokens":7,"completion_tokens":2}}', ended=True)
+    assert writer.usage() == Usage(7, 2)
 
 
-def test_where_it_went_is_told_if_asked() -> None:
-    one = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", explain=True)
-    said = one.take(b"", ended=True)
-    assert b"\r\nX-Route: s0; reason=short_pool; s0=0.5000\r\n" in said
+def test_explain_writes_the_route_header() -> None:
+    writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", explain=True)
+    data = writer.take(b"", ended=True)
+    assert b"\r\nX-Route: s0; reason=short_pool; s0=0.5000\r\n" in data
 
 
 @pytest.mark.parametrize(
@@ -147,49 +148,49 @@ def test_where_it_went_is_told_if_asked() -> None:
         (b" " * 9000 + b'{"id":"resp_1f"}', None),
     ],
 )
-def test_the_id_of_a_stored_response(data: bytes, found: str | None) -> None:
+def test_id_of_a_stored_response_is_found(data: bytes, found: str | None) -> None:
     assert response_id_in(data) == found
 
 
 WITH_USAGE = b'{"usage":{"prompt_tokens":2000,"prompt_tokens_details":{"cached_tokens":1999}}}'
-ANEW = WITH_USAGE.replace(b"1999", b"64")
+CORRECTED = WITH_USAGE.replace(b"1999", b"64")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 70, len(WITH_USAGE)])
-def test_cached_tokens_of_a_json_answer_are_told_anew(cut: int) -> None:
+def test_cached_tokens_of_json_are_corrected(cut: int) -> None:
     length = b"Content-Length: %d\r\n" % len(WITH_USAGE)
     kind = b"Content-Type: application/json\r\n"
-    one = answering(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n", cached=64)
-    assert one.take(WITH_USAGE[:cut], ended=False) == b""
-    head, _, body = one.take(WITH_USAGE[cut:], ended=True).partition(b"\r\n\r\n")
-    assert body == ANEW
+    writer = writer_for(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n", cached=64)
+    assert writer.take(WITH_USAGE[:cut], ended=False) == b""
+    head, _, body = writer.take(WITH_USAGE[cut:], ended=True).partition(b"\r\n\r\n")
+    assert body == CORRECTED
     assert head.count(b"\r\nContent-Length: ") == 1
-    assert head.endswith(b"\r\nContent-Length: %d" % len(ANEW))
-    assert one.usage() == Usage(2000, 0, 64)
+    assert head.endswith(b"\r\nContent-Length: %d" % len(CORRECTED))
+    assert writer.usage() == Usage(2000, 0, 64)
 
 
-def test_an_answer_too_long_to_be_held_passes() -> None:
+def test_response_too_long_to_buffer_passes_unchanged() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9999999\r\n\r\n"
-    one = answering(head, cached=64)
-    sent = b"".join(one.take(b"x" * 100_000, ended=False) for _ in range(30))
+    writer = writer_for(head, cached=64)
+    sent = b"".join(writer.take(b"x" * 100_000, ended=False) for _ in range(30))
     assert sent.endswith(b"x" * 3_000_000)
-    assert one.take(WITH_USAGE, ended=True) == WITH_USAGE
+    assert writer.take(WITH_USAGE, ended=True) == WITH_USAGE
 
 
-def test_cached_tokens_of_a_stream_are_told_anew() -> None:
-    one = answering(SSE, cached=64)
-    assert one.take(EVENT, ended=False).endswith(EVENT + b"\r\n")
+def test_cached_tokens_of_a_stream_are_corrected() -> None:
+    writer = writer_for(SSE, cached=64)
+    assert writer.take(EVENT, ended=False).endswith(EVENT + b"\r\n")
     last = b"data: " + WITH_USAGE + b"\n\n"
-    sent = one.take(last, ended=True)
+    sent = writer.take(last, ended=True)
     assert b'"cached_tokens":64}' in sent
     assert sent.startswith(b"%x\r\n" % (len(last) - 2))
 
 
-def test_both_workers_of_a_hand_over_are_named() -> None:
-    told = answering(CHUNKED, explain=True, handed=True).take(b"x", ended=False)
-    assert b"X-Route: s0; prefill=p0; reason=short_pool; s0=0.5000\r\n" in told
+def test_route_header_names_both_workers_of_a_handover() -> None:
+    data = writer_for(CHUNKED, explain=True, handover=True).take(b"x", ended=False)
+    assert b"X-Route: s0; prefill=p0; reason=short_pool; s0=0.5000\r\n" in data
 
 
-def test_why_it_was_not_handed_over_is_told() -> None:
-    told = answering(CHUNKED, explain=True, whether="not_worth_it").take(b"x", ended=False)
-    assert b"X-Route: s0; handover=not_worth_it; reason=short_pool; s0=0.5000\r\n" in told
+def test_route_header_names_the_reason_against_a_handover() -> None:
+    data = writer_for(CHUNKED, explain=True, whether="not_worth_it").take(b"x", ended=False)
+    assert b"X-Route: s0; handover=not_worth_it; reason=short_pool; s0=0.5000\r\n" in data

@@ -1,4 +1,4 @@
-"""The states of an exchange: which may follow which."""
+"""The states of an exchange and their transitions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_every_state_may_end_and_can_be_reached(state: ExchangeState) -> None:
     assert state is READING or any(may_follow(before, state) for before in ExchangeState)
 
 
-def test_nothing_follows_the_end_and_no_retry_follows_a_response() -> None:
+def test_done_and_answering_allow_no_retry() -> None:
     assert not any(may_follow(DONE, state) for state in ExchangeState)
     assert [state for state in ExchangeState if may_follow(ExchangeState.ANSWERING, state)] == [
         DONE
     ]
 
 
-async def test_an_exchange_shows_its_state(start: Start) -> None:
+async def test_repr_of_an_exchange_shows_its_state(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     gate = site.hold()
     clients = [await site.send(chat("hi", b"X-Request-Id: %d" % n)) for n in range(2)]

@@ -1,4 +1,4 @@
-"""A response that a worker stores: what refers to it is for that worker, be it up or down."""
+"""Requests that refer to a stored response go to the worker that stores it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.proxy.wire.site import Fake, Site
 PATH = "/v1/responses"
 
 
-async def stored(start: Start) -> tuple[Site, str]:
-    """Have a response stored; return who has it."""
+async def store_response(start: Start) -> tuple[Site, str]:
+    """Store a response; return the name of its worker."""
     site = await start(Fake("w0"), Fake("w1"), router={"retry_budget": 1.0})
     for name, fake in site.fakes.items():
         body = json.dumps({"id": f"resp_{name}", "object": "response", "output": []}).encode()
@@ -25,78 +25,81 @@ async def stored(start: Start) -> tuple[Site, str]:
 
 
 async def ask(site: Site, fields: dict[str, object]) -> Answer:
+    """Send a request to /v1/responses."""
     return await site.ask(request(json.dumps({"model": "tiny"} | fields).encode(), path=PATH))
 
 
-async def go_on(site: Site, holder: str) -> Answer:
-    """Refer to what a worker has stored."""
+async def continue_response(site: Site, holder: str) -> Answer:
+    """Send a request that refers to a worker's stored response."""
     return await ask(site, {"input": "go on", "previous_response_id": f"resp_{holder}"})
 
 
-def asked(site: Site) -> dict[str, int]:
+def request_counts(site: Site) -> dict[str, int]:
     return {name: len(fake.served) for name, fake in site.fakes.items()}
 
 
-async def test_the_worker_that_has_it_is_asked_each_time(start: Start) -> None:
-    site, holder = await stored(start)
+async def test_stored_response_is_requested_from_its_worker(start: Start) -> None:
+    site, holder = await store_response(start)
     for _ in range(6):
-        assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
+        assert (await continue_response(site, holder)).json()["id"] == f"resp_{holder}"
     assert (await site.ask(get(f"{PATH}/resp_{holder}"))).status == 200
     cancel = request(b"", path=f"{PATH}/resp_{holder}/cancel")
     assert (await site.ask(cancel)).status == 200
-    assert asked(site)[holder] == sum(asked(site).values()) == 9
+    assert request_counts(site)[holder] == sum(request_counts(site).values()) == 9
     assert site.fakes[holder].served[-1].path == f"{PATH}/resp_{holder}/cancel"
 
 
 @pytest.mark.parametrize("retrieve", [False, True])
-async def test_while_it_is_down_nobody_else_is_asked(start: Start, retrieve: bool) -> None:
-    """Another would say 404: the client would take what it has for lost."""
-    site, holder = await stored(start)
+async def test_stored_response_of_a_down_worker_gets_503(start: Start, retrieve: bool) -> None:
+    """Another worker's 404 would look as if the response were lost."""
+    site, holder = await store_response(start)
     site.down(holder)
     if retrieve:
         answer = await site.ask(get(f"{PATH}/resp_{holder}"))
     else:
-        answer = await go_on(site, holder)
+        answer = await continue_response(site, holder)
     assert (answer.status, answer.error()["code"]) == (503, "no_worker")
     assert answer.one(b"retry-after") == b"1"
-    assert sum(asked(site).values()) == 1
-    assert (await ask(site, {"input": "hello"})).status == 200  # others are served meanwhile
+    assert sum(request_counts(site).values()) == 1
+    assert (await ask(site, {"input": "hello"})).status == 200  # other requests are served
     site.up(holder)
-    assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
+    assert (await continue_response(site, holder)).json()["id"] == f"resp_{holder}"
 
 
 @pytest.mark.parametrize("second", ['"resp_other"', "null"])
-async def test_a_body_that_names_two_responses_is_refused(start: Start, second: str) -> None:
-    site, holder = await stored(start)
+async def test_body_that_names_two_responses_is_refused(start: Start, second: str) -> None:
+    site, holder = await store_response(start)
     names = f'"previous_response_id": "resp_{holder}", "previous_response_id": {second}'
     body = f'{{"model": "tiny", "input": "go on", {names}}}'.encode()
     answer = await site.ask(request(body, path=PATH))
     assert (answer.status, answer.error()["param"]) == (400, "previous_response_id")
-    assert sum(asked(site).values()) == 1
+    assert sum(request_counts(site).values()) == 1
 
 
-async def test_one_that_drains_is_asked_still(start: Start) -> None:
-    site, holder = await stored(start)
+async def test_stored_response_is_served_by_a_draining_worker(start: Start) -> None:
+    site, holder = await store_response(start)
     site.fleet.roster.drain(holder)
-    assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
+    assert (await continue_response(site, holder)).json()["id"] == f"resp_{holder}"
 
 
 @pytest.mark.parametrize(
     "script",
     [scripts.error(500, "no"), scripts.error(503), scripts.raw(b"HTTP/1.1 200", end="reset")],
 )
-async def test_if_it_fails_no_other_is_tried(start: Start, script: scripts.Script) -> None:
-    site, holder = await stored(start)
+async def test_failed_request_for_a_stored_response_is_not_retried(
+    start: Start, script: scripts.Script
+) -> None:
+    site, holder = await store_response(start)
     site.fakes[holder].then(script)
-    assert (await go_on(site, holder)).status in (500, 502, 503)
+    assert (await continue_response(site, holder)).status in (500, 502, 503)
     other = "w1" if holder == "w0" else "w0"
-    assert asked(site)[other] == 0
+    assert request_counts(site)[other] == 0
 
 
-async def test_once_it_has_left_the_fleet_any_worker_says_that_there_is_none(start: Start) -> None:
-    site, holder = await stored(start)
+async def test_stored_response_of_a_removed_worker_gets_404(start: Start) -> None:
+    site, holder = await store_response(start)
     site.fleet.roster.remove(holder)
     other = "w1" if holder == "w0" else "w0"
     site.fakes[other].then(scripts.error(404, "no such response"))
-    assert (await go_on(site, holder)).status == 404
-    assert asked(site)[other] == 1
+    assert (await continue_response(site, holder)).status == 404
+    assert request_counts(site)[other] == 1

@@ -1,4 +1,4 @@
-"""Whole chunks of a stream, and whole answers, pass as they come; the rest is read as ever."""
+"""Whole chunks and whole responses pass without parsing; all other data is parsed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUTE = next(route for route in ROUTES.values() if route.name == "chat/completio
 
 
 class Transport:
-    """A worker's end that takes everything."""
+    """A worker's transport that accepts everything."""
 
     aborted = False
 
@@ -52,7 +52,7 @@ class Transport:
 
 
 class Client:
-    """Who gets the stream."""
+    """A client that records what it gets."""
 
     writable = True
 
@@ -71,7 +71,7 @@ class Client:
 
 
 class Stream:
-    """One exchange, its worker's connection in the hands of the test."""
+    """One exchange whose worker connection the test feeds."""
 
     def __init__(self) -> None:
         fleet = Fleet()
@@ -90,22 +90,22 @@ class Stream:
         self.exchange = Exchange(wire, self.client, _request(ROUTE), ROUTE)
         self.exchange.start(self.now)
 
-    def read(self, data: bytes) -> None:
-        """Have the worker say something, a moment later."""
+    def receive(self, data: bytes) -> None:
+        """Receive data from the worker 20 ms later."""
         self.now += 0.02
         self.connection.data_received(data)
 
     @property
     def passes(self) -> bool:
-        """Whether the next whole chunk will pass as it is."""
+        """Whether the next whole chunk passes unparsed."""
         return self.connection.fast_path is not None
 
-    def told(self) -> tuple[bytes, int, int, int, int, bool]:
-        """Say all that came of it."""
+    def outcome(self) -> tuple[bytes, int, int, int, int, bool]:
+        """Return everything that the stream changed."""
         record, got = self.exchange.record, self.client.got
         head, _, framed = got.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
-        gaps = sum(each.cumulative()[-1] for each in self.metrics.gaps.values())
+        gaps = sum(series.cumulative()[-1] for series in self.metrics.gaps.values())
         assert gaps <= record.tokens
         assert record.sent_bytes == len(got)
         lease = self.exchange._attempt.lease
@@ -126,7 +126,7 @@ def _request(route: Route) -> Request:
 
 
 def dechunked(framed: bytes) -> bytes:
-    """Read a chunked body as strictly as can be."""
+    """Return the body of strictly parsed chunks."""
     body, last = b"", False
     while framed:
         assert not last
@@ -138,17 +138,17 @@ def dechunked(framed: bytes) -> bytes:
     return body
 
 
-async def passed(pieces: list[bytes], *, opens: bool = True) -> tuple[Any, ...]:
-    """Say what comes of these pieces, with a passage or all of them read."""
+async def outcome_of(pieces: list[bytes], *, fast: bool = True) -> tuple[Any, ...]:
+    """Return the outcome of these pieces, with or without the fast path."""
     stream = Stream()
     for piece in pieces:
-        stream.read(piece)
-        if not opens:
+        stream.receive(piece)
+        if not fast:
             stream.connection.fast_path = None
-    return stream.told()
+    return stream.outcome()
 
 
-def test_a_size_line_is_that_of_the_only_chunk_so_long() -> None:
+def test_size_line_matches_the_only_chunk_of_a_length() -> None:
     lines = {}
     for size in range(1, 1 << 16):
         line = b"%x\r\n" % size
@@ -157,80 +157,80 @@ def test_a_size_line_is_that_of_the_only_chunk_so_long() -> None:
         assert size_line(length) == lines.get(length, b""), length
 
 
-async def test_chunks_pass_as_they_came() -> None:
+async def test_whole_chunks_pass_unparsed() -> None:
     stream = Stream()
-    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
     assert stream.passes
     before = len(stream.client.got)
     for token in TOKENS[1:]:
-        stream.read(scripts.chunk(token))
+        stream.receive(scripts.chunk(token))
         assert stream.passes
     assert stream.client.got[before:] == b"".join(map(scripts.chunk, TOKENS[1:]))
     [gaps] = stream.metrics.gaps.values()
     assert gaps.cumulative()[-1] == len(TOKENS) - 1
     assert gaps.total == pytest.approx(0.02 * (len(TOKENS) - 1))
     assert stream.connection.deadline == stream.now + WireSettings().idle_s
-    stream.read(scripts.chunk(USAGE) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
-    body, *_, outputs, is_over = stream.told()
+    stream.receive(scripts.chunk(USAGE) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+    body, *_, outputs, is_over = stream.outcome()
     assert body == b"".join(TOKENS) + USAGE + scripts.DONE
     assert (outputs, is_over) == (1, True)
     assert not stream.passes
 
 
-async def test_usage_that_passed_by_is_learnt_from() -> None:
+async def test_usage_in_a_passed_chunk_is_learnt() -> None:
     stream = Stream()
-    stream.read(HEAD + scripts.chunk(TOKENS[0]))
-    stream.read(scripts.chunk(USAGE))
-    stream.read(scripts.chunk(scripts.DONE))
+    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
+    stream.receive(scripts.chunk(USAGE))
+    stream.receive(scripts.chunk(scripts.DONE))
     assert stream.passes
-    stream.read(scripts.LAST_CHUNK)
+    stream.receive(scripts.LAST_CHUNK)
     assert stream.metrics.router.sizer.learnt("tiny", ROUTE.name).output == 12
 
 
 @pytest.mark.parametrize(
     "piece",
     [
-        scripts.chunk(TOKENS[1])[:-1],  # not whole
+        scripts.chunk(TOKENS[1])[:-1],  # an incomplete chunk
         scripts.chunk(TOKENS[1])[:-9],
         scripts.chunk(TOKENS[1][:-1]),  # a whole chunk of half an event
-        scripts.chunk(TOKENS[1]) + b"4",  # and the next one's size
-        b"0" + scripts.chunk(TOKENS[1]),  # as no server writes it
+        scripts.chunk(TOKENS[1]) + b"4",  # and the start of the next chunk
+        b"0" + scripts.chunk(TOKENS[1]),  # a leading zero
         scripts.chunk(TOKENS[1]).replace(b"\r\n", b";a=b\r\n", 1),
     ],
 )
-async def test_what_is_no_whole_chunk_of_whole_events_is_read(piece: bytes) -> None:
+async def test_other_pieces_are_parsed(piece: bytes) -> None:
     whole = scripts.chunk(TOKENS[1])
     rest = {
         whole[:-1]: b"\n", whole[:-9]: whole[-9:], whole + b"4": b"\r\nab\n\n\r\n",
         scripts.chunk(TOKENS[1][:-1]): scripts.chunk(b"\n"),
     }.get(piece, b"")  # fmt: skip
     end = scripts.chunk(TOKENS[2]) + scripts.LAST_CHUNK
-    cut = await passed([HEAD + scripts.chunk(TOKENS[0]), piece, rest, end])
-    assert cut == await passed([HEAD + scripts.chunk(TOKENS[0]) + piece + rest + end])
+    cut = await outcome_of([HEAD + scripts.chunk(TOKENS[0]), piece, rest, end])
+    assert cut == await outcome_of([HEAD + scripts.chunk(TOKENS[0]) + piece + rest + end])
 
 
-async def test_a_passage_opens_again() -> None:
+async def test_fast_path_resumes_after_a_split_chunk() -> None:
     stream = Stream()
-    stream.read(HEAD + scripts.chunk(TOKENS[0]))
-    stream.read(scripts.chunk(TOKENS[1])[:20])
+    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
+    stream.receive(scripts.chunk(TOKENS[1])[:20])
     assert not stream.passes
-    stream.read(scripts.chunk(TOKENS[1])[20:])
+    stream.receive(scripts.chunk(TOKENS[1])[20:])
     assert stream.passes
 
 
-async def test_none_opens_for_a_client_that_gets_no_chunks() -> None:
+async def test_fast_path_is_off_for_http_1_0() -> None:
     stream = Stream()
     stream.exchange.request.head.http_1_0 = True
-    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
     assert not stream.passes
 
 
-async def test_none_stays_open_when_the_connection_is_dropped() -> None:
+async def test_fast_path_ends_when_the_client_leaves() -> None:
     stream = Stream()
-    stream.read(HEAD + scripts.chunk(TOKENS[0]))
+    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
     stream.exchange.gone(stream.now)
     got = stream.client.got
-    stream.read(scripts.chunk(TOKENS[1]))
+    stream.receive(scripts.chunk(TOKENS[1]))
     assert stream.client.got == got
 
 
@@ -254,27 +254,27 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-async def test_a_whole_answer_is_as_one_in_pieces(name: str, version: bytes) -> None:
-    told = []
+async def test_whole_response_equals_the_same_in_pieces(name: str, version: bytes) -> None:
+    outcomes = []
     for pieces in (
         [HEADS[name] + WHOLE],
         [HEADS[name], WHOLE],
         [HEADS[name] + WHOLE[:9], WHOLE[9:]],
     ):
         stream = Stream()
-        asked = stream.exchange.request.head
-        asked.http_1_0, asked.keep_alive = version == b"1.0", version == b"1.1"
+        request = stream.exchange.request.head
+        request.http_1_0, request.keep_alive = version == b"1.0", version == b"1.1"
         for piece in pieces:
-            stream.read(piece)
+            stream.receive(piece)
         assert stream.client.is_over
         assert stream.exchange.record.sent_bytes == len(stream.client.got)
         learnt = stream.metrics.router.sizer.learnt("tiny", ROUTE.name)
         [(key, series)] = stream.metrics.requests.items()
-        told.append(
+        outcomes.append(
             (stream.client.got, learnt.outputs, key, series.count, len(stream.metrics.recent))
         )
-    assert told[0] == told[1] == told[2]
-    got, outputs, *_ = told[0]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    got, outputs, *_ = outcomes[0]
     assert got.endswith(b"\r\n\r\n" + WHOLE)
     assert outputs == (name == "json")
 
@@ -287,20 +287,22 @@ EVENTS = [*TOKENS, USAGE, scripts.DONE, b": kept alive\n\n", b"data: \xc3\xa9\r\
     st.lists(st.integers(0, 2000), max_size=12),
     st.booleans(),
 )
-def test_cuts_change_nothing(chunks: list[list[bytes]], cuts: list[int], whole: bool) -> None:
-    """`whole`: each chunk comes alone, and is cut besides; else only the cuts are made."""
+def test_splits_do_not_change_the_outcome(
+    chunks: list[list[bytes]], cuts: list[int], whole: bool
+) -> None:
+    """With `whole`, there is a split after each chunk as well."""
     framed = [scripts.chunk(b"".join(events)) for events in chunks]
     everything = HEAD + b"".join(framed) + scripts.LAST_CHUNK
     places = {len(HEAD), *(cut for cut in cuts if cut < len(everything))}
     if whole:
         at = len(HEAD)
-        for each in framed:
-            at += len(each)
+        for chunk in framed:
+            at += len(chunk)
             places.add(at)
     marks = [0, *sorted(places - {0}), len(everything)]
     pieces = [everything[a:b] for a, b in pairwise(marks)]
 
-    async def both() -> None:
-        assert await passed(pieces) == await passed(pieces, opens=False)
+    async def compare() -> None:
+        assert await outcome_of(pieces) == await outcome_of(pieces, fast=False)
 
-    asyncio.run(both())
+    asyncio.run(compare())

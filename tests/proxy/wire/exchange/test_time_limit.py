@@ -1,4 +1,4 @@
-"""The time that a whole request may take: from its first byte to the last of its answer."""
+"""The time limit of a whole request (`request_s`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.proxy.wire.site import Fake, Site, eventually
 
 LIMIT_S = 50.0
 WIRE = {"request_s": LIMIT_S}
-# Each path with a body for it, and what its client's library reads of an error.
+# Path: its body, and the keys of an error's code.
 PATHS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "/v1/chat/completions": ({"messages": [{"role": "user", "content": "hi"}]}, ("error", "code")),
     "/v1/completions": ({"prompt": "hi"}, ("error", "code")),
@@ -33,15 +33,15 @@ PATHS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-async def late(start: Start, *fakes: Fake, **more: Any) -> Site:
-    """Start a router with the limit, where no time passes but what is skipped."""
+async def start_with_limit(start: Start, *fakes: Fake, **more: Any) -> Site:
+    """Start a router with the time limit whose clock stands still."""
     site = await start(*fakes, wire=WIRE | more)
     site.stand_still()
     return site
 
 
-def counted(site: Site) -> list[tuple[int, str]]:
-    """Return the status and the reason of each request that was counted."""
+def counted_requests(site: Site) -> list[tuple[int, str]]:
+    """Return the status and reason of each counted request."""
     return [
         (key[5], key[4])
         for key, series in site.metrics.requests.items()
@@ -49,8 +49,8 @@ def counted(site: Site) -> list[tuple[int, str]]:
     ]
 
 
-async def is_over(site: Site) -> None:
-    """Wait until a request's time is up: not before."""
+async def exceed_limit(site: Site) -> None:
+    """Check that the request survives 0.9 of its limit, then exceed the limit."""
     site.skip(0.9 * LIMIT_S)
     await site.swept()
     assert len(site.wire.exchanges) == 1
@@ -58,35 +58,35 @@ async def is_over(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_before_an_answer_it_is_the_api_s_504(start: Start, path: str) -> None:
-    site = await late(start)
+async def test_time_limit_before_a_response_gets_504(start: Start, path: str) -> None:
+    site = await start_with_limit(start)
     site.fake.always(scripts.stall)
     client = await site.client()
     fields, (outer, inner) = PATHS[path]
     await client.send(request(json.dumps({"model": "tiny"} | fields).encode(), path=path))
     call = await site.fake.got()
-    await is_over(site)
+    await exceed_limit(site)
     answer = await client.answer()
     assert answer.status == 504
     assert answer.json()[outer][inner] in {"time_limit", "timeout_error"}
     await call.was_lost()
     await site.settled()
-    assert counted(site) == [(504, "time_limit")]
+    assert counted_requests(site) == [(504, "time_limit")]
     site.fake.always(scripts.answer())
-    assert (await client.ask(chat())).status == 200, "the connection goes on"
+    assert (await client.ask(chat())).status == 200, "the connection stays open"
     assert len(site.served()) == 2, "and no other worker was asked"
 
 
-async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
-    site = await late(start)
+async def test_time_limit_ends_a_stream_with_an_error_event(start: Start) -> None:
+    site = await start_with_limit(start)
     shown = scripts.STREAM_HEAD
-    tokens = b"".join(scripts.chunk(scripts.token(each)) for each in "abc")
+    tokens = b"".join(scripts.chunk(scripts.token(token)) for token in "abc")
     site.fake.always(scripts.raw(shown, tokens, gap_s=0.01, end="stall"))
     client = await site.send(chat(stream=True))
     await client.head()
     assert await client.piece()
     call = site.fake.served[0]
-    await is_over(site)
+    await exceed_limit(site)
     events = b""
     while piece := await client.piece():
         events += piece
@@ -95,12 +95,12 @@ async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
     assert b"[DONE]" not in events
     await call.was_lost()
     await site.settled()
-    assert counted(site) == [(504, "time_limit")]
+    assert counted_requests(site) == [(504, "time_limit")]
 
 
 @pytest.mark.parametrize("how", ["expire", "cut"])
-async def test_a_stream_with_its_last_event_is_whole(start: Start, how: str) -> None:
-    site = await late(start)
+async def test_time_limit_after_the_last_event_is_no_error(start: Start, how: str) -> None:
+    site = await start_with_limit(start)
     site.router.tenants.replace([TenantSpec("a")], {sha256(b"sk-vs-a").digest(): "a"})
     shown = scripts.STREAM_HEAD
     events = scripts.token("a"), scripts.usage_event(777, 88), scripts.DONE
@@ -110,7 +110,7 @@ async def test_a_stream_with_its_last_event_is_whole(start: Start, how: str) -> 
     while b"[DONE]" not in await client.piece():
         pass
     if how == "expire":
-        await is_over(site)
+        await exceed_limit(site)
     else:
         [exchange] = site.wire.exchanges
         exchange.cut(site.clock())
@@ -122,23 +122,23 @@ async def test_a_stream_with_its_last_event_is_whole(start: Start, how: str) -> 
     assert (totals.prompt_tokens, totals.output_tokens) == (777, 88)
     assert tenant.unsettled == [0.0] * len(Rank)
     assert tenant.ledger.running == 0
-    assert [status for status, _ in counted(site)] == [200]
+    assert [status for status, _ in counted_requests(site)] == [200]
 
 
-async def test_any_other_answer_that_has_begun_is_broken_off(start: Start) -> None:
-    site = await late(start)
+async def test_time_limit_breaks_off_other_responses(start: Start) -> None:
+    site = await start_with_limit(start)
     part = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"100"))
     site.fake.always(scripts.raw(part, b'{"half":', gap_s=0.01, end="stall"))
     client = await site.send(chat())
     head = await client.head()
-    await is_over(site)
+    await exceed_limit(site)
     with pytest.raises((BrokenError, ConnectionError)):
         await client.body(head)
     await site.settled()
-    assert counted(site) == [(504, "time_limit")]
+    assert counted_requests(site) == [(504, "time_limit")]
 
 
-async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
+async def test_time_limit_ends_a_queued_request(start: Start) -> None:
     site = await start(Fake(max_requests=1), wire=WIRE, router={"queue_wait_s": 10 * LIMIT_S})
     site.stand_still()
     gate = site.fake.hold()
@@ -157,8 +157,8 @@ async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
     assert (await first).status == 200
 
 
-async def test_it_begins_with_the_first_byte_of_the_head(start: Start) -> None:
-    site = await late(start, client_header_s=LIMIT_S)
+async def test_time_limit_starts_at_the_first_byte_of_the_head(start: Start) -> None:
+    site = await start_with_limit(start, client_header_s=LIMIT_S)
     site.fake.always(scripts.stall)
     client, data = await site.client(), chat()
     await client.send(data[:30])
@@ -171,18 +171,18 @@ async def test_it_begins_with_the_first_byte_of_the_head(start: Start) -> None:
     assert (await client.answer()).status == 504
 
 
-async def test_the_next_request_of_a_connection_has_a_time_of_its_own(start: Start) -> None:
-    site = await late(start)
+async def test_time_limit_restarts_for_the_next_request(start: Start) -> None:
+    site = await start_with_limit(start)
     client = await site.client()
-    for _ in range(4):  # the first are read as whole heads, and later ones are known
+    for _ in range(4):  # the first heads are parsed, later ones are cached
         assert (await client.ask(chat())).status == 200
         site.skip(0.6 * LIMIT_S)
         assert (await client.ask(chat("x" * 20_000))).status == 200
-    assert counted(site) == [(200, "only_choice")] * 8
+    assert counted_requests(site) == [(200, "only_choice")] * 8
 
 
-async def test_a_request_that_has_not_arrived_by_then_is_a_408(start: Start) -> None:
-    site = await late(start, client_idle_s=10 * LIMIT_S)
+async def test_time_limit_before_the_whole_body_gets_408(start: Start) -> None:
+    site = await start_with_limit(start, client_idle_s=10 * LIMIT_S)
     client, data = await site.client(), chat("x" * 1000)
     await client.send(data[:-10])
     [connection] = site.wire.clients
@@ -193,67 +193,67 @@ async def test_a_request_that_has_not_arrived_by_then_is_a_408(start: Start) -> 
     site.skip(0.2 * LIMIT_S)
     answer = await client.answer()
     assert (answer.status, answer.error()["code"]) == (408, "time_limit")
-    assert counted(site) == [(408, "time_limit")]
+    assert counted_requests(site) == [(408, "time_limit")]
 
 
-async def test_a_reload_is_for_requests_that_come_after_it(start: Start) -> None:
-    site = await late(start)
+async def test_reload_keeps_the_time_limit_of_running_requests(start: Start) -> None:
+    site = await start_with_limit(start)
     gate = site.fake.hold()
-    asked = asyncio.create_task(site.ask(chat()))
+    asking = asyncio.create_task(site.ask(chat()))
     await site.fake.got(1)
 
     site.wire.reconfigure(replace(site.wire.settings, request_s=None))
     site.skip(1.1 * LIMIT_S)
-    answer = await asked
+    answer = await asking
     assert answer.status == 504
     assert f"{LIMIT_S:g} s" in answer.error()["message"]
     gate.set()
 
 
-async def test_a_client_that_reads_nothing_holds_no_worker_beyond_it(start: Start) -> None:
-    site = await late(start, idle_s=100 * LIMIT_S)
+async def test_time_limit_holds_for_a_client_that_does_not_read(start: Start) -> None:
+    site = await start_with_limit(start, idle_s=100 * LIMIT_S)
     site.fake.always(scripts.stream(50_000, text="x" * 1000))
     client = await site.send(chat(stream=True), rcvbuf=4096, limit=1 << 12)
-    await eventually(lambda: any(not each.writable for each in site.wire.clients))
-    await is_over(site)
+    await eventually(lambda: any(not client.writable for client in site.wire.clients))
+    await exceed_limit(site)
     await site.settled()
-    assert counted(site) == [(504, "time_limit")]
+    assert counted_requests(site) == [(504, "time_limit")]
     client.close()
 
 
-# Hand-overs: the blocks of the prefill are given back as where a client leaves
+# Hand-overs
 
 
 @pytest.fixture
 async def here(start: Start) -> Pairs:
-    """Start prefill and decode workers behind the limit."""
+    """Start prefill and decode workers with the time limit."""
     here = await pairs(start, prefills=1, decodes=1, wire=WIRE)
     here.site.stand_still()
     return here
 
 
-async def ends(here: Pairs) -> int:
-    """Let a request's time pass; return the status of its answer."""
+async def exceed_limit_of_handover(here: Pairs) -> int:
+    """Exceed the time limit of the request; return the status of its response."""
     [client] = here.site.clients
     here.site.skip(1.1 * LIMIT_S)
     answer = await client.answer()
     here.site.stands_at = None
     here.site.skip(ABANDONED_GRACE_S)
     await here.settled()
-    assert counted(here.site) == [(504, "time_limit")]
+    assert counted_requests(here.site) == [(504, "time_limit")]
     return answer.status
 
 
-async def test_in_the_prefill_both_legs_end(here: Pairs) -> None:
-    here.kv.wrong("p0", Faults(before=scripts.stall))
+async def test_time_limit_in_the_prefill_leg_ends_the_handover(here: Pairs) -> None:
+    here.kv.inject("p0", Faults(before=scripts.stall))
     await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
-    assert await ends(here) == 504
+    assert await exceed_limit_of_handover(here) == 504
     await call.was_lost()
     assert here.legs() == ["prefill p0"]
 
 
-async def test_before_the_decode_leg_is_connected_the_blocks_are_freed(start: Start) -> None:
+async def test_time_limit_before_the_decode_leg_connects_releases_blocks(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2, wire=WIRE | {"connect_s": 10 * LIMIT_S})
     here.site.stand_still()
     body = chat_body()
@@ -262,6 +262,6 @@ async def test_before_the_decode_leg_is_connected_the_blocks_are_freed(start: St
     await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
-    assert await ends(here) == 504
+    assert await exceed_limit_of_handover(here) == 504
     assert here.kv.ends() == ["released"]
     await victim.wake()

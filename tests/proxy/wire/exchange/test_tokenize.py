@@ -1,4 +1,4 @@
-"""A worker's count of a prompt's tokens."""
+"""Token counts requested from a worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from proxy.wire.exchange import tokenize as module
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
-pytestmark = pytest.mark.plain("in place of a connection, a class of its own")
+pytestmark = pytest.mark.plain("a class of its own instead of a connection")
 
 
 class Connection:
-    """One that can be dropped."""
+    """A connection that records its drop."""
 
     dropped = False
 
@@ -23,8 +23,8 @@ class Connection:
         self.dropped = True
 
 
-class Question:
-    """A question, and what came of it."""
+class CountRequest:
+    """A request for a count, and its result."""
 
     def __init__(self, status: int = 200) -> None:
         self.found: list[tuple[float, int | None]] = []
@@ -50,34 +50,38 @@ class Question:
         (500, b'{"count": 5}', None),
     ],
 )
-def test_an_answer_in_two_pieces(status: int, answer: bytes, count: int | None) -> None:
-    asked = Question(status)
-    asked.count.received(2.0, answer[:4], ended=False)
-    assert asked.found == []
-    asked.count.received(3.0, answer[4:], ended=True)
-    assert asked.found == [(3.0, count)]
-    assert asked.count.connection is None
-    assert not asked.connection.dropped
+def test_count_is_read_from_two_pieces(status: int, answer: bytes, count: int | None) -> None:
+    request = CountRequest(status)
+    request.count.received(2.0, answer[:4], ended=False)
+    assert request.found == []
+    request.count.received(3.0, answer[4:], ended=True)
+    assert request.found == [(3.0, count)]
+    assert request.count.connection is None
+    assert not request.connection.dropped
 
 
-def test_an_answer_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_response_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 10)
-    asked = Question()
-    asked.count.received(2.0, b"x" * 10, ended=False)
-    assert asked.found == []
-    asked.count.received(3.0, b"x", ended=False)
-    assert asked.found == [(3.0, None)]
-    assert asked.connection.dropped
+    request = CountRequest()
+    request.count.received(2.0, b"x" * 10, ended=False)
+    assert request.found == []
+    request.count.received(3.0, b"x", ended=False)
+    assert request.found == [(3.0, None)]
+    assert request.connection.dropped
 
 
-def test_no_answer() -> None:
-    late, lost, dropped = Question(), Question(), Question()
+def test_late_lost_and_dropped_requests_return_no_count() -> None:
+    late, lost, dropped = CountRequest(), CountRequest(), CountRequest()
     assert late.count.extra_wait_s(9.0) == 0.0
     late.count.expire(9.0)
     lost.count.lost(4.0, WorkerError.RESET)
     dropped.count.drop()
     assert (late.found, lost.found, dropped.found) == ([(9.0, None)], [(4.0, None)], [])
-    assert [each.connection.dropped for each in (late, lost, dropped)] == [True, False, True]
+    assert [request.connection.dropped for request in (late, lost, dropped)] == [
+        True,
+        False,
+        True,
+    ]
     assert lost.count.connection is None
     lost.count.drop()
     assert not lost.connection.dropped

@@ -1,4 +1,4 @@
-"""A client that reads no answers: it is not read from either, and nothing of it is kept long."""
+"""Clients that do not read their responses."""
 
 from __future__ import annotations
 
@@ -9,69 +9,69 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Client, chat, get, request
 from tests.proxy.wire.site import Site, eventually
 
-ASKED = 400
+REQUESTS = 400
 LARGE = request(b'{"model":"tiny","prompt":"' + b"x" * (8 << 20) + b'"}', path="/v1/completions")
 
 
-async def deaf(site: Site) -> tuple[Client, ClientConnection]:
-    """Ask for more than fits into sockets, read nothing, and wait until the router feels it."""
+async def start_unread_client(site: Site) -> tuple[Client, ClientConnection]:
+    """Send more requests than sockets can answer, read nothing, and wait until writes stall."""
     client = await site.client(limit=1024, rcvbuf=4096)
-    (theirs,) = site.wire.clients
-    for _ in range(ASKED):
+    (connection,) = site.wire.clients
+    for _ in range(REQUESTS):
         client.writer.write(get("/metrics"))
-    await eventually(lambda: not theirs.writable)
-    return client, theirs
+    await eventually(lambda: not connection.writable)
+    return client, connection
 
 
 @pytest.mark.parametrize("more", [LARGE, get("/health") * 20_000], ids=["bodies", "heads"])
-async def test_it_is_not_read_from(site: Site, more: bytes) -> None:
-    client, theirs = await deaf(site)
+async def test_client_that_does_not_read_is_not_read_from(site: Site, more: bytes) -> None:
+    client, connection = await start_unread_client(site)
     client.writer.write(more * 3)
-    await eventually(lambda: theirs in site.wire.unread)
-    assert not theirs._transport.is_reading()
-    assert theirs._reader._body_charge.size < 1 << 20
-    assert sum(len(each.body) for each in theirs._reader.ready) < 1 << 20
-    assert (await site.ask(chat("hi"))).status == 200, "others are"
-    assert not theirs._transport.is_reading()
+    await eventually(lambda: connection in site.wire.unread)
+    assert not connection._transport.is_reading()
+    assert connection._reader._body_charge.size < 1 << 20
+    assert sum(len(request.body) for request in connection._reader.ready) < 1 << 20
+    assert (await site.ask(chat("hi"))).status == 200, "other clients are served"
+    assert not connection._transport.is_reading()
 
 
-async def test_once_it_reads_it_has_all_its_answers_in_turn(site: Site) -> None:
-    client, theirs = await deaf(site)
+async def test_client_that_reads_again_gets_all_responses_in_order(site: Site) -> None:
+    client, connection = await start_unread_client(site)
     client.writer.write(chat("x" * 20_000) + get("/nowhere"))
-    await eventually(lambda: theirs in site.wire.unread)
+    await eventually(lambda: connection in site.wire.unread)
     client.read_on()
-    for _ in range(ASKED):
+    for _ in range(REQUESTS):
         assert (await client.answer()).body.startswith(b"# HELP")
     assert (await client.answer()).status == 200
     assert (await client.answer()).status == 404
-    assert theirs not in site.wire.unread
+    assert connection not in site.wire.unread
     assert site.wire.collecting.held == 0
 
 
-async def test_it_is_given_up_in_time_without_a_word(start: Start) -> None:
+async def test_client_that_does_not_read_is_dropped_after_idle_s(start: Start) -> None:
     site = await start(wire={"idle_s": 100.0})
-    client, theirs = await deaf(site)
+    client, connection = await start_unread_client(site)
     client.writer.write(LARGE)
-    await eventually(lambda: theirs in site.wire.unread)
+    await eventually(lambda: connection in site.wire.unread)
     site.skip(101.0)
     await eventually(lambda: not site.wire.clients)
-    assert not theirs._reader.ready
+    assert not connection._reader.ready
     assert site.wire.collecting.held == 0
 
 
-async def test_what_it_asked_goes_with_it(site: Site) -> None:
-    client, theirs = await deaf(site)
-    await eventually(lambda: theirs in site.wire.unread)
-    assert theirs._reader.ready
+async def test_pending_requests_are_dropped_with_their_client(site: Site) -> None:
+    client, connection = await start_unread_client(site)
+    await eventually(lambda: connection in site.wire.unread)
+    assert connection._reader.ready
     assert site.wire.collecting.held > 0
     client.reset()
     await eventually(lambda: not site.wire.clients)
-    assert not theirs._reader.ready
+    assert not connection._reader.ready
     assert site.wire.collecting.held == 0
 
 
-async def test_what_waits_for_its_turn_is_of_what_is_held(start: Start) -> None:
-    """However many heads fit into what is read ahead of a slow answer: they are large once read."""
+async def test_pipelined_requests_count_towards_max_collected_bytes(start: Start) -> None:
+    """Heads read ahead of a slow response grow when they are parsed."""
     site = await start(wire={"max_collected_bytes": 400 << 10, "max_body_bytes": 100 << 10})
     gate = site.fake.hold()
     few, many = await site.client(), await site.client()
@@ -86,8 +86,8 @@ async def test_what_waits_for_its_turn_is_of_what_is_held(start: Start) -> None:
     assert (await many.answer()).status == 200
     refused = await many.answer()
     assert (refused.status, refused.one(b"x-request-id")) == (503, b"mine")
-    told = refused.json()
-    assert told["error"]["message"].startswith("Too many large requests")
-    assert (told["error"]["type"], told["request_id"]) == ("overloaded_error", "mine")
+    error = refused.json()
+    assert error["error"]["message"].startswith("Too many large requests")
+    assert (error["error"]["type"], error["request_id"]) == ("overloaded_error", "mine")
     assert await many.closed() == b""
     assert site.wire.collecting.held == 0

@@ -1,4 +1,4 @@
-"""What a stream says before anything was generated, and what comes of it in a hand-over."""
+"""The opening of a stream, before its first token, in a hand-over."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ def body_of(path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", OPENINGS)
-def test_an_opening_tells_nothing_however_much_of_it_is_there(path: str) -> None:
+def test_opening_or_part_of_it_is_no_result(path: str) -> None:
     whole = OPENINGS[path]
     assert all(first_token.find_result(whole[:end]) == -1 for end in range(1, len(whole) + 1))
     assert first_token.find_result(whole.replace(b"\n", b"\r\n")) == -1
-    for tells in (ERRORS[path], DELTA, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'):
-        assert first_token.find_result(whole + tells) == len(whole)
+    for result in (ERRORS[path], DELTA, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'):
+        assert first_token.find_result(whole + result) == len(whole)
     assert first_token.says_failed(whole + ERRORS[path])
     assert not first_token.says_failed(whole + DELTA)
     assert not first_token.says_failed(whole)
 
 
 @pytest.mark.parametrize("text", [b"{", b'{"error": 1}', b"<html>"])
-def test_what_is_no_stream_is_not_held(text: bytes) -> None:
+def test_other_bodies_than_streams_are_a_result(text: bytes) -> None:
     assert first_token.find_result(text) == 0
     assert not first_token.says_failed(text)
 
 
 @pytest.mark.parametrize("path", OPENINGS)
 @pytest.mark.parametrize("end", ["error", "error alone", "reset", "close"])
-async def test_a_failure_after_the_opening_begins_anew(start: Start, path: str, end: str) -> None:
+async def test_failure_after_the_opening_is_retried(start: Start, path: str, end: str) -> None:
     here = await pairs(start, prefills=1)
     pieces = [] if end == "error alone" else [chunk(OPENINGS[path])]
     if fails := end.startswith("error"):
         pieces += [chunk(ERRORS[path]), LAST_CHUNK]
     failing = scripts.raw(STREAM, *pieces, gap_s=0.02, end="keep" if fails else end)
-    here.kv.wrong("decode", Faults(during=failing))
+    here.kv.inject("decode", Faults(during=failing))
     answer = await ask(here, body_of(path), path=path)
     assert answer.status == 200
     assert b"no blocks" not in answer.body
@@ -75,41 +75,41 @@ async def test_a_failure_after_the_opening_begins_anew(start: Start, path: str, 
 
 
 @pytest.mark.parametrize("path", OPENINGS)
-async def test_an_opening_does_not_show_that_blocks_were_read(start: Start, path: str) -> None:
+async def test_opening_does_not_stop_the_lease_timeout(start: Start, path: str) -> None:
     here = await pairs(start, prefills=1)
 
     async def hang(call: Call) -> None:
         await call.send(STREAM + chunk(OPENINGS[path]))
         await scripts.stall(call)
 
-    here.kv.wrong("decode", Faults(during=hang))
+    here.kv.inject("decode", Faults(during=hang))
     client = await here.send(body_of(path), path=path)
-    await eventually(lambda: any(each._early for each in handings(here)))
-    here.site.skip(26.5)  # of 30 s that the blocks are kept
+    await eventually(lambda: any(handover._early for handover in handovers(here)))
+    here.site.skip(26.5)  # the blocks are kept for 30 s
     assert (await client.answer()).body.endswith(scripts.DONE)
     await here.settled()
     assert here.site.metrics.handovers.ends["late_failed"] == 1
 
 
-def handings(here: Pairs) -> list[TwoLegExchange]:
-    attempts = [each._attempt for each in here.site.wire.exchanges]
-    return [each.handover for each in attempts if each is not None and each.handover is not None]
+def handovers(here: Pairs) -> list[TwoLegExchange]:
+    attempts = [exchange._attempt for exchange in here.site.wire.exchanges]
+    return [a.handover for a in attempts if a is not None and a.handover is not None]
 
 
 @pytest.mark.parametrize("path", OPENINGS)
-async def test_an_opening_passes_with_what_follows_it(start: Start, path: str) -> None:
+async def test_opening_passes_with_the_first_token(start: Start, path: str) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
     start_of, kind = DELTAS.get(path, (b"", ""))
     delta = start_of + scripts.event({"type": kind, "delta": "x"}) if kind else scripts.token("x")
 
-    async def slowly(call: Call) -> None:
+    async def send_slowly(call: Call) -> None:
         await call.send(STREAM + chunk(OPENINGS[path]))
         await call.send(chunk(delta))
         await rest.wait()
         await call.send(LAST_CHUNK)
 
-    here.kv.wrong("d0", Faults(during=slowly))
+    here.kv.inject("d0", Faults(during=send_slowly))
     client = await here.send(body_of(path), path=path)
     head = await client.head()
     rest.set()

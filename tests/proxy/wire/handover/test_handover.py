@@ -1,4 +1,4 @@
-"""One request, two workers: the bodies of both legs, and an answer as from one."""
+"""A request on two workers: the bodies of both legs and the response."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
 
 
 def raw_members(body: bytes) -> dict[bytes, bytes]:
-    """Return a body's members as they are written, in order."""
+    """Return a body's members as written, in order."""
     return {member.name: body[member.value : member.end] for member in members(body)}
 
 
-async def both_legs(start: Start, body: bytes, path: str = CHAT) -> tuple[Call, Call]:
-    """Hand a request over and return what was sent."""
+async def send_legs(start: Start, body: bytes, path: str = CHAT) -> tuple[Call, Call]:
+    """Hand a request over; return both legs."""
     here = await pairs(start, prefills=1, decodes=1)
     answer = await ask(here, body, b"X-Request-Id: mine", path=path)
     assert words(answer) == expected(body)
@@ -37,7 +37,9 @@ async def both_legs(start: Start, body: bytes, path: str = CHAT) -> tuple[Call, 
 
 @pytest.mark.parametrize("path", MAKERS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: bool) -> None:
+async def test_handover_response_equals_that_of_one_worker(
+    start: Start, path: str, stream: bool
+) -> None:
     here = await pairs(start)
     for _ in range(5):
         body = MAKERS[path](stream=stream)
@@ -46,7 +48,7 @@ async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: 
     assert here.kv.ends() == ["read"] * 5
     assert here.site.metrics.handovers.tokens["tiny"] > 0
     assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
-    seen = [set(each.seen) for each in here.site.metrics.phases.values()]
+    seen = [set(phase.seen) for phase in here.site.metrics.phases.values()]
     wanted = [{"queue", "prefill_leg", "transfer", "decode"}] if stream else [set()]
     assert seen == wanted
 
@@ -59,23 +61,25 @@ ODD = (
 )
 
 
-async def test_all_bytes_but_those_of_the_hand_over_are_the_clients(start: Start) -> None:
-    prefill, decode = await both_legs(start, ODD)
-    theirs, first, second = map(raw_members, (ODD, prefill.body, decode.body))
+async def test_legs_keep_the_clients_bytes_except_transfer_fields(start: Start) -> None:
+    prefill, decode = await send_legs(start, ODD)
+    original, first, second = map(raw_members, (ODD, prefill.body, decode.body))
     changed = {b"max_tokens": b"1", b"stream": b"false", b"min_tokens": b"1"}
-    added = set(first) - set(theirs)
+    added = set(first) - set(original)
     assert added <= {b"kv_transfer_params", b"max_completion_tokens"}
     assert {name: first[name] for name in first if name not in added} == {
-        name: changed.get(name, text) for name, text in theirs.items() if name != b"stream_options"
+        name: changed.get(name, text)
+        for name, text in original.items()
+        if name != b"stream_options"
     }
-    assert set(second) - set(theirs) == {b"kv_transfer_params"}
+    assert set(second) - set(original) == {b"kv_transfer_params"}
     end = ODD.rindex(b"}")
     at = decode.body.rindex(b"}")
     assert decode.body[at:] == ODD[end:]
     assert decode.body.startswith(ODD[:end].rstrip())
 
 
-async def test_both_legs_have_the_headers_and_one_id(start: Start) -> None:
+async def test_both_legs_have_the_headers_and_the_same_id(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     trace = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = (b"X-Request-Id: mine", b"Authorization: Bearer theirs", trace, b"X-Other: kept")
@@ -86,7 +90,7 @@ async def test_both_legs_have_the_headers_and_one_id(start: Start) -> None:
         for header in headers:
             name, _, value = header.partition(b": ")
             assert call.all(name) == [value]
-    await here.serves()
+    await here.check_served()
     first, second = (call.all(b"x-request-id") for call in here.site.served()[2:])
     assert first == second != [b"mine"]
     assert len(first) == 1
@@ -112,7 +116,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "fields"), WHOLE)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_cannot_be_split_is_served_whole(
+async def test_request_that_cannot_be_split_is_served_whole(
     start: Start, path: str, fields: dict[str, Any], stream: bool
 ) -> None:
     here = await pairs(start)
@@ -134,7 +138,9 @@ OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", OTHER_ROUTES)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_other_routes_have_other_fields(start: Start, path: str, stream: bool) -> None:
+async def test_other_routes_use_their_own_limit_field(
+    start: Start, path: str, stream: bool
+) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     limit, fields = OTHER_ROUTES[path]
     body = json.dumps({"model": "tiny", **fields, limit: 4, "stream": stream}).encode()
@@ -147,7 +153,7 @@ async def test_other_routes_have_other_fields(start: Start, path: str, stream: b
     assert prefill["stream"] is False
     stored: set[str] = {"store"} if path == "/v1/responses" else set()
     assert set(prefill) - set(fields) == {"model", limit, "stream", "kv_transfer_params"} | stored
-    assert not prefill.get("store")  # nobody will ask for what it would store
+    assert not prefill.get("store")  # no client knows the ID of a prefill
     assert decode.pop("kv_transfer_params")
     assert decode == json.loads(body)
 
@@ -161,7 +167,9 @@ async def test_other_routes_have_other_fields(start: Start, path: str, stream: b
         ("/inference/v1/generate", {"token_ids": [1] * 300, "sampling_params": {"n": 1}}),
     ],
 )
-async def test_other_routes_served_whole(start: Start, path: str, fields: dict[str, Any]) -> None:
+async def test_routes_without_handover_are_served_whole(
+    start: Start, path: str, fields: dict[str, Any]
+) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     body = json.dumps({"model": "tiny", "input": "z" * 300, **fields}).encode()
     assert (await ask(here, body, path=path)).status == 200
@@ -170,7 +178,7 @@ async def test_other_routes_served_whole(start: Start, path: str, fields: dict[s
 
 
 @pytest.mark.parametrize(
-    "steers",
+    "field",
     [
         b'"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "10.0.0.1"}',
         b'"kv_transfer\\u005fparams": {"do_remote_decode": true}',
@@ -181,34 +189,36 @@ async def test_other_routes_served_whole(start: Start, path: str, fields: dict[s
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/inference/v1/generate"])
-async def test_a_client_steers_no_transfer(start: Start, steers: bytes, path: str) -> None:
+async def test_transfer_fields_of_a_client_are_refused(
+    start: Start, field: bytes, path: str
+) -> None:
     here = await pairs(start)
-    body = chat_body()[:-1] + b", " + steers + b"}"
+    body = chat_body()[:-1] + b", " + field + b"}"
     answer = await ask(here, body, path=path)
     assert answer.status == 400
     assert "transfer_params" in answer.error()["message"]
     assert here.legs() == []
 
 
-async def test_null_steers_nothing_and_is_replaced(start: Start) -> None:
+async def test_null_transfer_params_are_replaced(start: Start) -> None:
     here = await pairs(start)
-    await here.serves(kv_transfer_params=None)
+    await here.check_served(kv_transfer_params=None)
     assert here.kv.ends() == ["read"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_one_prompt_twice_at_once_is_prefilled_twice(start: Start, stream: bool) -> None:
-    """The decode worker has nothing of it until the first has come there; then it has."""
+async def test_concurrent_equal_prompts_are_prefilled_twice(start: Start, stream: bool) -> None:
+    """The decode worker has the prompt's prefix only after the first transfer."""
     here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
     body = chat_body(stream=stream, messages=[{"role": "user", "content": "z" * 8000}])
     first, rest = here.site.fakes["p0"], asyncio.Event()
     usual = first.script_for
 
-    async def slowly(call: Call) -> None:
+    async def prefill_slowly(call: Call) -> None:
         await rest.wait()
         await usual(call)(call)
 
-    first.then(slowly, slowly)
+    first.then(prefill_slowly, prefill_slowly)
     clients = [await here.site.client() for _ in range(2)]
     for client in clients:
         await client.send(request(body))
@@ -217,47 +227,48 @@ async def test_one_prompt_twice_at_once_is_prefilled_twice(start: Start, stream:
     for client in clients:
         assert words(await client.answer()) == expected(body)
         client.close()
-    await here.serves(body)
+    await here.check_served(body)
     assert sorted(here.legs()[:4]) == ["decode d0"] * 2 + ["prefill p0"] * 2
     assert here.legs()[4:] == ["whole d0"]
 
 
-# What a client may not say, whatever the fleet
+# Transfer fields of clients
 
-STEERING_ID = b"___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
-READ_ME = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
+ADDRESS_ID = b"___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
+REMOTE_PARAMS = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
 
 
-def steering_body(**fields: Any) -> bytes:
-    messages = [{"role": "user", "content": "kv_transfer_params, said a prompt"}]
+def body_with(**fields: Any) -> bytes:
+    """Return a chat's body with these fields and a prompt that quotes a transfer field."""
+    messages = [{"role": "user", "content": "kv_transfer_params in a prompt"}]
     return json.dumps({"model": "tiny", "messages": messages} | fields).encode()
 
 
-async def test_an_operator_may_allow_it(start: Start) -> None:
+async def test_allow_client_kv_transfer_passes_the_fields(start: Start) -> None:
     site = await start(router={"allow_client_kv_transfer": True})
-    sent = steering_body(kv_transfer_params=READ_ME)
-    assert (await site.ask(request(sent, b"X-Request-Id: " + STEERING_ID))).status == 200
+    body = body_with(kv_transfer_params=REMOTE_PARAMS)
+    assert (await site.ask(request(body, b"X-Request-Id: " + ADDRESS_ID))).status == 200
     [call] = site.served()
-    assert call.body == sent
-    assert call.all(b"x-request-id") == [STEERING_ID]
+    assert call.body == body
+    assert call.all(b"x-request-id") == [ADDRESS_ID]
 
 
-async def test_where_it_is_allowed_it_is_served_whole(start: Start) -> None:
+async def test_request_with_allowed_transfer_fields_is_served_whole(start: Start) -> None:
     here = await pairs(start, allow_client_kv_transfer=True)
-    sent = chat_body(kv_transfer_params={"do_remote_decode": False})
-    assert (await ask(here, sent)).status == 200
+    body = chat_body(kv_transfer_params={"do_remote_decode": False})
+    assert (await ask(here, body)).status == 200
     assert here.kinds() == ["whole"]
 
 
-async def test_an_id_that_names_addresses_is_replaced(site: Site) -> None:
-    answer = await site.ask(request(steering_body(), b"X-Request-Id: " + STEERING_ID))
+async def test_request_id_that_names_addresses_is_replaced(site: Site) -> None:
+    answer = await site.ask(request(body_with(), b"X-Request-Id: " + ADDRESS_ID))
     [call] = site.served()
     [own] = call.all(b"x-request-id")
     assert b"addr" not in own
     assert answer.one(b"x-request-id") == own
 
 
-async def test_prefill_workers_alone_are_not_ready(start: Start) -> None:
+async def test_router_with_prefill_workers_alone_is_not_ready(start: Start) -> None:
     site = await start(Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, up=False))
     assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 503
     site.up("d0")

@@ -1,7 +1,6 @@
-"""A decode worker that is no longer what it was when the prefill is done.
+"""Decode workers that change between the two legs.
 
-It was chosen before the prefill, which may have taken half a minute. What the prefill left behind
-was not used yet, and is there for any decode worker.
+The transfer parameters are unused then, and any decode worker may use them.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from tests.proxy.wire.site import Fake, Site
 Change = Callable[[Site, str], object]
 
 
-def breaks(site: Site, name: str) -> None:
+def break_worker(site: Site, name: str) -> None:
     for _ in range(3):
         site.fleet.health.failed(site.worker(name), site.clock())
 
 
 CHANGES: dict[str, Change] = {
     "down": lambda site, name: site.down(name),
-    "broken": breaks,
+    "broken": break_worker,
     "draining": lambda site, name: site.fleet.roster.drain(name),
     "gone": lambda site, name: site.fleet.roster.remove(name),
 }
 
 
-async def meanwhile(here: Pairs, body: bytes, change: Change) -> tuple[Answer, str]:
-    """Ask, and let something happen to the decode worker while the prefill runs."""
+async def send_with_change(here: Pairs, body: bytes, change: Change) -> tuple[Answer, str]:
+    """Send a request, and change its decode worker while the prefill runs."""
     fake = here.site.fakes["p0"]
     victim, rest = here.victim(Role.DECODE, body).name, asyncio.Event()
 
@@ -53,59 +52,61 @@ async def meanwhile(here: Pairs, body: bytes, change: Change) -> tuple[Answer, s
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("how", CHANGES)
-async def test_another_decode_worker_takes_over(start: Start, how: str, stream: bool) -> None:
-    here = await pairs(start, prefills=1, decodes=2, max_attempts=1)  # it costs no retry
+@pytest.mark.parametrize("change", CHANGES)
+async def test_another_decode_worker_takes_the_leg(start: Start, change: str, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=2, max_attempts=1)  # no retry is spent
     body = chat_body(stream=stream)
-    answer, victim = await meanwhile(here, body, CHANGES[how])
+    answer, victim = await send_with_change(here, body, CHANGES[change])
     assert words(answer) == expected(body)
     await here.settled()
     other = "d1" if victim == "d0" else "d0"
     assert here.legs() == ["prefill p0", f"decode {other}"]
     assert here.kv.ends() == ["read"]
     assert here.site.metrics.handovers.ends == {"prefilled": 1, "transferred": 1}
-    [told] = here.site.metrics.recent.newest(1)
-    assert (told.prefill_worker, told.worker) == ("p0", other)
+    [record] = here.site.metrics.recent.newest(1)
+    assert (record.prefill_worker, record.worker) == ("p0", other)
 
 
-@pytest.mark.parametrize("how", ["down", "broken"])
-async def test_without_another_decode_worker_it_begins_anew(start: Start, how: str) -> None:
+@pytest.mark.parametrize("change", ["down", "broken"])
+async def test_request_is_served_whole_without_another_decode_worker(
+    start: Start, change: str
+) -> None:
     here = await pairs(start, Fake("s0", Role.SHORT, up=False), prefills=1, decodes=1)
 
-    def change(site: Site, name: str) -> None:
+    def with_short_worker(site: Site, name: str) -> None:
         site.up("s0")
         site.fleet.roster.set_served("s0", ("tiny",), 16384)
-        CHANGES[how](site, name)
+        CHANGES[change](site, name)
 
     body = chat_body()
-    answer, _ = await meanwhile(here, body, change)
+    answer, _ = await send_with_change(here, body, with_short_worker)
     assert words(answer) == expected(body)
-    await here.settled(left=1)  # nobody is there who could give them back
+    await here.settled(left=1)  # no worker can release them
     assert here.legs() == ["prefill p0", "whole s0"]
     ends = here.site.metrics.handovers.ends
     assert ends == {"prefilled": 1, "given_up": 1, "left_to_expire": 1}
 
 
-@pytest.mark.parametrize("how", ["down", "draining", "gone"])
-async def test_where_there_is_nobody_else_it_goes_where_it_was_to(start: Start, how: str) -> None:
-    """Its probes may be wrong; and a worker that drains finishes what it was given."""
+@pytest.mark.parametrize("change", ["down", "draining", "gone"])
+async def test_only_decode_worker_gets_the_leg_in_any_state(start: Start, change: str) -> None:
+    """Its probes may be wrong, and a draining worker finishes its requests."""
     here = await pairs(start, prefills=1, decodes=1)
     body = chat_body()
-    answer, _ = await meanwhile(here, body, CHANGES[how])
+    answer, _ = await send_with_change(here, body, CHANGES[change])
     assert words(answer) == expected(body)
     await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_one_that_would_fetch_it_too_late_is_spared(start: Start) -> None:
-    """What it has been given meanwhile comes first."""
+async def test_transfer_that_would_be_too_late_is_given_up(start: Start) -> None:
+    """The decode worker got much other work during the prefill."""
     here = await pairs(start, prefills=1, decodes=1, transfer_within_s=24.0)
 
     def change(site: Site, name: str) -> None:
         site.worker(name).foreign_tokens = 1e9
 
     body = chat_body()
-    answer, _ = await meanwhile(here, body, change)
+    answer, _ = await send_with_change(here, body, change)
     assert words(answer) == expected(body)
     await here.settled()
     assert sorted(here.legs()) == ["prefill p0", "release d0", "whole d0"]
@@ -113,13 +114,13 @@ async def test_one_that_would_fetch_it_too_late_is_spared(start: Start) -> None:
     assert ends == {"prefilled": 1, "given_up": 1, "released": 1}
 
 
-async def test_where_a_prefill_is_told_who_comes_nobody_else_does(start: Start) -> None:
+async def test_prefill_bound_to_a_decode_worker_is_not_moved(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2)
     connector = here.site.wire.connector
     assert connector is not None
     connector.names_decode = True  # type: ignore[misc]
     body = chat_body()
-    answer, victim = await meanwhile(here, body, CHANGES["down"])
+    answer, victim = await send_with_change(here, body, CHANGES["down"])
     assert words(answer) == expected(body)
     await here.settled()
     other = "d1" if victim == "d0" else "d0"

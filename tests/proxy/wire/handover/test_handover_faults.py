@@ -1,8 +1,8 @@
-"""What a client sees of a worker that fails during a hand-over, and what becomes of the blocks.
+"""Failures during a hand-over: what the client gets, and what happens to the blocks.
 
-Two prefill and two decode workers; the one that would serve the request fails once, the others are
-well. `TABLE` says for each way and moment of failing what is expected. In every case parameters are
-used at most once, blocks are freed, and nothing is left of the request.
+There are two prefill and two decode workers. The worker that would serve the request fails once.
+`TABLE` has the outcome for each kind and moment of failure. In every case, parameters are used at
+most once, blocks are freed, and nothing is left of the request.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.proxy.wire.site import eventually
 
 P, D = Role.PREFILL, Role.DECODE
 BEFORE, DURING, AFTER = "before", "during", "after"
-# What the client gets: the whole answer; an answer that visibly ends early; the worker's own 400.
+# What the client gets: the whole response, a visibly broken one, or the worker's own 400.
 WHOLE, TORN, THEIR_400 = "whole", "torn", "400"
 
-# How it fails             before     during     after      ... the worker's part of a request
+# Failure                  before     during     after      ... the worker's part of a request
 TABLE: dict[tuple[str, Role], tuple[str, str, str]] = {
     ("refuse", P):         (WHOLE,     WHOLE,     WHOLE),
     ("refuse", D):         (WHOLE,     WHOLE,     WHOLE),
@@ -46,18 +46,18 @@ TABLE: dict[tuple[str, Role], tuple[str, str, str]] = {
     ("500", D):            (WHOLE,     WHOLE,     WHOLE),
 }  # fmt: skip
 ENDS = {"reset": "reset", "stall": "stall", "cut": "close"}
-INSTEAD: dict[str, Script] = {
+REPLACEMENTS: dict[str, Script] = {
     "reset": scripts.reset,
     "stall": scripts.stall,
     "cut": scripts.hang_up,
     **{status: scripts.error(int(status), "no") for status in ("400", "429", "500")},
 }
-LONG_AGO_S = 1000.0  # beyond all patience of the router with a worker
+BEYOND_TIMEOUTS_S = 1000.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table, for a stream or not."""
+    """A cell of the table, with or without streaming."""
 
     fault: str
     role: Role
@@ -71,7 +71,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """List all cells."""
+    """Yield all cells."""
     for (fault, role), outcomes in TABLE.items():
         for moment, outcome in zip((BEFORE, DURING, AFTER), outcomes, strict=True):
             for stream in (True, False):
@@ -79,13 +79,13 @@ def cases() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("case", [*cases()], ids=str)
-async def test_the_table(start: Start, case: Case) -> None:
+async def test_failure_has_the_outcome_of_the_table(start: Start, case: Case) -> None:
     here = await pairs(start)
     body = chat_body(stream=case.stream)
     victim = here.victim(case.role, body)
-    if case.moment == AFTER:  # the next request finds it so, on a connection kept open
+    if case.moment == AFTER:  # the next request fails on a kept connection
         while not all(fake.connections for fake in here.site.fakes.values()):
-            await here.serves(body)
+            await here.check_served(body)
             body = chat_body(stream=case.stream)
         victim = here.victim(case.role, body)
     await prepare(here, victim, case)
@@ -94,33 +94,33 @@ async def test_the_table(start: Start, case: Case) -> None:
     assert outcome == case.outcome
     await here.settled()
     refused = case.fault == "refuse" and case.moment == BEFORE
-    assert refused or len(victim.served) > before  # it did fail
-    await is_well_again(here, victim, case)
+    assert refused or len(victim.served) > before  # the failure happened
+    await check_next(here, victim, case)
 
 
 async def prepare(here: Pairs, victim: FakeWorker, case: Case) -> None:
-    """Let it fail when the time has come."""
+    """Let the worker fail at the moment of the case."""
     if case.fault == "refuse":
         if case.moment != DURING:
             await victim.refuse()
             return
         usual = victim.script_for
 
-        async def refuses(call: Call) -> None:
+        async def refuse_new(call: Call) -> None:
             await victim.refuse()
-            await usual(call)(call)  # what it has begun, it ends
+            await usual(call)(call)  # running requests end
 
-        victim.then(refuses)
+        victim.then(refuse_new)
     elif case.moment != DURING:
-        here.kv.wrong(victim.name, Faults(before=INSTEAD[case.fault]))
+        here.kv.inject(victim.name, Faults(before=REPLACEMENTS[case.fault]))
     elif case.fault in ENDS:
-        here.kv.wrong(victim.name, Faults(cut=(2, ENDS[case.fault])))
+        here.kv.inject(victim.name, Faults(cut=(2, ENDS[case.fault])))
     else:
-        here.kv.wrong(victim.name, Faults(during=INSTEAD[case.fault]))
+        here.kv.inject(victim.name, Faults(during=REPLACEMENTS[case.fault]))
 
 
 async def outcome_of(here: Pairs, victim: FakeWorker, body: bytes, case: Case) -> str:
-    """Ask, and put a word to what comes of it."""
+    """Send a request; return its outcome."""
     calls = len(victim.served)
     client = await here.send(body)
     stalls = case.fault == "stall"
@@ -128,39 +128,39 @@ async def outcome_of(here: Pairs, victim: FakeWorker, body: bytes, case: Case) -
     if stalls:
         await victim.got(calls + 1)
     if begins and case.role is P:
-        await eventually(here.has_begun)
+        await eventually(here.prefill_has_begun)
     if stalls and not (begins and case.role is D):
-        here.site.skip(LONG_AGO_S)
+        here.site.skip(BEYOND_TIMEOUTS_S)
     head = await client.head()
     if begins and case.role is D:
-        here.site.skip(LONG_AGO_S)
+        here.site.skip(BEYOND_TIMEOUTS_S)
     try:
         async with asyncio.timeout(DEADLINE_S):
             answer = Answer(head.version, head.status, head.headers, await client.body(head))
     except (BrokenError, ConnectionError):
-        assert not case.stream, "a stream can say that it failed"
+        assert not case.stream, "a stream ends with an error event"
         return TORN
     if answer.status == 400:
         assert answer.error()["message"] == "no"
         return THEIR_400
     assert answer.status == 200, answer
     if case.stream and b'"error"' in answer.body:
-        is_torn(answer, body)
+        check_torn(answer, body)
         return TORN
     assert words(answer) == expected(body)
     return WHOLE
 
 
-def is_torn(answer: Answer, body: bytes) -> None:
-    """Check that a stream says that it fails, after what there was of it."""
+def check_torn(answer: Answer, body: bytes) -> None:
+    """Check that a partial stream ends with an error event."""
     *events, last = answer.body.split(b"\n\n")[:-1]
     assert json.loads(last[6:])["error"]["message"]
-    seen = [json.loads(each[6:])["choices"][0]["delta"]["content"] for each in events]
+    seen = [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events]
     assert seen in (expected(body)[:1], expected(body)[:2])
 
 
-async def is_well_again(here: Pairs, victim: FakeWorker, case: Case) -> None:
-    """See that one failure leaves the others able to hand over."""
+async def check_next(here: Pairs, victim: FakeWorker, case: Case) -> None:
+    """Check that the next request is handed over."""
     if case.fault == "refuse":
         await victim.listen()
-    await here.serves(stream=case.stream)
+    await here.check_served(stream=case.stream)

@@ -1,7 +1,4 @@
-"""A decode leg that shows nothing while the prefill worker's blocks are surely kept: begun anew.
-
-What a decode worker reads after that may be another prompt's, with status 200.
-"""
+"""Decode legs that show no token while the prefill worker surely keeps the blocks are retried."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
 from tests.proxy.wire.raw_client import Answer, Client, request
 from tests.proxy.wire.site import eventually
 
-# Of NIXL's 30 s; with the time that four tokens may take.
+# Within NIXL's 30 s, and beyond it with the time of four tokens.
 SURELY_S, TOO_LATE_S = 15.0, 26.5
 
 
-async def late(here: Pairs, body: bytes) -> Answer:
-    """Ask, and let the decode worker that has the blocks' names hang for too long."""
+async def send_late(here: Pairs, body: bytes) -> Answer:
+    """Send a request, and let the decode worker with the parameters hang for too long."""
     victim = here.victim(Role.DECODE, body)
-    here.kv.wrong(victim.name, Faults(before=scripts.stall))
+    here.kv.inject(victim.name, Faults(before=scripts.stall))
     calls = len(victim.served)
     client = await here.send(body)
     await victim.got(calls + 1)
@@ -47,25 +44,24 @@ async def late(here: Pairs, body: bytes) -> Answer:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> None:
+async def test_late_decode_leg_is_served_whole_elsewhere(start: Start, stream: bool) -> None:
     here = await pairs(start)
     body = chat_body(stream=stream)
     victim = here.victim(Role.DECODE, body).name
-    assert words(await late(here, body)) == expected(body)
+    assert words(await send_late(here, body)) == expected(body)
     await here.settled()
     other = "d1" if victim == "d0" else "d0"
     assert {*here.legs()[1:]} == {f"decode {victim}", f"release {other}", f"whole {other}"}
     assert here.kv.ends() == ["released"]
     assert here.site.metrics.handovers.ends["late_failed"] == 1
     assert "decode_failed" not in here.site.metrics.handovers.ends
-    assert here.site.worker(victim).breaker.has_no_failures  # it may have been the transfer
+    assert here.site.worker(victim).breaker.has_no_failures  # the transfer may be the cause
 
 
-async def test_any_number_may_be_late(start: Start) -> None:
-    """With a failure each, more than the retry budget bears would end with a 504."""
+async def test_late_decode_legs_spend_no_retry_budget(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1, retry_budget=0.01)
     count = int(MIN_RESERVE) + 5
-    here.kv.wrong("d0", *[Faults(before=scripts.stall)] * count)
+    here.kv.inject("d0", *[Faults(before=scripts.stall)] * count)
     bodies = [chat_body(stream=True) for _ in range(count)]
     clients = [await here.site.client() for _ in bodies]
     for client, body in zip(clients, bodies, strict=True):
@@ -78,47 +74,47 @@ async def test_any_number_may_be_late(start: Start) -> None:
     assert here.site.metrics.handovers.ends["late_failed"] == count
 
 
-async def half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:
-    """Ask, and let half of the prefill's answer come; the rest when it is said.
+async def send_half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:
+    """Send a request, let half of the prefill's response come, and stop the clock.
 
-    No time passes for the router from here on but what is skipped.
+    `rest` lets the other half come.
     """
     here.site.stand_still()
     fake = here.victim(Role.PREFILL, body)
     usual = fake.script_for
 
-    async def in_two(call: Call) -> None:
+    async def respond_in_two(call: Call) -> None:
         send = call.send
 
-        async def sends(data: bytes) -> None:
+        async def send_in_two(data: bytes) -> None:
             await send(data[: len(data) // 2])
             await rest.wait()
             await send(data[len(data) // 2 :])
 
-        call.send = sends  # type: ignore[method-assign]
+        call.send = send_in_two  # type: ignore[method-assign]
         await usual(call)(call)
 
-    fake.then(in_two)
+    fake.then(respond_in_two)
     client = await here.send(body)
-    await eventually(here.has_begun)
+    await eventually(here.prefill_has_begun)
     return client
 
 
-async def test_half_an_answer_of_a_prefill_is_not_waited_for(start: Start) -> None:
+async def test_half_a_prefill_response_times_out(start: Start) -> None:
     here = await pairs(start)
     body = chat_body(stream=True)
-    client = await half(here, body, asyncio.Event())
+    client = await send_half(here, body, asyncio.Event())
     here.site.skip(MAX_BODY_S + 1.0)
     assert words(await client.answer()) == expected(body)
     await here.settled(left=1)
 
 
-async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Start) -> None:
+async def test_time_of_the_prefill_response_shortens_the_transfer_timeout(start: Start) -> None:
     here = await pairs(start)
     body, rest = chat_body(stream=True), asyncio.Event()
     victim = here.victim(Role.DECODE, body)
-    here.kv.wrong(victim.name, Faults(before=scripts.stall))
-    client = await half(here, body, rest)
+    here.kv.inject(victim.name, Faults(before=scripts.stall))
+    client = await send_half(here, body, rest)
     here.site.skip(MAX_BODY_S - 1.0)
     rest.set()
     await victim.got(1)
@@ -130,15 +126,16 @@ async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Star
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_fetch_that_would_be_too_late_is_left_out(start: Start, stream: bool) -> None:
-    """Where blocks are kept for little longer than the rest of an answer may take."""
+async def test_transfer_is_left_out_when_the_lease_is_nearly_over(
+    start: Start, stream: bool
+) -> None:
     lease_s = MAX_BODY_S
     here = await pairs(start, transfer_within_s=LEASE_USED * lease_s)
     connector = here.site.wire.connector
     assert connector is not None
     connector.lease_s = lease_s
     body, rest = chat_body(stream=stream), asyncio.Event()
-    client = await half(here, body, rest)
+    client = await send_half(here, body, rest)
     here.site.skip(MAX_BODY_S - 1.0)
     rest.set()
     assert words(await client.answer()) == expected(body)
@@ -147,17 +144,17 @@ async def test_a_fetch_that_would_be_too_late_is_left_out(start: Start, stream: 
     assert here.kv.ends() == ["released"]
 
 
-async def test_before_that_it_is_left_alone(start: Start) -> None:
+async def test_decode_leg_within_the_lease_is_kept(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     waits = asyncio.Event()
     fake = here.site.fakes["d0"]
     usual = fake.script_for
 
-    async def slowly(call: object) -> None:
+    async def respond_later(call: object) -> None:
         await waits.wait()
         await usual(call)(call)  # type: ignore[arg-type]
 
-    fake.then(slowly)
+    fake.then(respond_later)
     body = chat_body(stream=True)
     client = await here.send(body)
     await fake.got(1)
@@ -169,24 +166,24 @@ async def test_before_that_it_is_left_alone(start: Start) -> None:
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_a_client_that_takes_nothing_makes_no_transfer_late(start: Start) -> None:
-    """It did not before the decode worker was asked, whose stream begins with what says nothing."""
+async def test_client_that_does_not_read_makes_no_transfer_late(start: Start) -> None:
+    """The client's socket is full before the decode leg, whose stream begins with an opening."""
     here = await pairs(start, prefills=1, decodes=1, wire={"idle_s": 1000.0})
     fake = here.site.fakes["p0"]
     prefill, gate, rest = fake.script_for, asyncio.Event(), asyncio.Event()
 
-    async def gated(call: Call) -> None:
+    async def prefill_when_open(call: Call) -> None:
         await gate.wait()
         await prefill(call)(call)
 
-    async def in_two(call: Call) -> None:
+    async def respond_in_two(call: Call) -> None:
         head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
         await call.send(scripts.head(200, *head) + scripts.chunk(OPENINGS[CHAT]))
         await rest.wait()
         await call.send(scripts.chunk(scripts.token("word ") + scripts.DONE) + scripts.LAST_CHUNK)
 
-    fake.then(gated)
-    here.kv.wrong("d0", Faults(during=in_two))
+    fake.then(prefill_when_open)
+    here.kv.inject("d0", Faults(during=respond_in_two))
     client = await here.site.send(request(chat_body(stream=True)), limit=1024, rcvbuf=8192)
     await fake.got(1)
     [exchange] = here.site.wire.exchanges
@@ -207,48 +204,48 @@ async def test_a_client_that_takes_nothing_makes_no_transfer_late(start: Start) 
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_where_there_is_nobody_else_the_same_worker_computes_it(start: Start) -> None:
+async def test_late_decode_leg_is_served_whole_by_the_only_worker(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     body = chat_body(stream=True)
-    assert words(await late(here, body)) == expected(body)
+    assert words(await send_late(here, body)) == expected(body)
     await here.settled(left=1)
     assert here.legs() == ["prefill p0", "decode d0", "whole d0"]
 
 
-async def test_a_link_that_is_late_time_and_again_is_left_alone(start: Start) -> None:
+async def test_repeatedly_late_link_is_barred(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     for _ in range(FAILURES_TO_BAR):
         body = chat_body(stream=True)
-        assert words(await late(here, body)) == expected(body)
+        assert words(await send_late(here, body)) == expected(body)
     assert words(await here.site.ask(request(chat_body()))) != []
     assert here.legs()[-1] == "whole d0"
     await here.settled(left=FAILURES_TO_BAR)
 
 
-def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
+def test_response_timeout_depends_on_expected_tokens() -> None:
     here = router_of(
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
     )
-    one = placed(here.submit(ask_of(5000, 100, stream=False), 0.0))
-    assert decode_timeout_s(one, inf) == inf
-    assert decode_timeout_s(one, 24.0) == 24.0 + 100 * SLOW_STEP_S  # nothing is known yet
+    bounded = placed(here.submit(ask_of(5000, 100, stream=False), 0.0))
+    assert decode_timeout_s(bounded, inf) == inf
+    assert decode_timeout_s(bounded, 24.0) == 24.0 + 100 * SLOW_STEP_S  # before any measurement
     pace = worker_of(here, "d0").pace
     pace.steps, pace.base_s, pace.each_s = 1.0, 0.01, 0.0
-    assert decode_timeout_s(one, 24.0) == pytest.approx(24.0 + 4 * 1.0)
+    assert decode_timeout_s(bounded, 24.0) == pytest.approx(24.0 + 4 * 1.0)
     streamed = placed(here.submit(ask_of(5000, 100), 0.0))
     assert decode_timeout_s(streamed, 24.0) == 24.0
     endless = placed(here.submit(ask_of(5000, None, stream=False), 0.0))
     assert decode_timeout_s(endless, 24.0) > 1e9
-    # The usual ten minutes are for a hang: longer answers than that are asked for.
-    assert response_timeout_s(one, 600.0) == pytest.approx(600.0 + 4 * 1.0)
+    # The usual ten minutes detect a hang; long responses get more.
+    assert response_timeout_s(bounded, 600.0) == pytest.approx(600.0 + 4 * 1.0)
     assert response_timeout_s(streamed, 600.0) == 600.0
     assert response_timeout_s(endless, 600.0) == 600.0
-    assert response_timeout_s(one, 3.0) == 6.0  # a hang is noticed all the same
+    assert response_timeout_s(bounded, 3.0) == 6.0  # a hang is still detected
     pace.steps = 0.0
-    assert response_timeout_s(one, 600.0) == 600.0
+    assert response_timeout_s(bounded, 600.0) == 600.0
 
 
-def test_once_its_time_is_up_one_that_computes_has_more() -> None:
+def test_computing_worker_gets_extra_time() -> None:
     here = router_of(spec("d0"))
     endless, streamed = (
         placed(here.submit(ask_of(5000, None, stream=stream), 10.0)) for stream in (False, True)

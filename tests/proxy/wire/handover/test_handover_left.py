@@ -1,8 +1,4 @@
-"""A client that leaves during a hand-over, in whatever phase: both legs end, and blocks are freed.
-
-On a real decode worker a decode leg that was sent frees the blocks, whatever happens to it then; so
-here it counts as having read them once it came.
-"""
+"""Clients that leave during a hand-over: both legs end, and blocks are freed."""
 
 from __future__ import annotations
 
@@ -26,14 +22,14 @@ WAYS = ["close", "reset"]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
+async def test_leaving_during_the_prefill_ends_it(start: Start, way: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=scripts.stall))
+    here.kv.inject("p0", Faults(before=scripts.stall))
     client = await here.send(chat_body(stream=stream))
     call = await here.site.fakes["p0"].got(1)
     getattr(client, way)()
     await eventually(lambda: here.site.wire.releases)
-    here.site.skip(ABANDONED_GRACE_S)  # it might have been done
+    here.site.skip(ABANDONED_GRACE_S)  # the prefill might have ended
     await call.was_lost()
     await here.settled()
     assert here.legs() == ["prefill p0"]
@@ -43,14 +39,16 @@ async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pieces", [0, 1, 2, 7])
-async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) -> None:
-    """It is done then, and its blocks are held: its answer has to be heard to free them."""
+async def test_leaving_during_the_prefill_response_releases_blocks(
+    start: Start, way: str, pieces: int
+) -> None:
+    """The rest of the response has the parameters that free the blocks."""
     here = await pairs(start, prefills=1, decodes=1)
-    here.site.stand_still()  # it is waited for, but not for long
+    here.site.stand_still()  # the wait for the rest has a short timeout
     fake, rest = here.site.fakes["p0"], asyncio.Event()
     usual = fake.script_for
 
-    async def slowly(call: Call) -> None:
+    async def respond_in_two(call: Call) -> None:
         send = call.connection.send
         sent: list[bytes] = []
 
@@ -67,9 +65,9 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
         await rest.wait()
         await call.send(answer[at:])
 
-    fake.then(slowly)
+    fake.then(respond_in_two)
     client = await here.send(chat_body())
-    await eventually(here.has_begun if pieces else lambda: here.kv.held)
+    await eventually(here.prefill_has_begun if pieces else lambda: here.kv.held)
     getattr(client, way)()
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.kv.ends() == [""]
@@ -80,9 +78,9 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
     assert here.legs() == ["prefill p0", "release d0"]
 
 
-async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -> None:
+async def test_leaving_ends_a_long_prefill_at_once(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=scripts.stall))
+    here.kv.inject("p0", Faults(before=scripts.stall))
     pace = here.site.worker("p0").pace
     pace.prefills, pace.token_s = 1.0, 10.0
     client = await here.send(chat_body())
@@ -94,16 +92,18 @@ async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -
     await here.settled()
 
 
-async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_abandoned_prefill_releases_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "ABANDONED_GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
 
-    async def refuses(call: Call) -> None:
+    async def refuse_later(call: Call) -> None:
         await rest.wait()
         await scripts.error(400, "no")(call)
 
-    here.site.fakes["p0"].then(refuses)
+    here.site.fakes["p0"].then(refuse_later)
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     client.close()
@@ -114,10 +114,10 @@ async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_between_the_legs(start: Start, way: str) -> None:
-    """The decode leg waits for a connection: the decode worker has heard nothing yet."""
+async def test_leaving_between_the_legs_releases_blocks(start: Start, way: str) -> None:
+    """The decode leg waits for a connection, so the decode worker has no request."""
     here = await pairs(start, prefills=1, decodes=2)
-    here.site.stand_still()  # or the leg would go to the other in time
+    here.site.stand_still()  # so that connect does not time out
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()
@@ -135,9 +135,11 @@ async def test_between_the_legs(start: Start, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bool) -> None:
+async def test_leaving_during_the_decode_ends_it(
+    start: Start, way: str, stream: bool, begun: bool
+) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
+    here.kv.inject("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
     client = await here.send(chat_body(stream=stream))
     if begun and stream:
         await client.head()
@@ -149,13 +151,12 @@ async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bo
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_many_leave_at_all_times(start: Start) -> None:
-    """Nothing is left of clients that leave at any moment, and nobody else is harmed."""
+async def test_clients_that_leave_at_any_time_harm_no_others(start: Start) -> None:
     here = await pairs(start)
     for fake in here.site.fakes.values():
-        fake.always(slow(here.kv.worker(fake, "prefill" if fake.name[0] == "p" else "decode")))
+        fake.always(delayed(here.kv.worker(fake, "prefill" if fake.name[0] == "p" else "decode")))
 
-    async def one(number: int) -> None:
+    async def send_one(number: int) -> None:
         body = chat_body(stream=number % 2 == 0)
         if number % 3 == 0:
             assert words(await ask(here, body)) == expected(body)
@@ -164,15 +165,15 @@ async def test_many_leave_at_all_times(start: Start) -> None:
         await asyncio.sleep(number * 0.0007)
         getattr(client, WAYS[number % 2])()
 
-    await asyncio.gather(*(one(number) for number in range(60)))
+    await asyncio.gather(*(send_one(number) for number in range(60)))
     await here.site.settled()
-    # An answer that crosses the end of its connection is read by nobody: its blocks expire.
-    assert [each for each in here.kv.held if not each.call.connection.gone.is_set()] == []
+    # Blocks of a response that crosses the end of its connection expire.
+    assert [held for held in here.kv.held if not held.call.connection.gone.is_set()] == []
     assert here.kv.faults == []
 
 
-def slow(script: Script, seconds: float = 0.01) -> Script:
-    """Take a moment before answering."""
+def delayed(script: Script, seconds: float = 0.01) -> Script:
+    """Wait before answering."""
 
     async def run(call: Call) -> None:
         await asyncio.sleep(seconds)
@@ -181,7 +182,7 @@ def slow(script: Script, seconds: float = 0.01) -> Script:
     return run
 
 
-async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
+async def test_drain_releases_blocks_first(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2)
     here.site.stand_still()
     body = chat_body()
@@ -191,7 +192,7 @@ async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
     other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
-    other.then(slow(here.kv.worker(other, "decode"), 0.2))
+    other.then(delayed(here.kv.worker(other, "decode"), 0.2))
     here.site.router.draining = True
     draining = asyncio.create_task(here.site.wire.drain(0.0))
     assert (await client.answer()).status == 503

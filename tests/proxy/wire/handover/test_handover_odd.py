@@ -1,4 +1,4 @@
-"""Prefill workers whose answers make no sense, too few workers, and the client most people have."""
+"""Malformed prefill responses, failing and hanging prefill workers."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ GOOD = {
 }
 
 
-def answer_with(params: Any, framing: str = "length") -> Script:
+def respond_with(params: Any, framing: str = "length") -> Script:
     """Answer a prefill leg with these parameters."""
     body = {"id": "c", "choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": params}
     return scripts.answer(body=json.dumps(body).encode(), framing=framing)
 
 
-ODD: dict[str, Script] = {
+MALFORMED: dict[str, Script] = {
     "no parameters": scripts.answer(body=b'{"choices": []}'),
-    "null": answer_with(None),
-    "text": answer_with("do_remote_prefill"),
-    "a list": answer_with([GOOD]),
-    "nothing": answer_with({}),
-    "no host": answer_with({k: v for k, v in GOOD.items() if k != "remote_host"}),
-    "no id": answer_with(GOOD | {"remote_request_id": None}),
-    "no blocks": answer_with(GOOD | {"remote_block_ids": []}),
-    "no blocks in a group": answer_with(GOOD | {"remote_block_ids": [[]]}),
-    "null blocks": answer_with(GOOD | {"remote_block_ids": None}),
-    "nothing to fetch": answer_with(GOOD | {"do_remote_prefill": False}),
+    "null": respond_with(None),
+    "text": respond_with("do_remote_prefill"),
+    "a list": respond_with([GOOD]),
+    "nothing": respond_with({}),
+    "no host": respond_with({k: v for k, v in GOOD.items() if k != "remote_host"}),
+    "no id": respond_with(GOOD | {"remote_request_id": None}),
+    "no blocks": respond_with(GOOD | {"remote_block_ids": []}),
+    "no blocks in a group": respond_with(GOOD | {"remote_block_ids": [[]]}),
+    "null blocks": respond_with(GOOD | {"remote_block_ids": None}),
+    "nothing to fetch": respond_with(GOOD | {"do_remote_prefill": False}),
     "no JSON": scripts.answer(body=b"ok"),
     "half of JSON": scripts.answer(body=b'{"kv_transfer_params": {"do_remote'),
     "JSON of another kind": scripts.answer(body=b"[1]"),
@@ -69,13 +69,13 @@ ODD: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", MALFORMED)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_bad_parameters_are_not_handed_over(start: Start, odd: str, stream: bool) -> None:
+async def test_malformed_parameters_are_not_used(start: Start, name: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=ODD[odd]))
+    here.kv.inject("p0", Faults(before=MALFORMED[name]))
     body = chat_body(stream=stream)
-    await here.serves(body)
+    await here.check_served(body)
     assert here.legs() == ["prefill p0", "whole d0"]
     assert here.site.fakes["d0"].served[0].body == body
 
@@ -83,8 +83,8 @@ async def test_bad_parameters_are_not_handed_over(start: Start, odd: str, stream
 @pytest.mark.parametrize(
     "header", ["Accept-Encoding: gzip, deflate", "ACCEPT-ENCODING:br", "accept-encoding: "]
 )
-async def test_the_prefill_leg_accepts_no_compression(start: Start, header: str) -> None:
-    """The prefill worker is at fault in `kv.py` where it might compress its answer."""
+async def test_prefill_leg_accepts_no_compression(start: Start, header: str) -> None:
+    """`kv.py` records a fault for a prefill leg that allows compression."""
     here = await pairs(start, prefills=1, decodes=1)
     body, others = chat_body(), (b"X-Tail: kept", b"X-Accept-Encoding: theirs")
     assert words(await ask(here, body, header.encode(), *others)) == expected(body)
@@ -98,20 +98,20 @@ async def test_the_prefill_leg_accepts_no_compression(start: Start, header: str)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prompt_prefilled_twice_is_no_transfer(start: Start, stream: bool) -> None:
+async def test_prompt_prefilled_twice_counts_as_no_transfer(start: Start, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=ODD["nothing"]))
+    here.kv.inject("p0", Faults(before=MALFORMED["nothing"]))
     before = here.site.worker("d0").pace.steps
     assert (await ask(here, chat_body(stream=stream, max_tokens=9))).status == 200
     await here.settled()
     assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
     assert here.site.metrics.handovers.tokens == {}
     assert here.site.router.placer.transfer_times("tiny").all.seen == 0
-    if not stream:  # the whole time is known, and how much of it was the prefill is not
+    if not stream:  # the share of the prefill is unknown
         assert here.site.worker("d0").pace.steps == before
 
 
-async def test_where_a_connector_needs_no_parameters_none_are_missed(start: Start) -> None:
+async def test_connector_without_parameters_needs_none(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.site.wire.connector = connector(TransferConfig(connector="shared-storage"))
     here.site.always(scripts.answer(body=b'{"choices": []}'))
@@ -121,25 +121,24 @@ async def test_where_a_connector_needs_no_parameters_none_are_missed(start: Star
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_parameters_reach_the_decode_worker_whole(start: Start, framing: str) -> None:
-    given = GOOD | {
+async def test_parameters_reach_the_decode_worker_unchanged(start: Start, framing: str) -> None:
+    params = GOOD | {
         "remote_block_ids": [[*range(2000)], [7]],
         "remote_blocks_expiry_time": None,
         "new in a later version": {"nested": [1.5, "ü", True, None]},
     }
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=answer_with(given, framing)))
+    here.kv.inject("p0", Faults(before=respond_with(params, framing)))
     await ask(here, chat_body())
     [call] = here.site.fakes["d0"].served
-    assert call.json()["kv_transfer_params"] == given
-    assert here.kv.faults == [f"d0: parameters that nobody gave: {given}"]  # they were ours
+    assert call.json()["kv_transfer_params"] == params
+    assert here.kv.faults == [f"d0: unknown parameters: {params}"]
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-async def test_a_prefill_that_fails_is_no_attempt(start: Start, status: int) -> None:
-    """Where nothing is tried twice, a decode worker is asked for the first time."""
+async def test_failed_prefill_leg_counts_as_no_attempt(start: Start, status: int) -> None:
     here = await pairs(start, max_attempts=1)
-    here.kv.wrong("prefill", *[Faults(before=scripts.error(status, "theirs"))] * 20)
+    here.kv.inject("prefill", *[Faults(before=scripts.error(status, "theirs"))] * 20)
     for _ in range(20):
         body = chat_body()
         assert words(await ask(here, body)) == expected(body)
@@ -147,29 +146,29 @@ async def test_a_prefill_that_fails_is_no_attempt(start: Start, status: int) -> 
             here.site.fleet.health.succeeded(here.site.worker(name))
             here.site.router.placer.links.worked(here.site.worker(name), None)
     assert here.kinds() == ["prefill", "whole"] * 20
-    here.kv.wrong("prefill", Faults(before=scripts.error(status, "theirs")))
-    here.kv.wrong("decode", Faults(before=scripts.error(503, "mine")))
-    assert (await ask(here, chat_body())).status == 503  # that was the one attempt
+    here.kv.inject("prefill", Faults(before=scripts.error(status, "theirs")))
+    here.kv.inject("decode", Faults(before=scripts.error(503, "mine")))
+    assert (await ask(here, chat_body())).status == 503  # the only attempt
     await here.settled()
 
 
-async def test_blocks_of_an_answer_that_breaks_off_are_told_of(start: Start) -> None:
-    """Where they are was in the part that is missing."""
+async def test_broken_prefill_response_counts_blocks_as_left_to_expire(start: Start) -> None:
+    """The missing part has their location."""
     here = await pairs(start)
-    here.kv.wrong("prefill", Faults(cut=(2, "reset")))
-    await here.serves()
+    here.kv.inject("prefill", Faults(cut=(2, "reset")))
+    await here.check_served()
     ends = here.site.metrics.handovers.ends
     assert (ends["prefill_failed"], ends["left_to_expire"]) == (1, 1)
-    here.kv.wrong("prefill", Faults(before=scripts.reset))
+    here.kv.inject("prefill", Faults(before=scripts.reset))
     assert (await ask(here, chat_body())).status == 200
-    assert (ends["prefill_failed"], ends["left_to_expire"]) == (2, 1)  # nothing was held
+    assert (ends["prefill_failed"], ends["left_to_expire"]) == (2, 1)  # no blocks were held
 
 
-async def test_transfers_that_fail_bar_a_link(start: Start) -> None:
-    """As the decode worker answers 500 and can do without: there the link is at fault."""
+async def test_failed_transfers_bar_a_link(start: Start) -> None:
+    """The decode worker answers 500 to the leg and serves the request whole."""
     here = await pairs(start, prefills=1, decodes=1)
     for _ in range(FAILURES_TO_BAR):
-        here.kv.wrong("d0", Faults(during=scripts.error(500, "no blocks")))
+        here.kv.inject("d0", Faults(during=scripts.error(500, "no blocks")))
         body = chat_body()
         assert words(await ask(here, body)) == expected(body)
     assert here.site.metrics.handovers.bars == {("p0", "d0"): 1}
@@ -180,13 +179,13 @@ async def test_transfers_that_fail_bar_a_link(start: Start) -> None:
     await here.settled()
 
 
-async def test_requests_that_nobody_can_answer_bar_none(start: Start) -> None:
-    """Or whoever sends them would have everybody's prompts prefilled where others decode."""
+async def test_requests_that_fail_everywhere_bar_no_link(start: Start) -> None:
+    """Otherwise a client could disable hand-overs for all others."""
     here = await pairs(start, prefills=1, decodes=1)
     for _ in range(3 * FAILURES_TO_BAR):
-        here.kv.wrong("d0", *[Faults(during=scripts.error(500, "no"))] * 3)
+        here.kv.inject("d0", *[Faults(during=scripts.error(500, "no"))] * 3)
         assert (await ask(here, chat_body())).status == 500
-        here.kv.wrongs.clear()
+        here.kv.injected.clear()
     assert here.site.metrics.handovers.bars == {}
     body = chat_body()
     assert words(await ask(here, body)) == expected(body)
@@ -195,16 +194,16 @@ async def test_requests_that_nobody_can_answer_bar_none(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefill_worker_drains_until_it_was_read(start: Start, stream: bool) -> None:
+async def test_prefill_worker_drains_until_its_blocks_are_read(start: Start, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
     usual = here.kv.worker(here.site.fakes["d0"], "decode")
 
-    async def slowly(call: Call) -> None:
+    async def decode_later(call: Call) -> None:
         await rest.wait()
         await usual(call)
 
-    here.site.fakes["d0"].then(slowly)
+    here.site.fakes["d0"].then(decode_later)
     body = chat_body(stream=stream)
     client = await here.send(body)
     await here.site.fakes["d0"].got(1)
@@ -222,17 +221,17 @@ async def test_a_prefill_worker_drains_until_it_was_read(start: Start, stream: b
 # Too few workers
 
 
-async def test_both_prefill_workers_fail(start: Start) -> None:
+async def test_request_is_served_whole_when_both_prefill_workers_fail(start: Start) -> None:
     here = await pairs(start)
-    here.kv.wrong("prefill", Faults(before=scripts.reset), Faults(before=scripts.error(500)))
-    await here.serves()
+    here.kv.inject("prefill", Faults(before=scripts.reset), Faults(before=scripts.error(500)))
+    await here.check_served()
     *legs, last = here.legs()
     assert sorted(legs) == ["prefill p0", "prefill p1"]
     assert last.startswith("whole d")
 
 
-async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start: Start) -> None:
-    """The only decode worker closes an idle connection just as the leg is put on it."""
+async def test_undelivered_decode_leg_is_resent_unchanged(start: Start) -> None:
+    """The only decode worker closes an idle connection as the leg is sent."""
     here = await pairs(start, prefills=1, decodes=1)
     assert (await ask(here, chat_body())).status == 200
     [kept] = here.site.fakes["d0"].open
@@ -240,81 +239,78 @@ async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start
 
     async def prefill(call: Call) -> None:
         await usual(call)
-        kept.close_unread()  # the router reads the prefill's answer first
+        kept.close_unread()  # the router reads the prefill's response first
 
     here.site.fakes["p0"].then(prefill)
-    await here.serves()
+    await here.check_served()
     assert here.legs()[2:] == ["prefill p0", "decode d0"]
     assert len(here.site.fakes["d0"].connections) == 2
     assert here.site.worker("d0").breaker.has_no_failures
 
 
-async def test_a_decode_worker_that_fails_whole_too_is_no_fault_of_its_link(start: Start) -> None:
+async def test_worker_that_also_fails_whole_requests_bars_no_link(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2)
     here.site.fleet.roster.drain("d1")
 
-    async def fails_again(call: Call) -> None:
+    async def fail_again(call: Call) -> None:
         here.site.fleet.roster.drain("d1", draining=False)
         await scripts.error(500)(call)
 
-    leg, release, whole = Faults(during=scripts.error(500)), Faults(), Faults(during=fails_again)
-    here.kv.wrong("d0", leg, release, whole)
-    await here.serves()
+    leg, release, whole = Faults(during=scripts.error(500)), Faults(), Faults(during=fail_again)
+    here.kv.inject("d0", leg, release, whole)
+    await here.check_served()
     assert here.legs()[-2:] == ["whole d0", "whole d1"]
     assert not here.site.router.placer.links.bars
 
 
-async def test_where_no_try_is_left_the_client_hears_of_the_error(start: Start) -> None:
+async def test_decode_error_passes_when_no_attempt_is_left(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1, max_attempts=1)
     error = scripts.event({"error": {"message": "no blocks", "code": 500}}) + scripts.DONE
     failed = scripts.raw(
         scripts.STREAM_HEAD, chunk(OPENINGS[CHAT]), chunk(error) + LAST_CHUNK, gap_s=0.02
     )
-    here.kv.wrong("d0", Faults(during=failed))
+    here.kv.inject("d0", Faults(during=failed))
     assert (await ask(here, chat_body(stream=True))).body == OPENINGS[CHAT] + error
     await here.settled()
 
 
-async def test_many_at_once(start: Start) -> None:
+async def test_concurrent_handovers_of_mixed_kinds(start: Start) -> None:
     here = await pairs(start, prefills=2, decodes=3)
 
-    async def one(number: int) -> None:
+    async def send_one(number: int) -> None:
         path = CHAT if number % 3 else COMPLETIONS
         maker = chat_body if number % 3 else completion_body
         body = maker(stream=number % 2 == 0, max_tokens=2 + number % 7)
         assert words(await ask(here, body, path=path)) == expected(body, 2 + number % 7)
 
-    await asyncio.gather(*(one(number) for number in range(100)))
+    await asyncio.gather(*(send_one(number) for number in range(100)))
     await here.settled()
     assert here.kv.ends().count("read") > 50
-
-
-# The official client
 
 
 # A prefill worker that hangs
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefill_that_hangs_is_done_elsewhere(start: Start, stream: bool) -> None:
+async def test_hung_prefill_leg_is_served_whole(start: Start, stream: bool) -> None:
     here = await pairs(start, prefills=1)
     assert (await ask(here, chat_body())).status == 200
     assert here.site.worker("p0").pace.prefills
-    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    here.kv.inject("prefill", Faults(before=scripts.stall))
     body = chat_body(stream=stream)
-    asked = asyncio.create_task(ask(here, body))
+    asking = asyncio.create_task(ask(here, body))
     call = await here.site.fakes["p0"].got(2)
-    here.site.skip(45.0)  # much, though not what a worker is given that serves the whole
-    assert words(await asked) == expected(body)
+    here.site.skip(45.0)  # less than the timeout of a whole request
+    assert words(await asking) == expected(body)
     await call.was_lost()
     await here.settled()
     assert here.legs()[-2:][0] == "prefill p0"
     assert here.legs()[-1].startswith("whole d")
 
 
-async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(start: Start) -> None:
+async def test_unmeasured_prefill_worker_gets_the_whole_timeout(start: Start) -> None:
     here = await pairs(start, prefills=1)
-    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    here.kv.inject("prefill", Faults(before=scripts.stall))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     here.site.skip(45.0)
@@ -326,9 +322,9 @@ async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(star
     await here.settled()
 
 
-async def test_a_long_prefill_may_take_long(start: Start) -> None:
+async def test_prefill_timeout_grows_with_the_predicted_time(start: Start) -> None:
     here = await pairs(start, prefills=1)
-    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    here.kv.inject("prefill", Faults(before=scripts.stall))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     [exchange] = here.site.wire.exchanges

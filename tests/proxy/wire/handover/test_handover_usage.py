@@ -1,8 +1,4 @@
-"""What a client is told of a hand-over's usage, in each API's own manner.
-
-A decode worker that can't know takes all that it was given for cached: with shared storage, with
-Mooncake, and with NIXL before vLLM 0.32. What the prefill worker had is what counts.
-"""
+"""Usage of a hand-over in the format of each API."""
 
 from __future__ import annotations
 
@@ -27,25 +23,25 @@ Usages = Callable[[int], dict[str, Any]]
 
 
 def openai(cached: int) -> dict[str, Any]:
-    """As chats and completions have it."""
+    """Return usage as in chats and completions."""
     return scripts.usage(TOTAL, WRITTEN) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def responses(cached: int) -> dict[str, Any]:
-    """As responses have it."""
+    """Return usage as in /v1/responses."""
     details = {"cached_tokens": cached, "cached_tokens_per_turn": [], "input_tokens_per_turn": []}
     return {"input_tokens": TOTAL, "input_tokens_details": details, "output_tokens": WRITTEN}
 
 
 def anthropic(cached: int) -> dict[str, Any]:
-    """As messages have it: what was cached is no part of the others."""
+    """Return usage as in /v1/messages, where input tokens exclude cached ones."""
     return {
         "input_tokens": TOTAL - cached, "output_tokens": WRITTEN, "cache_read_input_tokens": cached,
     }  # fmt: skip
 
 
 def cohere(cached: int) -> dict[str, Any]:
-    """As Cohere's chats have it, in floats."""
+    """Return usage as in Cohere's chats, in floats."""
     tokens = {"input_tokens": float(TOTAL), "output_tokens": float(WRITTEN)}
     return {"billed_units": tokens, "tokens": tokens, "cached_tokens": float(cached)}
 
@@ -63,7 +59,7 @@ DELTAS = {
 
 
 def last_event(path: str, usage: dict[str, Any]) -> bytes:
-    """Write the event of a stream that tells usage."""
+    """Return the event of a stream with usage."""
     if path == RESPONSES:
         return b"event: response.completed\n" + event({"response": {"usage": usage}})
     if path == MESSAGES:
@@ -73,8 +69,8 @@ def last_event(path: str, usage: dict[str, Any]) -> bytes:
     return event({"choices": [], "usage": usage})
 
 
-def tells(path: str, cached: int) -> Script:
-    """Answer with usage, where so many tokens were cached."""
+def answer_with_usage(path: str, cached: int) -> Script:
+    """Answer with a usage that has this number of cached tokens."""
     usage = USAGES[path](cached)
 
     async def run(call: Call) -> None:
@@ -92,7 +88,7 @@ def tells(path: str, cached: int) -> Script:
 
 
 def usage_in(answer: Answer, *, stream: bool) -> dict[str, Any]:
-    """Read what a client is told."""
+    """Return the usage of a response."""
     if not stream:
         assert answer.json()["x"] == 1.5
         return dict(answer.json()["usage"])
@@ -102,15 +98,15 @@ def usage_in(answer: Answer, *, stream: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("had", [0, 9, 128, 1599])
+@pytest.mark.parametrize("prefill_cached", [0, 9, 128, 1599])
 @pytest.mark.parametrize("path", USAGES)
-async def test_cached_tokens_are_of_the_prefill(
-    start: Start, path: str, had: int, stream: bool
+async def test_cached_tokens_are_those_of_the_prefill_worker(
+    start: Start, path: str, prefill_cached: int, stream: bool
 ) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.site.wire.connector = connector(TransferConfig(connector="shared-storage"))
-    for name, cached in (("p0", had), ("d0", 1536)):
-        here.site.fakes[name].always(tells(path, cached))
+    for name, cached in (("p0", prefill_cached), ("d0", 1536)):
+        here.site.fakes[name].always(answer_with_usage(path, cached))
     prompt = "z" * 300
     fields = {"input": prompt} if path == RESPONSES else {"prompt": prompt}
     if path in (CHAT, MESSAGES, COHERE):
@@ -119,6 +115,6 @@ async def test_cached_tokens_are_of_the_prefill(
     body = {"model": "tiny", "stream": stream, limit: WRITTEN, **fields}
     answer = await ask(here, json.dumps(body).encode(), path=path)
     assert answer.status == 200
-    assert usage_in(answer, stream=stream) == USAGES[path](had)
+    assert usage_in(answer, stream=stream) == USAGES[path](prefill_cached)
     assert [call.json().get("stream") for call in here.site.served()] == [False, stream]
     await here.site.settled()

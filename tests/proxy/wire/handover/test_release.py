@@ -1,4 +1,4 @@
-"""Blocks that nobody fetches."""
+"""Blocks that no decode worker fetches."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from tests.proxy.wire.site import Fake, Site, eventually
 TAKEN = PrefillResult(b'{"do_remote_prefill":true,"remote_request_id":"r"}')
 
 
-class Nobody:
-    """Whoever has left."""
+class UnusedOwner:
+    """An owner that has left."""
 
     connection = None
 
     def __getattr__(self, name: str) -> object:
-        raise AssertionError(f"{name} of one who has left")
+        raise AssertionError(f"{name} called after the owner has left")
 
 
 KEY = b"Authorization: Bearer theirs\r\n"
 
 
-async def two(start: Start) -> Site:
+async def start_three(start: Start) -> Site:
     """Start a router before two decode workers and a prefill worker."""
     fakes = Fake("d0", Role.DECODE), Fake("d1", Role.DECODE), Fake("p0", Role.PREFILL)
     site = await start(*fakes, router={"transfer": True})
-    site.stand_still()  # who is asked next is so at once, not once patience with the last is over
+    site.stand_still()  # no timeout moves a release to the next worker
     return site
 
 
-def ends(site: Site) -> dict[str, int]:
+def handover_ends(site: Site) -> dict[str, int]:
     return site.metrics.handovers.ends
 
 
-async def test_a_refusal_is_what_is_wanted(start: Start) -> None:
-    site = await two(start)
+async def test_refusal_by_the_decode_worker_is_a_release(start: Start) -> None:
+    site = await start_three(start)
     site.fakes["d0"].then(scripts.error(404, "no such model"))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, KEY)
-    await eventually(lambda: ends(site) == {RELEASED: 1})
+    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
     [call] = site.fakes["d0"].served
     assert call.path == "/v1/completions"
     assert call.json()["kv_transfer_params"] == json.loads(TAKEN.params or b"")
@@ -71,103 +71,105 @@ async def test_a_refusal_is_what_is_wanted(start: Start) -> None:
         scripts.hang_up,
     ],
 )
-async def test_what_fails_is_asked_of_another(start: Start, script: scripts.Script) -> None:
-    site = await two(start)
+async def test_failed_release_is_sent_to_another_worker(
+    start: Start, script: scripts.Script
+) -> None:
+    site = await start_three(start)
     site.fakes["d0"].then(script)
     site.fakes["d1"].then(scripts.error(404, "no such model"))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: ends(site) == {RELEASED: 1})
+    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
     assert [len(site.fakes[name].served) for name in ("d0", "d1", "p0")] == [1, 1, 0]
 
 
-async def test_what_fails_everywhere_is_left_to_expire(start: Start) -> None:
-    site = await two(start)
+async def test_release_that_fails_everywhere_is_left_to_expire(start: Start) -> None:
+    site = await start_three(start)
     site.always(scripts.error(401))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: ends(site) == {LEFT_TO_EXPIRE: 1})
+    await eventually(lambda: handover_ends(site) == {LEFT_TO_EXPIRE: 1})
     assert len(site.served()) == 2
     assert site.wire.releases == set()
 
 
-async def test_a_large_fleet_is_not_asked_one_by_one(start: Start) -> None:
+async def test_release_has_a_limit_of_tries(start: Start) -> None:
     site = await start(*(Fake(f"d{n}", Role.DECODE) for n in range(5)), router={"transfer": True})
     site.stand_still()
     site.always(scripts.reset)
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: ends(site) == {LEFT_TO_EXPIRE: 1})
+    await eventually(lambda: handover_ends(site) == {LEFT_TO_EXPIRE: 1})
     assert len(site.served()) == MAX_RELEASE_TRIES
 
 
-async def test_one_that_hangs_is_not_waited_for_for_ever(start: Start) -> None:
-    site = await two(start)
+async def test_hung_release_times_out(start: Start) -> None:
+    site = await start_three(start)
     site.fakes["d0"].then(scripts.stall)
     site.fakes["d1"].then(scripts.error(400, "too long"))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
     await eventually(lambda: site.fakes["d0"].served)
     site.skip(RELEASE_TIMEOUT_S + 1)
-    await eventually(lambda: ends(site) == {RELEASED: 1})
+    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
     assert site.wire.releases == set()
 
 
-async def test_one_that_drains_will_do(start: Start) -> None:
-    site = await two(start)
+async def test_draining_worker_can_release(start: Start) -> None:
+    site = await start_three(start)
     site.fleet.roster.drain("d1")
     site.fakes["d1"].then(scripts.error(404, "no such model"))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
-    await eventually(lambda: ends(site) == {RELEASED: 1})
+    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
 
 
-async def test_another_decode_worker_does_it_for_one_that_is_not_well(start: Start) -> None:
-    site = await two(start)
+async def test_unhealthy_decode_worker_is_replaced_for_a_release(start: Start) -> None:
+    site = await start_three(start)
     site.fakes["d1"].then(scripts.error(404, "no such model"))
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
-    await eventually(lambda: ends(site) == {RELEASED: 1})
+    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
     assert site.fakes["p0"].served == []
     site.down("d1")
     release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
-    assert ends(site) == {RELEASED: 1, LEFT_TO_EXPIRE: 1}
+    assert handover_ends(site) == {RELEASED: 1, LEFT_TO_EXPIRE: 1}
 
 
-async def test_where_nothing_was_taken_nothing_is_sent(start: Start) -> None:
-    site = await two(start)
+async def test_prefill_without_parameters_sends_no_release(start: Start) -> None:
+    site = await start_three(start)
     release_blocks(site.wire, site.clock(), site.worker("d0"), PrefillResult(), b"")
     await asyncio.sleep(0)
-    assert (ends(site), site.served()) == ({}, [])
+    assert (handover_ends(site), site.served()) == ({}, [])
 
 
-async def test_an_answer_that_nobody_waits_for_is_released(start: Start) -> None:
-    site = await two(start)
+async def test_abandoned_prefill_response_is_released(start: Start) -> None:
+    site = await start_three(start)
     pair = Pair(Side("p0", "h"), Side("d0", "h"), "1")
     params = dict.fromkeys(
         ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"], 1
     )
     whole = params | {"do_remote_prefill": True, "remote_block_ids": [[1]]}
-    leg = PrefillLeg(Nobody(), 60.0)
-    orphan = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
-    orphan.prefilled(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
+    leg = PrefillLeg(UnusedOwner(), 60.0)
+    abandoned = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
+    abandoned.prefilled(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
     await eventually(lambda: site.fakes["d0"].served)
     assert site.fakes["d0"].served[0].json()["kv_transfer_params"] == whole
-    orphan.prefilled(site.clock(), b"{}")
+    abandoned.prefilled(site.clock(), b"{}")
     assert len(site.wire.releases) <= 1
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_an_answer_that_breaks_off_leaves_its_blocks(start: Start, begun: bool) -> None:
-    site = await two(start)
-    leg = PrefillLeg(Nobody(), 60.0)
+async def test_broken_abandoned_response_leaves_blocks_to_expire(start: Start, begun: bool) -> None:
+    site = await start_three(start)
+    leg = PrefillLeg(UnusedOwner(), 60.0)
     pair = Pair(Side("p0", "h"), Side("d0", "h"), "1")
-    orphan = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
+    abandoned = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
     if begun:
         head = ResponseHead()
         head.status = 200
         leg.begun(site.clock(), head)
-    orphan.adopt(site.clock())
-    assert site.wire.releases == {orphan}
-    orphan.lost(site.clock(), WorkerError.RESET)
-    assert ends(site) == ({LEFT_TO_EXPIRE: 1} if begun else {})
+    abandoned.adopt(site.clock())
+    assert site.wire.releases == {abandoned}
+    abandoned.lost(site.clock(), WorkerError.RESET)
+    assert handover_ends(site) == ({LEFT_TO_EXPIRE: 1} if begun else {})
     assert site.wire.releases == set()
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"[1]", b'"x"', b"\xff"])
-def test_an_answer_that_makes_no_sense_has_nothing_in_it(answer: bytes) -> None:
+def test_malformed_response_has_no_fields(answer: bytes) -> None:
     assert parse_fields(answer) == {}

@@ -1,4 +1,4 @@
-"""Connections to workers without sockets: reuse, age, deadlines, and who hears of what."""
+"""Connections to workers without sockets: reuse, age, deadlines, and calls to their owners."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SETTINGS = WireSettings(connect_s=3.0, first_byte_s=60.0, idle_s=20.0)
 SPEC = WorkerSpec("w0", "http://127.0.0.1:9", Role.GENERAL, "tiny")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n"
 
-pytestmark = pytest.mark.plain("callers that are classes of its own")
+pytestmark = pytest.mark.plain("classes of its own as callers")
 
 
-class Wire:
-    """A transport that only remembers."""
+class FakeTransport:
+    """A transport that records what is written."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -55,23 +55,23 @@ class Wire:
 
 @dataclass
 class Listener:
-    """A caller that remembers what it heard."""
+    """A caller that records its calls."""
 
     drops: bool = False
     timeout_s: float = 60.0
     connection: WorkerConnection | None = None
-    heard: list[object] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
     more_s: list[float] = field(default_factory=list)
 
     def begun(self, now: float, head: ResponseHead) -> None:
         del now
-        self.heard.append(head.status)
+        self.calls.append(head.status)
         if self.drops and self.connection is not None:
             self.connection.drop()
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         del now
-        self.heard.append((body, ended))
+        self.calls.append((body, ended))
 
     def extra_wait_s(self, now: float) -> float:
         del now
@@ -79,258 +79,260 @@ class Listener:
 
     def lost(self, now: float, trouble: WorkerError) -> None:
         del now
-        self.heard.append(trouble)
+        self.calls.append(trouble)
 
 
-class AtOnce(WriteBatch):
-    """Writes without waiting for the loop, which these tests have none of."""
+class ImmediateWrites(WriteBatch):
+    """Writes at once, without an event loop."""
 
     def write(self, transport: Any, *pieces: bytes) -> None:
         transport.write(b"".join(pieces))
 
 
-class Quick(ConnectionPool):
+class ImmediatePool(ConnectionPool):
     """A pool whose connections are made at once."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        super().__init__(SPEC, SETTINGS, lambda: self.now, AtOnce())
-        self.wires: dict[WorkerConnection, Wire] = {}
+        super().__init__(SPEC, SETTINGS, lambda: self.now, ImmediateWrites())
+        self.transports: dict[WorkerConnection, FakeTransport] = {}
 
     def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
         connection = WorkerConnection(self)
         caller.connection = connection
         self.open.add(connection)
         connection.send(now, caller, request)
-        wire = self.wires[connection] = Wire()
-        connection.connection_made(wire)  # type: ignore[arg-type]
+        transport = self.transports[connection] = FakeTransport()
+        connection.connection_made(transport)  # type: ignore[arg-type]
 
-    def asked(self, *, drops: bool = False) -> tuple[Listener, WorkerConnection, Wire]:
+    def send_request(
+        self, *, drops: bool = False
+    ) -> tuple[Listener, WorkerConnection, FakeTransport]:
         listener = Listener(drops)
         self.send(self.now, listener, (b"request",))
         assert listener.connection is not None
-        return listener, listener.connection, self.wires[listener.connection]
+        return listener, listener.connection, self.transports[listener.connection]
 
-    def used(self) -> tuple[Listener, WorkerConnection, Wire]:
-        """Ask on a connection that served before."""
-        _, first, _ = self.asked()
+    def send_on_used(self) -> tuple[Listener, WorkerConnection, FakeTransport]:
+        """Send a request on a connection that has served another."""
+        _, first, _ = self.send_request()
         first.data_received(HEAD + b"abc")
-        listener, connection, wire = self.asked()
+        listener, connection, transport = self.send_request()
         assert connection is first
-        return listener, connection, wire
+        return listener, connection, transport
 
 
 @pytest.fixture
-def pool() -> Quick:
-    return Quick()
+def pool() -> ImmediatePool:
+    return ImmediatePool()
 
 
-def test_an_answer_is_heard_in_pieces(pool: Quick) -> None:
-    listener, connection, wire = pool.asked()
-    assert wire.written == b"request"
+def test_response_is_passed_on_in_pieces(pool: ImmediatePool) -> None:
+    listener, connection, transport = pool.send_request()
+    assert transport.written == b"request"
     for piece in (HEAD[:9], HEAD[9:], b"a", b"bc"):
         connection.data_received(piece)
-    assert listener.heard == [200, (b"a", False), (b"bc", True)]
+    assert listener.calls == [200, (b"a", False), (b"bc", True)]
     assert pool.idle == [connection]
 
 
-def test_the_connection_used_last_is_used_first(pool: Quick) -> None:
-    first, second = pool.asked()[1], pool.asked()[1]
+def test_last_used_connection_is_used_first(pool: ImmediatePool) -> None:
+    first, second = pool.send_request()[1], pool.send_request()[1]
     for connection in (first, second):
         connection.data_received(HEAD + b"abc")
-    assert pool.asked()[1] is second
-    assert pool.asked()[1] is first
+    assert pool.send_request()[1] is second
+    assert pool.send_request()[1] is first
 
 
-def test_a_closed_connection_is_passed_over(pool: Quick) -> None:
-    _, first, wire = pool.asked()
+def test_closed_connection_is_not_used(pool: ImmediatePool) -> None:
+    _, first, transport = pool.send_request()
     first.data_received(HEAD + b"abc")
-    wire.closed = True
-    assert pool.asked()[1] is not first
+    transport.closed = True
+    assert pool.send_request()[1] is not first
 
 
-def test_an_idle_connection_is_given_up_before_the_worker_does(pool: Quick) -> None:
-    _, connection, wire = pool.asked()
+def test_idle_connection_is_closed_before_the_worker_closes_it(pool: ImmediatePool) -> None:
+    _, connection, transport = pool.send_request()
     connection.data_received(HEAD + b"abc")
     assert connection.deadline == pool.now + MAX_IDLE_S
     pool.sweep(pool.now + MAX_IDLE_S + 0.1)
-    assert wire.closed
+    assert transport.closed
     assert not pool.idle
     assert not pool.open
 
 
 @pytest.fixture
-def confirmed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Have the kernel say how many bytes of a request are left that the worker's has not taken."""
+def set_unacknowledged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Return a function that sets how many sent bytes the kernel reports as unacknowledged."""
 
-    def say(left: int | None) -> None:
+    def patch(left: int | None) -> None:
         monkeypatch.setattr(worker_connection, "unacknowledged", lambda _: left)
 
-    return say
+    return patch
 
 
-def test_an_undelivered_request_is_resent(
-    pool: Quick, confirmed: Callable[[int | None], None]
+def test_undelivered_request_is_resent(
+    pool: ImmediatePool, set_unacknowledged: Callable[[int | None], None]
 ) -> None:
-    listener, connection, wire = pool.used()
-    confirmed(len(b"request"))
+    listener, connection, transport = pool.send_on_used()
+    set_unacknowledged(len(b"request"))
     connection.eof_received()
     connection.connection_lost(None)
-    assert wire.closed
-    assert listener.heard == []
+    assert transport.closed
+    assert listener.calls == []
     assert listener.connection is not connection
     assert listener.connection is not None
-    assert pool.wires[listener.connection].written == b"request"
+    assert pool.transports[listener.connection].written == b"request"
     listener.connection.eof_received()
-    assert listener.heard == [WorkerError.RESET]
+    assert listener.calls == [WorkerError.RESET]
 
 
 @pytest.mark.parametrize("left", [0, 1, len(b"request") - 1, None])
-def test_a_request_that_may_have_been_read_does_not(
-    pool: Quick, confirmed: Callable[[int | None], None], left: int | None
+def test_request_that_may_have_been_read_is_not_resent(
+    pool: ImmediatePool, set_unacknowledged: Callable[[int | None], None], left: int | None
 ) -> None:
-    listener, connection, _ = pool.used()
-    confirmed(left)
+    listener, connection, _ = pool.send_on_used()
+    set_unacknowledged(left)
     connection.eof_received()
     connection.connection_lost(None)
-    assert listener.heard == [WorkerError.RESET]
+    assert listener.calls == [WorkerError.RESET]
     assert listener.connection is connection
 
 
-@pytest.mark.parametrize("what", ["fresh", "heard", "reset", "broken pipe"])
-def test_nor_one_on_a_connection_that_was_not_closed_while_idle(
-    pool: Quick, confirmed: Callable[[int | None], None], what: str
+@pytest.mark.parametrize("case", ["fresh", "heard", "reset", "broken pipe"])
+def test_request_is_resent_only_after_a_close_while_idle(
+    pool: ImmediatePool, set_unacknowledged: Callable[[int | None], None], case: str
 ) -> None:
-    """A reset does not say how much of the request had come."""
-    listener, connection, _ = pool.asked() if what == "fresh" else pool.used()
-    confirmed(len(b"request"))
-    if what == "heard":
+    """A reset does not show how much of the request was read."""
+    listener, connection, _ = pool.send_request() if case == "fresh" else pool.send_on_used()
+    set_unacknowledged(len(b"request"))
+    if case == "heard":
         connection.data_received(b"HTTP")
-    if what == "reset":
+    if case == "reset":
         connection.connection_lost(ConnectionResetError())
-    elif what == "broken pipe":
+    elif case == "broken pipe":
         connection.connection_lost(BrokenPipeError())
     else:
         connection.eof_received()
-    assert listener.heard == [WorkerError.RESET]
+    assert listener.calls == [WorkerError.RESET]
     assert listener.connection is connection
 
 
-def test_a_body_that_ends_with_its_connection(pool: Quick) -> None:
-    listener, connection, _ = pool.asked()
+def test_close_ends_a_body_without_framing(pool: ImmediatePool) -> None:
+    listener, connection, _ = pool.send_request()
     connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
     connection.eof_received()
     connection.connection_lost(None)
-    assert listener.heard == [200, (b"abc", False), (b"", True)]
+    assert listener.calls == [200, (b"abc", False), (b"", True)]
     assert not pool.open
 
 
-def test_a_reset_is_no_end(pool: Quick) -> None:
-    listener, connection, _ = pool.asked()
+def test_reset_breaks_a_body_without_framing(pool: ImmediatePool) -> None:
+    listener, connection, _ = pool.send_request()
     connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
     connection.connection_lost(ConnectionResetError())
-    assert listener.heard == [200, (b"abc", False), WorkerError.RESET]
+    assert listener.calls == [200, (b"abc", False), WorkerError.RESET]
 
 
-def test_what_is_no_answer_is_broken(pool: Quick) -> None:
-    listener, connection, wire = pool.asked()
+def test_malformed_response_breaks_the_connection(pool: ImmediatePool) -> None:
+    listener, connection, transport = pool.send_request()
     connection.data_received(b"220 smtp\r\n")
-    assert listener.heard == [WorkerError.BROKEN]
-    assert wire.closed
+    assert listener.calls == [WorkerError.BROKEN]
+    assert transport.closed
 
 
-def test_a_worker_that_speaks_unasked_is_hung_up_on(pool: Quick) -> None:
-    _, connection, wire = pool.asked()
+def test_unsolicited_data_closes_the_connection(pool: ImmediatePool) -> None:
+    _, connection, transport = pool.send_request()
     connection.data_received(HEAD + b"abc")
     connection.data_received(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
-    assert wire.closed
+    assert transport.closed
     assert not pool.idle
 
 
-def test_surplus_bytes_end_the_connection_not_the_answer(pool: Quick) -> None:
-    listener, connection, wire = pool.asked()
+def test_surplus_bytes_close_the_connection_after_the_response(pool: ImmediatePool) -> None:
+    listener, connection, transport = pool.send_request()
     connection.data_received(HEAD + b"abcd")
-    assert listener.heard == [200, (b"abc", True)]
-    assert wire.closed
+    assert listener.calls == [200, (b"abc", True)]
+    assert transport.closed
 
 
-def test_an_answer_before_the_whole_request_is_sent_ends_the_connection(pool: Quick) -> None:
-    listener, connection, wire = pool.asked()
-    wire.unsent = 1
+def test_response_before_the_whole_request_closes_the_connection(pool: ImmediatePool) -> None:
+    listener, connection, transport = pool.send_request()
+    transport.unsent = 1
     connection.data_received(HEAD + b"abc")
-    assert listener.heard == [200, (b"abc", True)]
-    assert wire.closed
+    assert listener.calls == [200, (b"abc", True)]
+    assert transport.closed
     assert not pool.idle
 
 
-def test_a_caller_that_drops_the_connection_hears_no_more(pool: Quick) -> None:
-    listener, connection, wire = pool.asked(drops=True)
+def test_caller_that_drops_the_connection_gets_no_more_calls(pool: ImmediatePool) -> None:
+    listener, connection, transport = pool.send_request(drops=True)
     connection.data_received(HEAD + b"abc")
-    assert listener.heard == [200]
-    assert wire.closed
+    assert listener.calls == [200]
+    assert transport.closed
     assert not pool.open
 
 
-def test_patience(pool: Quick) -> None:
-    listener, connection, _ = pool.asked()
+def test_timeouts_of_first_byte_and_of_pieces(pool: ImmediatePool) -> None:
+    listener, connection, _ = pool.send_request()
     assert connection.deadline == pool.now + 60
     pool.now += 50
     connection.data_received(HEAD)
-    assert connection.deadline == 160  # a head is not what the client waits for
+    assert connection.deadline == 160  # a head alone does not extend it
     connection.data_received(b"a")
     assert connection.deadline == pool.now + 20
     pool.sweep(pool.now + 19)
-    assert WorkerError.TIMEOUT not in listener.heard
+    assert WorkerError.TIMEOUT not in listener.calls
     pool.sweep(pool.now + 21)
-    assert listener.heard[-1] is WorkerError.TIMEOUT
+    assert listener.calls[-1] is WorkerError.TIMEOUT
 
 
-def test_a_caller_may_have_more_patience_once_it_is_over(pool: Quick) -> None:
-    listener, connection, _ = pool.asked()
+def test_caller_may_extend_the_first_byte_timeout(pool: ImmediatePool) -> None:
+    listener, connection, _ = pool.send_request()
     listener.more_s = [30.0, 5.0]
     pool.sweep(161.0)
     assert connection.deadline == 191.0
     pool.sweep(192.0)
-    assert (connection.deadline, listener.heard) == (197.0, [])
+    assert (connection.deadline, listener.calls) == (197.0, [])
     pool.sweep(198.0)
-    assert listener.heard == [WorkerError.TIMEOUT]
+    assert listener.calls == [WorkerError.TIMEOUT]
 
 
-def test_but_not_between_two_pieces(pool: Quick) -> None:
-    listener, connection, _ = pool.asked()
+def test_caller_may_not_extend_the_timeout_between_pieces(pool: ImmediatePool) -> None:
+    listener, connection, _ = pool.send_request()
     listener.more_s = [30.0]
     connection.data_received(HEAD + b"a")
     pool.sweep(pool.now + 21)
-    assert listener.heard[-1] is WorkerError.TIMEOUT
+    assert listener.calls[-1] is WorkerError.TIMEOUT
 
 
 @pytest.mark.parametrize("timeout_s", [7.0, 600.0, inf])
-def test_a_worker_has_as_long_as_its_caller_says(pool: Quick, timeout_s: float) -> None:
+def test_first_byte_timeout_is_set_by_the_caller(pool: ImmediatePool, timeout_s: float) -> None:
     listener = Listener(timeout_s=timeout_s)
     pool.send(pool.now, listener, (b"request",))
     assert listener.connection is not None
     assert listener.connection.deadline == pool.now + timeout_s
 
 
-def test_silence_of_a_worker_that_is_not_listened_to_does_not_count(pool: Quick) -> None:
-    listener, connection, wire = pool.asked()
+def test_paused_connection_has_no_deadline(pool: ImmediatePool) -> None:
+    listener, connection, transport = pool.send_request()
     connection.data_received(HEAD + b"a")
     connection.pause()
-    connection.data_received(b"b")  # was on its way
-    assert wire.paused
+    connection.data_received(b"b")  # was already sent
+    assert transport.paused
     assert connection.deadline == inf
     connection.resume(500.0)
-    assert not wire.paused
+    assert not transport.paused
     assert connection.deadline == 520
     connection.pause()
     connection.data_received(b"c")
-    assert listener.heard[-1] == (b"c", True)
-    assert not wire.paused  # or the next answer would never be read
+    assert listener.calls[-1] == (b"c", True)
+    assert not transport.paused  # else the next response would not be read
 
 
-def test_nor_does_it_cost_the_patience_with_an_answer_that_has_not_begun(pool: Quick) -> None:
-    """Of requests in turn: the client was slow to read the answer before."""
-    listener, connection, _ = pool.asked()
+def test_resume_before_a_response_restarts_the_first_byte_timeout(pool: ImmediatePool) -> None:
+    """Example: the client was slow to read the response before."""
+    listener, connection, _ = pool.send_request()
     connection.pause()
     connection.resume(110.0)
     assert connection.deadline == 110 + listener.timeout_s
@@ -339,7 +341,7 @@ def test_nor_does_it_cost_the_patience_with_an_answer_that_has_not_begun(pool: Q
 
 
 def test_pools_follow_the_fleet() -> None:
-    fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, AtOnce())
+    fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, ImmediateWrites())
     old = pools.of(fleet.roster.add(SPEC))
     assert pools.of(fleet.roster.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
     fleet.roster.remove("w0")

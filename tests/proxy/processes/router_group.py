@@ -1,4 +1,4 @@
-"""A router of several processes, started as its users do, before fake workers on known ports."""
+"""A router of several real processes before fake workers on known ports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ POLL_S = 0.02
 PROC = Path("/proc")
 
 
-class Crew:
-    """The router, told of by what it says and does."""
+class RouterGroup:
+    """The router, observed by its log lines, ports and processes."""
 
     def __init__(
         self,
@@ -41,18 +41,18 @@ class Crew:
         self.ports = {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
         self.count = count
-        self.listens = listens  # clients' port and operators', as asked for
+        self.listens = listens  # configured ports of clients and of the admin API
         self.drain_s, self.notice_s = drain_s, notice_s
-        self.more = more  # of the fleet file
+        self.more = more  # appended to the fleet file
         self.write(*workers)
-        self.said: list[str] = []
-        self.spoke = threading.Condition()
+        self.lines: list[str] = []
+        self.line_added = threading.Condition()
         command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(self.file)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.reader = threading.Thread(target=self._read)
         self.reader.start()
         try:
-            line = self.says("/v1")
+            line = self.wait_for_line("/v1")
         except BaseException:
             self.close()
             raise
@@ -76,29 +76,29 @@ class Crew:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            with self.spoke:
-                self.said.append(line)
-                self.spoke.notify_all()
-        with self.spoke:
-            self.spoke.notify_all()
+            with self.line_added:
+                self.lines.append(line)
+                self.line_added.notify_all()
+        with self.line_added:
+            self.line_added.notify_all()
 
-    def says(self, text: str, times: int = 1) -> str:
-        """Wait until it has said something so often; return the last such line."""
+    def wait_for_line(self, text: str, times: int = 1) -> str:
+        """Wait for the n-th log line with a text; return it."""
 
         def lines() -> list[str]:
-            return [line for line in self.said if text in line]
+            return [line for line in self.lines if text in line]
 
-        with self.spoke:
-            said = self.spoke.wait_for(
+        with self.line_added:
+            found = self.line_added.wait_for(
                 lambda: len(lines()) >= times or not self.reader.is_alive(), DEADLINE_S
             )
-        assert said, f"it never said {text!r}:\n{''.join(self.said)}"
-        assert lines(), f"it ended:\n{''.join(self.said)}"
+        assert found, f"no line with {text!r}:\n{''.join(self.lines)}"
+        assert lines(), f"the router ended:\n{''.join(self.lines)}"
         return lines()[-1]
 
     @property
     def pids(self) -> dict[int, int]:
-        """Its processes that serve, by their index."""
+        """The serving processes by index."""
         found = {}
         for thread in PROC.glob(f"{self.process.pid}/task/*"):
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -110,20 +110,20 @@ class Crew:
 
     @property
     def leader(self) -> int:
-        """Who leads."""
-        return int(self.says(" leads").split(" leads")[0].rsplit(" ", 1)[1])
+        """The index of the leader."""
+        return int(self.wait_for_line(" leads").split(" leads")[0].rsplit(" ", 1)[1])
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the supervisor."""
         self.process.send_signal(number)
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """End all processes."""
         pids = list(self.pids.values())
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for pid in pids:  # they end by themselves, but not at once
+        for pid in pids:  # they end without a signal, but later
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -132,23 +132,23 @@ class Crew:
         if self.process.stderr is not None:
             self.process.stderr.close()
 
-    # As clients and operators see it
+    # Clients and operators
 
-    async def each(self) -> dict[bytes, Client]:
-        """Connect to every one of its processes; they put different marks on requests."""
+    async def connect_to_each(self) -> dict[bytes, Client]:
+        """Return a client for every process, by the prefix of its request IDs."""
         found: dict[bytes, Client] = {}
         give_up = time.monotonic() + DEADLINE_S
         while len(found) < self.count:
             assert time.monotonic() < give_up, found
             client = await Client.connect(self.port)
-            mark = await mark_of(client)
-            if found.setdefault(mark, client) is not client:
+            prefix = await id_prefix_of(client)
+            if found.setdefault(prefix, client) is not client:
                 client.close()
                 await asyncio.sleep(POLL_S)
         return found
 
-    async def ask_admin(self, path: str, method: str = "GET", **more: Any) -> Any:
-        """Ask the admin API."""
+    async def admin_request(self, path: str, method: str = "GET", **more: Any) -> Any:
+        """Send a request to the admin API; return its JSON."""
         async with (
             aiohttp.ClientSession() as session,
             session.request(method, f"{self.admin}/admin{path}", **more) as answer,
@@ -157,21 +157,23 @@ class Crew:
             return await answer.json()
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """Return what the admin API says of each worker."""
-        return {worker["name"]: worker for worker in await self.ask_admin("/workers")}
+        """Return the workers of the admin API by name."""
+        return {worker["name"]: worker for worker in await self.admin_request("/workers")}
 
-    async def until(self, so: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
-        """Wait until the workers are so."""
+    async def wait_until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
+        """Wait until a condition on the workers holds."""
         give_up = time.monotonic() + DEADLINE_S
-        while not so(found := await self.workers()):
+        while not condition(found := await self.workers()):
             assert time.monotonic() < give_up, found
             await asyncio.sleep(POLL_S)
 
-    async def up(self) -> None:
+    async def wait_until_up(self) -> None:
         """Wait until every process uses every worker."""
-        await self.until(lambda all_: all(worker["state"] == "up" for worker in all_.values()))
+        await self.wait_until(
+            lambda workers: all(worker["state"] == "up" for worker in workers.values())
+        )
         names = set(await self.workers())
-        for client in (await self.each()).values():
+        for client in (await self.connect_to_each()).values():
             used: set[str] = set()
             give_up = time.monotonic() + DEADLINE_S
             while used != names:
@@ -182,21 +184,21 @@ class Crew:
 
 
 async def worker_of(client: Client) -> str:
-    """Ask, and return the name of the worker that answered; empty if there was none."""
+    """Send a request; return the name of its worker, or an empty text if there was none."""
     answer = await client.ask(chat("hi", b"X-Explain: 1"))
     [route] = [value for key, value in answer.headers if key == b"x-route"]
     return route.split(b";")[0].decode() if answer.status == 200 else ""
 
 
-async def mark_of(client: Client) -> bytes:
-    """Return what the process at the other end puts on requests."""
+async def id_prefix_of(client: Client) -> bytes:
+    """Return the prefix of a process's request IDs."""
     answer = await client.ask(get("/health"))
     [name] = [value for key, value in answer.headers if key == b"x-request-id"]
     return name.rpartition(b"-")[0]
 
 
 async def samples(client: Client) -> dict[str, float]:
-    """Return a page of metrics."""
+    """Return the samples of the metrics page."""
     answer = await client.ask(get("/metrics"))
     assert answer.status == 200
     lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
@@ -204,5 +206,5 @@ async def samples(client: Client) -> dict[str, float]:
 
 
 def total(found: dict[str, float], name: str) -> float:
-    """Add up all series of a metric."""
+    """Return the sum of all series of a metric."""
     return sum(value for series, value in found.items() if series.partition("{")[0] == name)

@@ -1,8 +1,7 @@
-"""A model whose workers take a request each and never answer: moments that last.
+"""A model whose workers take one request each and never answer, so that short-lived states last.
 
-What a fast machine is over with before anybody looks is there for as long as a test takes: tokens
-charged to a worker that has yet to prefill them, a pool whose workers differ, a request that went
-to another pool because its own was full.
+These are tokens charged before their prefill, a pool with unequal workers, and a request that
+spilled to another pool.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat
 
 MODEL = "mute"
-STARTS_S = 120.0
-LEAVES_S = 0.1
+START_TIMEOUT_S = 120.0
+LEAVE_AFTER_S = 0.1
 
 
-class Mutes:
-    """One for shorts and two for longs, and who waits for them.
+class SilentWorkers:
+    """A worker for short requests, two for long ones, and clients that wait.
 
-    Two, since who finds room on one worker alone has not spilled: that was its only choice.
+    With one long worker, a spilled request would have no choice.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class Mutes:
         self._fakes = {name: (role, FakeWorker(name, model=MODEL)) for name, role in roles.items()}
 
     async def listen(self, stack: AsyncExitStack) -> str:
-        """Be there; return the lines of a fleet file's `workers`."""
+        """Start the workers; return their lines for a fleet file."""
         lines = []
         for name, (role, fake) in self._fakes.items():
             fake.always(scripts.stall)
@@ -47,8 +46,8 @@ class Mutes:
     async def occupy(
         self, stack: AsyncExitStack, session: aiohttp.ClientSession, port: int, admin: int
     ) -> None:
-        """Ask for three shorts: the second finds no room where it belongs, and a choice of two."""
-        async with asyncio.timeout(STARTS_S):
+        """Send three short requests; the second spills to one of two workers."""
+        async with asyncio.timeout(START_TIMEOUT_S):
             while not await self._are_up(session, admin):  # noqa: ASYNC110  # another process
                 await asyncio.sleep(0.1)
         for _ in self._fakes:
@@ -56,19 +55,19 @@ class Mutes:
             stack.callback(client.close)
             await client.send(chat(model=MODEL, stream=True))
         for _, fake in self._fakes.values():
-            await fake.got(within=STARTS_S)
+            await fake.got(within=START_TIMEOUT_S)
 
     async def leave(self, port: int) -> None:
-        """Ask, and leave with nothing: all have what they may, so it waits in the router."""
+        """Send a request that waits in the queue, and leave."""
         client = await Client.connect(port)
         try:
             await client.send(chat(model=MODEL, stream=True))
-            await asyncio.sleep(LEAVES_S)
+            await asyncio.sleep(LEAVE_AFTER_S)
         finally:
             client.close()
 
     async def _are_up(self, session: aiohttp.ClientSession, admin: int) -> bool:
         async with session.get(f"http://127.0.0.1:{admin}/admin/workers") as answer:
             workers = await answer.json()
-        states = [each["state"] for each in workers if each["model"] == MODEL]
+        states = [worker["state"] for worker in workers if worker["model"] == MODEL]
         return states == ["up"] * len(self._fakes)

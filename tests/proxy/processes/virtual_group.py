@@ -1,4 +1,4 @@
-"""Routers over one table, in one process and in virtual time."""
+"""Routers over one shared table, in one process and in virtual time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from proxy.processes.shared.traffic import SharedTraffic
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 
 
-class Crew:
-    """Each event of one process's is told to the others when the turn ends."""
+class VirtualGroup:
+    """Routers that publish their events when a turn ends."""
 
     def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
         self.table = SharedTable.make(size)
         self.now = 1.0
-        self.later: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
         self.lives = 0
-        self.leases: dict[Ticket, Lease] = {}  # of those that waited
+        self.leases: dict[Ticket, Lease] = {}  # of dispatched tickets
         self.specs = specs
         self.settings = settings
         self.routers = [router_of(*specs, **settings) for _ in range(size)]
@@ -34,10 +34,10 @@ class Crew:
         self.sharings = [self.join(i) for i in range(size)]
 
     def join(self, index: int) -> SharedLoad:
-        """Have a process share."""
+        """Let a process share its load."""
         router = self.routers[index]
         fleet = router.fleet
-        sharing = SharedLoad(self.table, index, fleet, lambda: self.now, self.later.append)
+        sharing = SharedLoad(self.table, index, fleet, lambda: self.now, self.callbacks.append)
         self.lives += 1
         sharing.sheet.write_count(LIFE, self.lives)
         queues = self.queues[index] = SharedQueues(router.queue, sharing)
@@ -53,34 +53,34 @@ class Crew:
         return sharing
 
     def restart(self, index: int) -> None:
-        """End a process as a crash does, and begin another."""
+        """Replace a process as after a crash."""
         self.table.clear(index)
         self.routers[index] = router_of(*self.specs, **self.settings)
         self.sharings[index] = self.join(index)
 
-    def tell(self) -> None:
+    def end_turn(self) -> None:
         """End the turn of every process, and let a little time pass."""
-        later, self.later[:] = list(self.later), []
-        for each in later:
-            each()
+        callbacks, self.callbacks[:] = list(self.callbacks), []
+        for callback in callbacks:
+            callback()
         self.now += 2 * READ_INTERVAL_S
 
-    def look(self) -> None:
-        """Have everybody look."""
+    def read_all(self) -> None:
+        """Let every process read the table."""
         for sharing in self.sharings:
             sharing.look(self.now)
 
     def submit(self, index: int, **fields: int) -> Lease:
-        """Have a process place a request."""
+        """Place a request in a process."""
         lease = placed(self.routers[index].submit(ask(**fields), self.now))
-        self.tell()
+        self.end_turn()
         return lease
 
     def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
-        """End a request."""
+        """Finish a request."""
         self.routers[index].leases.finish(lease, self.now, outcome)
-        self.tell()
+        self.end_turn()
 
     def worker(self, index: int, name: str) -> Worker:
-        """Look at a worker as one process sees it."""
+        """Return a worker in one process."""
         return worker_of(self.routers[index], name)

@@ -1,8 +1,8 @@
-"""What happens seldom, brought about for certain: each reason there is, and each route.
+"""Rare cases, produced reliably: every reason and every route.
 
-Every corner is a model of its own, so that nothing else that goes on decides what becomes of its
-requests: workers that never answer are full for as long as a test takes, those that nobody else
-asks are idle. What rests on an order asks one after the other.
+Every case has its own model, so that no other load affects its requests. Workers that never answer
+stay full, and workers without other requests stay idle. Cases that need an order send requests one
+after the other.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from vllm_sched.workers.launch import free_port
 if TYPE_CHECKING:
     from tests.proxy.wire.fake_worker import Call, Script
 
-STARTS_S = 120.0
-LATE_S = 1.0
-LONG, HANDED = "long " * 4000, "to be handed over " * 200
+START_TIMEOUT_S = 120.0
+SLOW_RESPONSE_S = 1.0
+LONG, HANDED_OVER = "long " * 4000, "to be handed over " * 200
 CHAT, STORED = "/v1/chat/completions", "/v1/responses/resp_1"
 KEY = "sk-vs-of-the-chat-window"
 BEARER = bearer(KEY)
-# A third router: of another rule, with a queue for one, and targets that nobody can meet.
+# A third router: another rule, a queue of one request, and a TTFT target that no worker can meet.
 RULES = """
 model: turn
 workers:
-{corners}
+{cases}
 routing: {{policy: round_robin}}
 router:
   port: {port}
@@ -48,14 +48,14 @@ router:
   queue: {{max_requests: 1, max_wait_s: 600}}
   admission: {{ttft_s: 0.001}}
 """
-# The only question of boards, rules and alerts that has nothing to show in any scene, and why.
-EMPTY = {'absent(up{job=~"(.*/)?router"})': "shows that no router is there"}
-# Reasons that no scene shows, and why.
+# The only query of boards, rules and alerts without data in every scene, and why.
+EMPTY = {'absent(up{job=~"(.*/)?router"})': "has data if there is no router"}
+# Reasons that no scene produces, and why.
 UNSEEN = {
-    Reason.DRAINING: "of a router that stops, which is no longer ready to be scraped",
-    Reason.ROUTER_FULL: "of a machine that has no files or ports left, for Prometheus neither",
+    Reason.DRAINING: "of a router that stops and is not scraped any more",
+    Reason.ROUTER_FULL: "of a machine without descriptors or ports, also for Prometheus",
 }
-# Where workers are: one listens nowhere, and is the only one that is to be down.
+# Workers and roles by router. `GONE` does not listen and is the only worker that is down.
 SPLIT = {
     "crowd-0": "general", "crowd-1": "general", "over-0": "long", "over-1": "short",
     "over-2": "short", "again-0": "general", "again-1": "general", "fails-0": "general",
@@ -64,29 +64,33 @@ SPLIT = {
 PAIRS = {"night-0": "general", "shut-0": "prefill", "shut-1": "decode"}
 OTHERS = {"turn-0": "general", "slow-0": "general", "full-0": "general", "ends-0": "general"}
 GONE = "gone-0"
-FULL = ("crowd", "over", "full")  # models whose workers take a request each
+FULL = ("crowd", "over", "full")  # models whose workers have max_requests 1
 
 
-def seen() -> dict[str, str]:
-    """Ask for every route and every reason that is not excused; and say what each question is."""
-    asked = {f'proxy_requests_total{{route="{name}"}}': f"route {name}" for name in BY_NAME}
-    return asked | {counted(each): f"reason {each}" for each in Reason if each not in UNSEEN}
+def queries_of_cases() -> dict[str, str]:
+    """Return a query for each route and reason that a scene must show, with its name."""
+    queries_by_route = {
+        f'proxy_requests_total{{route="{name}"}}': f"route {name}" for name in BY_NAME
+    }
+    return queries_by_route | {
+        query_for(reason): f"reason {reason}" for reason in Reason if reason not in UNSEEN
+    }
 
 
-def unseen() -> dict[str, str]:
-    """Ask for those that are excused."""
-    return {counted(reason): f"reason {reason}: {why}" for reason, why in UNSEEN.items()}
+def excused_queries() -> dict[str, str]:
+    """Return the queries for excused reasons."""
+    return {query_for(reason): f"reason {reason}: {why}" for reason, why in UNSEEN.items()}
 
 
-def counted(reason: Reason) -> str:
-    """Ask whether anything was decided, or answered, for a reason."""
+def query_for(reason: Reason) -> str:
+    """Return the query for decisions or requests with a reason."""
     return (
         f'proxy_decisions_total{{reason="{reason}"}} or proxy_requests_total{{reason="{reason}"}}'
     )
 
 
 def every_route(**fields: object) -> list[bytes]:
-    """Return a request for each path that passes through."""
+    """Return a request for each forwarded path."""
     body = json.dumps({"model": "tiny", "prompt": "hi", "input": "hi"} | fields).encode()
     return [
         *(
@@ -110,40 +114,40 @@ def form(path: str, *headers: bytes, **fields: bytes) -> bytes:
 
 
 async def begin_batch(port: int, bearer: bytes, body: Mapping[str, object]) -> None:
-    """Have a batch of one line begun."""
+    """Start a batch of one line."""
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
     file = form("/v1/files", bearer, purpose=b"batch", file=json.dumps(line).encode())
     client = await Client.connect(port)
     try:
-        kept = (await client.ask(file, within=STARTS_S)).json()["id"]
-        batch = {"input_file_id": kept, "endpoint": CHAT, "completion_window": "24h"}
-        asked = request(json.dumps(batch).encode(), bearer, path="/v1/batches")
-        assert (await client.ask(asked, within=STARTS_S)).status == 200
+        file_id = (await client.ask(file, within=START_TIMEOUT_S)).json()["id"]
+        batch = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        create = request(json.dumps(batch).encode(), bearer, path="/v1/batches")
+        assert (await client.ask(create, within=START_TIMEOUT_S)).status == 200
     finally:
         client.close()
 
 
-async def late(call: Call) -> None:
-    """Answer so late that what its prompt took is learnt to be much, however slow all else is."""
-    await asyncio.sleep(LATE_S)
+async def respond_slowly(call: Call) -> None:
+    """Answer so slowly that the prompt's duration is learnt as long."""
+    await asyncio.sleep(SLOW_RESPONSE_S)
     await scripts.stream(2)(call)
 
 
-class Corners:
-    """Workers of models that nobody else asks for, and who asks for them."""
+class RareCases:
+    """Workers of the rare cases, and their requests."""
 
     def __init__(self, ports: Mapping[str, int], file: Path) -> None:
-        self.file = file  # of the router that has RULES
+        self.file = file  # the fleet file of the router with RULES
         self._ports = ports
         self._fakes: dict[str, FakeWorker] = {}
         self._kv = Kv()
         self._refusals = self._losses = 0
 
     async def listen(self, stack: AsyncExitStack) -> dict[str, str]:
-        """Be there; return the lines of the fleet files' `workers`, by the file."""
+        """Start the workers; return their lines for each fleet file."""
         fleets = {"split": SPLIT, "pairs": PAIRS, "rules": OTHERS}
         return {
-            fleet: "\n".join([await self._worker(stack, *each) for each in workers.items()])
+            fleet: "\n".join([await self._worker(stack, *item) for item in workers.items()])
             for fleet, workers in fleets.items()
         }
 
@@ -156,29 +160,29 @@ class Corners:
             await fake.listen()
             stack.push_async_callback(fake.stop)
             url = fake.url
-        most = ", max_requests: 1" if model in FULL else ""
-        return f'  - {{name: {name}, role: {role}, model: {model}, url: "{url}"{most}}}'
+        limit = ", max_requests: 1" if model in FULL else ""
+        return f'  - {{name: {name}, role: {role}, model: {model}, url: "{url}"{limit}}}'
 
     def _script(self, fake: FakeWorker, role: str) -> Script:
         model = fake.model
         if model == "shut":
-            return self._prefills(fake) if role == "prefill" else self._decodes(fake)
+            return self._prefill_script(fake) if role == "prefill" else self._decode_script(fake)
         if model == "turn":
             return scripts.obey(model)
         if model == "again":
-            return late
+            return respond_slowly
         if model == "fails":
             return self._fail_once
         if model == "slow":
-            return self._hang_the_second_time
+            return self._hang_on_second
         return scripts.stall
 
     async def _fail_once(self, call: Call) -> None:
-        asked = sum(len(self._fakes[name].served) for name in ("fails-0", "fails-1"))
-        await (scripts.error(500) if asked == 1 else scripts.obey("served"))(call)
+        served = sum(len(self._fakes[name].served) for name in ("fails-0", "fails-1"))
+        await (scripts.error(500) if served == 1 else scripts.obey("served"))(call)
 
-    def _prefills(self, fake: FakeWorker) -> Script:
-        """Refuse what is long."""
+    def _prefill_script(self, fake: FakeWorker) -> Script:
+        """Refuse long prompts."""
         script = self._kv.worker(fake, "prefill")
 
         async def run(call: Call) -> None:
@@ -188,81 +192,81 @@ class Corners:
 
         return run
 
-    def _decodes(self, fake: FakeWorker) -> Script:
-        """Fail the first time that there are blocks to fetch for somebody."""
+    def _decode_script(self, fake: FakeWorker) -> Script:
+        """Fail the first fetch of blocks."""
         script = self._kv.worker(fake, "decode")
 
         async def run(call: Call) -> None:
-            fetches = HANDED.encode() in call.body and b"remote_block_ids" in call.body
+            fetches = HANDED_OVER.encode() in call.body and b"remote_block_ids" in call.body
             self._losses += fetches
             await (scripts.error(500) if fetches and self._losses == 1 else script)(call)
 
         return run
 
-    async def _hang_the_second_time(self, call: Call) -> None:
+    async def _hang_on_second(self, call: Call) -> None:
         first = len(self._fakes["slow-0"].served) == 1
-        await (late if first else scripts.stall)(call)
+        await (respond_slowly if first else scripts.stall)(call)
 
-    async def visit(
+    async def run(
         self, stack: AsyncExitStack, session: aiohttp.ClientSession, admins: Mapping[str, str]
     ) -> None:
-        """Have everything happen, once; `admins` is where the routers' admin APIs are."""
+        """Produce every case once; `admins` has the URLs of the admin APIs."""
         for url in admins.values():
-            await self._settled(session, f"{url}/workers")
-        await asyncio.gather(
-            self._placed(stack), self._refused(), self._answered(), self._handed_over()
-        )
-        await self._by_rules(stack, session, f"{admins['rules']}/reload")
-        await self._out_of_time(session, f"{admins['rules']}/reload")
+            await self._wait_until_probed(session, f"{url}/workers")
+        await asyncio.gather(self._place(stack), self._refuse(), self._answer(), self._hand_over())
+        await self._use_rules(stack, session, f"{admins['rules']}/reload")
+        await self._time_out(session, f"{admins['rules']}/reload")
 
-    async def _placed(self, stack: AsyncExitStack) -> None:
-        """Spill, have no choice, wait for too long, leave, try again, be where a prefix is."""
+    async def _place(self, stack: AsyncExitStack) -> None:
+        """Produce spills, single choices, queue timeouts, leaving clients, retries and prefixes."""
         for _ in range(2):
             await self._hang(stack, "split", chat(LONG, model="over"))
             await self._hang(stack, "split", chat(model="crowd"))
         for name in ("crowd-0", "crowd-1", "over-0"):
-            await self._fakes[name].got(within=STARTS_S)
+            await self._fakes[name].got(within=START_TIMEOUT_S)
         assert await self._ask("split", chat(model="crowd")) == 429
         async with AsyncExitStack() as soon:
             await self._hang(soon, "split", chat(model="left", stream=True))
-            await self._fakes["left-0"].got(within=STARTS_S)
+            await self._fakes["left-0"].got(within=START_TIMEOUT_S)
         assert await self._ask("split", chat(model="fails")) == 200
         for _ in range(2):
             assert await self._ask("split", chat(LONG, model="again", stream=True)) == 200
 
-    async def _refused(self) -> None:
-        """Ask for what there is not, or not for everybody."""
+    async def _refuse(self) -> None:
+        """Send requests that are refused."""
         ids = json.dumps({"model": "crowd", "prompt": [1] * 20_000, "max_tokens": 2}).encode()
         assert await self._ask("split", request(ids, path="/v1/completions")) == 400
         assert await self._ask("split", request(b"{")) == 400
         assert await self._ask("split", get("/nowhere")) == 404
-        assert await self._ask("rules", chat(model="nobodys")) == 404
-        assert await self._ask("split", chat(model="nobodys")) == 503  # or is it one of GONE's?
+        assert await self._ask("rules", chat(model="unknown")) == 404
+        assert await self._ask("split", chat(model="unknown")) == 503  # GONE may serve it
         assert await self._ask("split", chat(model="gone")) == 503
         assert await self._ask("pairs", chat()) == 401
         assert await self._ask("pairs", get(STORED, BEARER)) == 404
 
-    async def _answered(self) -> None:
-        """Ask what is not handed over; begin a batch whose one line never ends."""
+    async def _answer(self) -> None:
+        """Send a request without hand-over; start a batch whose line never ends."""
         embed = json.dumps({"model": "tiny", "input": "hi"}).encode()
         await self._ask("pairs", request(embed, BEARER, path="/v1/embeddings"))
         body = {"model": "night", "messages": [{"role": "user", "content": "hi"}]}
         await begin_batch(self._ports["pairs"], BEARER, body)
-        await self._fakes["night-0"].got(within=STARTS_S)
+        await self._fakes["night-0"].got(within=START_TIMEOUT_S)
 
-    async def _handed_over(self) -> None:
-        """Lose blocks that nobody will fetch; have a worker refuse what another then serves."""
-        number = count()  # or a prompt is cached where it was decoded
-        async with asyncio.timeout(STARTS_S):
-            while not self._losses:  # until the two are connected all of it is decoded whole
-                await self._ask("pairs", chat(f"{next(number)} {HANDED}", BEARER, model="shut"))
+    async def _hand_over(self) -> None:
+        """Lose blocks of a hand-over; let a worker refuse what another serves."""
+        number = count()  # new prompts, which the decode worker has not cached
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not self._losses:  # served whole until the link is warm
+                await self._ask(
+                    "pairs", chat(f"{next(number)} {HANDED_OVER}", BEARER, model="shut")
+                )
             while self._refusals < FAILURES_TO_BAR:
                 await self._ask("pairs", chat(f"{next(number)} {LONG}", BEARER, model="shut"))
 
-    async def _by_rules(
+    async def _use_rules(
         self, stack: AsyncExitStack, session: aiohttp.ClientSession, reload: str
     ) -> None:
-        """Be placed by other rules; come where nobody can be quick, and where nobody may wait."""
+        """Use other rules; miss the TTFT target and exceed the queue."""
         assert await self._ask("rules", chat(model="turn")) == 200
         self.file.write_text(self.file.read_text().replace("round_robin", "least_loaded"))
         async with session.post(reload) as answer:
@@ -270,45 +274,45 @@ class Corners:
         assert await self._ask("rules", chat(model="turn")) == 200
         assert await self._ask("rules", chat(LONG, model="slow", stream=True)) == 200
         await self._hang(stack, "rules", chat(LONG, model="slow"))
-        await self._fakes["slow-0"].got(2, within=STARTS_S)
+        await self._fakes["slow-0"].got(2, within=START_TIMEOUT_S)
         assert await self._ask("rules", chat(model="slow")) == 429
-        # One has the worker, one the queue, whichever they are.
-        asked = [asyncio.create_task(self._ask("rules", chat(model="full"))) for _ in range(3)]
-        for each in asked:
-            stack.callback(each.cancel)
-        [refused], _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        # One request has the worker, one the queue.
+        tasks = [asyncio.create_task(self._ask("rules", chat(model="full"))) for _ in range(3)]
+        for task in tasks:
+            stack.callback(task.cancel)
+        [refused], _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         assert refused.result() == 429
 
-    async def _out_of_time(self, session: aiohttp.ClientSession, reload: str) -> None:
-        """Take too long for an answer, and to send a body."""
-        said = self.file.read_text()
+    async def _time_out(self, session: aiohttp.ClientSession, reload: str) -> None:
+        """Exceed the time limits of a response and of a body."""
+        fleet_file = self.file.read_text()
         limits = "  timeouts: {request_s: 2, client_idle_s: 1}\n"
-        self.file.write_text(said.replace("router:\n", f"router:\n{limits}"))
+        self.file.write_text(fleet_file.replace("router:\n", f"router:\n{limits}"))
         async with session.post(reload) as answer:
             assert answer.status == 200, await answer.text()
         assert await self._ask("rules", chat(model="ends")) == 504
         assert await self._ask("rules", chat(model="ends")[:-1]) == 408
 
     async def _ask(self, router: str, data: bytes) -> int:
-        """Ask once; return the status."""
+        """Send a request; return its status."""
         client = await Client.connect(self._ports[router])
         try:
-            return (await client.ask(data, within=STARTS_S)).status
+            return (await client.ask(data, within=START_TIMEOUT_S)).status
         finally:
             client.close()
 
     async def _hang(self, stack: AsyncExitStack, router: str, data: bytes) -> None:
-        """Ask somebody who never answers, and stay."""
+        """Send a request that is never answered, and keep it."""
         client = await Client.connect(self._ports[router])
         stack.callback(client.close)
         await client.send(data)
 
-    async def _settled(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Wait until a router knows of each worker whether it is there."""
-        async with asyncio.timeout(STARTS_S):
+    async def _wait_until_probed(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Wait until a router has probed every worker."""
+        async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 async with session.get(url) as answer:
-                    states = {each["name"]: each["state"] for each in await answer.json()}
+                    states = {worker["name"]: worker["state"] for worker in await answer.json()}
                 if all((name == GONE) == (state != "up") for name, state in states.items()):
                     return
                 await asyncio.sleep(0.1)

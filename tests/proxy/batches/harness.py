@@ -1,4 +1,4 @@
-"""All that a test of batches talks to."""
+"""The harness of tests of batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CHAT = "/v1/chat/completions"
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-class Office:
-    """A router's batches. Closed and opened again, it is a router that was restarted."""
+class BatchHarness:
+    """A router's batches and a client. Closing and opening it again restarts the router."""
 
     def __init__(self, site: Site, path: Path, **settings: Any) -> None:
         self.site = site
@@ -37,7 +37,7 @@ class Office:
         self.client: AsyncOpenAI
 
     def wall(self) -> float:
-        """Tell the time of day, as batches see it."""
+        """Return the time of day as batches see it."""
         return time.time() + self.ahead
 
     async def open(self) -> None:
@@ -48,30 +48,30 @@ class Office:
         self.client = AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=DEADLINE_S)
 
     async def close(self) -> None:
-        """Stop, as a router does that is told to."""
+        """Stop as a router does on a signal."""
         await self.client.close()
         await self.batches.stop()
 
     async def reopen(self) -> None:
-        """Be restarted."""
+        """Restart."""
         await self.close()
         await self.open()
 
     def skip(self, seconds: float) -> None:
-        """Let time pass, for batches and for the router."""
+        """Move the clocks of batches and of the router."""
         self.ahead += seconds
         self.site.skip(seconds)
         self.batches.lane.wake()
 
     async def upload(self, lines: Iterable[object]) -> str:
-        """Upload lines, each as it is if it is text; return the file's id."""
+        """Upload lines (text or objects); return the file's ID."""
         texts = [x if isinstance(x, str) else json.dumps(x) for x in lines]
         content = "\n".join(texts).encode()
-        made = await self.client.files.create(file=("in.jsonl", content), purpose="batch")
-        return made.id
+        file = await self.client.files.create(file=("in.jsonl", content), purpose="batch")
+        return file.id
 
     async def begin(self, lines: Iterable[object], **more: Any) -> Batch:
-        """Upload lines and make a batch of them."""
+        """Upload lines and create a batch from them."""
         file = await self.upload(lines)
         window: Any = more.pop("window", "24h")
         return await self.client.batches.create(
@@ -79,7 +79,7 @@ class Office:
         )
 
     async def until(self, batch: Batch, *statuses: str) -> Batch:
-        """Wait until a batch is over, or in one of these states."""
+        """Wait until a batch has ended, or has one of these statuses."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 batch = await self.client.batches.retrieve(batch.id)
@@ -88,7 +88,7 @@ class Office:
                 await asyncio.sleep(0.02)
 
     async def lines_of(self, file_id: str | None) -> list[Any]:
-        """Read a file of results; nothing where there is no such file."""
+        """Return the lines of a result file; empty without a file."""
         if file_id is None:
             return []
         content = await self.client.files.content(file_id)
@@ -96,24 +96,24 @@ class Office:
 
 
 def line(custom_id: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
-    """Return a line of an input."""
+    """Return an input line."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | fields
 
 
 def lines(count: int, prefix: str = "r") -> list[dict[str, Any]]:
-    """Return so many lines that say their own names."""
+    """Return input lines whose text is their custom ID."""
     return [line(f"{prefix}{n}", f"{prefix}{n}") for n in range(count)]
 
 
 def texts(calls: Sequence[Call]) -> list[str]:
-    """Return what each of these calls asked."""
+    """Return the prompts of calls."""
     return [call.json()["messages"][0]["content"] for call in calls]
 
 
 @contextmanager
 def busy(keeper: StoreThread) -> Iterator[None]:
-    """Keep the store's thread from doing anything meanwhile."""
+    """Block the store's thread."""
     over = threading.Event()
     keeper._thread.submit(over.wait, 60)
     try:
