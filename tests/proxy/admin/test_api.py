@@ -88,7 +88,7 @@ class State:
 
     def mark_up(self) -> None:
         """Mark every worker up."""
-        for worker in self.router.fleet:
+        for worker in self.router.fleet.roster:
             while not worker.up:
                 self.router.fleet.health.probe_ok(worker.name, NOW)
 
@@ -285,7 +285,7 @@ async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncCli
     assert "4096" in scores["s0"]["note"]  # the reason against the worker
     short = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
     assert short["worker"] == "s0"
-    assert not any(worker.requests for worker in state.router.fleet)  # no charges
+    assert not any(worker.requests for worker in state.router.fleet.roster)  # no charges
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ async def test_removing_tls_needs_a_restart(
     moved.delete("first")
     assert await moved.app.reload() == ["router.tls", "router.admin"]
     assert "the previous certificate stays" in caplog.text
-    assert [worker.name for worker in moved.app.fleet] == ["b"]
+    assert [worker.name for worker in moved.app.fleet.roster] == ["b"]
     assert await moved.serial_of_port(moved.app.url) == before
     assert await moved.status_with_key_of("second") == 200
 

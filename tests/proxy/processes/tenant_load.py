@@ -58,7 +58,7 @@ class TenantLoad:
                     self.add_request(index, name)
             for job in [job for job in self.running if job[0] <= group.now]:
                 self.running.remove(job)
-                group.routers[job[1]].finish(job[2], group.now, Outcome.DONE)
+                group.routers[job[1]].leases.finish(job[2], group.now, Outcome.DONE)
                 self._end_turn()
                 self._settle(job[1])
             if step % 5 < len(group.routers):

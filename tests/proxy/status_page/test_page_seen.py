@@ -262,7 +262,7 @@ async def test_paused_page_does_not_change(site: PageSite, page: Page) -> None:
 async def test_chosen_request_is_scrolled_into_view(site: PageSite, page: Page) -> None:
     await page.goto(site.app.admin_url)
     await page.wait_until("statusPage.state === 'up'")
-    worker, began = next(iter(site.app.fleet)), site.app.wire.clock() - 10.0
+    worker, began = next(iter(site.app.fleet.roster)), site.app.wire.clock() - 10.0
     for at in range(1250):  # concurrent, so each has its own lane
         record, now = RequestRecord(), began + at / 1000
         record.started, record.ask = now, ask(prompt=200)

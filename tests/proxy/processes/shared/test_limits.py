@@ -162,7 +162,7 @@ def test_finish_of_a_removed_tenant_does_not_change_its_successor(make_group: Ma
         group.read_all()
     placed(submit(group, 0))
     placed(submit(group, 0))
-    group.routers[0].finish(lease, group.now, Outcome.DONE)  # of the first tenant
+    group.routers[0].leases.finish(lease, group.now, Outcome.DONE)  # of the first tenant
     placed(submit(group, 1))
     assert refused(submit(group, 1)).status == 429
 
