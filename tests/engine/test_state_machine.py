@@ -403,9 +403,11 @@ class AnyPolicies(Machine):
         self.passing: set[str] = set()  # chosen before an overdue request, in this step
         self.passed = 0  # consecutive entries of such requests
         if "lanes" in policies:
-            self._judge_choices(policies["lanes"])
+            self._check_choices(policies["lanes"])
         if "lanes" in policies and not (priority or "prefill_first" in policies):
-            self.scheduler._preempt_request = self._judged(self.scheduler._preempt_request)
+            self.scheduler._preempt_request = self._check_preemptions(
+                self.scheduler._preempt_request
+            )
         self.turned_away: set[str] = set()
         ask = self.scheduler._handle_blocked_waiting_request
         self.scheduler._handle_blocked_waiting_request = lambda request: (
