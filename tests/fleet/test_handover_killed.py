@@ -103,7 +103,7 @@ Scene = AsyncIterator[None]
 
 
 async def only_decode_worker_killed(router: Router, ends: Ends, moment: ExitStack) -> Scene:
-    """Kill it before the first byte of one request, and in the middle of another."""
+    """Kill before the first byte of one request, and in the middle of another."""
     prompts = [prompt(46_000 + number, size) for number, size in enumerate((LONG_TOKENS, 5000))]
     async with router.client() as client:
         post_action(router, "drain")
@@ -135,7 +135,7 @@ async def only_decode_worker_killed(router: Router, ends: Ends, moment: ExitStac
 
 
 async def one_of_two_decode_workers_killed(router: Router, ends: Ends, moment: ExitStack) -> Scene:
-    """Kill it before the first byte: the other worker serves and releases the blocks."""
+    """Kill before the first byte: the other worker serves and releases the blocks."""
     prompt_ids = prompt(46_020, LONG_TOKENS)
     async with router.client() as client:
         post_action(router, "drain", DECODE)
@@ -162,7 +162,7 @@ async def one_of_two_decode_workers_killed(router: Router, ends: Ends, moment: E
 async def only_prefill_worker_killed(
     router: Router, ends: Ends, third: Worker, moment: ExitStack
 ) -> Scene:
-    """Kill it after one prefill, before its fetch, and during another prefill."""
+    """Kill after one prefill, before its fetch, and during another prefill."""
     prompts = [
         prompt(46_010 + number, size) for number, size in enumerate((LONG_TOKENS, 5000, 5000))
     ]
@@ -195,7 +195,7 @@ async def only_prefill_worker_killed(
 
 
 async def one_of_two_prefill_workers_killed(router: Router, ends: Ends, third: Worker) -> Scene:
-    """Kill it during the prefill: the other worker prefills.
+    """Kill during the prefill: the other worker prefills.
 
     Later requests do not try the dead worker.
     """
