@@ -1,4 +1,4 @@
-"""What the one engine and its simulation are given: requests, policies, and the time of steps."""
+"""Requests, policies and step times for the real engine and its simulation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 from collections.abc import Collection
 from typing import Any
 
-# Some come while others decode, too many at once.
-# In which step it arrives, prompt, output, lane.
+# Step of arrival, prompt tokens, output tokens, lane. At times more requests than slots.
 ARRIVALS = [
     (0, 40, 30, None), (0, 300, 12, "batch"), (3, 1500, 6, None), (5, 700, 12, "urgent"),
     (5, 7, 24, "batch"), (8, 1200, 6, "batch"), (12, 64, 24, "urgent"), (14, 900, 12, None),
@@ -19,7 +18,7 @@ SETS: dict[str, dict[str, Any] | None] = {
     "prefill_first": {"prefill_first": {}},
     "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
     "lanes": {"lanes": {"reserve_slots": 0.5, "recent_s": 1e6, "urgent_max_wait_s": 1e6}},
-    # As in V0: by default no prompt that fits a step is long, and a step has 256 tokens here.
+    # V0's threshold; the default would be the budget of 256 tokens.
     "long_prompt": {
         "long_prompt": {"long_prefill_token_threshold": 81, "max_num_partial_prefills": 4}
     },
@@ -35,9 +34,9 @@ SETS: dict[str, dict[str, Any] | None] = {
 
 
 def seconds_of(number: int, tokens: Collection[int]) -> float:
-    """Return what a step takes by its requests' tokens, and a tenth more or less at random.
+    """Return the time of a step by its requests' tokens, with 10 % of random variation.
 
-    Policies that look at a clock then decide the same on any machine, however busy.
+    Policies that read the clock then decide the same on any machine.
     """
     work = 0.002 + 0.0001 * len(tokens) + 0.00003 * sum(tokens)
     return work * random.Random(number).uniform(0.9, 1.1)

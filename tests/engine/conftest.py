@@ -1,4 +1,4 @@
-"""One real engine, started once for all tests that look at what came of it."""
+"""One real engine, started once for all tests of its results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from tests.upstream.source import skip_without_kernels
 
-Told = dict[str, dict[str, Any]]
+Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def one_process() -> dict[str, Told]:
-    """Run the engine in a process of its own: its settings are the process's."""
+def one_process() -> dict[str, Results]:
+    """Run the engine in its own process, because its settings are environment variables."""
     skip_without_kernels()
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.one_process"],
@@ -27,17 +27,17 @@ def one_process() -> dict[str, Told]:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Told] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    results: dict[str, Results] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.fixture(scope="session")
-def runs(one_process: dict[str, Told]) -> Told:
-    """Give the run of the arrivals under each set of policies."""
+def runs(one_process: dict[str, Results]) -> Results:
+    """Return the run of the arrivals under each set of policies."""
     return one_process["runs"]
 
 
 @pytest.fixture(scope="session")
-def floods(one_process: dict[str, Told]) -> Told:
-    """Give what came of each flood, with either bound."""
+def floods(one_process: dict[str, Results]) -> Results:
+    """Return the results of each flood, with either bound."""
     return one_process["floods"]

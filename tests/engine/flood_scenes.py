@@ -1,16 +1,16 @@
-"""Who comes to `floods`: shorts without end, those before them, and the one that is held."""
+"""The requests of `floods`: endless shorts, earlier requests, and the held one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-AHEAD = 12  # shorts that are not done, at all times
+AHEAD = 12  # unfinished shorts at all times
 MOST_STEPS = 200
 STEP_S, BOUND_S, NEVER_S = 0.02, 0.3, 1e6
 Request = tuple[int, int, str | None]  # prompt, output, lane
 SCENES: dict[str, dict[str, Any]] = {
     "long_prompt": {
-        # The one before it gets a token or two of each step.
+        # The earlier request gets a token or two of each step.
         "before": [(1500, 4, None)],
         "held": (1200, 4, None),
         "held_at": 8,
@@ -29,7 +29,7 @@ SCENES: dict[str, dict[str, Any]] = {
         "unbounded": {"batch_max_wait_s": NEVER_S},
     },
     "deferred_prefill": {
-        # All six places are to be free before anybody enters, and five of them stay taken.
+        # All six slots must be free before a request enters, and five stay taken.
         "before": [*[(40, 400, None)] * 5, (40, 4, None)],
         "held": (40, 4, None),
         "held_at": 0,
@@ -39,8 +39,8 @@ SCENES: dict[str, dict[str, Any]] = {
         "unbounded": {"max_delay_ms": 1000 * NEVER_S},
     },
 }
-PLACES = 4  # for longs that are overdue, beside each other
-# The last of many longs, which came before all shorts.
+PLACES = 4  # concurrent overdue longs
+# The last of many longs, which precede all shorts.
 MANY: dict[str, Any] = {
     "before": [(500, 4, None)] * 7,
     "held": (500, 4, None),

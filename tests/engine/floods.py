@@ -1,7 +1,6 @@
-"""The one engine while shorts never stop, and a request that a policy holds.
+"""The real engine under endless shorts, with a request that a policy holds.
 
-Tells for each policy when that one began, with a bound that is soon over, and with none that is met
-within as many steps and some more.
+Reports for each policy when the held request began, with a short bound and with a very long one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.engine.one_engine import add, exchange_scheduler, prompt_of
 
 
 class Flood:
-    """Shorts wait at all times until the one that is held has begun, or for so many steps."""
+    """Shorts wait at all times until the held request begins, or until the last step."""
 
     def __init__(
         self, engine: LLMEngine, name: str, bound: str, scene: dict[str, Any] | None = None
@@ -28,26 +27,26 @@ class Flood:
         self.now = 0.0
         self.rng = random.Random(2)
         self.begun: dict[str, float] = {}
-        self.told: dict[str, float] = {}  # when each had a first token
-        self.longs = 0  # that were read beside each other, at most
+        self.first_tokens: dict[str, float] = {}  # time of each first token
+        self.longs = 0  # most concurrent long prefills
         self.finished: set[str] = set()
         self.added: set[str] = set()
         policies = {name: self.scene["policy"] | self.scene[bound]}
         self.scheduler = exchange_scheduler(engine, policies, self)
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Note which requests begin with a step."""
+        """Record which requests begin with a step."""
         for request_id in output.num_scheduled_tokens:
-            name = request_id.partition("-")[0]  # the engine adds to it
+            name = request_id.partition("-")[0]  # the engine adds a suffix
             self.begun.setdefault(name, self.now)
         self.longs = max(self.longs, self.longs_in(output.num_scheduled_tokens))
 
     def end(self, output: SchedulerOutput) -> None:  # noqa: ARG002
-        """Let each step take as long."""
+        """Advance the clock by a step."""
         self.now += STEP_S
 
     def longs_in(self, tokens: dict[str, int]) -> int:
-        """Count those in prefill who had more than the threshold to go before this step."""
+        """Return the number of long prefills before this step."""
         threshold = self.scene["policy"].get("long_prefill_token_threshold", 10**6)
         return sum(
             r.num_prompt_tokens - r.num_computed_tokens + tokens.get(r.request_id, 0) > threshold
@@ -55,24 +54,24 @@ class Flood:
         )
 
     def add(self, request_id: str, request: Request) -> None:
-        """Let one come."""
+        """Add a request."""
         self.added.add(request_id)
         size, length, lane = request
         add(self.engine, request_id, prompt_of(size, self.rng), length, lane, self.now)
 
     def step(self) -> None:
-        """Compute one."""
+        """Run a step."""
         for done in self.engine.step():
-            self.told.setdefault(done.request_id, self.now)
+            self.first_tokens.setdefault(done.request_id, self.now)
             if done.finished:
                 self.finished.add(done.request_id)
 
-    def play(self, most: int = MOST_STEPS) -> dict[str, Any]:
-        """Tell when it began, and what others had by then."""
+    def play(self, max_steps: int = MOST_STEPS) -> dict[str, Any]:
+        """Return when the held request began, and the state of others by then."""
         came, late_steps, number = 0.0, 0, 0
         for index, request in enumerate(self.scene["before"]):
             self.add(f"before {index}", request)
-        for number in range(most):
+        for number in range(max_steps):
             if number == self.scene["held_at"]:
                 self.add("held", self.scene["held"])
                 came = self.now
@@ -89,15 +88,15 @@ class Flood:
             "late_steps": late_steps,
             "shorts_passed": count(passed, "short"),
             "shorts_wait": count(self.added - self.begun.keys(), "short"),
-            "before_told": count(self.told, "before"),
+            "before_first_tokens": count(self.first_tokens, "before"),
             "before_done": count(self.finished, "before"),
             "longs": self.longs,
             "begun": self.begun,
-            "told": self.told.copy(),
+            "first_tokens": self.first_tokens.copy(),
             "counters": {p.name: dict(p.counters()) for p in self.scheduler._policies}[self.name],
         }
         self.engine.abort_request([*self.added - self.finished])
-        for _ in range(100):  # so that the next has an idle engine
+        for _ in range(100):  # leave an idle engine
             if not self.engine.has_unfinished_requests():
                 break
             self.step()
@@ -105,7 +104,7 @@ class Flood:
 
 
 def count(names: Any, kind: str) -> int:
-    """Count those of a kind."""
+    """Return the number of names of a kind."""
     return sum(name.startswith(kind) for name in names)
 
 

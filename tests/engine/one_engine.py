@@ -1,7 +1,7 @@
-"""One real engine in this process, under one scheduler after the other.
+"""One real engine in this process, under several schedulers in turn.
 
-Starting an engine takes most of a minute, a scheduler nothing: so the model and its runner are kept
-and the scheduler is exchanged while no request is there. Its clock moves by hand.
+An engine takes most of a minute to start, a scheduler nothing. So the scheduler of an idle engine
+is exchanged. Its clock moves by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 
 def make_engine() -> LLMEngine:
-    """Start the engine, small enough that requests wait and preempt each other."""
+    """Start an engine that is small enough for waits and preemptions."""
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(tiny_model()),
@@ -38,36 +38,36 @@ def make_engine() -> LLMEngine:
 
 
 class Watch(Protocol):
-    """Sees each step, and says what time it is."""
+    """Observes each step, and is the clock."""
 
     now: float
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Note that a step is scheduled."""
+        """Record that a step is scheduled."""
 
     def end(self, output: SchedulerOutput) -> None:
-        """Move the clock: the step's result is here. A step without tokens takes no time."""
+        """Advance the clock at the step's result; not called for a step without tokens."""
 
 
-class Clocked(SyncPolicyScheduler):
-    """Ours, by such a clock."""
+class ClockedScheduler(SyncPolicyScheduler):
+    """A policy scheduler with such a clock."""
 
     watch: Watch  # set before the first request
 
     def clock(self) -> float:
-        """Tell it."""
+        """Return the time."""
         return self.watch.now
 
     wall_clock = clock
 
 
 def exchange_scheduler(engine: LLMEngine, policies: dict[str, Any] | None, watch: Watch) -> Any:
-    """Put a new scheduler into an idle engine; without policies it is upstream's."""
+    """Put a new scheduler into an idle engine; without policies it is vLLM's."""
     core = engine.engine_core.engine_core
     old = core.scheduler
     config = engine.vllm_config
     config.additional_config = {} if policies is None else {"vllm_sched": policies}
-    core.scheduler = (Scheduler if policies is None else Clocked)(
+    core.scheduler = (Scheduler if policies is None else ClockedScheduler)(
         vllm_config=config,
         kv_cache_config=old.kv_cache_config,
         structured_output_manager=core.structured_output_manager,
@@ -95,7 +95,7 @@ def exchange_scheduler(engine: LLMEngine, policies: dict[str, Any] | None, watch
 def add(
     engine: LLMEngine, name: str, prompt: list[int], output: int, lane: str | None, now: float
 ) -> None:
-    """Let a request arrive."""
+    """Add a request."""
     params = SamplingParams(
         temperature=0.0, max_tokens=output, ignore_eos=True,
         extra_args=None if lane is None else {"lane": lane},
@@ -104,5 +104,5 @@ def add(
 
 
 def prompt_of(tokens: int, rng: random.Random) -> list[int]:
-    """Draw a prompt of this length."""
+    """Return a random prompt of this length."""
     return [rng.randrange(10, 400) for _ in range(tokens)]

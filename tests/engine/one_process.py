@@ -1,6 +1,6 @@
-"""All that tests want of a real engine, from one start of it: `python -m tests.engine.one_process`.
+"""Run all tests' scenarios in one real engine: `python -m tests.engine.one_process`.
 
-Prints, as JSON, what came of the arrivals under each set of policies, and of each flood.
+Prints, as JSON, the results of the arrivals under each set of policies, and of each flood.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import json
 import os
 import sys
 
-# Before torch is imported. With two threads, beside other work, a step waits for one of them for
-# hundreds of times as long as it computes.
+# Set before torch is imported. On a busy machine, two threads wait much longer for each other than
+# they compute.
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,7 +28,7 @@ from tests.engine.served import serve
 
 
 def main() -> None:
-    """Serve all in turn."""
+    """Run all scenarios."""
     engine = make_engine()
     runs = {name: serve(engine, policies) for name, policies in SETS.items()}
     sys.stdout.write(f"{json.dumps({'runs': runs, 'floods': play_all(engine)})}\n")

@@ -1,4 +1,4 @@
-"""Real vLLM scheduler objects without a model runner, and a runner's answer played by hand."""
+"""Real vLLM scheduler objects without a model runner, and fake model output."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def base_config() -> VllmConfig:
 
 
 def full_attention(block: int = BLOCK) -> KVCacheSpec:
-    """Return the group of layers that keep every token."""
+    """Return a group of layers that keep every token."""
     return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
 
@@ -99,7 +99,7 @@ def make_scheduler(
     groups: Sequence[KVCacheSpec] = (),
     **scheduler_options: Any,
 ) -> Any:
-    """Return a scheduler made as the engine makes it, over this many KV blocks of 16 tokens.
+    """Return a scheduler as the engine creates it, with this number of KV blocks of 16 tokens.
 
     `connector` names a class in `vllm_sched.engine.simulated_transfer`. The KV cache has one
     full-attention group, or the given groups, all of one block size.
@@ -152,7 +152,7 @@ def make_scheduler(
 
 @functools.cache
 def hasher(block: int = BLOCK) -> Any:
-    """Hash blocks of prompts as the engine does."""
+    """Return the engine's hasher of prompt blocks."""
     init_none_hash(sha256)
     return get_request_block_hasher(block, sha256)
 
@@ -169,13 +169,13 @@ def make_request(
     grammar: Future[Any] | None = None,
     block: int = BLOCK,
 ) -> Request:
-    """Make a request with a prompt of that length, unlike any other, or of those tokens.
+    """Return a request with a unique prompt of this length, or with these tokens.
 
-    Unhashed it is quicker to make, for where nothing is cached. `adapter` is the number of a LoRA
-    adapter, 0 for none; a request with a `grammar` waits until that is compiled.
+    Without hashes it is created faster, for tests without caching. `adapter` is the number of a
+    LoRA adapter, 0 for none. A request with a `grammar` waits until it is compiled.
     """
     number = next(_ids)
-    # The first token is the request's own: no two prompts of plain length share a prefix.
+    # The first token is unique, so that generated prompts share no prefix.
     prompt = [number, *[5] * (tokens - 1)] if isinstance(tokens, int) else list(tokens)
     sampling = SamplingParams(
         ignore_eos=True,
@@ -200,10 +200,9 @@ def make_request(
 
 
 def answer(scheduler: Any, output: SchedulerOutput) -> ModelRunnerOutput:
-    """Play the model: a token for each request whose prompt this step completed.
+    """Return the model's output: a token for each request whose prompt is complete.
 
-    Of what was drafted for it every other token is taken. Ask right after the step was scheduled:
-    that is when it is known who gets one.
+    Every other drafted token is accepted. Call it right after `schedule()`.
     """
     ids = list(output.num_scheduled_tokens)
     drafted = output.scheduled_spec_decode_tokens
@@ -230,21 +229,21 @@ def step(scheduler: Any) -> dict[str, int]:
 def until(
     scheduler: Any,
     over: Callable[[], object],
-    most: int = 10_000,
+    max_steps: int = 10_000,
     run: Callable[[Any], dict[str, int]] = step,
 ) -> dict[str, int]:
-    """Run steps until that is so, and return the last one's tokens."""
+    """Run steps until `over()` is true; return the last step's tokens."""
     tokens: dict[str, int] = {}
-    for _ in range(most):
+    for _ in range(max_steps):
         if over():
             return tokens
         tokens = run(scheduler)
-    raise AssertionError(f"it was never so in {most} steps")
+    raise AssertionError(f"the condition was never true in {max_steps} steps")
 
 
-def drain(scheduler: Any, most: int = 10_000) -> int:
-    """Run until nobody is left and return the number of steps."""
-    for count in range(most):
+def drain(scheduler: Any, max_steps: int = 10_000) -> int:
+    """Run until no request is left; return the number of steps."""
+    for count in range(max_steps):
         if not scheduler.has_unfinished_requests():
             return count
         step(scheduler)

@@ -1,6 +1,6 @@
-"""What vLLM reads of a request's head and body is what the router believes it reads.
+"""The router knows all fields and headers that vLLM reads of a request.
 
-From the sources, so that a new release shows here what it has added.
+Read from vLLM's sources, so that additions of a new release fail here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.upstream.source import agrees_with_table, installed_release
 SPEC = find_spec("vllm")
 ROOT = Path(SPEC.origin).parent if SPEC and SPEC.origin else Path()
 SOURCES = sorted((ROOT / "entrypoints").rglob("*.py"))
-# Whose body is whose; where there are several, all of them must agree.
+# The body classes of each route; several of one route must agree.
 BODIES = {
     "chat/completions": ["ChatCompletionRequest"],
     "chat/completions/batch": ["BatchChatCompletionRequest"],
@@ -40,10 +40,9 @@ BODIES = {
     "audio/transcriptions": ["TranscriptionRequest"],
     "audio/translations": ["TranslationRequest"],
 }
-# What is looked at (see `client_fields`), and whose bodies have it. `WITH_PRIORITY` and `WITH_SALT`
-# say it of two.
+# Fields that the router checks (see `client_fields`), and the routes that have them.
 TEXTS = {"chat/completions", "completions", "responses", "messages"}
-LOOKED_AT = {
+CHECKED_FIELDS = {
     "kv_transfer_params": {*TEXTS, "cohere/v2/chat", "inference/v1/generate"},
     "ec_transfer_params": {*TEXTS, "inference/v1/generate"},
     "vllm_xargs": {*TEXTS, "audio/transcriptions", "audio/translations"},
@@ -55,10 +54,10 @@ LOOKED_AT = {
     "priority": WITH_PRIORITY,
     "cache_salt": WITH_SALT,
 }
-# All else that bodies have: of use to whoever says it, and of no consequence to others beyond what
-# it costs. A release with a new one fails here until somebody has judged it: does it steer a
-# transfer, name a worker or another's request, or go before others? Then it is for `client_fields`.
-JUDGED = """
+# All other fields: they affect only their own request. A new field of a release fails here until it
+# is judged: a field that steers a transfer, names a worker or another request, or gives priority
+# belongs in `client_fields`.
+HARMLESS_FIELDS = """
     add_generation_prompt add_special_tokens allowed_token_ids apply_softmax audio background
     bad_words best_of chat_template chat_template_kwargs citation_options content_parts
     continue_final_message data data_1 data_2 dimensions documents early_stopping echo
@@ -83,12 +82,12 @@ JUDGED = """
     use_activation use_beam_search user videos watermarking
 """
 if installed_release() >= (0, 33):
-    JUDGED += """
+    HARMLESS_FIELDS += """
         joint parse_context prompt_cache_options prompt_cache_retention return_weight_versions
         safety_identifier
     """
-# The same of `sampling_params`, in which `extra_args` are looked at.
-JUDGED_SAMPLING = """
+# The same for `sampling_params`, whose `extra_args` are checked.
+HARMLESS_SAMPLING_FIELDS = """
     _all_stop_token_ids _bad_words_token_ids _eos_token_id _watermarking_skipped
     allowed_token_ids bad_words detokenize flat_logprobs frequency_penalty ignore_eos
     include_stop_str_in_output logit_bias logprob_token_ids logprobs max_tokens min_p
@@ -98,22 +97,22 @@ JUDGED_SAMPLING = """
     spaces_between_special_tokens stop stop_token_ids stream_interval structured_outputs
     temperature thinking_token_budget top_k top_p trace_decode_token_ids watermarking
 """
-# Read from heads by the server itself, and of no consequence to others.
-HARMLESS = {"authorization", "content-type", "x-session-id", "x-request-id"}
+# Headers that the server reads and that affect only their own request.
+HARMLESS_HEADERS = {"authorization", "content-type", "x-session-id", "x-request-id"}
 READ = re.compile(r"""headers(?:\.get\(|\[)\s*(?:"([\w-]+)"|([A-Z_]+))""")
 
 
 def own_fields(node: ast.ClassDef) -> set[str]:
-    """Name what a class declares."""
+    """Return the fields that a class declares."""
     return {
-        each.target.id
-        for each in node.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        child.target.id
+        for child in node.body
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
     }
 
 
 def classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Read every class: its own fields, and its bases."""
+    """Return the fields and bases of every class."""
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -136,7 +135,7 @@ def fields(known: dict[str, tuple[set[str], list[str]]], name: str) -> set[str]:
 @pytest.mark.parametrize(
     ("member", "routes"), [("priority", WITH_PRIORITY), ("cache_salt", WITH_SALT)]
 )
-def test_bodies(
+def test_fields_of_bodies_agree_with_the_table(
     known: dict[str, tuple[set[str], list[str]]], member: str, routes: frozenset[str]
 ) -> None:
     has = {
@@ -153,61 +152,63 @@ def test_bodies(
     assert agrees_with_table(has, routes)
 
 
-def test_members_that_are_looked_at(known: dict[str, tuple[set[str], list[str]]]) -> None:
+def test_checked_fields_agree_with_the_table(known: dict[str, tuple[set[str], list[str]]]) -> None:
     found = {
         member: {
             route
             for route, bodies in BODIES.items()
             if any(member in fields(known, body) for body in bodies)
         }
-        for member in LOOKED_AT
+        for member in CHECKED_FIELDS
     }
-    assert found.keys() == LOOKED_AT.keys()
-    for member, routes in LOOKED_AT.items():
+    assert found.keys() == CHECKED_FIELDS.keys()
+    for member, routes in CHECKED_FIELDS.items():
         assert agrees_with_table(found[member], routes), member
 
 
-def test_all_other_members_were_judged(known: dict[str, tuple[set[str], list[str]]]) -> None:
+def test_every_other_field_is_known_as_harmless(
+    known: dict[str, tuple[set[str], list[str]]],
+) -> None:
     bodies = [body for each in BODIES.values() for body in each]
     members = set[str]().union(*(fields(known, body) for body in bodies))
     outside = {member for member in members if not member.startswith("_")}
-    assert agrees_with_table(outside - LOOKED_AT.keys(), set(JUDGED.split()))
+    assert agrees_with_table(outside - CHECKED_FIELDS.keys(), set(HARMLESS_FIELDS.split()))
 
 
-def test_so_were_those_of_sampling() -> None:
+def test_every_sampling_field_is_known_as_harmless() -> None:
     tree = ast.parse((ROOT / "sampling_params.py").read_text())
     [sampling] = (
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
     )
-    judged = set(JUDGED_SAMPLING.split())
+    judged = set(HARMLESS_SAMPLING_FIELDS.split())
     assert agrees_with_table(own_fields(sampling) - {"extra_args"}, judged)
 
 
-def test_every_route_that_costs_tokens_is_looked_at() -> None:
+def test_every_route_that_costs_tokens_is_checked() -> None:
     costly = {route.name for route in ROUTES.values() if route.shape is not PromptFields.OPAQUE}
     assert costly == BODIES.keys()
 
 
-def test_heads() -> None:
+def test_headers_that_vllm_reads_are_known() -> None:
     read: set[str] = set()
     for path in SOURCES:
         text = path.read_text()
         for name, constant in READ.findall(text):
             value = name or re.findall(rf'^{constant}\w*\s*=\s*"([\w-]+)"', text, re.MULTILINE)[0]
             read.add(value.lower())
-    assert read <= HARMLESS | {name.decode() for name in HEADERS}
-    assert {"x-vllm-priority", "x-data-parallel-rank"} <= read, "or nothing is found at all"
+    assert read <= HARMLESS_HEADERS | {name.decode() for name in HEADERS}
+    assert {"x-vllm-priority", "x-data-parallel-rank"} <= read, "no header was found"
 
 
-def test_what_security_md_names_for_addresses_in_prompts_is_vllms() -> None:
-    said = (Path(__file__).parents[2] / "SECURITY.md").read_text()
-    asked = (ROOT / "engine" / "arg_utils.py").read_text(), (ROOT / "envs.py").read_text()
+def test_settings_named_in_security_md_exist_in_vllm() -> None:
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    sources = (ROOT / "engine" / "arg_utils.py").read_text(), (ROOT / "envs.py").read_text()
     for name, source in (
-        ("--allowed-media-domains", asked[0]),
-        ("--allowed-local-media-path", asked[0]),
-        ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", asked[1]),
+        ("--allowed-media-domains", sources[0]),
+        ("--allowed-local-media-path", sources[0]),
+        ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", sources[1]),
     ):
-        assert name in said
+        assert name in page
         assert name in source

@@ -36,13 +36,13 @@ SECONDS, LEARNT_S = 30.0, 10.0
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the shared file out of the machine's memory folder."""
+    """Put the shared file into the test's folder."""
     monkeypatch.setattr(dp_group, "MEMORY", tmp_path)
     return tmp_path
 
 
 def expert_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
-    """Make the ranks of an expert model."""
+    """Return the ranks of a mixture-of-experts model."""
     usual, ranks = simulated._config, iter(range(size))
 
     def config(settings: EngineSettings) -> VllmConfig:
@@ -66,16 +66,16 @@ def expert_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEn
         return [SimulatedEngine(settings) for _ in range(size)]
 
 
-def tell_own_time(policy: Policy, took: Sequence[float], rank: int, result: StepResult) -> None:
-    """Tell a policy how long its rank's own part of a step took."""
+def observe_own_time(policy: Policy, took: Sequence[float], rank: int, result: StepResult) -> None:
+    """Report only the rank's own part of a step to its policy."""
     policy.observe(dataclasses.replace(result, seconds=took[rank], others=()))
 
 
 class Played(NamedTuple):
-    """What ranks did once they had learnt."""
+    """Results of the ranks after the learning phase."""
 
     chunks: list[float]  # the mean of each rank
-    late: float  # the share of the group's steps with prefill above the target
+    late: float  # share of steps with prefill above the target
     ttft_p99: list[float]
 
 
@@ -88,15 +88,17 @@ def play(
 ) -> Played:
     """Step all ranks together; a load is in prompt tokens per second of a rank.
 
-    The last rank's prompts begin at `joins_s`. With `own_times` each rank is told how long its own
-    part of a step took.
+    The last rank's prompts begin at `joins_s`. With `own_times` each rank learns its own part of a
+    step.
     """
     rng = random.Random(0)
     took = [0.0] * len(engines)
     if own_times:
         for rank, engine in enumerate(engines):
             policy = engine.scheduler._policies[0]
-            engine.scheduler._planner.hooks.observe = [partial(tell_own_time, policy, took, rank)]
+            engine.scheduler._planner.hooks.observe = [
+                partial(observe_own_time, policy, took, rank)
+            ]
     arrivals = []
     for rank, load in enumerate(loads):
         arrivals += [(0.0, rank, NewRequest(f"stream-{rank}-{n}", 64, 10_000)) for n in range(8)]
@@ -129,8 +131,8 @@ def play(
                 if answer.id.startswith("long") and (at := born.pop(answer.id, None)) is not None:
                     ttft[rank].append(now - at)
     late = fmean(seconds > TARGET_S for seconds in steps_s)
-    waits = [sorted(each)[int(0.99 * len(each))] if each else 0.0 for each in ttft]
-    return Played([fmean(each) if each else 0.0 for each in chunks], late, waits)
+    waits = [sorted(samples)[int(0.99 * len(samples))] if samples else 0.0 for samples in ttft]
+    return Played([fmean(samples) if samples else 0.0 for samples in chunks], late, waits)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def play(
     ],
     ids=["saturated", "even", "one rank", "late rank"],
 )
-def test_ranks_that_step_together_size_chunks_as_if_each_knew_its_own_time(
+def test_ranks_size_chunks_as_with_their_own_step_times(
     loads: tuple[float, ...], joins_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = play(expert_ranks(len(loads), monkeypatch), loads, joins_s)
@@ -163,7 +165,7 @@ def test_ranks_of_a_dense_model_share_nothing(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_the_file_is_removed_when_a_rank_shuts_down(
+def test_file_is_removed_when_ranks_shut_down(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = expert_ranks(2, monkeypatch)
@@ -173,7 +175,7 @@ def test_the_file_is_removed_when_a_rank_shuts_down(
     assert not list(folder.iterdir())
 
 
-def test_ranks_go_on_alone_where_the_file_cannot_be_made(
+def test_ranks_continue_without_a_shared_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dp_group, "MEMORY", folder / "missing")

@@ -1,4 +1,4 @@
-"""`deferred_prefill` on real scheduler objects: its definition, and closed loops on a set clock."""
+"""`deferred_prefill` on real scheduler objects, with a set clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_sched.engine.scheduler import PolicySteps
 
 
 def loaded(options: dict[str, Any], outputs: list[int], prompt: int = 8, **engine: Any) -> Any:
-    """Make a scheduler of four slots with requests named 0, 1, ... waiting."""
+    """Return a scheduler of four slots with waiting requests named 0, 1, ..."""
     config = {"deferred_prefill": options}
     scheduler = make_scheduler(config, **{"max_num_seqs": 4, "budget": 256, **engine})
     for name, output in enumerate(outputs):
@@ -23,14 +23,14 @@ def loaded(options: dict[str, Any], outputs: list[int], prompt: int = 8, **engin
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Let the test set the time: the one item of the list."""
+    """Return a list whose item is the time."""
     now = [1000.0]
     monkeypatch.setattr(PolicySteps, "clock", lambda _: now[0])
     return now
 
 
 def admissions(scheduler: Any, steps: int, clock: list[float] | None = None) -> list[set[str]]:
-    """Run steps and return who was prefilled in each."""
+    """Run steps; return the requests that were admitted in each."""
     seen: set[str] = set()
     entered = []
     for _ in range(steps):
@@ -42,36 +42,36 @@ def admissions(scheduler: Any, steps: int, clock: list[float] | None = None) -> 
     return entered
 
 
-def test_the_next_batch_enters_once_two_have_departed(clock: list[float]) -> None:
+def test_next_batch_enters_after_two_departures(clock: list[float]) -> None:
     scheduler = loaded({"departures": 2}, [2, 4, 6, 8, 5, 5, 5, 5])
     entered = admissions(scheduler, 6, clock)
     assert entered[0] == {"0", "1", "2", "3"}
-    # The first leaves after two steps, the second after four: only then do two enter.
+    # The first departs after two steps, the second after four; then two enter.
     assert entered[1:4] == [set(), set(), set()]
     assert entered[4] == {"4", "5"}
     assert entered[5] == set()
 
 
-def test_upstream_would_have_let_each_in_at_once(clock: list[float]) -> None:
+def test_threshold_of_one_admits_each_at_once(clock: list[float]) -> None:
     scheduler = loaded({"departures": 1}, [2, 4, 6, 8, 5, 5, 5, 5])
     entered = admissions(scheduler, 5, clock)
     assert entered[2] == {"4"}
     assert entered[4] == {"5"}
 
 
-def test_a_hold_ends_in_time(clock: list[float]) -> None:
+def test_hold_ends_after_max_delay_ms(clock: list[float]) -> None:
     scheduler = loaded({"departures": 4, "max_delay_ms": 50}, [2, 90, 90, 90, 5, 5, 5, 5])
     entered = admissions(scheduler, 12, clock)
     late = next(n for n, new in enumerate(entered[1:], 1) if new)
     assert 3 <= late <= 7
 
 
-def test_the_last_ones_are_not_held_for_company_that_never_comes(clock: list[float]) -> None:
+def test_last_requests_are_not_held_for_a_full_batch(clock: list[float]) -> None:
     scheduler = loaded({"departures": 3}, [2, 9, 9, 9, 5, 5])
     assert admissions(scheduler, 3, clock)[2] == {"4"}
 
 
-def test_a_full_cache_is_full_too(clock: list[float]) -> None:
+def test_full_kv_cache_holds_like_full_slots(clock: list[float]) -> None:
     # Seven blocks of 16 tokens, one of which is upstream's own: three requests of two blocks.
     scheduler = loaded(
         {"departures": 2}, [2, 4, 14, 4, 4, 4], prompt=18, max_num_seqs=16, num_blocks=7
@@ -82,7 +82,7 @@ def test_a_full_cache_is_full_too(clock: list[float]) -> None:
     assert entered[4] == {"3", "4"}
 
 
-def test_one_who_is_held_is_looked_up_now_and_then(clock: list[float]) -> None:
+def test_held_request_is_looked_up_rarely(clock: list[float]) -> None:
     scheduler = loaded({"departures": 3}, [2, 40, 40, 40, 9, 9, 9, 9], prefix_caching=True)
     admissions(scheduler, 4, clock)
     lookups: list[str] = []
@@ -93,7 +93,7 @@ def test_one_who_is_held_is_looked_up_now_and_then(clock: list[float]) -> None:
     assert len(lookups) <= 3
 
 
-def test_who_is_cached_is_not_held(clock: list[float]) -> None:
+def test_cached_request_is_not_held(clock: list[float]) -> None:
     scheduler = loaded({"departures": 3}, [2, 40, 40, 40], prefix_caching=True)
     shared = list(range(100, 164))
     scheduler.add_request(make_request(shared, output=40, name="first"))
@@ -104,7 +104,7 @@ def test_who_is_cached_is_not_held(clock: list[float]) -> None:
     assert policy.holding
     running = [request.request_id for request in scheduler.running]
     assert "first" not in running
-    # The same prompt has been computed by another in the meantime.
+    # Another request has computed the same prompt.
     twin = make_request(shared, output=2, name="twin")
     manager = scheduler.kv_cache_manager
     assert manager.allocate_slots(twin, len(shared)) is not None
@@ -114,7 +114,7 @@ def test_who_is_cached_is_not_held(clock: list[float]) -> None:
     assert "first" in [request.request_id for request in scheduler.running]
 
 
-def test_apart_no_step_does_both(clock: list[float]) -> None:
+def test_exclusive_steps_do_not_mix_prefill_and_decode(clock: list[float]) -> None:
     scheduler = loaded({"departures": 2, "exclusive": True}, [3, 4, 6, 8, 5, 5, 5, 5])
     seen: set[str] = set()
     for _ in range(40):
@@ -136,7 +136,7 @@ def test_apart_no_step_does_both(clock: list[float]) -> None:
     ],
     ids=str,
 )
-def test_a_batch_enters_in_parts_where_its_gap_would_be_too_long(
+def test_itl_target_splits_a_batch(
     options: dict[str, Any], enter: list[int], clock: list[float]
 ) -> None:
     scheduler = loaded({"departures": 4, **options}, [40, 40, 40, 40, 3, 3, 3, 3], max_num_seqs=8)
@@ -155,7 +155,7 @@ def test_a_batch_enters_in_parts_where_its_gap_would_be_too_long(
 
 
 def closed_loop(options: dict[str, Any] | None, time: StepTime, clock: list[float]) -> float:
-    """Keep 32 slots busy by a step's cost alone; returns requests per second."""
+    """Return the requests per second of 32 busy slots with modelled step times."""
     policies = None if options is None else {"deferred_prefill": options}
     scheduler = make_scheduler(
         policies, max_num_seqs=32, budget=2048, scheduler_cls=PolicyScheduler
@@ -185,10 +185,8 @@ def closed_loop(options: dict[str, Any] | None, time: StepTime, clock: list[floa
 
 
 @pytest.mark.parametrize(("delta", "least"), [(0.0, 0.98), (0.030, 1.25)])
-def test_auto_learns_from_the_real_scheduler_whether_it_pays(
-    delta: float, least: float, clock: list[float]
-) -> None:
+def test_auto_learns_whether_deferring_pays(delta: float, least: float, clock: list[float]) -> None:
     time = StepTime(decode_fixed_s=0.004, decode_s=1e-4, prefill_s=2e-5, mixed_s=delta)
     plain = closed_loop(None, time, clock)
-    ours = closed_loop({}, time, clock)
-    assert ours >= least * plain
+    with_policy = closed_loop({}, time, clock)
+    assert with_policy >= least * plain

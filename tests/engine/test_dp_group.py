@@ -20,7 +20,7 @@ from vllm_sched.engine.parallel.dp_group import (
 )
 
 FIRST, SECOND = StepShape(512, 4096.5, 8, 700, 1, 2048), StepShape(64, 2048.0, 9, 710, 1, 0)
-# Steps on rank 1, each of another shape, and dies during a step.
+# Publishes different steps on rank 1, and dies during a step.
 WRITER = """
 import os, sys
 from pathlib import Path
@@ -46,7 +46,7 @@ def ranks(path: Path) -> tuple[DpGroup, DpGroup]:
     return DpGroup(path, 0, 2), DpGroup(path, 1, 2)
 
 
-def test_a_rank_reads_what_the_others_computed_at_a_time(ranks: tuple[DpGroup, DpGroup]) -> None:
+def test_rank_reads_the_steps_of_other_ranks_at_a_time(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     assert reader.others_at(10.05) == [FIRST]
@@ -58,7 +58,7 @@ def test_a_rank_reads_what_the_others_computed_at_a_time(ranks: tuple[DpGroup, D
     assert reader.others_at(10.15) == [SECOND]
 
 
-def test_of_two_steps_in_flight_the_first_is_computed(ranks: tuple[DpGroup, DpGroup]) -> None:
+def test_first_of_two_steps_in_flight_counts_as_computed(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     writer.begin(2, 10.01, SECOND)
@@ -68,7 +68,7 @@ def test_of_two_steps_in_flight_the_first_is_computed(ranks: tuple[DpGroup, DpGr
     assert reader.others_at(10.15) == [SECOND]
 
 
-def test_an_idle_rank_computes_nothing(ranks: tuple[DpGroup, DpGroup]) -> None:
+def test_idle_rank_has_no_step(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     assert reader.others_at(10.0) == []
     writer.begin(1, 10.0, FIRST)
@@ -76,7 +76,7 @@ def test_an_idle_rank_computes_nothing(ranks: tuple[DpGroup, DpGroup]) -> None:
     assert reader.others_at(10.2) == []
 
 
-def test_a_step_whose_result_never_came_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]) -> None:
+def test_step_without_a_result_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     writer.begin(2, 10.1, SECOND)
@@ -84,19 +84,19 @@ def test_a_step_whose_result_never_came_ends_with_the_next(ranks: tuple[DpGroup,
     assert reader.others_at(10.3) == []
 
 
-def test_the_ring_holds_the_last_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
+def test_ring_holds_the_last_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     for number in range(3 * RING_RECORDS):
         writer.begin(number, float(number), StepShape(number))
         assert reader.others_at(number + 0.5) == [StepShape(number)]
         writer.end(number, number + 1.0)
-    # Steps without any result take each other's places.
+    # Steps without results overwrite each other.
     for number in range(3 * RING_RECORDS, 6 * RING_RECORDS):
         writer.begin(number, float(number), StepShape(number))
     assert len(reader.others_at(6.0 * RING_RECORDS)) <= 1
 
 
-def test_another_process_writes_while_this_reads_and_dies(path: Path) -> None:
+def test_reader_survives_a_writer_that_dies(path: Path) -> None:
     reader = DpGroup(path, 0, 2)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -109,21 +109,19 @@ def test_another_process_writes_while_this_reads_and_dies(path: Path) -> None:
             for shape in reader.others_at(15.0):
                 assert len(set(dataclasses.astuple(shape))) == 1
     assert writer.returncode == 9
-    # The writer's last step never ended. It counts for no longer than a step may last.
+    # The writer's last step never ended, so it counts until `MAX_STEP_S`.
     assert reader.others_at(30.1) == [FIRST]
     assert reader.others_at(30.1 + MAX_STEP_S) == []
 
 
-def test_a_rank_that_starts_again_erases_what_it_left(ranks: tuple[DpGroup, DpGroup]) -> None:
+def test_restarted_rank_erases_its_old_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     DpGroup(writer._path, 1, 2)
     assert reader.others_at(10.05) == []
 
 
-def test_a_record_that_is_half_written_is_ignored(
-    path: Path, ranks: tuple[DpGroup, DpGroup]
-) -> None:
+def test_torn_record_is_ignored(path: Path, ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     before = path.read_bytes()
@@ -138,7 +136,7 @@ def test_a_record_that_is_half_written_is_ignored(
     assert reader.others_at(10.05) == [FIRST]
 
 
-def test_a_file_behind_a_link_is_refused(path: Path) -> None:
+def test_symbolic_link_is_refused(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
     with pytest.raises(OSError, match="symbolic"):
         DpGroup(path, 0, 2)

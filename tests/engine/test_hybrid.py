@@ -52,7 +52,7 @@ BLOCK = 528  # Qwen3-Next's
 
 
 class Engine:
-    """A scheduler in virtual time, and what its steps did."""
+    """A scheduler in virtual time, with records of its steps."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class Engine:
         self._last: dict[str, int] = {}
 
     def add(self, tokens: int, name: str, **more: Any) -> None:
-        """Let a request arrive."""
+        """Add a request."""
         request = make_request(tokens, name=name, hashed=False, arrival=self.now, **more)
         self.scheduler.add_request(request)
         self.alive[name] = request
 
     def decode(self, count: int) -> None:
-        """Have so many requests decode, for longer than any test."""
+        """Start `count` long-running decodes."""
         for number in range(count):
             self.add(20, f"decode {number}", output=4000)
         while any(
@@ -138,7 +138,7 @@ class Engine:
                 self.largest_gap = max(self.largest_gap, gap)
 
     def finish(self) -> None:
-        """Let the oldest step's result come back."""
+        """Process the oldest step's result."""
         output, result, seconds = self._in_flight.popleft()
         self.now += seconds
         self.scheduler.update_from_output(output, result)
@@ -148,9 +148,9 @@ class Engine:
                 if not request.is_prefill_chunk:
                     request.spec_token_ids = [7] * self._dice.randrange(self._drafts + 1)
 
-    def until_begun(self, *names: str, most: int = 3000) -> None:
+    def until_begun(self, *names: str, max_steps: int = 3000) -> None:
         """Run steps until these requests have their first tokens."""
-        for _ in range(most):
+        for _ in range(max_steps):
             if self.begun.keys() >= {*names}:
                 return
             self.step()
@@ -158,7 +158,7 @@ class Engine:
 
 
 def hybrid(policies: Policies | None, **options: Any) -> Engine:
-    """Make an engine for a model with full attention and Mamba layers, as large as real ones."""
+    """Return an engine with full attention and Mamba layers, of realistic size."""
     sizes = {"budget": 8192, "max_model_len": 100_000, "max_num_seqs": 512, "num_blocks": 2_000}
     return Engine(policies, (full_attention(BLOCK), mamba(BLOCK)), **(sizes | options))
 
@@ -166,21 +166,21 @@ def hybrid(policies: Policies | None, **options: Any) -> Engine:
 # Chunks of whole blocks
 
 
-def test_a_prompt_progresses_beside_many_decodes_as_it_does_upstream() -> None:
+def test_prompt_beside_many_decodes_progresses_as_in_upstream() -> None:
     seconds = {}
     for name, policies in (("upstream", None), ("ours", {"chunk_budget": {}})):
         engine = hybrid(policies)
         engine.decode(300)
         began = engine.now
         engine.add(20_000, "long")
-        engine.until_begun("long", most=100)
+        engine.until_begun("long", max_steps=100)
         seconds[name] = engine.now - began
         assert not engine.off_boundary
     assert seconds["ours"] < 2 * seconds["upstream"]
 
 
 @pytest.mark.parametrize(
-    ("policies", "most"),
+    ("policies", "largest"),
     [
         ({"chunk_budget": {"chunk": 512}}, BLOCK),
         ({"chunk_budget": {"chunk": 1500}}, 2 * BLOCK),
@@ -190,21 +190,19 @@ def test_a_prompt_progresses_beside_many_decodes_as_it_does_upstream() -> None:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-def test_a_chunk_that_is_meant_smaller_than_a_block_is_one_block(
-    policies: Policies, most: int
-) -> None:
+def test_chunk_smaller_than_a_block_becomes_one_block(policies: Policies, largest: int) -> None:
     engine = hybrid(policies)
     engine.decode(300)
     engine.add(20_000, "long", priority=1)
     engine.until_begun("long")
     assert not engine.off_boundary
     *chunks, last = engine.chunks["long"]
-    assert max(chunks) == most
-    assert last <= most
-    assert len([chunk for chunk in chunks if chunk < most]) <= 1, "what the first ones leave"
+    assert max(chunks) == largest
+    assert last <= largest
+    assert len([chunk for chunk in chunks if chunk < largest]) <= 1, "the rest of the first chunks"
 
 
-def test_a_prompt_pays_for_what_its_chunks_exceed_the_grants() -> None:
+def test_prompt_skips_steps_for_chunks_above_its_grants() -> None:
     engine = hybrid({"chunk_budget": {"chunk": 66}})  # an eighth of a block
     engine.decode(300)
     engine.add(20 * BLOCK, "long")
@@ -215,7 +213,7 @@ def test_a_prompt_pays_for_what_its_chunks_exceed_the_grants() -> None:
 
 
 @pytest.mark.parametrize("chunk", [64, 256, 512])
-def test_a_short_prompt_enters_while_a_long_one_pays(chunk: int) -> None:
+def test_short_prompt_enters_while_a_long_one_skips_steps(chunk: int) -> None:
     engine = hybrid({"long_prompt": {}, "chunk_budget": {"chunk": chunk}})
     engine.decode(300)
     engine.add(90_000, "long")
@@ -223,13 +221,13 @@ def test_a_short_prompt_enters_while_a_long_one_pays(chunk: int) -> None:
         engine.step()
     engine.add(600, "short")
     before = engine.steps
-    engine.until_begun("short", most=100)
+    engine.until_begun("short", max_steps=100)
     assert "long" not in engine.begun
     # Two prompts share the grants: 600 tokens, and a block in advance.
     assert engine.steps - before <= 2 * (600 + BLOCK) / chunk + 4
 
 
-def test_an_urgent_prompt_enters_beside_a_normal_one() -> None:
+def test_urgent_prompt_enters_beside_a_normal_one() -> None:
     engine = hybrid({"lanes": {}, "chunk_budget": {"chunk": 512}})
     engine.decode(300)
     engine.add(90_000, "normal")
@@ -237,11 +235,11 @@ def test_an_urgent_prompt_enters_beside_a_normal_one() -> None:
         engine.step()
     engine.add(600, "urgent", priority=-1)
     before = engine.steps
-    engine.until_begun("urgent", most=10)
+    engine.until_begun("urgent", max_steps=10)
     assert engine.steps - before <= 5
 
 
-def test_a_long_prompt_moves_beside_shorts_that_leave_less_than_a_block() -> None:
+def test_long_prompt_progresses_with_less_than_a_block_left() -> None:
     policies = {"long_prompt": {"long_prefill_token_threshold": 2000, "long_prefill_share": 0.05}}
     engine = hybrid(policies, budget=2200, max_model_len=30_000)
     engine.decode(300)
@@ -251,15 +249,15 @@ def test_a_long_prompt_moves_beside_shorts_that_leave_less_than_a_block() -> Non
             break
         # Room for three blocks and 316 tokens, and always three shorts, with a block each.
         if number % 3 == 0:
-            for each in range(3):
-                engine.add(3 * BLOCK, f"short {number} {each}", output=1)
+            for item in range(3):
+                engine.add(3 * BLOCK, f"short {number} {item}", output=1)
         engine.step()
     assert "long" in engine.begun
     assert len([n for n in engine.begun if n.startswith("short")]) > 50
 
 
 @pytest.mark.parametrize("chunk", [66, 512])
-def test_a_prompt_enters_past_one_whose_look_up_in_the_connector_is_pending(chunk: int) -> None:
+def test_prompt_passes_another_with_a_pending_connector_lookup(chunk: int) -> None:
     engine = hybrid({"chunk_budget": {"chunk": chunk}}, connector="SimulatedConnector")
     engine.decode(300)
     engine.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
@@ -269,12 +267,12 @@ def test_a_prompt_enters_past_one_whose_look_up_in_the_connector_is_pending(chun
     engine.step()
     engine.add(3000, "behind")
     before = engine.steps
-    engine.until_begun("behind", most=100)
+    engine.until_begun("behind", max_steps=100)
     assert engine.steps - before <= (3000 + BLOCK) / chunk + 4
     assert "pending" not in engine.begun
 
 
-def test_a_prompt_of_a_worker_that_reads_less_than_a_block_is_cut_as_upstream_cuts_it() -> None:
+def test_prompt_with_budget_below_a_block_is_cut_as_in_upstream() -> None:
     engine = hybrid({"chunk_budget": {"chunk": 64}}, budget=256, max_num_seqs=64)
     engine.decode(20)
     engine.add(3000, "long")
@@ -329,13 +327,13 @@ def test_prompts_of_hybrid_models_progress_in_whole_blocks(
         engine = Engine(policies, groups or (full_attention(),), num_blocks=blocks, **options)
         play(engine, random.Random(seed), decodes)
         played.append(engine)
-    ours, plain = played
-    assert not ours.off_boundary
+    hybrid_engine, plain = played
+    assert not hybrid_engine.off_boundary
     # A block of 128 tokens is up to eight of the smallest grants.
-    assert ours.largest_gap <= plain.largest_gap + 80
-    assert ours.empty_steps <= plain.empty_steps + 3
-    assert ours.steps <= 1.5 * plain.steps + 50
-    assert all(step <= 1.5 * plain.begun[name] + 100 for name, step in ours.begun.items())
+    assert hybrid_engine.largest_gap <= plain.largest_gap + 80
+    assert hybrid_engine.empty_steps <= plain.empty_steps + 3
+    assert hybrid_engine.steps <= 1.5 * plain.steps + 50
+    assert all(step <= 1.5 * plain.begun[name] + 100 for name, step in hybrid_engine.begun.items())
 
 
 # Blocks of several groups
@@ -349,7 +347,7 @@ GROUPS = {
 
 
 def blocks_of(groups: Sequence[KVCacheSpec], tokens: int) -> int:
-    """Return the blocks that vLLM wants free to let a request enter."""
+    """Return the free blocks that vLLM requires to admit a request."""
     scheduler = make_scheduler(None, groups=groups, budget=256)
     wanted: int = scheduler.kv_cache_manager.coordinator.get_num_blocks_to_allocate(
         request_id="new",
@@ -366,7 +364,7 @@ def blocks_of(groups: Sequence[KVCacheSpec], tokens: int) -> int:
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_shorts_pass_a_long_prompt_without_room(groups: Sequence[KVCacheSpec]) -> None:
-    # The first prompt holds its blocks for long, and leaves room for 500 tokens.
+    # The first prompt keeps its blocks, and leaves room for 500 tokens.
     blocks = blocks_of(groups, 500 + 300) + blocks_of(groups, 500)
     engine = Engine({"long_prompt": {}}, groups, budget=256, num_blocks=blocks)
     engine.add(500, "first", output=300)
@@ -402,15 +400,15 @@ def test_decodes_are_not_paused_for_a_prompt_without_room(
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 100, 129, 200, 500, 900, 1900])
-def test_blocks_are_counted_as_vllm_counts_them(groups: Sequence[KVCacheSpec], tokens: int) -> None:
+def test_blocks_are_counted_as_in_vllm(groups: Sequence[KVCacheSpec], tokens: int) -> None:
     scheduler = make_scheduler({"long_prompt": {}}, groups=groups, budget=256)
-    # Mamba layers hold two states while they go from one block to the next.
+    # Mamba layers hold two states at a block boundary.
     moves = groups is GROUPS["mamba"] and tokens > BLOCK_TOKENS
     assert scheduler._planner._kv_cache.blocks_of(tokens) == blocks_of(groups, tokens) + moves
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_no_step_is_empty_and_all_finish_whatever_the_groups(names: Sequence[str]) -> None:
+def test_all_requests_finish_without_empty_steps_for_any_groups(names: Sequence[str]) -> None:
     dice = random.Random("+".join(names))
     groups = GROUPS[dice.choice(["two", "three", "mamba"])]
     decodes = dice.choice([0, 4, 20])

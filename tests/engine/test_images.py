@@ -1,4 +1,4 @@
-"""Prompts with images: what an encoder may do in a step, and where chunks end, is upstream's."""
+"""Prompts with images: encoder budgets and chunk ends are kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.engine.schedulers import answer, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 
 BUDGET = 64
-# An encoder that computes one large image a step, or two small ones, and remembers three large.
-ENCODES, REMEMBERS = 40, 120
+# An encoder for one large image or two small ones per step, with a cache for three large ones.
+ENCODES, CACHES = 40, 120
 LONG = {"long_prompt": {"long_prefill_token_threshold": 80}}
 SETS: dict[str, dict[str, dict[str, Any]]] = {
     "long_prompt": LONG,
@@ -34,7 +34,7 @@ PROMPTS: list[tuple[int, list[tuple[int, int]]]] = [
 
 
 def with_images(tokens: int, *images: tuple[int, int], output: int = 6) -> Any:
-    """Make a request whose prompt has images at such places, of so many tokens each."""
+    """Return a request with images at these places, given as (offset, tokens)."""
     request = make_request(tokens, output=output, hashed=False)
     request.mm_features = [
         MultiModalFeatureSpec(None, "image", f"{request.request_id}/{at}", PlaceholderRange(at, n))
@@ -43,8 +43,8 @@ def with_images(tokens: int, *images: tuple[int, int], output: int = 6) -> Any:
     return request
 
 
-def seeing(policies: dict[str, dict[str, Any]], kind: type, **options: Any) -> Any:
-    """Make a scheduler whose model has such an encoder."""
+def scheduler_with_encoder(policies: dict[str, dict[str, Any]], kind: type, **options: Any) -> Any:
+    """Return a scheduler with this encoder."""
     scheduler = make_scheduler(
         policies,
         scheduler_cls=kind,
@@ -54,12 +54,12 @@ def seeing(policies: dict[str, dict[str, Any]], kind: type, **options: Any) -> A
         **options,
     )
     scheduler.max_num_encoder_input_tokens = ENCODES
-    scheduler.encoder_cache_manager = EncoderCacheManager(REMEMBERS)
+    scheduler.encoder_cache_manager = EncoderCacheManager(CACHES)
     return scheduler
 
 
-def check(scheduler: Any, output: Any, kept_whole: bool) -> int:
-    """Hold a step against what an encoder asks for; return how many images it was given."""
+def check_encoder(scheduler: Any, output: Any, kept_whole: bool) -> int:
+    """Check a step against the encoder's limits; return the number of its images."""
     encoded, cache = output.scheduled_encoder_inputs, scheduler.encoder_cache_manager
     tokens = output.num_scheduled_tokens
     assert sum(tokens.values()) <= BUDGET
@@ -72,28 +72,26 @@ def check(scheduler: Any, output: Any, kept_whole: bool) -> int:
     assert cache.num_free_slots >= 0
     for name, count in tokens.items():
         request = scheduler.requests[name]
-        end = request.num_computed_tokens  # this step's are counted already
+        end = request.num_computed_tokens  # this step's tokens are already counted
         begin = end - count
         for number, image in enumerate(request.mm_features):
             first, last = (
                 image.mm_position.offset,
                 image.mm_position.offset + image.mm_position.length,
             )
-            if first < end and last > begin:  # its embeddings go into this chunk
+            if first < end and last > begin:  # its embeddings are part of this chunk
                 assert name in cache.cached[image.identifier]
                 assert not (kept_whole and begin < first < end < last)
             else:
-                assert number not in encoded.get(name, ())  # nor is it computed for nothing
+                assert number not in encoded.get(name, ())  # not computed early
     return len(sizes)
 
 
 @pytest.mark.parametrize("kept_whole", [False, True])
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
 @pytest.mark.parametrize("name", SETS)
-def test_the_encoders_budget_and_the_ends_of_chunks_hold(
-    name: str, kind: type, kept_whole: bool
-) -> None:
-    scheduler = seeing(SETS[name], kind, disable_chunked_mm_input=kept_whole)
+def test_encoder_budget_and_chunk_ends_are_kept(name: str, kind: type, kept_whole: bool) -> None:
+    scheduler = scheduler_with_encoder(SETS[name], kind, disable_chunked_mm_input=kept_whole)
     rng = random.Random(4)
     depth = 2 if kind is PolicyScheduler else 1
     in_flight: deque[Any] = deque()
@@ -106,11 +104,11 @@ def test_the_encoders_budget_and_the_ends_of_chunks_hold(
             scheduler.add_request(with_images(tokens, *places, output=rng.randint(1, 9)))
         output = scheduler.schedule()
         in_flight.append((output, answer(scheduler, output)))
-        seen += check(scheduler, output, kept_whole)
+        seen += check_encoder(scheduler, output, kept_whole)
         while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
             scheduler.update_from_output(*in_flight.popleft())
         steps += 1
-        assert steps < 3000, "somebody is never served"
+        assert steps < 3000, "a request is never served"
     assert seen >= images > 30
     assert scheduler.kv_cache_manager.usage == 0
 
@@ -118,7 +116,7 @@ def test_the_encoders_budget_and_the_ends_of_chunks_hold(
 SMALL = 8
 SMALL_STEPS: dict[str, dict[str, dict[str, Any]]] = {
     "by hand": {"chunk_budget": {"chunk": SMALL}},
-    # No step is so short: as few tokens as may be.
+    # An impossible target: the minimum chunk.
     "by time": {"chunk_budget": {"itl_ms": 0.001, "min_chunk": SMALL}},
     "beside others": {
         "lanes": {}, **LONG, "rotation": {"chunk": 16}, "chunk_budget": {"chunk": SMALL},
@@ -126,13 +124,11 @@ SMALL_STEPS: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("looks_ahead", [0, 1])  # with drafts an encoder is, too
+@pytest.mark.parametrize("looks_ahead", [0, 1])  # as with drafts
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
 @pytest.mark.parametrize("name", SMALL_STEPS)
-def test_an_image_that_is_kept_whole_is_read_in_one_step_however_small_they_are(
-    name: str, kind: type, looks_ahead: int
-) -> None:
-    scheduler = seeing(SMALL_STEPS[name], kind, disable_chunked_mm_input=True)
+def test_whole_image_is_computed_in_one_small_step(name: str, kind: type, looks_ahead: int) -> None:
+    scheduler = scheduler_with_encoder(SMALL_STEPS[name], kind, disable_chunked_mm_input=True)
     scheduler.num_prefill_lookahead = looks_ahead
     scheduler.add_request(make_request(8, output=1900, name="decodes", hashed=False))
     rng = random.Random(5)
@@ -142,39 +138,39 @@ def test_an_image_that_is_kept_whole_is_read_in_one_step_however_small_they_are(
         if texts and steps % 20 == 3:
             texts -= 1
             scheduler.add_request(make_request(rng.choice([30, 70]), output=3, hashed=False))
-        # One with images at a time: they are not cut, so one could take what another needs.
+        # One request with images at a time, because whole images compete for the budget.
         if pictures and steps > 10 and (looking is None or looking not in scheduler.requests):
             pictures -= 1
             request = with_images(120, (rng.choice([0, 5, 6]), 40), (60, 20), (80, 40))
             looking = request.request_id
             scheduler.add_request(request)
         output = scheduler.schedule()
-        check(scheduler, output, kept_whole=not looks_ahead)
+        check_encoder(scheduler, output, kept_whole=not looks_ahead)
         tokens = output.num_scheduled_tokens
         prompts = {r: n for r, n in tokens.items() if n > 1}
         if looking in tokens:
-            assert not in_parts(scheduler.requests[looking], tokens[looking], looks_ahead)
-        elif name != "by time":  # which has to learn first
-            # A prompt without images has what it would have without any about.
+            assert not is_split(scheduler.requests[looking], tokens[looking], looks_ahead)
+        elif name != "by time":  # it learns first
+            # A prompt without images keeps its normal chunk.
             assert sum(prompts.values()) <= SMALL
         largest = max(largest, sum(tokens.values()))
         alone += prompts.keys() == {looking}
         scheduler.update_from_output(output, answer(scheduler, output))
         steps += 1
-        assert steps < 1500, "somebody is never served"
+        assert steps < 1500, "a request is never served"
     assert largest > 40
     assert alone > 6
 
 
-def in_parts(request: Any, count: int, looks_ahead: int) -> bool:
-    """Tell whether a chunk, which is counted already, has some of an image and not all."""
+def is_split(request: Any, count: int, looks_ahead: int) -> bool:
+    """Return whether a chunk, already counted, has a part of an image."""
     end = request.num_computed_tokens
     begin = end - count
     places = [image.mm_position for image in request.mm_features]
     return any(
         place.offset < end
         and place.offset + place.length > begin
-        # Of the last, what is looked ahead of is upstream's to leave for the next step.
+        # Upstream may leave the look-ahead tokens for the next step.
         and not (begin <= place.offset and place.offset + place.length - looks_ahead <= end)
         and not (place.offset + place.length - looks_ahead <= begin)
         for place in places

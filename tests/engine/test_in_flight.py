@@ -1,4 +1,4 @@
-"""Steps whose results are not back yet: which result is whose, and how long each step took."""
+"""Steps in flight: the result and the duration of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def end(steps: InFlight, step: StepStarted, at: float) -> StepDone:
     return done
 
 
-def test_what_a_step_did() -> None:
+def test_result_describes_its_step() -> None:
     steps = InFlight()
     step = scheduled(10.0, {"a": Chunk(40, 60), "b": Chunk(7, 0)}, decodes=3)
     steps.begin(step)
@@ -35,7 +35,7 @@ def test_what_a_step_did() -> None:
     assert result.seconds == 0.5
 
 
-def test_a_step_scheduled_behind_another_begins_when_that_is_done() -> None:
+def test_step_behind_another_begins_at_its_end() -> None:
     steps = InFlight()
     first, second = scheduled(10.0, decodes=1), scheduled(10.01, {"a": Chunk(9, 0)})
     for step in (first, second):
@@ -48,7 +48,7 @@ def test_a_step_scheduled_behind_another_begins_when_that_is_done() -> None:
 
 @pytest.mark.parametrize(("between", "asleep"), [(0.05, False), (30.0, True)])
 @pytest.mark.parametrize("decodes", [0, 2])
-def test_who_decodes_has_waited_since_the_last_result_unless_the_engine_slept(
+def test_decode_time_includes_the_pause_since_the_last_result(
     between: float, asleep: bool, decodes: int
 ) -> None:
     steps = InFlight()
@@ -64,23 +64,23 @@ def test_who_decodes_has_waited_since_the_last_result_unless_the_engine_slept(
     assert done.result.seconds == pytest.approx(0.1 + counted)
 
 
-def test_a_result_that_never_came_is_forgotten_and_one_of_nothing_is_none() -> None:
+def test_lost_result_is_forgotten_and_empty_result_is_none() -> None:
     steps = InFlight()
     lost, step = scheduled(10.0, decodes=1), scheduled(10.1, decodes=1)
     empty = SchedulerOutput.make_empty()
 
     def never() -> float:
-        raise AssertionError("nobody asked what time it is")
+        raise AssertionError("the clock must not be read")
 
     assert steps.end(empty, never) is None
-    for each in (lost, step):
-        steps.begin(each)
+    for started in (lost, step):
+        steps.begin(started)
     assert steps.end(empty, never) is None
     assert end(steps, step, 10.4).step is step
     assert steps.end(lost.output, never) is None
 
 
-def test_a_clock_that_is_set_back_makes_no_step_shorter_than_any() -> None:
+def test_clock_set_back_gives_a_positive_duration() -> None:
     steps = InFlight()
     first, second = scheduled(10.0, decodes=1), scheduled(10.1, decodes=1)
     for step in (first, second):
@@ -89,7 +89,7 @@ def test_a_clock_that_is_set_back_makes_no_step_shorter_than_any() -> None:
     assert end(steps, second, 5.0).result.seconds > 0
 
 
-def test_no_more_are_kept_than_can_be_under_way() -> None:
+def test_number_of_kept_steps_is_bounded() -> None:
     steps = InFlight()
     given = [scheduled(float(number), decodes=1) for number in range(MAX_IN_FLIGHT + 3)]
     for step in given:

@@ -1,4 +1,4 @@
-"""`long_prompt` on real scheduler objects: V0's cases, and what V0 lacked."""
+"""`long_prompt` on real scheduler objects: V0's cases, and others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V0 = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}
 
 
 def loaded(*prompts: int, options: dict[str, Any] | None = None, **engine: Any) -> Any:
-    """Make a scheduler with requests named 0, 1, ... waiting."""
+    """Return a scheduler with waiting requests named 0, 1, ..."""
     scheduler = make_scheduler({"long_prompt": V0 if options is None else options}, **engine)
     for name, tokens in enumerate(prompts):
         scheduler.add_request(make_request(tokens, name=str(name)))
@@ -32,13 +32,13 @@ def loaded(*prompts: int, options: dict[str, Any] | None = None, **engine: Any) 
 
 
 def policy(scheduler: Any) -> Any:
-    """Return the policy."""
+    """Return the `long_prompt` policy of a scheduler."""
     return next(each for each in scheduler._policies if each.name == "long_prompt")
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Let the test set the time: the one item of the list."""
+    """Return a list whose item is the time."""
     now = [1000.0]
     monkeypatch.setattr(PolicySteps, "clock", lambda _: now[0])
     return now
@@ -53,13 +53,13 @@ def test_two_shorts_share_the_budget() -> None:
     assert step(scheduler) == {"0": 28, "1": 28}
 
 
-def test_only_one_of_two_longs_prefills_and_gets_everything() -> None:
+def test_one_of_two_longs_gets_the_whole_budget() -> None:
     scheduler = loaded(1200, 1200)
     assert step(scheduler) == {"0": 64}
     assert step(scheduler) == {"0": 64}
 
 
-def test_shorts_pass_the_held_long() -> None:
+def test_shorts_pass_a_held_long() -> None:
     scheduler = loaded(1200, 1200, 40, 40)
     assert step(scheduler) == {"0": 32, "2": 32}
     assert step(scheduler) == {"0": 32, "2": 8, "3": 24}
@@ -74,19 +74,19 @@ def test_all_partial_prefills_run_after_one_step(partial: int) -> None:
     assert step(scheduler) == {str(i): 40 // partial for i in range(partial)}
 
 
-def test_one_partial_prefill_turns_the_limits_off() -> None:
-    ours = loaded(1200, 1200, 40, options={"max_num_partial_prefills": 1})
-    theirs = make_scheduler(None)
+def test_one_partial_prefill_disables_the_limits() -> None:
+    with_policy = loaded(1200, 1200, 40, options={"max_num_partial_prefills": 1})
+    upstream = make_scheduler(None)
     for name, tokens in enumerate((1200, 1200, 40)):
-        theirs.add_request(make_request(tokens, name=str(name)))
+        upstream.add_request(make_request(tokens, name=str(name)))
     for _ in range(60):
-        assert step(ours) == step(theirs)
+        assert step(with_policy) == step(upstream)
 
 
-# What V0 lacked
+# Cases beyond V0
 
 
-def test_decodes_come_first_even_before_a_long_prompt_admitted_earlier() -> None:
+def test_decodes_precede_an_earlier_long_prompt() -> None:
     scheduler = loaded(1200, 8, options={})
     step(scheduler)
     assert [r.request_id for r in scheduler.running] == ["0", "1"]
@@ -95,10 +95,10 @@ def test_decodes_come_first_even_before_a_long_prompt_admitted_earlier() -> None
     assert scheduled["1"] == 1
 
 
-def test_the_next_long_enters_once_the_first_is_no_longer_long() -> None:
+def test_next_long_enters_when_the_rest_of_the_first_is_short() -> None:
     scheduler = loaded(200, 200)
     got = [step(scheduler) for _ in range(3)]
-    # 72 are left of the first after two steps of 64, which is below the threshold of 80.
+    # After two steps of 64, 72 tokens of the first are left, below the threshold of 80.
     assert [set(tokens) for tokens in got] == [{"0"}, {"0"}, {"0", "1"}]
 
 
@@ -120,7 +120,7 @@ def test_held_longs_keep_their_order() -> None:
     assert order == ["0", "1", "2", "3"]
 
 
-def test_a_cached_prefix_does_not_count() -> None:
+def test_cached_prefix_does_not_count_as_length() -> None:
     scheduler = loaded(options={}, prefix_caching=True)
     document = list(range(10, 1210))
     scheduler.add_request(make_request(document, name="first", output=1))
@@ -133,50 +133,50 @@ def test_a_cached_prefix_does_not_count() -> None:
 
 
 def lookups_of(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note each look through the prefix cache from now on, as it is made: for how many blocks."""
+    """Return a list that records the blocks of each prefix cache lookup."""
     coordinator = scheduler.kv_cache_manager.coordinator
     lookup = coordinator.find_longest_cache_hit
-    asked: list[int] = []
+    lookups: list[int] = []
 
     def counted(*arguments: Any) -> Any:
-        asked.append(len(arguments[0]))
+        lookups.append(len(arguments[0]))
         return lookup(*arguments)
 
     monkeypatch.setattr(coordinator, "find_longest_cache_hit", counted)
-    return asked
+    return lookups
 
 
-def looks_while_held(
+def lookups_while_held(
     scheduler: Any, held: Any, clock: list[float], monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> int:
-    """Count the looks at what is cached of one, in steps of 80 ms in all in which it waits."""
-    asked = lookups_of(scheduler, monkeypatch)
+    """Return the lookups of a waiting request within 80 ms of steps."""
+    lookups = lookups_of(scheduler, monkeypatch)
     for _ in range(steps):
         clock[0] += 0.08 / steps
         step(scheduler)
     assert held in scheduler.waiting
-    return asked.count(len(held.block_hashes))
+    return lookups.count(len(held.block_hashes))
 
 
-def test_a_prefix_is_looked_up_once_while_nothing_changes(
+def test_prefix_is_looked_up_once_without_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = loaded(options={}, prefix_caching=True, budget=256)
     document = list(range(10, 510))
     scheduler.add_request(make_request(document, output=1))
     drain(scheduler)
-    asked = lookups_of(scheduler, monkeypatch)
+    lookups = lookups_of(scheduler, monkeypatch)
     request = make_request([*document, *[3] * 400])
     assert [scheduler._planner.prefixes.tokens(request) for _ in range(3)] == [496] * 3
-    assert len(asked) == 1
+    assert len(lookups) == 1
     assert scheduler._planner.prefixes.blocks_read == 496 // 16
-    # Blocks are taken, and the cache may be gone: another state of things.
+    # Taken blocks may have evicted the prefix.
     scheduler.kv_cache_manager.block_pool.get_new_blocks(2_490)
     assert scheduler._planner.prefixes.tokens(request) < 496
-    assert len(asked) == 2
+    assert len(lookups) == 2
 
 
-def test_while_no_slot_is_free_a_prefix_is_not_looked_up_in_every_step(
+def test_prefix_is_not_looked_up_in_each_step_without_a_free_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = loaded(options={}, prefix_caching=True, budget=256, max_num_seqs=2)
@@ -186,35 +186,35 @@ def test_while_no_slot_is_free_a_prefix_is_not_looked_up_in_every_step(
     for _ in range(2):
         scheduler.add_request(make_request(8, output=40))
     step(scheduler)
-    asked = lookups_of(scheduler, monkeypatch)
+    lookups = lookups_of(scheduler, monkeypatch)
     scheduler.add_request(make_request([*document, 3], name="cached"))
     for _ in range(30):
         step(scheduler)
-    assert len(asked) == 1
-    # Before it enters it is.
+    assert len(lookups) == 1
+    # It is looked up before it enters.
     for _ in range(100):
         if "cached" in step(scheduler):
             break
     else:
-        pytest.fail("it never entered")
-    assert len(asked) > 1
+        pytest.fail("the request never entered")
+    assert len(lookups) > 1
 
 
-def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
+def test_held_request_enters_once_its_prefix_is_cached() -> None:
     scheduler = loaded(options={}, prefix_caching=True, budget=256)
     document = list(range(10, 810))
     for name in "abc":
         scheduler.add_request(make_request([*document, ord(name)], name=name, output=2))
     for _ in range(3):
         assert set(step(scheduler)) == {"a"}
-    # 32 of the first are left, so it is not long now; the others find 50 blocks of 16 cached.
+    # 32 tokens of the first are left; the others find 50 blocks of 16 tokens cached.
     until(scheduler, lambda: "b" in {r.request_id for r in scheduler.running})
     assert {r.request_id for r in scheduler.running} >= {"b", "c"}
     drain(scheduler)
 
 
 def beside_a_long(more: dict[str, dict[str, object]]) -> tuple[Any, list[int]]:
-    """Have a document cached, and a long prompt in prefill that leaves half of each step."""
+    """Return a scheduler with a long prefill in half of each step, and a cached document."""
     policies: dict[str, dict[str, object]] = {"long_prompt": {"long_prefill_share": 0.5}, **more}
     scheduler = make_scheduler(policies, prefix_caching=True, budget=64, max_model_len=20_000)
     document = list(range(10, 1610))
@@ -228,14 +228,14 @@ def beside_a_long(more: dict[str, dict[str, object]]) -> tuple[Any, list[int]]:
 
 @pytest.mark.parametrize("rest", [1700, 1000])
 @pytest.mark.parametrize("beside", [{}, {"deferred_prefill": {"departures": 2}}], ids="+".join)
-def test_one_with_much_cached_is_not_looked_up_whenever_prefills_change(
+def test_largely_cached_request_is_looked_up_at_intervals(
     clock: list[float],
     monkeypatch: pytest.MonkeyPatch,
     beside: dict[str, dict[str, object]],
     rest: int,
 ) -> None:
     scheduler, document = beside_a_long(beside)
-    asked = lookups_of(scheduler, monkeypatch)
+    lookups = lookups_of(scheduler, monkeypatch)
     held = make_request([*document, *[3] * rest], name="held", output=1)
     scheduler.add_request(held)
     seen = set()
@@ -247,13 +247,13 @@ def test_one_with_much_cached_is_not_looked_up_whenever_prefills_change(
         seen.add(tuple(r.request_id for r in scheduler.running if r.is_prefill_chunk))
     assert len(seen) > 20
     assert "held" not in {r.request_id for r in scheduler.running}
-    # 1,600 tokens are not looked for within 8 ms, of which there are ten here; and that when it
-    # came, and of each policy on its own.
-    looks = sum(blocks == len(held.block_hashes) for blocks in asked)
+    # 1,600 cached tokens are looked up every 8 ms, ten times here, once at the arrival, and for
+    # each policy.
+    looks = sum(blocks == len(held.block_hashes) for blocks in lookups)
     assert 5 <= looks <= 11 * (1 + len(beside))
 
 
-def test_one_with_much_cached_is_looked_up_again_though_nothing_changes_any_more(
+def test_largely_cached_request_is_looked_up_once_after_the_last_change(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, document = beside_a_long({})
@@ -261,20 +261,20 @@ def test_one_with_much_cached_is_looked_up_again_though_nothing_changes_any_more
     scheduler.add_request(held)
     step(scheduler)
     scheduler.add_request(make_request(100, output=1))  # comes and goes
-    asked = lookups_of(scheduler, monkeypatch)
+    lookups = lookups_of(scheduler, monkeypatch)
     for _ in range(20):
         step(scheduler)
-    assert len(held.block_hashes) not in asked
+    assert len(held.block_hashes) not in lookups
     clock[0] += 0.0081
     for _ in range(20):
         step(scheduler)
-    assert asked.count(len(held.block_hashes)) == 1
+    assert lookups.count(len(held.block_hashes)) == 1
 
 
 def behind_a_normal_prompt() -> tuple[Any, Any]:
-    """Have a document cached, a long batch prompt stopped by a normal one, and a batch one held.
+    """Return a scheduler with a stopped batch prompt, a normal prompt and a held batch request.
 
-    Of the last all but a little is cached, so that it is short.
+    The held request is short, because its prefix is cached.
     """
     policies: dict[str, dict[str, object]] = {"long_prompt": {}, "lanes": {"reserve_slots": 0.0}}
     scheduler = make_scheduler(policies, prefix_caching=True, budget=64, max_model_len=20_000)
@@ -290,22 +290,22 @@ def behind_a_normal_prompt() -> tuple[Any, Any]:
     return scheduler, held
 
 
-def test_one_that_is_short_and_that_others_hold_is_not_looked_up_in_every_step(
+def test_short_request_held_by_lanes_is_looked_up_at_intervals(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, held = behind_a_normal_prompt()
     # Once in 8 ms.
-    assert 5 <= looks_while_held(scheduler, held, clock, monkeypatch, 100) <= 11
-    # As soon as it may enter it does: batch's share of one step has gone to who was there before.
+    assert 5 <= lookups_while_held(scheduler, held, clock, monkeypatch, 100) <= 11
+    # It enters as soon as it may; batch's share of one step goes to the earlier prompt.
     scheduler.finish_requests("normal", RequestStatus.FINISHED_ABORTED)
     assert step(scheduler).keys() == {"batch"}
     assert step(scheduler).keys() == {"batch", "held"}
 
 
 @pytest.mark.usefixtures("clock")
-def test_before_one_that_was_short_enters_it_is_looked_up() -> None:
+def test_formerly_short_request_is_looked_up_before_it_enters() -> None:
     scheduler, _ = behind_a_normal_prompt()
-    # Others have taken its blocks meanwhile, and are gone.
+    # Other requests have evicted its blocks.
     pool = scheduler.kv_cache_manager.block_pool
     pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
     scheduler.finish_requests("normal", RequestStatus.FINISHED_ABORTED)
@@ -320,37 +320,37 @@ def test_before_one_that_was_short_enters_it_is_looked_up() -> None:
 DOCUMENT = list(range(10, 8010))
 
 
-def without_the_document(
+def with_evicted_document(
     policies: dict[str, dict[str, object]], clock: list[float], *waiting: Any
 ) -> Any:
-    """Let some wait for slots beside a long prompt; then free these, and evict the document."""
+    """Return a scheduler with free slots, waiting requests and an evicted document."""
     scheduler = make_scheduler(
         policies, prefix_caching=True, max_model_len=20_000, max_num_seqs=4, num_blocks=8000
     )
     scheduler.add_request(make_request(DOCUMENT, output=1))
     drain(scheduler)
     decodes = [make_request(20, output=400) for _ in range(3)]
-    for each in decodes:
-        scheduler.add_request(each)
+    for request in decodes:
+        scheduler.add_request(request)
     until(scheduler, lambda: len(scheduler.running) == 3)
     step(scheduler)
     scheduler.add_request(make_request(19_000, name="long"))
     step(scheduler)
-    for each in waiting:
-        scheduler.add_request(each)
+    for request in waiting:
+        scheduler.add_request(request)
     for _ in range(3):
         step(scheduler)
         clock[0] += 0.001
     assert len(scheduler.running) == 4
     pool = scheduler.kv_cache_manager.block_pool
     pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
-    for each in decodes:
-        scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    for request in decodes:
+        scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     return scheduler
 
 
 def question(name: str, *, priority: int = 0) -> Any:
-    """Make one about the document, which is short while that is cached."""
+    """Return a request that is short while the document is cached."""
     prompt = [*DOCUMENT, *[3] * 20, priority + 7]
     return make_request(prompt, name=name, output=1, priority=priority)
 
@@ -363,34 +363,34 @@ def question(name: str, *, priority: int = 0) -> Any:
         ({"long_prompt": {}, "lanes": {}}, 1, [(20, 0), (20, -1), (20, -1)]),
         ({"long_prompt": {"max_long_partial_prefills": 2}}, 2, [(19_000, 0)]),
     ],
-    ids=lambda each: "+".join(each) if isinstance(each, dict) else None,
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-def test_one_whose_prefix_is_gone_does_not_enter_as_a_short_one(
+def test_request_with_an_evicted_prefix_does_not_enter_as_short(
     clock: list[float],
     policies: dict[str, dict[str, object]],
     longs: int,
     others: list[tuple[int, int]],
 ) -> None:
-    """Not when it is asked about again in the step in which that was seen, either."""
+    """Nor in the step in which the eviction was found."""
     behind = [make_request(tokens, output=1, priority=priority) for tokens, priority in others]
-    scheduler = without_the_document(policies, clock, question("question"), *behind)
+    scheduler = with_evicted_document(policies, clock, question("question"), *behind)
     for _ in range(5):
         assert "question" not in step(scheduler)
         clock[0] += 0.001
         assert policy(scheduler).gauges()["long_prefills"] <= longs
 
 
-def test_nor_does_another_with_that_prefix_in_another_lane(clock: list[float]) -> None:
+def test_request_of_another_lane_with_the_evicted_prefix_stays_held(clock: list[float]) -> None:
     two = question("urgent", priority=-1), question("normal")
-    scheduler = without_the_document({"long_prompt": {}, "lanes": {}}, clock, *two)
+    scheduler = with_evicted_document({"long_prompt": {}, "lanes": {}}, clock, *two)
     for _ in range(4):
         assert "normal" not in step(scheduler)
         clock[0] += 0.001
-        # One of a better class may pass a long of a lesser one.
+        # A prompt of a higher lane may pass a long prompt of a lower one.
         assert policy(scheduler).gauges()["long_prefills"] <= 2
 
 
-def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
+def test_short_request_without_room_is_looked_up_at_intervals(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = make_scheduler(
@@ -412,16 +412,16 @@ def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
     held = make_request([*document, *[3] * 20], output=1)
     scheduler.add_request(held)
     # Once in 25 ms.
-    assert 2 <= looks_while_held(scheduler, held, clock, monkeypatch, 40) <= 5
+    assert 2 <= lookups_while_held(scheduler, held, clock, monkeypatch, 40) <= 5
 
 
-def test_nothing_is_kept_of_longs_that_one_step_reads() -> None:
+def test_longs_of_one_step_leave_no_lookups() -> None:
     scheduler = loaded(*[100] * 3, budget=128)
     drain(scheduler)
     assert not any(str(number) in policy(scheduler)._lookups for number in range(3))
 
 
-def test_a_request_with_remote_kv_is_never_long() -> None:
+def test_request_with_remote_kv_is_never_long() -> None:
     remote = make_request(1200, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     connected, alone = loaded(), loaded()
@@ -431,17 +431,17 @@ def test_a_request_with_remote_kv_is_never_long() -> None:
 
 
 @pytest.mark.parametrize("claim", [{"do_remote_prefill": True}, "x", [1]])
-def test_without_a_connector_nobody_brings_kv_whatever_a_client_says(claim: Any) -> None:
+def test_kv_transfer_params_are_ignored_without_a_connector(claim: Any) -> None:
     scheduler = loaded(1200, 1200)
     for name in "ab":
-        said = make_request(1200, name=name)
-        said.kv_transfer_params = claim
-        scheduler.add_request(said)
+        request = make_request(1200, name=name)
+        request.kv_transfer_params = claim
+        scheduler.add_request(request)
     step(scheduler)
     assert [r.request_id for r in scheduler.running] == ["0"]
 
 
-def test_the_wait_of_a_held_long_is_bounded_however_many_shorts_there_are(
+def test_wait_of_a_held_long_is_bounded_under_many_shorts(
     clock: list[float],
 ) -> None:
     scheduler = loaded(1990, 1200, options={"max_wait_s": 5}, budget=128, max_num_seqs=64)
@@ -458,7 +458,7 @@ def test_the_wait_of_a_held_long_is_bounded_however_many_shorts_there_are(
     assert {"0", "1"} <= {r.request_id for r in scheduler.running}
 
 
-def test_overdue_longs_take_the_places_of_all_prefills_and_no_more(clock: list[float]) -> None:
+def test_overdue_longs_take_at_most_all_partial_prefills(clock: list[float]) -> None:
     scheduler = loaded(*[1900] * 8, options={"max_wait_s": 5}, budget=256)
     step(scheduler)
     clock[0] += 6
@@ -468,15 +468,15 @@ def test_overdue_longs_take_the_places_of_all_prefills_and_no_more(clock: list[f
     drain(scheduler)
 
 
-def test_a_clock_that_jumps_back_only_lengthens_a_wait(clock: list[float]) -> None:
+def test_clock_that_jumps_back_does_not_block_a_wait(clock: list[float]) -> None:
     scheduler = loaded(1200, 1200)
     step(scheduler)
     clock[0] = 0.0
     drain(scheduler)
 
 
-def test_a_long_that_does_not_fit_lets_shorts_pass() -> None:
-    # 64 blocks hold 1,024 tokens: the second long has a place but no room.
+def test_long_without_room_lets_shorts_pass() -> None:
+    # 64 blocks hold 1,024 tokens, without room for the second long.
     scheduler = loaded(options={}, num_blocks=65, budget=256)
     scheduler.add_request(make_request(500, name="big", output=300))
     step(scheduler)
@@ -489,8 +489,8 @@ def test_a_long_that_does_not_fit_lets_shorts_pass() -> None:
     drain(scheduler)
 
 
-def test_hundreds_that_turn_out_long_and_do_not_fit_let_a_short_pass_soon() -> None:
-    # 23 blocks: a long needs 14 of them, or 4 while what it begins with is cached.
+def test_hundreds_of_evicted_longs_let_a_short_pass_soon() -> None:
+    # 23 blocks: a long needs 14 of them, or 4 while its prefix is cached.
     prefix, own = [9] * 160, 60
     scheduler = loaded(
         options={"long_prefill_token_threshold": 100},
@@ -511,11 +511,11 @@ def test_hundreds_that_turn_out_long_and_do_not_fit_let_a_short_pass_soon() -> N
     until(scheduler, lambda: scheduler.requests["stays"].num_output_tokens)
     assert scheduler.waiting.counts[0]["long"].requests == 0
     scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
-    until(scheduler, lambda: "short" in {r.request_id for r in scheduler.running}, most=8)
+    until(scheduler, lambda: "short" in {r.request_id for r in scheduler.running}, max_steps=8)
     assert scheduler.waiting.counts[0]["long"].requests == 600
 
 
-def test_the_preemption_victim_is_the_long_prefill() -> None:
+def test_preemption_victim_is_the_long_prefill() -> None:
     scheduler = loaded(options={}, num_blocks=41, budget=200, scheduler_reserve_full_isl=False)
     scheduler.add_request(make_request(20, name="decode", output=400))
     step(scheduler)
@@ -532,7 +532,7 @@ def test_the_preemption_victim_is_the_long_prefill() -> None:
     drain(scheduler)
 
 
-def test_a_long_preempted_once_is_no_longer_the_first_victim() -> None:
+def test_preempted_long_is_not_the_first_victim_again() -> None:
     long, short = make_request(1200), make_request(40)
     scheduler = loaded()
     assert policy(scheduler).rank(long) > policy(scheduler).rank(short)
@@ -540,9 +540,9 @@ def test_a_long_preempted_once_is_no_longer_the_first_victim() -> None:
     assert policy(scheduler).rank(long) == policy(scheduler).rank(short)
 
 
-def test_an_answer_that_was_preempted_is_not_passed_by_shorts(clock: list[float]) -> None:
+def test_preempted_answer_is_not_passed_by_shorts(clock: list[float]) -> None:
     def longest_gap(policies: dict[str, Any] | None) -> tuple[float, int]:
-        """Let shorts come for as long as three long answers take, in too small a cache."""
+        """Run shorts beside three long answers in a small cache."""
         clock[0] = 1000.0
         scheduler = make_scheduler(
             policies, budget=256, max_num_seqs=32, num_blocks=90, prefix_caching=True
@@ -566,11 +566,11 @@ def test_an_answer_that_was_preempted_is_not_passed_by_shorts(clock: list[float]
                 return longest, shorts
         raise AssertionError("the answers never ended")
 
-    theirs, came_in_theirs = longest_gap(None)
-    ours, came_in_ours = longest_gap({"long_prompt": {}})
-    # Within the time of one more preemption of upstream's own, whose victims may be others.
-    assert ours < 1.5 * theirs
-    assert came_in_ours < 1.5 * came_in_theirs
+    upstream_gap, upstream_shorts = longest_gap(None)
+    policy_gap, policy_shorts = longest_gap({"long_prompt": {}})
+    # Within one more preemption, because upstream's victims may differ.
+    assert policy_gap < 1.5 * upstream_gap
+    assert policy_shorts < 1.5 * upstream_shorts
 
 
 def test_priority_decides_within_each_lane() -> None:
@@ -595,7 +595,7 @@ def test_priority_decides_within_each_lane() -> None:
 
 
 @pytest.mark.parametrize("shorts", [1, 3])
-def test_a_short_has_its_part_beside_any_number_of_decodes(shorts: int) -> None:
+def test_short_has_its_part_beside_many_decodes(shorts: int) -> None:
     scheduler = loaded(options={}, budget=64, max_num_seqs=64)
     for _ in range(50):
         scheduler.add_request(make_request(4, output=500))
@@ -605,7 +605,7 @@ def test_a_short_has_its_part_beside_any_number_of_decodes(shorts: int) -> None:
     for number in range(shorts):
         scheduler.add_request(make_request(3, name=f"s{number}"))
     got = step(scheduler)
-    # 14 are left by the decodes, for the long and as many others as there are.
+    # The decodes leave 14 tokens for the long prompt and the shorts.
     assert got["long"] == 14 - 14 // (shorts + 1)
     assert got["s0"] == 3
 
@@ -614,7 +614,7 @@ def test_a_short_has_its_part_beside_any_number_of_decodes(shorts: int) -> None:
 
 
 def taught(scheduler: Any, base: float = 0.004, per_token: float = 1e-4) -> Any:
-    """Teach it a step of 4 ms and 0.1 ms for a token of prefill."""
+    """Train the pace: 4 ms per step and 0.1 ms per prefill token."""
     pace = policy(scheduler).pace
     for _ in range(5):
         pace.observe(base, [])
@@ -623,12 +623,12 @@ def taught(scheduler: Any, base: float = 0.004, per_token: float = 1e-4) -> Any:
     return scheduler
 
 
-def test_alone_a_long_gets_the_whole_budget() -> None:
+def test_long_alone_gets_the_whole_budget() -> None:
     assert step(taught(loaded(1200, options={}, budget=512))) == {"0": 512}
 
 
-@pytest.mark.usefixtures("clock")  # after a quarter of a second no short is thought to come
-def test_beside_decodes_it_gets_what_the_stretch_allows() -> None:
+@pytest.mark.usefixtures("clock")  # no short is expected after 0.25 s
+def test_long_beside_decodes_gets_the_stretch() -> None:
     scheduler = taught(loaded(8, options={"long_step_stretch": 6}, budget=512))
     step(scheduler)
     scheduler.add_request(make_request(1200, name="long"))
@@ -636,7 +636,7 @@ def test_beside_decodes_it_gets_what_the_stretch_allows() -> None:
     assert step(scheduler)["long"] == pytest.approx(200, abs=10)
 
 
-def test_with_shorts_in_prefill_it_gets_its_part_of_that() -> None:
+def test_long_beside_a_short_gets_its_part_of_the_stretch() -> None:
     scheduler = taught(loaded(8, options={"long_step_stretch": 6}, budget=512))
     step(scheduler)
     scheduler.add_request(make_request(1200, name="long"))
@@ -646,7 +646,7 @@ def test_with_shorts_in_prefill_it_gets_its_part_of_that() -> None:
     assert got["short"] == 50
 
 
-def test_with_no_short_for_a_while_its_chunks_may_be_longer(clock: list[float]) -> None:
+def test_chunks_grow_after_a_while_without_shorts(clock: list[float]) -> None:
     scheduler = taught(loaded(8, options={"long_step_stretch": 3}, budget=512))
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long"))
@@ -655,7 +655,7 @@ def test_with_no_short_for_a_while_its_chunks_may_be_longer(clock: list[float]) 
     assert step(scheduler)["long"] > 200  # 6.5 x 4 ms
 
 
-def test_a_running_long_stands_back_for_shorts_four_steps_in_five() -> None:
+def test_running_long_yields_to_shorts_four_steps_in_five() -> None:
     scheduler = taught(loaded(8, options={}, budget=512))
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long"))
@@ -669,7 +669,7 @@ def test_a_running_long_stands_back_for_shorts_four_steps_in_five() -> None:
     assert [tokens > 0 for tokens in got] == [*[False] * 4, True, *[False] * 4, True]
 
 
-def test_while_it_stands_back_the_whole_budget_is_the_shorts() -> None:
+def test_shorts_get_the_whole_budget_while_the_long_yields() -> None:
     scheduler = taught(loaded(8, options={}, budget=64), per_token=1e-3)
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long"))
@@ -678,7 +678,7 @@ def test_while_it_stands_back_the_whole_budget_is_the_shorts() -> None:
     assert step(scheduler) == {"0": 1, "short": 60}
 
 
-def test_while_it_stands_back_so_it_is_where_another_policy_lowers_the_budget() -> None:
+def test_shorts_get_the_whole_chunk_budget_while_the_long_yields() -> None:
     scheduler = make_scheduler({"long_prompt": {}, "chunk_budget": {"chunk": 47}}, budget=64)
     scheduler.add_request(make_request(8, name="0"))
     taught(scheduler, per_token=1e-3)
@@ -689,7 +689,7 @@ def test_while_it_stands_back_so_it_is_where_another_policy_lowers_the_budget() 
     assert step(scheduler) == {"0": 1, "short": 47}
 
 
-def test_with_fewer_tokens_than_prefills_each_step_has_some() -> None:
+def test_steps_with_fewer_tokens_than_prefills_are_not_empty() -> None:
     options = {"max_num_partial_prefills": 8, "max_long_partial_prefills": 8}
     scheduler = loaded(*[1200] * 8, options=options, budget=5, max_num_seqs=5)
     assert all(step(scheduler) for _ in range(20))
@@ -697,7 +697,7 @@ def test_with_fewer_tokens_than_prefills_each_step_has_some() -> None:
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("decodes", [15, 31])
-def test_a_small_chunk_is_left_as_it_is(decodes: int) -> None:
+def test_small_chunk_is_not_rounded(decodes: int) -> None:
     options = {"long_step_stretch": 2}
     scheduler = loaded(*[8] * decodes, options=options, budget=512, max_num_seqs=64)
     until(scheduler, lambda: sum(not r.is_prefill_chunk for r in scheduler.running) == decodes)
@@ -708,7 +708,7 @@ def test_a_small_chunk_is_left_as_it_is(decodes: int) -> None:
 
 
 @pytest.mark.parametrize("decodes", [1, 3, 7])
-def test_with_the_decodes_its_chunks_are_whole_tiles(decodes: int) -> None:
+def test_chunks_with_decodes_are_whole_tiles(decodes: int) -> None:
     scheduler = taught(loaded(*[8] * decodes, options={"long_step_stretch": 6}, budget=512))
     step(scheduler)
     request = make_request(1900, name="long")
@@ -719,12 +719,12 @@ def test_with_the_decodes_its_chunks_are_whole_tiles(decodes: int) -> None:
             break
         totals.append(sum(step(scheduler).values()))
     else:
-        pytest.fail("it gets nowhere")
+        pytest.fail("the prompt does not progress")
     assert len(totals) > 3
     assert [total % TILE_TOKENS for total in totals] == [0] * len(totals)
 
 
-def test_it_does_not_stand_back_for_shorts_that_find_no_slot() -> None:
+def test_long_does_not_yield_to_shorts_without_a_slot() -> None:
     scheduler = taught(loaded(8, options={}, budget=512, max_num_seqs=2))
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long"))
@@ -734,7 +734,7 @@ def test_it_does_not_stand_back_for_shorts_that_find_no_slot() -> None:
         assert step(scheduler)["long"] > 0
 
 
-def test_before_anything_is_known_it_gets_what_is_left() -> None:
+def test_untrained_policy_gives_the_long_the_rest() -> None:
     scheduler = loaded(8, options={}, budget=512)
     step(scheduler)
     scheduler.add_request(make_request(1200, name="long"))
@@ -742,14 +742,14 @@ def test_before_anything_is_known_it_gets_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_a_fixed_share(share: float) -> None:
+def test_fixed_share_limits_the_chunk(share: float) -> None:
     scheduler = loaded(8, options={"long_prefill_share": share}, budget=512)
     step(scheduler)
     scheduler.add_request(make_request(1200, name="long"))
     assert step(scheduler)["long"] == min(512 * share, 511)
 
 
-def test_a_fixed_share_is_divided_among_the_longs() -> None:
+def test_fixed_share_is_divided_among_longs() -> None:
     options = {"long_prefill_share": 0.25, "max_long_partial_prefills": 2}
     scheduler = loaded(1200, 1200, 8, options=options, budget=512)
     for _ in range(3):
@@ -757,19 +757,17 @@ def test_a_fixed_share_is_divided_among_the_longs() -> None:
         assert (got["0"], got["1"]) == (64, 64)
 
 
-@pytest.mark.parametrize(("share", "each"), [(0.25, 8), (0.01, 1)])
-def test_a_fixed_share_does_not_shut_out_the_overdue(
-    clock: list[float], share: float, each: int
-) -> None:
+@pytest.mark.parametrize(("share", "tokens"), [(0.25, 8), (0.01, 1)])
+def test_fixed_share_includes_overdue_longs(clock: list[float], share: float, tokens: int) -> None:
     options = {"long_prefill_share": share, "max_wait_s": 5}
     scheduler = loaded(1900, 1900, 8, options=options, budget=64)
     assert set(step(scheduler)) == {"0", "2"}
     clock[0] += 6
     got = step(scheduler)
-    assert (got["0"], got["1"]) == (each, each)
+    assert (got["0"], got["1"]) == (tokens, tokens)
 
 
-def test_a_step_without_the_chunk_is_made_to_measure_one(clock: list[float]) -> None:
+def test_probe_step_without_the_chunk_is_made(clock: list[float]) -> None:
     scheduler = loaded(8, options={}, budget=64)
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long", output=1))
@@ -787,29 +785,29 @@ def test_a_step_without_the_chunk_is_made_to_measure_one(clock: list[float]) -> 
     assert got.count(0) <= 2 + len(got) // 64
 
 
-# What it is built into
+# Scheduler classes
 
 
 @pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
-def test_no_policy_is_upstream_queue_and_all(kind: type) -> None:
+def test_scheduler_without_policies_uses_upstreams_queue(kind: type) -> None:
     scheduler = make_scheduler(scheduler_cls=kind)
     assert not isinstance(scheduler.waiting, LaneQueue)
     assert scheduler._policies == []
 
 
 @pytest.mark.parametrize("kind", [LongPromptScheduler, SyncLongPromptScheduler])
-def test_the_long_prompt_schedulers_have_it_on(kind: type) -> None:
+def test_long_prompt_schedulers_enable_the_policy(kind: type) -> None:
     assert policy(make_scheduler(scheduler_cls=kind)).name == "long_prompt"
 
 
-def test_long_prompt_scheduler_takes_settings_too() -> None:
+def test_long_prompt_scheduler_accepts_settings() -> None:
     scheduler = make_scheduler(
         {"long_prompt": {"max_num_partial_prefills": 8}}, scheduler_cls=LongPromptScheduler
     )
     assert policy(scheduler).settings.max_num_partial_prefills == 8
 
 
-def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_policies_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="vllm.vllm_sched"):
         make_scheduler({"long_prompt": {}})
     line, *_ = [r.message for r in caplog.records if r.name == "vllm.vllm_sched"]

@@ -1,4 +1,4 @@
-"""LoRA adapters under policies: no more at once than there are slots, and each served in time."""
+"""LoRA adapters under policies: slots are respected, and each adapter is served in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_sched.policies import registry
 
 WORLDS_PER_SET = 75
 STEP_S = 0.05
-# Far more than any world takes: the longest holds of policies are in seconds.
+# Far more than any world takes.
 MAX_STEPS = 6_000
 SINGLE = list(registry.POLICIES)
 PAIRS = [list(pair) for pair in itertools.combinations(SINGLE, 2) if pair not in registry.CONFLICTS]
@@ -45,7 +45,7 @@ EAGER: dict[str, list[dict[str, Any]]] = {
 
 
 class World:
-    """A scheduler, requests with and without adapters, and events drawn at random."""
+    """A scheduler with random requests, adapters and events."""
 
     def __init__(self, names: list[str], seed: int) -> None:
         rng = self.rng = random.Random(f"{names}{seed}")
@@ -72,7 +72,7 @@ class World:
         self.arrivals = rng.randrange(4, 9)
 
     def play(self) -> None:
-        """Step until all requests are over."""
+        """Run steps until all requests are finished."""
         for _ in range(MAX_STEPS):
             if self.arrivals and self.rng.random() < 0.7:
                 self.add()
@@ -85,7 +85,7 @@ class World:
         raise AssertionError(f"requests never finished: {sorted(self.scheduler.requests)}")
 
     def add(self) -> None:
-        """Let a request arrive, with an adapter or without."""
+        """Add a request with or without an adapter."""
         rng = self.rng
         self.arrivals -= 1
         request = make_request(
@@ -100,7 +100,7 @@ class World:
         self.scheduler.add_request(request)
 
     def step(self) -> None:
-        """Schedule a step, take the oldest result back, and let something else happen."""
+        """Run a step with random events."""
         scheduler, rng = self.scheduler, self.rng
         output = scheduler.schedule()
         adapters = {r.lora_request.lora_int_id for r in scheduler.running if r.lora_request}
@@ -118,7 +118,7 @@ class World:
             scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def fetch(self) -> None:
-        """Let KV arrive for some of the requests that wait for it."""
+        """Finish the KV transfer of some requests."""
         fetched = {name for name in self.fetching if self.rng.random() < 0.2}
         if not fetched:
             return
@@ -137,7 +137,7 @@ def test_adapters_never_exceed_their_slots_and_all_requests_finish(names: list[s
         World(names, seed).play()
 
 
-def test_there_are_two_thousand_worlds() -> None:
+def test_number_of_random_worlds() -> None:
     assert len(SETS) * WORLDS_PER_SET >= 2_000
 
 
@@ -146,7 +146,7 @@ def adapters_running(bench: Bench) -> set[int]:
     return {r.lora_request.lora_int_id for r in bench.scheduler.running if r.lora_request}
 
 
-def test_a_running_request_without_tokens_keeps_the_slot_of_its_adapter() -> None:
+def test_running_request_without_tokens_keeps_its_adapter_slot() -> None:
     bench = Bench({"rotation": {}}, max_loras=1)
     for name in ("one", "other"):
         bench.add(name, 300, adapter=1)
@@ -160,7 +160,7 @@ def test_a_running_request_without_tokens_keeps_the_slot_of_its_adapter() -> Non
     bench.drain()
 
 
-def test_requests_that_waited_for_a_slot_enter_in_their_order() -> None:
+def test_requests_enter_in_order_after_waiting_for_an_adapter_slot() -> None:
     bench = Bench({"long_prompt": {}}, max_loras=1)
     bench.add("first", 10, output=20, adapter=1)
     bench.steps(2)
@@ -179,7 +179,7 @@ def test_requests_that_waited_for_a_slot_enter_in_their_order() -> None:
 
 
 class Streams:
-    """One adapter whose requests keep coming, so that it keeps its slot."""
+    """Adapters with endless requests, so that they keep their slots."""
 
     def __init__(self, max_loras: int = 1, **engine: Any) -> None:
         self.bench = Bench({"long_prompt": {}}, max_loras=max_loras, **engine)
@@ -203,21 +203,21 @@ class Streams:
 
 
 @pytest.mark.parametrize("max_loras", [1, 2, 4])
-def test_an_adapter_gets_a_slot_within_its_bound_and_an_answer(max_loras: int) -> None:
+def test_adapter_gets_a_slot_within_its_bound(max_loras: int) -> None:
     streams = Streams(max_loras)
     for _ in range(50):
         streams.step()
     streams.bench.add("x", 20, output=5, adapter=9)
-    # It waits for the bound, or for as long as an adapter keeps its slot, and for an answer.
+    # The bound, the time that an adapter keeps its slot, and an answer.
     assert streams.seconds_until(9) <= 2 * MAX_WAIT_S + 20 * max_loras * 0.1
     # The adapter that made room has its turn again.
     assert streams.seconds_until(1) <= MAX_WAIT_S + 10.0
 
 
-def test_adapters_that_share_a_slot_have_it_in_turns() -> None:
+def test_adapters_take_turns_with_a_slot() -> None:
     streams = Streams(max_loras=1)
     streams.adapters = range(1, 4)
-    ran: list[int] = []  # the adapters, as they had the slot
+    ran: list[int] = []  # adapters in the order of their turns
     begun: list[float] = []
     while len(ran) < 8:
         streams.step()
@@ -227,12 +227,12 @@ def test_adapters_that_share_a_slot_have_it_in_turns() -> None:
                 begun.append(streams.bench.now)
     assert ran[2:] == [*ran[2:5], *ran[2:5]]
     assert set(ran[2:5]) == {1, 2, 3}
-    # Longer than one answer takes: a turn is for many requests.
+    # A turn is longer than one answer.
     turns = [end - start for start, end in itertools.pairwise(begun)]
     assert min(turns) >= MAX_WAIT_S / 2
 
 
-def test_a_request_with_kv_blocks_waits_for_a_slot_no_longer_than_that() -> None:
+def test_wait_for_an_adapter_slot_with_kv_blocks_is_bounded() -> None:
     streams = Streams(connector="SimulatedConnector")
     bench = streams.bench
     remote = bench.add("remote", 100, output=5, adapter=2)
@@ -247,7 +247,7 @@ def test_a_request_with_kv_blocks_waits_for_a_slot_no_longer_than_that() -> None
     assert MAX_WAIT_S <= streams.seconds_until(2) <= MAX_WAIT_S + 3.0
 
 
-def test_a_slot_is_not_kept_for_ever_for_a_request_that_cannot_begin() -> None:
+def test_slot_is_kept_briefly_for_a_blocked_request() -> None:
     streams = Streams()
     for _ in range(20):
         streams.step()
@@ -259,7 +259,7 @@ def test_a_slot_is_not_kept_for_ever_for_a_request_that_cannot_begin() -> None:
     assert 0 < idle <= 1_000 * 0.1 / MAX_WAIT_S * (MAX_KEPT_STEPS + 1)
 
 
-def test_one_of_several_free_slots_is_kept_for_the_adapter_that_waited() -> None:
+def test_one_free_slot_is_kept_for_the_overdue_adapter() -> None:
     bench = Bench({"long_prompt": {}}, max_loras=3)
     for adapter in (1, 2, 3):
         bench.add(f"first {adapter}", 20, output=2_000, adapter=adapter)
@@ -276,7 +276,7 @@ def test_one_of_several_free_slots_is_kept_for_the_adapter_that_waited() -> None
     assert not any("last" in step for step in bench.steps(MAX_KEPT_STEPS // 2))
 
 
-def test_adapters_that_are_no_longer_used_leave_nothing_behind() -> None:
+def test_unused_adapters_leave_no_state() -> None:
     bench = Bench({"long_prompt": {}}, max_loras=1)
     bench.add("first", 20, output=10_000, adapter=1, hashed=False)
     bench.step()
@@ -288,7 +288,7 @@ def test_adapters_that_are_no_longer_used_leave_nothing_behind() -> None:
     assert len(bench.scheduler.waiting._heaps) <= 2 * MAX_DEAD_ENTRIES
 
 
-def test_an_adapter_whose_requests_left_claims_no_slot() -> None:
+def test_adapter_without_requests_claims_no_slot() -> None:
     streams = Streams()
     for _ in range(20):
         streams.step()

@@ -1,4 +1,4 @@
-"""Names, labels and numbers of `vllm_sched_*`, read off the page by prometheus_client's parser."""
+"""Names, labels and values of `vllm_sched_*`, parsed by prometheus_client."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def told(registry: CollectorRegistry) -> Metrics:
+def recorder(registry: CollectorRegistry) -> Metrics:
     return Metrics("m", "0", registry)
 
 
 def families(registry: CollectorRegistry) -> dict[str, Metric]:
     page = generate_latest(registry).decode()
-    # When a counter was made is told too, but not where several processes share a page.
+    # `_created` samples exist only without multiprocess mode.
     return {f.name: f for f in read_text(page) if not f.name.endswith("_created")}
 
 
 def values(registry: CollectorRegistry, sample: str) -> dict[tuple[str, ...], float]:
-    """Return a metric's numbers by the labels that are its own."""
+    """Return the values of a metric by its own labels."""
     return {
         tuple(s.labels[label] for label in ORDER if label in s.labels): s.value
         for family in families(registry).values()
@@ -57,19 +57,19 @@ def values(registry: CollectorRegistry, sample: str) -> dict[tuple[str, ...], fl
     }
 
 
-def test_every_name_has_its_kind_its_help_and_its_labels(
-    told: Metrics, registry: CollectorRegistry
+def test_metrics_have_their_type_help_and_labels(
+    recorder: Metrics, registry: CollectorRegistry
 ) -> None:
     state = EngineState()
     for name, (_, labels) in GAUGES.items():
         state.gauges[name][tuple("x" * len(labels))] = 1.0
-    told.stepped("mixed", 3, 2, 0.5)
-    told.predicted("mixed", 0.4, 0.5)
-    told.admitted("p", "x")
-    told.held("p", 1.0)
-    told.write(state, 0.0)
+    recorder.stepped("mixed", 3, 2, 0.5)
+    recorder.predicted("mixed", 0.4, 0.5)
+    recorder.admitted("p", "x")
+    recorder.held("p", 1.0)
+    recorder.write(state, 0.0)
     for name, (_, labels) in FACTS.items():
-        told.fact(name, 1.0, *labels)
+        recorder.fact(name, 1.0, *labels)
     found = families(registry)
     assert len(found) == len(GAUGES) + len(FACTS) + len(COUNTERS) + 2
     for kind, catalogue in (("gauge", GAUGES | FACTS), ("counter", COUNTERS)):
@@ -84,12 +84,12 @@ def test_every_name_has_its_kind_its_help_and_its_labels(
         assert set(found[f"vllm_sched_{name}"].samples[-1].labels) == {*OWN, label}
 
 
-def test_steps_and_tokens_by_kind(told: Metrics, registry: CollectorRegistry) -> None:
-    told.stepped("mixed", 100, 4, 0.2)
-    told.stepped("mixed", 50, 4, 0.1)
-    told.stepped("decode", 0, 4, 0.01)
-    told.stepped("empty", 0, 0)
-    told.write(EngineState(), 0.0)
+def test_steps_and_tokens_by_kind(recorder: Metrics, registry: CollectorRegistry) -> None:
+    recorder.stepped("mixed", 100, 4, 0.2)
+    recorder.stepped("mixed", 50, 4, 0.1)
+    recorder.stepped("decode", 0, 4, 0.01)
+    recorder.stepped("empty", 0, 0)
+    recorder.write(EngineState(), 0.0)
     assert values(registry, "steps_total") == {("mixed",): 2, ("decode",): 1, ("empty",): 1}
     assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 12}
     counts = values(registry, "step_seconds_count")
@@ -97,28 +97,30 @@ def test_steps_and_tokens_by_kind(told: Metrics, registry: CollectorRegistry) ->
     assert values(registry, "step_seconds_sum")["mixed",] == pytest.approx(0.3)
 
 
-def test_times_are_in_the_buckets_that_they_would_be_observed_in(
-    told: Metrics, registry: CollectorRegistry
+def test_step_times_have_the_buckets_of_a_histogram(
+    recorder: Metrics, registry: CollectorRegistry
 ) -> None:
     times = (0.0005, 0.001, 0.0011, 0.2, 0.2, 9.9, 10.0, 10.1, 3600.0)
     plain = Histogram("vllm_sched_plain", "x", buckets=STEP_BUCKETS, registry=registry)
     for number, seconds in enumerate(times):
-        told.stepped("mixed", 1, 1, seconds)
+        recorder.stepped("mixed", 1, 1, seconds)
         plain.observe(seconds)
         if number % 4 == 3:
-            told.write(EngineState(), 0.0)
-    told.write(EngineState(), 1.0)
+            recorder.write(EngineState(), 0.0)
+    recorder.write(EngineState(), 1.0)
     for part in ("bucket", "count", "sum"):
-        ours = values(registry, f"step_seconds_{part}")
-        theirs = values(registry, f"plain_{part}")
-        assert {labels[1:]: value for labels, value in ours.items()} == pytest.approx(theirs)
+        written = values(registry, f"step_seconds_{part}")
+        observed = values(registry, f"plain_{part}")
+        assert {labels[1:]: value for labels, value in written.items()} == pytest.approx(observed)
 
 
-def test_predicted_time_and_the_time_it_took(told: Metrics, registry: CollectorRegistry) -> None:
-    told.stepped("decode", 0, 1, 0.3)  # nothing was predicted
-    told.predicted("decode", 0.2, 0.3)
-    told.predicted("decode", 0.2, 0.1)
-    told.write(EngineState(), 0.0)
+def test_predicted_and_observed_times_are_summed(
+    recorder: Metrics, registry: CollectorRegistry
+) -> None:
+    recorder.stepped("decode", 0, 1, 0.3)  # no prediction
+    recorder.predicted("decode", 0.2, 0.3)
+    recorder.predicted("decode", 0.2, 0.1)
+    recorder.write(EngineState(), 0.0)
     found = {
         name: values(registry, f"{name}_total")["decode",]
         for name in ("steps_predicted", "step_predicted_seconds", "step_observed_seconds")
@@ -129,22 +131,24 @@ def test_predicted_time_and_the_time_it_took(told: Metrics, registry: CollectorR
     assert values(registry, "step_error_seconds_total")["decode",] == pytest.approx(0.2)
 
 
-def test_what_is_told_no_more_is_nothing(told: Metrics, registry: CollectorRegistry) -> None:
+def test_gauge_that_is_no_longer_reported_is_zero(
+    recorder: Metrics, registry: CollectorRegistry
+) -> None:
     state = EngineState()
     state.gauges["requests_held"]["long_prompt", "limit"] = 3.0
-    told.write(state, 0.0)
+    recorder.write(state, 0.0)
     assert values(registry, "requests_held") == {("long_prompt", "limit"): 3}
-    told.write(EngineState(), 1.0)
+    recorder.write(EngineState(), 1.0)
     assert values(registry, "requests_held") == {("long_prompt", "limit"): 0}
 
 
-def test_policies_tell_numbers_of_their_own(told: Metrics, registry: CollectorRegistry) -> None:
+def test_policies_export_their_own_metrics(recorder: Metrics, registry: CollectorRegistry) -> None:
     for gauge, counter in ((3.0, 1.0), (2.0, 1.0), (1.0, 4.0)):
         state = EngineState(
             policy_gauges={("deferred_prefill", "k"): gauge},
             policy_counters={("lanes", "starvation_releases"): counter},
         )
-        told.write(state, 0.0)
+        recorder.write(state, 0.0)
     assert values(registry, "k") == {("deferred_prefill",): 1}
     assert values(registry, "starvation_releases_total") == {("lanes",): 4}
     assert families(registry)["vllm_sched_k"].type == "gauge"
@@ -152,17 +156,17 @@ def test_policies_tell_numbers_of_their_own(told: Metrics, registry: CollectorRe
 
 
 @pytest.mark.parametrize("name", ["K", "a b", "1st", ""])
-def test_a_name_that_prometheus_refuses_is_refused_here(told: Metrics, name: str) -> None:
+def test_invalid_metric_name_is_refused(recorder: Metrics, name: str) -> None:
     with pytest.raises(ValueError, match="is not a valid name"):
-        told.write(EngineState(policy_gauges={("p", name): 1.0}), 0.0)
+        recorder.write(EngineState(policy_gauges={("p", name): 1.0}), 0.0)
 
 
-def test_lanes_without_end_are_few_on_the_page(told: Metrics, registry: CollectorRegistry) -> None:
+def test_number_of_lane_labels_is_bounded(recorder: Metrics, registry: CollectorRegistry) -> None:
     state = EngineState()
     for i in range(100):
         state.gauges["requests_waiting"]["p", f"tenant {i}"] = 1.0
-        told.admitted("p", f"tenant {i}")
-    told.write(state, 0.0)
+        recorder.admitted("p", f"tenant {i}")
+    recorder.write(state, 0.0)
     waiting = values(registry, "requests_waiting")
     assert len(waiting) == metrics.MAX_LABELS + 1
     assert sum(waiting.values()) == 100
@@ -172,16 +176,16 @@ def test_lanes_without_end_are_few_on_the_page(told: Metrics, registry: Collecto
     assert sum(admitted.values()) == 100
 
 
-def test_those_who_came_first_keep_their_labels() -> None:
+def test_first_labels_are_kept() -> None:
     bounded = BoundedLabels(most=1)
     assert [bounded((name,)) for name in "aba"] == [("a",), (OTHER,), ("a",)]
 
 
-def test_it_is_written_at_most_so_often(told: Metrics) -> None:
-    assert told.due(0.0)
-    told.write(EngineState(), 0.0)
-    assert not told.due(metrics.WRITE_EVERY_S / 2)
-    assert told.due(metrics.WRITE_EVERY_S)
+def test_metrics_are_written_at_intervals(recorder: Metrics) -> None:
+    assert recorder.due(0.0)
+    recorder.write(EngineState(), 0.0)
+    assert not recorder.due(metrics.WRITE_EVERY_S / 2)
+    assert recorder.due(metrics.WRITE_EVERY_S)
 
 
 def test_two_engines_in_one_process_do_not_collide() -> None:
@@ -189,7 +193,7 @@ def test_two_engines_in_one_process_do_not_collide() -> None:
         Metrics("m", engine).write(EngineState(), 0.0)
 
 
-def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
+def test_missing_metrics_folder_is_logged_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(METRICS_VARIABLE, raising=False)
@@ -202,10 +206,10 @@ def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
     assert metrics.server_shows_metrics()
 
 
-def test_under_the_rust_front_end_one_warning_says_that_metrics_are_missing(
+def test_rust_front_end_logs_a_warning_about_metrics(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    # In the module itself: vLLM keeps what it has read of the environment once an engine was made.
+    # Patched in the module, because vLLM caches the environment after an engine is created.
     monkeypatch.setitem(vars(metrics.envs), "VLLM_USE_RUST_FRONTEND", True)
     monkeypatch.setenv(METRICS_VARIABLE, str(tmp_path))
     with caplog.at_level("WARNING", "vllm.vllm_sched"):
@@ -251,7 +255,7 @@ def run_server(**variables: str) -> tuple[Path, str]:
     return Path(folder), page
 
 
-def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_metrics_are_on_the_servers_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(METRICS_VARIABLE, raising=False)
     folder, page = run_server()
     found = {s.name: s for family in read_text(page) for s in family.samples}
@@ -261,20 +265,20 @@ def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.Monke
     )  # fmt: skip
     assert found["vllm_sched_step_budget_tokens"].value == 64
     assert "pid" not in found["vllm_sched_step_budget_tokens"].labels
-    assert not folder.exists()  # its maker cleaned up, and the child did not
+    assert not folder.exists()  # removed by its creator, not by the child
 
 
-def test_a_folder_that_somebody_else_made_is_his(tmp_path: Path) -> None:
+def test_given_metrics_folder_is_kept(tmp_path: Path) -> None:
     folder, _ = run_server(**{METRICS_VARIABLE: str(tmp_path)})
     assert folder == tmp_path
     assert list(tmp_path.glob("counter_*.db"))
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_numbers_and_ours_have_different_names(name: str) -> None:
+def test_policy_and_engine_metrics_have_different_names(name: str) -> None:
     from vllm_sched.policies.types import EngineFacts
 
     policy = POLICIES[name](EngineFacts(2000, 64, 16), POLICIES[name].settings_type())
-    told = {*policy.gauges(), *policy.counters()}
-    assert not told & {*GAUGES, *COUNTERS, *FACTS, "step_seconds", "hold_seconds"}
+    names = {*policy.gauges(), *policy.counters()}
+    assert not names & {*GAUGES, *COUNTERS, *FACTS, "step_seconds", "hold_seconds"}
     assert not {*policy.gauges()} & {*policy.counters()}

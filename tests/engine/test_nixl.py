@@ -1,4 +1,4 @@
-"""NIXL's settings and a thread's processors; what a worker gains is seen in tests/fleet."""
+"""NIXL's settings and a thread's processors; tests/fleet tests the effect on a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_sched.engine import nixl as ours
 bindings = pytest.importorskip("nixl._api").nixlBind
 
 
-def test_an_agent_made_inside_is_told_to_pause_whatever_its_maker_says() -> None:
+def test_agent_config_gets_the_polling_pause() -> None:
     plain = bindings.nixlAgentConfig
     with ours.limit_polling(bindings, 700):
         config = bindings.nixlAgentConfig()
@@ -27,28 +27,28 @@ def test_an_agent_made_inside_is_told_to_pause_whatever_its_maker_says() -> None
     assert after.pthrDelay == 0
 
 
-def test_the_real_agent_takes_it() -> None:
+def test_real_agent_accepts_the_config() -> None:
     api = importlib.import_module("nixl._api")
     with ours.limit_polling(bindings):
         agent = api.nixl_agent("a", api.nixl_agent_config(backends=[]))
     assert agent.name == "a"
 
 
-def test_settings_are_as_before_even_after_an_error() -> None:
+def test_settings_are_restored_after_an_error() -> None:
     plain = bindings.nixlAgentConfig
     with pytest.raises(RuntimeError, match="no agent"), ours.limit_polling(bindings):
         raise RuntimeError("no agent")
     assert bindings.nixlAgentConfig is plain
 
 
-def test_a_thread_that_is_bound_elsewhere_gets_its_processors_back() -> None:
+def test_thread_affinity_is_restored() -> None:
     before = os.sched_getaffinity(0)
     with ours.keep_affinity():
         os.sched_setaffinity(0, {max(before)})
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_nixl_without_that_setting_is_left_as_it_is(
+def test_nixl_without_the_setting_is_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Unknown:
@@ -56,15 +56,15 @@ def test_a_nixl_without_that_setting_is_left_as_it_is(
 
     other: Any = SimpleNamespace(nixlBind=SimpleNamespace(nixlAgentConfig=Unknown))
     monkeypatch.setattr(importlib, "import_module", lambda _: other)
-    said: list[str] = []
-    monkeypatch.setattr(ours.logger, "warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(ours.logger, "warning", warnings.append)
     with ours.with_cpu_settings():
         assert other.nixlBind.nixlAgentConfig is Unknown
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
-def test_vllm_takes_ours_by_its_own_names(name: str) -> None:
+def test_vllm_loads_our_connectors_by_its_names(name: str) -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,6 +1,6 @@
-"""Of all paths that vLLM serves it is decided which pass through the router.
+"""Every path that vLLM serves is a route of the router or listed here.
 
-From the sources, so that a new release shows here what it has added.
+Read from vLLM's sources, so that additions of a new release fail here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.upstream.source import TABLES_OF, agrees_with_table, installed_releas
 
 SPEC = find_spec("vllm")
 SERVED_FROM = Path(SPEC.origin).parent / "entrypoints" if SPEC and SPEC.origin else Path()
-# Servers of another kind: a supervisor of several, and one that answers until a worker is there.
+# Other servers: a supervisor, and a placeholder during the start.
 OTHERS = {"launchers", "cli"}
 METHODS = {"get": "GET", "post": "POST", "put": "PUT", "delete": "DELETE", "add_api_route": "POST"}
 SOCKET = "websocket"
-# What steers an engine, or tells how it is: for whoever runs it, at its own address.
+# Paths for operators, who use the worker's own address.
 OPERATORS = {
     "/abort_requests", "/collective_rpc", "/fault_tolerance/apply", "/fault_tolerance/status",
     "/finish_weight_update", "/get_world_size", "/inference/v1/abort_requests",
@@ -35,15 +35,15 @@ OPERATORS = {
     "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/version", "/wake_up",
     "/weight_checker", "/weight_info",
 }  # fmt: skip
-# Other words for what has a path of its own; the router's `/health` is its own.
-DOUBLES = {"/docs", "/invocations", "/ping"}
+# Aliases of other paths.
+ALIASES = {"/docs", "/invocations", "/ping"}
 SOCKETS = {"/v1/realtime"}
 # Paths for clients of later releases, for which the router has no route.
 NO_ROUTE = {"/v1/decisions"} if installed_release() >= (0, 33) else set[str]()
 
 
 def served() -> Iterator[tuple[str, str]]:
-    """Name every method and path that is written down anywhere."""
+    """Yield every method and path in vLLM's sources."""
     for path in sorted(SERVED_FROM.rglob("*.py")):
         if path.relative_to(SERVED_FROM).parts[0] in OTHERS:
             continue
@@ -57,7 +57,7 @@ def served() -> Iterator[tuple[str, str]]:
                 yield METHODS.get(kind, kind), first.value
 
 
-def test_every_path_passes_or_is_named_here() -> None:
+def test_every_path_is_a_route_or_listed() -> None:
     found = set(served())
     passing = {
         (method, path)
@@ -65,10 +65,10 @@ def test_every_path_passes_or_is_named_here() -> None:
         if isinstance(find(method, path.replace("{response_id}", "resp_1")), Route)
     }
     rest = {path for method, path in found - passing if method != SOCKET}
-    assert agrees_with_table(rest - PATHS, OPERATORS | DOUBLES | NO_ROUTE)
+    assert agrees_with_table(rest - PATHS, OPERATORS | ALIASES | NO_ROUTE)
     assert {path for method, path in found if method == SOCKET} == SOCKETS
 
 
 @pytest.mark.skipif(installed_release() < TABLES_OF, reason="the routes are those of vLLM 0.32")
-def test_nothing_passes_that_no_worker_serves() -> None:
+def test_every_route_is_served_by_vllm() -> None:
     assert {path for method, path in served() if method == "POST"} >= ROUTES.keys()

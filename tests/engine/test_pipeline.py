@@ -12,7 +12,7 @@ from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import simulated
 from vllm_sched.engine.simulated import EngineSettings, NewRequest, SimulatedEngine, SimulatedStep
 
-# Of all stages together.
+# Sum over all stages.
 MACHINE = StepTime(
     decode_fixed_s=0.016, decode_s=1e-4, prefill_fixed_s=0.016, prefill_s=5e-5, pair_s=1e-9
 )
@@ -20,7 +20,7 @@ TARGET_S = 0.1
 
 
 def pipelined_engine(stages: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedEngine:
-    """Make an engine whose configuration has so many pipeline stages."""
+    """Return an engine with pipeline parallelism."""
     usual = simulated._config
 
     def config(settings: EngineSettings) -> VllmConfig:
@@ -44,7 +44,7 @@ def pipelined_engine(stages: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedE
 def play(engine: SimulatedEngine, stages: int, seconds: float) -> tuple[list[float], int]:
     """Return the gaps of streams beside long prompts, and the prefill tokens."""
     now, last_token, gaps, prefill = 0.0, dict[str, float](), list[float](), 0
-    free_at = [0.0] * stages  # when each stage is done with the steps it was given
+    free_at = [0.0] * stages  # end of each stage's last step
     under_way: deque[tuple[SimulatedStep, float]] = deque()
     for number in range(16):
         engine.add(NewRequest(f"stream-{number}", 64, 10_000), now)
@@ -61,21 +61,21 @@ def play(engine: SimulatedEngine, stages: int, seconds: float) -> tuple[list[flo
             under_way.append((step, at))
             prefill += step.shape.prefill_tokens
         step, now = under_way.popleft()
-        for told in engine.finish(step, now):
-            if told.tokens and told.id.startswith("stream"):
-                if told.id in last_token and now > 10.0:
-                    gaps.append(now - last_token[told.id])
-                last_token[told.id] = now
+        for event in engine.finish(step, now):
+            if event.tokens and event.id.startswith("stream"):
+                if event.id in last_token and now > 10.0:
+                    gaps.append(now - last_token[event.id])
+                last_token[event.id] = now
     return sorted(gaps), prefill
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_the_gaps_of_streams_stay_within_the_target(
+def test_gaps_of_streams_stay_within_the_target(
     stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = pipelined_engine(stages, monkeypatch)
     gaps, prefill = play(engine, stages, 40.0)
     assert gaps[int(0.99 * len(gaps))] <= TARGET_S
     assert gaps[int(0.99 * len(gaps))] >= 0.5 * TARGET_S
-    # The target is used: prompts of 6,000 tokens/s are read as they come.
+    # The target is used: prompts of 6,000 tokens/s are computed as they arrive.
     assert prefill >= 0.9 * 19 * 12_000

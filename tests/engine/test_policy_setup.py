@@ -1,4 +1,4 @@
-"""What policies do not work with is refused in a line, before the model loads."""
+"""Unsupported settings are refused in one line, before the model loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 
 def config(policies: dict[str, Any] | None = None, **scheduler_options: Any) -> VllmConfig:
-    """Make a configuration whose parts can be changed."""
+    """Return a configuration with copied parts."""
     made = copy.copy(base_config())
     made.model_config = copy.copy(made.model_config)
     made.parallel_config = copy.copy(made.parallel_config)
@@ -46,21 +46,21 @@ def with_stages(made: VllmConfig) -> None:
     ("change", "named"),
     [(with_drafts, "speculative decoding"), (with_stages, "pipeline parallelism")],
 )
-def test_where_asynchronous_scheduling_was_turned_off_the_other_class_is_named(
+def test_disabled_async_scheduling_error_names_the_sync_class(
     change: Callable[[VllmConfig], None], named: str
 ) -> None:
     made = config()
     change(made)
-    told = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
-    with pytest.raises(UsageError, match=told):
+    message = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
+    with pytest.raises(UsageError, match=message):
         policy_setup.check(made, PolicyScheduler)
     policy_setup.check(made, SyncPolicyScheduler)
     policy_setup.check(made)  # vLLM's own scheduler
-    made.scheduler_config.async_scheduling = True  # vLLM's asynchronous scheduler can, then
+    made.scheduler_config.async_scheduling = True  # supported by vLLM's asynchronous scheduler
     policy_setup.check(made, PolicyScheduler)
 
 
-def test_a_diffusion_model_is_refused() -> None:
+def test_diffusion_model_is_refused() -> None:
     made = config()
     made.model_config = SimpleNamespace(is_diffusion=True, max_model_len=2048)
     for kind in (PolicyScheduler, SyncPolicyScheduler):
@@ -69,25 +69,27 @@ def test_a_diffusion_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", registry.POLICIES)
-def test_policies_that_contradict_the_prefill_interval_are_refused(name: str) -> None:
+def test_policies_that_conflict_with_the_prefill_interval_are_refused(name: str) -> None:
     policy_setup.check(config({name: {}}), SyncPolicyScheduler)
     made = config({name: {}}, prefill_schedule_interval=4)
     if name in ("prefill_first", "deferred_prefill"):
-        told = rf"^policy {name} contradicts --prefill-schedule-interval 4: .*; leave one of them"
-        with pytest.raises(UsageError, match=told):
+        message = (
+            rf"^policy {name} contradicts --prefill-schedule-interval 4: .*; leave one of them"
+        )
+        with pytest.raises(UsageError, match=message):
             policy_setup.check(made, SyncPolicyScheduler)
     else:
         policy_setup.check(made, SyncPolicyScheduler)
 
 
-def test_with_every_policy_off_nothing_is_refused() -> None:
+def test_nothing_is_refused_without_policies() -> None:
     made = config({}, prefill_schedule_interval=4)
     with_stages(made)
     policy_setup.check(made, PolicyScheduler)
 
 
 @pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
-def test_with_every_policy_off_the_kv_cache_is_not_looked_at(
+def test_kv_cache_is_not_inspected_without_policies(
     kind: type[Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(_scheduler: Scheduler) -> None:
@@ -99,21 +101,21 @@ def test_with_every_policy_off_the_kv_cache_is_not_looked_at(
         make_scheduler({"long_prompt": {}}, scheduler_cls=kind)
 
 
-def test_a_class_that_switches_policies_on_is_checked_with_them() -> None:
+def test_class_with_built_in_policies_is_checked_with_them() -> None:
     made = config({})
     with_drafts(made)
     with pytest.raises(UsageError, match=r"LongPromptScheduler can't follow"):
         policy_setup.check(made, LongPromptScheduler)
 
 
-def test_a_scheduler_that_was_not_checked_before_refuses_itself() -> None:
+def test_scheduler_checks_its_configuration() -> None:
     with pytest.raises(UsageError, match="contradicts --prefill-schedule-interval"):
         make_scheduler({"prefill_first": {}}, prefill_schedule_interval=2)
 
 
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is put in the place of these goes with the test.
+    # Restores these methods after the test.
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
     monkeypatch.setattr(Executor, "compile_or_warm_up_model", Executor.compile_or_warm_up_model)
     plugin.load()
@@ -121,7 +123,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(scheduler_cls: str | None, **more: Any) -> EngineArgs:
-    """Give what `vllm serve` makes of its flags."""
+    """Return the engine arguments of `vllm serve`."""
     return EngineArgs(
         model=str(tiny_model()),
         dtype="float32",
@@ -136,7 +138,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
 @pytest.mark.usefixtures("_registered")
-def test_plain_vllm_serve_refuses_ngram_drafts_with_the_asynchronous_class() -> None:
+def test_vllm_serve_refuses_ngram_drafts_with_the_async_class() -> None:
     with pytest.raises(UsageError, match="turned asynchronous scheduling off"):
         arguments("vllm_sched.PolicyScheduler", speculative_config=NGRAM).create_engine_config()
     for other in ("vllm_sched.SyncPolicyScheduler", None):
@@ -152,7 +154,7 @@ def test_plain_vllm_serve_refuses_ngram_drafts_with_the_asynchronous_class() -> 
         ("0.32.7", None, False),
     ],
 )
-def test_a_release_that_was_not_tested_is_probed_before_the_model_loads(
+def test_untested_release_is_probed_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch, version: str, scheduler_cls: str | None, probed: bool
 ) -> None:
     calls: list[bool] = []
@@ -163,7 +165,7 @@ def test_a_release_that_was_not_tested_is_probed_before_the_model_loads(
 
 
 @pytest.mark.parametrize(
-    ("kind", "ours"),
+    ("kind", "expected"),
     [
         ("vllm_sched.PolicyScheduler", PolicyScheduler),
         (SyncPolicyScheduler, SyncPolicyScheduler),
@@ -172,12 +174,12 @@ def test_a_release_that_was_not_tested_is_probed_before_the_model_loads(
         (None, None),
     ],
 )
-def test_own_class(kind: Any, ours: type | None) -> None:
-    assert plugin.own_class(config(scheduler_cls=kind)) is ours
+def test_own_class_returns_our_scheduler_class(kind: Any, expected: type | None) -> None:
+    assert plugin.own_class(config(scheduler_cls=kind)) is expected
 
 
 @pytest.mark.parametrize(
-    ("wish", "scheduler_cls", "runner", "compiles"),
+    ("value", "scheduler_cls", "runner", "compiles"),
     [
         (None, "vllm_sched.PolicyScheduler", "generate", True),
         (None, None, "generate", False),
@@ -186,26 +188,28 @@ def test_own_class(kind: Any, ours: type | None) -> None:
         ("1", "vllm_sched.PolicyScheduler", "pooling", False),
     ],
 )
-def test_which_engines_compile_for_logprobs_before_they_are_ready(
+def test_engines_with_policies_compile_logprobs_at_start(
     monkeypatch: pytest.MonkeyPatch,
-    wish: str | None,
+    value: str | None,
     scheduler_cls: str | None,
     runner: str,
     compiles: bool,
 ) -> None:
     monkeypatch.delenv(plugin.WARM_UP_VARIABLE, raising=False)
-    if wish is not None:
-        monkeypatch.setenv(plugin.WARM_UP_VARIABLE, wish)
+    if value is not None:
+        monkeypatch.setenv(plugin.WARM_UP_VARIABLE, value)
     made = config(scheduler_cls=scheduler_cls)
     made.model_config.runner_type = runner
-    asked: list[Any] = []
-    executor: Any = SimpleNamespace(vllm_config=made, collective_rpc=asked.append)
+    calls: list[Any] = []
+    executor: Any = SimpleNamespace(vllm_config=made, collective_rpc=calls.append)
     plugin._compiling_logprobs(lambda _: None)(executor)
-    assert asked == ([plugin.compile_logprobs] if compiles else [])
+    assert calls == ([plugin.compile_logprobs] if compiles else [])
 
 
 @pytest.mark.usefixtures("_registered")
-def test_a_wrong_wish_is_refused_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_warm_up_value_is_refused_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "yes")
     with pytest.raises(UsageError, match="VLLM_SCHED_WARM_UP='yes' must be 0 or 1; correct it"):
         arguments(None).create_engine_config()

@@ -1,4 +1,4 @@
-"""The behaviours of vLLM's scheduler that policies rely on are there, and a change is refused."""
+"""vLLM's scheduler has the behaviours that policies rely on, and a change is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vllm_sched.errors import UnsupportedVllmError
 
 
 @pytest.mark.parametrize("probe", probes.PROBES, ids=lambda probe: probe.__name__)
-def test_vllm_does_what_policies_rely_on(probe: Callable[[], bool]) -> None:
+def test_vllm_passes_the_probe(probe: Callable[[], bool]) -> None:
     assert probe()
 
 
-def test_a_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     upstream = Scheduler.schedule
 
     def schedule(self: Scheduler, *args: object) -> object:
-        self.running.sort(key=lambda request: request.request_id)  # whatever order was made
+        self.running.sort(key=lambda request: request.request_id)  # ignores the arranged order
         return upstream(self, *args)
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
@@ -28,7 +28,7 @@ def test_a_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         probes.require_known_behaviour()
 
 
-def test_a_probe_that_raises_is_a_change_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_that_raises_counts_as_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     def free(*_args: object, **_kwargs: object) -> None:
         raise TypeError("another argument is wanted")
 

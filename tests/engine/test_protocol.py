@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002 - the probe has the protocol's whole signatures
-"""What policies see and say, on real scheduler objects: each hook of the protocol by itself."""
+"""Each hook of the policy protocol, on real scheduler objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, 
 
 
 class Probe(Policy):
-    """Remembers what it hears and says what the test wants said."""
+    """A policy that records its calls and returns what the test sets."""
 
     name: ClassVar[str] = "probe"
 
@@ -58,7 +58,7 @@ class Probe(Policy):
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Probe]]:
-    """Return a function that makes a scheduler with a probe in it."""
+    """Return a function that creates a scheduler with a probe."""
     monkeypatch.setitem(registry.POLICIES, "probe", Probe)
 
     def make(*prompts: int, **options: Any) -> tuple[Any, Probe]:
@@ -70,17 +70,17 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Probe]]:
     return make
 
 
-Made = Callable[..., tuple[Any, Probe]]
+MakeProbed = Callable[..., tuple[Any, Probe]]
 
 
 def names(requests: Sequence[RequestView]) -> list[str]:
     return [request.request_id for request in requests]
 
 
-# What a step shows
+# Step
 
 
-def test_a_step_counts_who_runs_decodes_and_waits(probed: Made) -> None:
+def test_step_counts_running_decoding_and_waiting_requests(probed: MakeProbed) -> None:
     scheduler, probe = probed(20, 300, 10, max_num_seqs=2, num_blocks=101)
     for _ in range(3):
         step(scheduler)
@@ -89,12 +89,12 @@ def test_a_step_counts_who_runs_decodes_and_waits(probed: Made) -> None:
     assert names(seen.decoding) == ["0"]
     assert names(seen.prefills) == ["1"]
     assert (seen.decodes, seen.context_tokens) == (1, 21)
-    # 22 tokens and 64 - 20 + 63 of the second prompt are two and seven blocks of a hundred.
+    # 22 tokens, and 64 - 20 + 63 of the second prompt, take two and seven of a hundred blocks.
     assert seen.kv_free == pytest.approx(0.91)
     assert seen.now == pytest.approx(seen.clock_offset + 1_700_000_000, abs=1e10)
 
 
-def test_a_result_tells_what_decoded_after_how_much(probed: Made) -> None:
+def test_result_has_decodes_and_their_context(probed: MakeProbed) -> None:
     scheduler, probe = probed(20, 300)
     step(scheduler)
     step(scheduler)
@@ -102,7 +102,7 @@ def test_a_result_tells_what_decoded_after_how_much(probed: Made) -> None:
     assert [c.tokens for c in probe.results[1].chunks] == [63]
 
 
-def test_waiting_requests_with_kv_of_their_own_are_counted_apart(probed: Made) -> None:
+def test_waiting_requests_with_kv_blocks_are_counted_separately(probed: MakeProbed) -> None:
     scheduler, probe = probed(20)
     holder = make_request(20, name="holder")
     holder.num_computed_tokens = 19
@@ -115,7 +115,7 @@ def test_waiting_requests_with_kv_of_their_own_are_counted_apart(probed: Made) -
 # Arrivals and departures
 
 
-def test_a_clients_wishes_are_heard_once_and_before_it_waits(probed: Made) -> None:
+def test_extra_args_are_passed_at_the_arrival(probed: MakeProbed) -> None:
     scheduler, probe = probed()
     request = make_request(20, name="asks")
     assert request.sampling_params is not None
@@ -125,7 +125,7 @@ def test_a_clients_wishes_are_heard_once_and_before_it_waits(probed: Made) -> No
     assert probe.arrivals == [("asks", {"lane": "batch"}), ("silent", {})]
 
 
-def test_departures_are_ends_and_aborts_but_not_preemptions(probed: Made) -> None:
+def test_departures_include_aborts_but_not_preemptions(probed: MakeProbed) -> None:
     scheduler, probe = probed(20, 20, 20, max_num_seqs=2)
     step(scheduler)
     scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -136,7 +136,7 @@ def test_departures_are_ends_and_aborts_but_not_preemptions(probed: Made) -> Non
     scheduler.finish_requests("2", RequestStatus.FINISHED_ABORTED)
     assert probe.gone == ["1", "2"]
     step(scheduler)
-    assert probe.steps[-1].departed == 1  # the other one had no room to leave
+    assert probe.steps[-1].departed == 1  # the other request was not running
     drain(scheduler)
     assert probe.gone == ["1", "2", "0"]
 
@@ -144,7 +144,7 @@ def test_departures_are_ends_and_aborts_but_not_preemptions(probed: Made) -> Non
 # The budget
 
 
-def test_the_least_budget_holds_for_one_step_and_is_restored(probed: Made) -> None:
+def test_smallest_budget_applies_for_one_step(probed: MakeProbed) -> None:
     scheduler, probe = probed(300)
     probe.tokens = 10
     assert step(scheduler) == {"0": 10}
@@ -153,8 +153,8 @@ def test_the_least_budget_holds_for_one_step_and_is_restored(probed: Made) -> No
     assert step(scheduler) == {"0": 64}
 
 
-def test_a_budget_is_restored_when_upstream_raises(
-    probed: Made, monkeypatch: pytest.MonkeyPatch
+def test_budget_is_restored_when_upstream_raises(
+    probed: MakeProbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, probe = probed(300)
     probe.tokens = 10
@@ -164,11 +164,13 @@ def test_a_budget_is_restored_when_upstream_raises(
     assert scheduler.max_num_scheduled_tokens == 64
 
 
-@pytest.mark.parametrize("asked", [-5, 0, 1, 1_000_000])
-def test_a_budget_never_starves_decodes_nor_exceeds_the_engines(probed: Made, asked: int) -> None:
+@pytest.mark.parametrize("budget", [-5, 0, 1, 1_000_000])
+def test_budget_never_starves_decodes_or_exceeds_the_engines_budget(
+    probed: MakeProbed, budget: int
+) -> None:
     scheduler, probe = probed(8, 8, 8, 300)
     step(scheduler)
-    probe.tokens = asked
+    probe.tokens = budget
     tokens = step(scheduler)
     assert {name: tokens[name] for name in "012"} == dict.fromkeys("012", 1)
     assert sum(tokens.values()) <= 64
@@ -178,7 +180,7 @@ def test_a_budget_never_starves_decodes_nor_exceeds_the_engines(probed: Made, as
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_paused_decodes_sit_out_the_step_and_lose_nothing(probed: Made, asynchronous: bool) -> None:
+def test_paused_decodes_skip_the_step_and_continue(probed: MakeProbed, asynchronous: bool) -> None:
     kind = PolicyScheduler if asynchronous else SyncPolicyScheduler
     scheduler, probe = probed(8, scheduler_cls=kind, async_scheduling=asynchronous)
     step(scheduler)
@@ -192,18 +194,18 @@ def test_paused_decodes_sit_out_the_step_and_lose_nothing(probed: Made, asynchro
     drain(scheduler)
 
 
-def test_decodes_are_not_paused_for_nobody(probed: Made) -> None:
+def test_decodes_are_not_paused_without_prefills(probed: MakeProbed) -> None:
     scheduler, probe = probed(8)
     step(scheduler)
     probe.pause = True
     assert step(scheduler) == {"0": 1}
 
 
-# Progress, whatever is said
+# Progress
 
 
 @pytest.mark.parametrize("cut", [0, -3])
-def test_after_an_empty_step_comes_one_without_cuts(probed: Made, cut: int) -> None:
+def test_step_after_an_empty_one_is_not_cut(probed: MakeProbed, cut: int) -> None:
     scheduler, probe = probed(100)
     probe.cut = cut
     assert step(scheduler) == {}
@@ -212,7 +214,7 @@ def test_after_an_empty_step_comes_one_without_cuts(probed: Made, cut: int) -> N
     assert step(scheduler) == {"0": 36}
 
 
-def test_decodes_paused_for_one_who_does_not_fit_go_on(probed: Made) -> None:
+def test_decodes_paused_for_a_prompt_without_room_continue(probed: MakeProbed) -> None:
     scheduler, probe = probed(num_blocks=21, budget=256)
     scheduler.add_request(make_request(200, name="big", output=100))
     step(scheduler)
@@ -223,7 +225,7 @@ def test_decodes_paused_for_one_who_does_not_fit_go_on(probed: Made) -> None:
     drain(scheduler)
 
 
-def test_a_pause_of_the_engine_is_no_reason_to_lift_cuts(probed: Made) -> None:
+def test_engine_pause_does_not_lift_cuts(probed: MakeProbed) -> None:
     scheduler, probe = probed(100)
     probe.cut = 10
     scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -232,11 +234,11 @@ def test_a_pause_of_the_engine_is_no_reason_to_lift_cuts(probed: Made) -> None:
     assert step(scheduler) == {"0": 10}
 
 
-# Who may enter
+# Admission
 
 
-def test_may_enter_knows_slots_gates_and_pauses(
-    probed: Made, monkeypatch: pytest.MonkeyPatch
+def test_may_enter_considers_slots_gates_and_pauses(
+    probed: MakeProbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, probe = probed(20, 20, 20, max_num_seqs=2)
     step(scheduler)
@@ -254,29 +256,29 @@ def test_may_enter_knows_slots_gates_and_pauses(
 
 
 @pytest.mark.parametrize(("looks", "first"), [(False, ["0"]), (True, ["0", "0"])])
-def test_who_stands_in_front_is_asked_about_once_a_step_unless_by_what_is_cached(
-    probed: Made, looks: bool, first: list[str]
+def test_lane_of_the_head_is_computed_once_per_step(
+    probed: MakeProbed, looks: bool, first: list[str]
 ) -> None:
-    """That changes as blocks are taken. It is asked twice who enters: by the probe, and by vLLM."""
+    """A lane by cached tokens is computed twice: for the probe, and for vLLM."""
     scheduler, _ = probed(20, 20, max_num_seqs=1)
-    asked: list[str] = []
+    calls: list[str] = []
 
     def lane(request: RequestView, cached: Callable[[], int]) -> str:
-        asked.append(request.request_id)
+        calls.append(request.request_id)
         return "" if not looks or cached() >= 0 else "never"
 
     scheduler._planner.hooks.lane = [(0, lane)]
     step(scheduler)
-    assert asked == [*first, "1"]
+    assert calls == [*first, "1"]
     step(scheduler)
-    assert asked == [*first, "1", "1"]
+    assert calls == [*first, "1", "1"]
 
 
 # Order
 
 
-def test_prefills_lead_where_a_policy_says_so(
-    probed: Made, monkeypatch: pytest.MonkeyPatch
+def test_prefills_lead_if_a_policy_sets_it(
+    probed: MakeProbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Probe, "arranges", True)
     monkeypatch.setattr(Probe, "prefills_lead", True)
@@ -285,23 +287,23 @@ def test_prefills_lead_where_a_policy_says_so(
     assert step(scheduler) == {"1": 64}
 
 
-def test_a_policy_without_hooks_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_without_hooks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Quiet(Policy):
         name: ClassVar[str] = "quiet"
         settings_type: ClassVar[type[Settings]] = Settings
 
     monkeypatch.setitem(registry.POLICIES, "quiet", Quiet)
-    ours, theirs = make_scheduler({"quiet": {}}), make_scheduler()
-    for scheduler in (ours, theirs):
+    with_policy, upstream = make_scheduler({"quiet": {}}), make_scheduler()
+    for scheduler in (with_policy, upstream):
         for name, tokens in enumerate((300, 20, 500)):
             scheduler.add_request(make_request(tokens, name=str(name)))
-    hooks = ours._planner.hooks
+    hooks = with_policy._planner.hooks
     assert hooks.chunk == hooks.budget == hooks.observe == []
     for _ in range(30):
-        assert step(ours) == step(theirs)
+        assert step(with_policy) == step(upstream)
 
 
-def test_results_of_steps_in_flight_are_told_apart(probed: Made) -> None:
+def test_results_of_steps_in_flight_are_matched(probed: MakeProbed) -> None:
     scheduler, probe = probed(20, 150, scheduler_cls=PolicyScheduler, async_scheduling=True)
     first = scheduler.schedule()
     result = answer(scheduler, first)
@@ -312,21 +314,21 @@ def test_results_of_steps_in_flight_are_told_apart(probed: Made) -> None:
     assert [r.decodes for r in probe.results] == [0, 1]
 
 
-def test_requests_have_what_policies_read() -> None:
+def test_requests_satisfy_the_request_view() -> None:
     request: RequestView = make_request(20)
     assert isinstance(request, Request)
     assert (request.num_output_tokens, request.num_tokens) == (0, 20)
 
 
-# Answers that were preempted
+# Preempted answers
 
 
-def test_a_decode_behind_prefills_has_its_token() -> None:
+def test_decode_behind_prefills_gets_its_token() -> None:
     scheduler = make_scheduler({"chunk_budget": {"chunk": 10}}, long_prefill_token_threshold=10)
     for tokens, name in ((300, "long"), (200, "back"), (8, "decode")):
         scheduler.add_request(make_request(tokens, name=name, output=500))
     assert step(scheduler) == {"long": 10, "back": 10, "decode": 8}
-    # As it is when an answer of 20 tokens was preempted and has entered again.
+    # Like a preempted answer of 20 tokens that has entered again.
     back = scheduler.requests["back"]
     back.append_output_token_ids([7] * 20)
     back.num_preemptions = 1
@@ -340,11 +342,11 @@ def test_a_decode_behind_prefills_has_its_token() -> None:
 
 @pytest.mark.parametrize("policy", sorted(registry.POLICIES))
 @pytest.mark.parametrize("tight", [False, True])
-def test_one_token_short_of_a_decode_is_left_as_upstream_pads_it(policy: str, tight: bool) -> None:
+def test_last_uncached_token_is_padded_as_in_upstream(policy: str, tight: bool) -> None:
     settings: dict[str, object] = {"chunk": 2} if tight and policy == "chunk_budget" else {}
     scheduler = make_scheduler({policy: settings}, prefix_caching=True)
     scheduler.num_spec_tokens = 3
-    # Two blocks and a token: asked again, all but the token is cached.
+    # Two blocks and a token: on repeat, all but the token is cached.
     prompt = list(range(10, 10 + 33))
     scheduler.add_request(make_request(prompt, name="a", output=1))
     drain(scheduler)
@@ -366,11 +368,11 @@ POLICIES_THAT_CUT: list[dict[str, dict[str, object]]] = [
 
 @pytest.mark.parametrize("policies", POLICIES_THAT_CUT, ids="+".join)
 @pytest.mark.parametrize("drafted", [0, 2])
-def test_no_room_is_kept_for_what_might_have_been_drafted(
+def test_no_tokens_are_kept_for_absent_drafts(
     policies: dict[str, dict[str, object]], drafted: int
 ) -> None:
-    """With all drafts that may be made decodes would take the whole step, and more."""
-    # Policies size chunks by how long steps take, so every step takes a millisecond.
+    """With the maximum of drafts, decodes would exceed the step."""
+    # Policies size chunks by step times, so every step takes a millisecond.
     bench = Bench(policies, scheduler_cls=SyncPolicyScheduler, budget=256, max_num_seqs=40)
     scheduler = bench.scheduler
     scheduler.num_spec_tokens = 7
@@ -387,6 +389,6 @@ def test_no_room_is_kept_for_what_might_have_been_drafted(
                 request.spec_token_ids = [7] * drafted
         got.append(bench.step(0.001)["prompt"])
     beside = 256 - 32 * (1 + drafted)
-    assert got[0] == beside  # what upstream gives it too
+    assert got[0] == beside  # as in upstream
     assert sum(got) == 500
     assert len(got) <= 500 // beside + 1

@@ -1,4 +1,4 @@
-"""Every policy in a real engine: whatever it decides, the tokens are those of vLLM's scheduler."""
+"""Every policy in a real engine returns the tokens of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ pytestmark = pytest.mark.engine
 Run = dict[str, Any]
 
 
-def test_every_policy_is_here() -> None:
+def test_sets_contain_every_policy() -> None:
     assert {name for policies in SETS.values() for name in policies or ()} == set(registry.POLICIES)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_greedy_output_is_that_of_the_default_scheduler(runs: dict[str, Run], name: str) -> None:
+def test_greedy_output_matches_the_default_scheduler(runs: dict[str, Run], name: str) -> None:
     assert None not in runs[name]["outputs"]
     assert runs[name]["outputs"] == runs["default"]["outputs"]
     assert runs[name]["usage"] == 0
 
 
-def most_prefill_beside_decodes(run: Run) -> int:
+def max_prefill_beside_decodes(run: Run) -> int:
     return max(sum(step) - step.count(1) for step in run["steps"] if 1 in step)
 
 
-def most_prompts_in_a_step(run: Run) -> int:
+def max_prompts_in_a_step(run: Run) -> int:
     return max(sum(tokens > 1 for tokens in step) for step in run["steps"])
 
 
@@ -47,25 +47,23 @@ SIGNS: dict[str, Callable[[Run, Run], bool]] = {
         )
         > 0
     ),
-    "rotation": lambda ours, theirs: most_prompts_in_a_step(ours) > most_prompts_in_a_step(theirs),
-    "chunk_budget": lambda ours, _: most_prefill_beside_decodes(ours) == 32,
+    "rotation": lambda ours, theirs: max_prompts_in_a_step(ours) > max_prompts_in_a_step(theirs),
+    "chunk_budget": lambda ours, _: max_prefill_beside_decodes(ours) == 32,
 }
 
 
 @pytest.mark.parametrize("name", SIGNS)
-def test_it_did_what_it_is_for(runs: dict[str, Run], name: str) -> None:
+def test_policy_had_its_effect(runs: dict[str, Run], name: str) -> None:
     assert SIGNS[name](runs[name], runs["default"])
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_simulation_divides_every_step_as_the_engine_does(
-    runs: dict[str, Run], name: str
-) -> None:
+def test_simulated_steps_match_the_engines_steps(runs: dict[str, Run], name: str) -> None:
     assert simulated(SETS[name]) == runs[name]["steps"]
 
 
 def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
-    """Serve the same arrivals in virtual time, and note the same."""
+    """Return the steps of the same arrivals in virtual time."""
     from vllm_sched.engine.simulated import EngineSettings, NewRequest, SimulatedEngine
 
     engine = SimulatedEngine(

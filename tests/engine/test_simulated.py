@@ -1,4 +1,4 @@
-"""A real scheduler in virtual time."""
+"""The simulated engine: a real scheduler in virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def make(**changes: Any) -> SimulatedEngine:
     return SimulatedEngine(EngineSettings(async_scheduling=False, max_num_seqs=16, **given))
 
 
-def test_a_step_says_what_it_computes() -> None:
+def test_step_has_the_shape_of_its_work() -> None:
     engine = make()
     engine.add(NewRequest("a", 200, 3), 0.0)
     shapes = []
@@ -20,17 +20,17 @@ def test_a_step_says_what_it_computes() -> None:
         step = engine.schedule(float(now))
         assert step is not None
         shapes.append(step.shape)
-        told = engine.finish(step, now + 0.5)
+        events = engine.finish(step, now + 0.5)
     assert [shape.prefill_tokens for shape in shapes] == [128, 72, 0, 0]
     assert [shape.pairs for shape in shapes] == [128 * 64, 72 * (128 + 36), 0, 0]
     assert [shape.decodes for shape in shapes] == [0, 0, 1, 1]
     assert [shape.context_tokens for shape in shapes] == [0, 0, 201, 202]
-    assert [(each.id, each.tokens, each.finished) for each in told] == [("a", 1, True)]
+    assert [(each.id, each.tokens, each.finished) for each in events] == [("a", 1, True)]
     assert engine.schedule(9.0) is None
     assert engine.counts == (0, 0)
 
 
-def test_policies_see_the_virtual_clock_alone() -> None:
+def test_policies_see_only_the_virtual_clock() -> None:
     engine = make(policies={"chunk_budget": {}, "lanes": {}})
     seen = []
     (policy, *_) = engine.scheduler._policies
@@ -43,20 +43,20 @@ def test_policies_see_the_virtual_clock_alone() -> None:
     assert engine.scheduler.running[0].arrival_time == 1234.5
 
 
-def test_without_policies_the_queue_is_upstreams() -> None:
+def test_queue_without_policies_is_upstreams() -> None:
     from vllm_sched.engine.waiting.queue import LaneQueue
 
     assert not isinstance(make().scheduler.waiting, LaneQueue)
     assert isinstance(make(policies={"lanes": {}}).scheduler.waiting, LaneQueue)
 
 
-def test_wishes_reach_the_policies() -> None:
+def test_extra_args_reach_the_policies() -> None:
     engine = make(policies={"lanes": {}})
     engine.add(NewRequest("a", 10, 1, wishes={"lane": "batch"}), 0.0)
     assert engine.scheduler.waiting.counts[0]["batch"].requests == 1
 
 
-def test_backlog_counts_what_is_still_to_be_computed() -> None:
+def test_backlog_counts_uncomputed_tokens() -> None:
     engine = make()
     engine.add(NewRequest("a", 200, 3), 0.0)
     engine.add(NewRequest("b", 50, 3), 0.0)

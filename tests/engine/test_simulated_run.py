@@ -1,7 +1,7 @@
-"""The simulator against a real run: the same requests through a real engine on this machine's CPU.
+"""The simulator against a real run of the same requests in a CPU engine.
 
-The run's clock moves with the work of each step, and a little at random: nothing here depends on
-how fast the machine is, or how busy. What the steps took of it is held against that work alone.
+The run's clock moves with the work of each step, with random variation, so that results do not
+depend on the machine. Only the processor time of steps is compared with their work.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ pytestmark = pytest.mark.engine
 
 Run = Mapping[str, Any]
 Runs = Mapping[str, Run]
-Pair = tuple[Sequence[Outcome], Sequence[Outcome]]  # truly, and simulated
-# In a simulation no request names its lane.
-PLAYED = [name for name, policies in SETS.items() if "lanes" not in (policies or {})]
-# A cost model is fitted to the steps of these; that of the others it has never seen.
+Pair = tuple[Sequence[Outcome], Sequence[Outcome]]  # real and simulated
+# Simulated requests name no lane.
+SIMULATED_SETS = [name for name, policies in SETS.items() if "lanes" not in (policies or {})]
+# A cost model is fitted to the steps of these sets only.
 FITTED = ("default", "prefill_first", "rotation", "chunk_budget")
 LONG = 500  # tokens: half of the requests are no shorter
-# How near they are in the middle of all sets, and in each: the moments of a run, and waits.
-# A wait is what lies between two moments, and often a small part of either.
+# Allowed ratios of moments and waits: median over all sets, and of each set. A wait is the
+# difference of two moments, and often small.
 MOMENTS, WAITS = (1.02, 1.05), (1.05, 1.2)
-# How near the steps of a set are to what the machine took for the fitted sets, in their middle.
+# Allowed median ratio between a set's step times and the fitted model.
 MEASURED = 2.0
 
 
-class Retold(ExactEngine):
-    """One whose steps take what the real ones did."""
+class ReplayEngine(ExactEngine):
+    """An engine whose steps take the real steps' times."""
 
     def __init__(
         self, model: WorkerModel, *, seed: int = 0, seconds: Iterator[float], seen: list[Measured]
@@ -54,13 +54,13 @@ class Retold(ExactEngine):
         self._seconds, self._seen = seconds, seen
 
     def step_s(self, step: SimulatedStep) -> float:
-        """Take the next."""
+        """Return the next real step's time."""
         self._seen.append(Measured(step.shape, next(self._seconds)))
         return self._seen[-1].seconds
 
 
 def play(name: str, run: Run, make: MakeEngine, time: StepTime) -> Sequence[Outcome]:
-    """Simulate a fleet of one such worker; everybody comes when he came to the real one."""
+    """Simulate a fleet of one such worker, with the real run's arrivals."""
     config = FleetConfig.model_validate(
         {"model": "m", "workers": [{"name": "w0", "profile": "h100-8b", "max_requests": 99}]}
     )
@@ -78,44 +78,46 @@ def play(name: str, run: Run, make: MakeEngine, time: StepTime) -> Sequence[Outc
     return played.outcomes
 
 
-def retold(name: str, run: Run, seen: list[Measured]) -> Sequence[Outcome]:
-    """Simulate with the real steps' times, and note what each of them computed."""
+def replay(name: str, run: Run, seen: list[Measured]) -> Sequence[Outcome]:
+    """Simulate with the real steps' times, and record each step's shape."""
     seconds = iter(run["seconds"])
-    outcomes = play(name, run, partial(Retold, seconds=seconds, seen=seen), StepTime())
+    outcomes = play(name, run, partial(ReplayEngine, seconds=seconds, seen=seen), StepTime())
     assert next(seconds, None) is None, "the real engine made more steps"
     return outcomes
 
 
-@pytest.mark.parametrize("name", PLAYED)
-def test_with_its_steps_times_a_simulation_is_the_real_run(runs: Runs, name: str) -> None:
-    outcomes = retold(name, runs[name], [])
-    # Each token of each request, whatever was decided by the clock.
-    assert [each.ticks for each in outcomes] == [pytest.approx(told) for told in runs[name]["told"]]
+@pytest.mark.parametrize("name", SIMULATED_SETS)
+def test_replay_with_real_step_times_matches_the_real_run(runs: Runs, name: str) -> None:
+    outcomes = replay(name, runs[name], [])
+    # Each token of each request.
+    assert [each.ticks for each in outcomes] == [
+        pytest.approx(times) for times in runs[name]["token_times"]
+    ]
     assert [each.completed for each in outcomes] == [output for _, _, output, _ in ARRIVALS]
 
 
 @pytest.fixture(scope="module")
 def costs(runs: Runs) -> StepTime:
-    """Calibrate."""
+    """Return the cost model fitted to some sets."""
     seen: list[Measured] = []
     for name in FITTED:
-        retold(name, runs[name], seen)
+        replay(name, runs[name], seen)
     return calibrate(seen).time
 
 
 @pytest.fixture(scope="module")
 def measured(runs: Runs) -> dict[str, list[Measured]]:
-    """Give what each step took of this machine's processor, which others use too."""
+    """Return the processor time of each step."""
     found: dict[str, list[Measured]] = {}
-    for name in PLAYED:
-        retold(name, runs[name], seen := [])
+    for name in SIMULATED_SETS:
+        replay(name, runs[name], seen := [])
         found[name] = [
-            Measured(each.shape, took) for each, took in zip(seen, runs[name]["took"], strict=True)
+            Measured(step.shape, took) for step, took in zip(seen, runs[name]["took"], strict=True)
         ]
     return found
 
 
-def test_what_steps_take_of_a_processor_is_near_a_model_fitted_to_other_sets(
+def test_processor_times_are_close_to_the_fitted_model(
     measured: dict[str, list[Measured]],
 ) -> None:
     time = calibrate([each for name in FITTED for each in measured[name]]).time
@@ -125,17 +127,17 @@ def test_what_steps_take_of_a_processor_is_near_a_model_fitted_to_other_sets(
 
 
 def real(run: Run) -> list[Outcome]:
-    """Describe the real run as a simulation is."""
+    """Return the real run's outcomes."""
     return [
-        Outcome(at, "", prompt, output, ticks=told, completed=len(told))
-        for at, told, (_, prompt, output, _) in zip(
-            run["arrived"], run["told"], ARRIVALS, strict=True
+        Outcome(at, "", prompt, output, ticks=times, completed=len(times))
+        for at, times, (_, prompt, output, _) in zip(
+            run["arrived"], run["token_times"], ARRIVALS, strict=True
         )
     ]
 
 
 def moments(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Sum up when what happened."""
+    """Return the mean times of events."""
     longs, shorts = by_length(outcomes)
     return {
         "first tokens of longs": fmean(each.at + each.ttft for each in longs),
@@ -146,7 +148,7 @@ def moments(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def waits(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Sum up who waited for how long."""
+    """Return the mean waits."""
     longs, shorts = ([each.ttft for each in part] for part in by_length(outcomes))
     return {
         "TTFT of longs": fmean(longs),
@@ -158,53 +160,56 @@ def waits(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def by_length(outcomes: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
-    """Part them."""
+    """Return long and short requests."""
     longs = [each for each in outcomes if each.prompt_tokens >= LONG]
     return longs, [each for each in outcomes if each.prompt_tokens < LONG]
 
 
 def by_rank(sides: Iterable[Sequence[float]]) -> float:
-    """Return the correlation of ranks."""
+    """Return the rank correlation."""
     ranks = [[sorted(values).index(each) for each in values] for values in sides]
     return correlation(*ranks)
 
 
 @pytest.fixture(scope="module")
 def pairs(runs: Runs, costs: StepTime) -> dict[str, Pair]:
-    """Put each real run beside its simulation by the cost model."""
-    return {name: (real(runs[name]), play(name, runs[name], ExactEngine, costs)) for name in PLAYED}
+    """Return each real run with its simulation by the cost model."""
+    return {
+        name: (real(runs[name]), play(name, runs[name], ExactEngine, costs))
+        for name in SIMULATED_SETS
+    }
 
 
 @pytest.mark.parametrize(("figures", "bounds"), [(moments, MOMENTS), (waits, WAITS)])
-def test_with_a_fitted_cost_model_it_is_near(
+def test_simulation_with_a_fitted_model_is_close(
     pairs: dict[str, Pair],
     figures: Callable[[Sequence[Outcome]], dict[str, float]],
     bounds: tuple[float, float],
 ) -> None:
-    near, wide = bounds
+    median_bound, set_bound = bounds
     for key in figures(pairs["default"][0]):
         ratios = {
             name: figures(simulated)[key] / figures(truly)[key]
             for name, (truly, simulated) in pairs.items()
         }
-        assert 1 / near < median(ratios.values()) < near, (key, ratios)
-        assert 1 / wide < min(ratios.values()), (key, ratios)
-        assert max(ratios.values()) < wide, (key, ratios)
+        assert 1 / median_bound < median(ratios.values()) < median_bound, (key, ratios)
+        assert 1 / set_bound < min(ratios.values()), (key, ratios)
+        assert max(ratios.values()) < set_bound, (key, ratios)
 
 
-def test_it_serves_in_the_same_order(pairs: dict[str, Pair]) -> None:
+def test_simulation_finishes_requests_in_the_same_order(pairs: dict[str, Pair]) -> None:
     ends = [by_rank([each.end for each in side] for side in pair) for pair in pairs.values()]
     assert min(ends) > 0.8
     first = [by_rank([each.ttft for each in side] for side in pair) for pair in pairs.values()]
     assert median(first) > 0.8
 
 
-def test_policies_come_in_the_same_order(pairs: dict[str, Pair]) -> None:
+def test_simulation_ranks_policies_in_the_same_order(pairs: dict[str, Pair]) -> None:
     compared = 0
     for key in ("TTFT of longs", "TTFT of shorts", "latency"):
         found = [[waits(side)[key] for side in pair] for pair in pairs.values()]
         for one, other in permutations(found, 2):
-            if 2 * one[0] < other[0]:  # and not by chance
+            if 2 * one[0] < other[0]:  # a clear difference
                 assert one[1] < other[1], key
                 compared += 1
-    assert compared > len(PLAYED)
+    assert compared > len(SIMULATED_SETS)

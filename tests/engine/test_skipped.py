@@ -1,4 +1,4 @@
-"""Waiting requests that vLLM skips: each begins when it can, and many cost a step little."""
+"""Waiting requests that vLLM skips begin when they can, and cost little."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from vllm_sched.engine.waiting.queue import MAX_RETRIES
 MANY = 1_000
 
 
-class Skipping(Bench):
-    """A scheduler that counts the requests which it looks at."""
+class SkipCountingBench(Bench):
+    """A bench that counts the checks of skipped requests."""
 
     def __init__(self, policies: dict[str, dict[str, object]] | None = None, **engine: Any) -> None:
         super().__init__(policies or {"long_prompt": {}}, budget=4_096, max_num_seqs=64, **engine)
-        self.looked_at: Counter[str] = Counter()
+        self.checks: Counter[str] = Counter()
         ask = self.scheduler._handle_blocked_waiting_request
 
         def counting(request: Any) -> bool:
-            self.looked_at[request.request_id] += 1
+            self.checks[request.request_id] += 1
             return bool(ask(request))
 
         self.scheduler._handle_blocked_waiting_request = counting
         self.add("d", 3, output=2_000)
         self.step()
-        self.looked_at.clear()
+        self.checks.clear()
 
 
-def test_a_thousand_requests_of_an_adapter_without_a_slot_are_looked_at_once() -> None:
-    bench = Skipping(max_loras=1)
+def test_requests_without_an_adapter_slot_are_checked_once() -> None:
+    bench = SkipCountingBench(max_loras=1)
     bench.scheduler.finish_requests("d", bench.scheduler.requests["d"].status.FINISHED_ABORTED)
     bench.add("first", 5, output=100, adapter=1)
     bench.step()
     for number in range(MANY):
         bench.add(f"r{number}", 5, output=1, adapter=2, hashed=False)
     bench.steps(10)
-    assert bench.looked_at == Counter([*(f"r{number}" for number in range(MANY)), "first"])
+    assert bench.checks == Counter([*(f"r{number}" for number in range(MANY)), "first"])
     assert len(bench.scheduler.waiting) == MANY
     bench.until(lambda: "first" not in bench.running)
     assert len(bench.step()) == 64
 
 
-def test_a_request_is_not_looked_at_while_its_grammar_compiles() -> None:
-    bench = Skipping()
+def test_request_is_not_checked_while_its_grammar_compiles() -> None:
+    bench = SkipCountingBench()
     grammars: list[Future[Any]] = [Future() for _ in range(MANY)]
     for number, grammar in enumerate(grammars):
         bench.add(f"g{number}", 5, output=1, grammar=grammar, hashed=False)
     bench.steps(5)
-    assert set(bench.looked_at.values()) == {1}
+    assert set(bench.checks.values()) == {1}
     bench.add("plain", 5, output=1)
     assert bench.step().keys() == {"d", "plain"}
     for number in (700, 3):
@@ -61,8 +61,8 @@ def test_a_request_is_not_looked_at_while_its_grammar_compiles() -> None:
     assert list(bench.step()) == ["d", "g3", "g700"]
 
 
-def test_a_request_whose_grammar_does_not_compile_is_ended_at_once() -> None:
-    bench = Skipping()
+def test_request_with_an_invalid_grammar_ends_at_once() -> None:
+    bench = SkipCountingBench()
     grammar: Future[Any] = Future()
     bench.add("g", 5, output=1, grammar=grammar)
     bench.steps(3)
@@ -71,8 +71,8 @@ def test_a_request_whose_grammar_does_not_compile_is_ended_at_once() -> None:
     assert "g" not in bench.scheduler.requests
 
 
-def looking_up(bench: Skipping, names: list[str]) -> set[str]:
-    """Let requests arrive whose look-ups in the KV connector are not finished; return those."""
+def add_with_pending_lookups(bench: SkipCountingBench, names: list[str]) -> set[str]:
+    """Add requests with pending lookups in the KV connector; return their names."""
     pending = set(names)
     bench.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
         (None, False) if request.request_id in pending else (0, False)
@@ -82,37 +82,37 @@ def looking_up(bench: Skipping, names: list[str]) -> set[str]:
     return pending
 
 
-def test_pending_look_ups_are_asked_about_in_turns() -> None:
-    bench = Skipping(connector="SimulatedConnector")
+def test_many_pending_lookups_are_checked_in_turns() -> None:
+    bench = SkipCountingBench(connector="SimulatedConnector")
     names = [f"r{number}" for number in range(MANY)]
-    pending = looking_up(bench, names)
+    pending = add_with_pending_lookups(bench, names)
     bench.step()
-    assert bench.looked_at == Counter(names)
+    assert bench.checks == Counter(names)
     turns = -(-MANY // MAX_RETRIES)
     for _ in range(turns):
-        bench.looked_at.clear()
+        bench.checks.clear()
         bench.step()
-        assert bench.looked_at.total() <= MAX_RETRIES
-    bench.looked_at.clear()
+        assert bench.checks.total() <= MAX_RETRIES
+    bench.checks.clear()
     bench.steps(turns)
-    assert set(bench.looked_at) == set(names)
+    assert set(bench.checks) == set(names)
     pending -= {"r5", "r600"}
     entered = {name for step in bench.steps(turns) for name in step}
     assert entered == {"d", "r5", "r600"}
 
 
-def test_a_few_pending_look_ups_are_asked_about_in_each_step() -> None:
-    bench = Skipping(connector="SimulatedConnector")
-    pending = looking_up(bench, [f"r{number}" for number in range(MAX_RETRIES)])
+def test_few_pending_lookups_are_checked_in_each_step() -> None:
+    bench = SkipCountingBench(connector="SimulatedConnector")
+    pending = add_with_pending_lookups(bench, [f"r{number}" for number in range(MAX_RETRIES)])
     bench.steps(5)
-    assert set(bench.looked_at.values()) == {5}
+    assert set(bench.checks.values()) == {5}
     pending.remove("r40")
     assert bench.step().keys() == {"d", "r40"}
 
 
 @pytest.mark.parametrize("kind", ["adapter", "grammar"])
-def test_batch_requests_do_not_wait_for_requests_that_cannot_begin(kind: str) -> None:
-    bench = Skipping({"lanes": {}}, max_loras=1)
+def test_batch_requests_do_not_wait_for_blocked_requests(kind: str) -> None:
+    bench = SkipCountingBench({"lanes": {}}, max_loras=1)
     bench.add("first", 5, output=500, adapter=1)
     bench.step()
     grammar: Future[Any] | None = Future() if kind == "grammar" else None
@@ -122,12 +122,12 @@ def test_batch_requests_do_not_wait_for_requests_that_cannot_begin(kind: str) ->
     assert any("batch" in step for step in bench.steps(2))
 
 
-def test_aborted_requests_leave_nothing_behind() -> None:
-    bench = Skipping(max_loras=1, connector="SimulatedConnector")
+def test_aborted_requests_leave_no_state() -> None:
+    bench = SkipCountingBench(max_loras=1, connector="SimulatedConnector")
     bench.add("first", 5, output=500, adapter=1)
     bench.step()
     names = [f"r{number}" for number in range(200)]
-    looking_up(bench, names)
+    add_with_pending_lookups(bench, names)
     for number in range(200):
         bench.add(f"a{number}", 5, adapter=2, hashed=False)
         bench.add(f"g{number}", 5, grammar=Future(), hashed=False)

@@ -1,4 +1,4 @@
-"""In a real engine shorts never stop: whoever a policy holds begins once its bound is over."""
+"""In a real engine under endless shorts, a held request begins after its bound."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tests.engine.flood_scenes import BOUND_S, MANY, PLACES, SCENES, STEP_S
 pytestmark = pytest.mark.engine
 
 Sides = dict[str, dict[str, Any]]
-FEW_STEPS = 10  # until a place is free
+FEW_STEPS = 10  # until a slot is free
 NOT_YET = 1e9
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_who_is_held_begins_soon_after_its_bound(floods: dict[str, Sides], name: str) -> None:
+def test_held_request_begins_soon_after_its_bound(floods: dict[str, Sides], name: str) -> None:
     bounded = floods[name]["bounded"]
     assert bounded["waited"] is not None
-    if name == "deferred_prefill":  # whose number falls in the second half of it
+    if name == "deferred_prefill":  # its threshold falls in the second half
         assert bounded["waited"] > BOUND_S / 2
     else:
         assert bounded["waited"] >= BOUND_S - 1e-9
         assert bounded["counters"]["starvation_releases"] == 1
     assert bounded["late_steps"] <= FEW_STEPS
-    assert bounded["shorts_wait"] > 0, "they never stopped"
+    assert bounded["shorts_wait"] > 0, "shorts never stopped"
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_without_it_others_go_first_for_as_long_as_anybody_looked(
+def test_request_without_a_bound_is_passed_all_the_time(
     floods: dict[str, Sides], name: str
 ) -> None:
     unbounded = floods[name]["unbounded"]
@@ -38,24 +38,24 @@ def test_without_it_others_go_first_for_as_long_as_anybody_looked(
     assert unbounded["counters"]["starvation_releases"] == 0
 
 
-def test_whom_it_goes_before_is_not_done(floods: dict[str, Sides]) -> None:
+def test_held_request_enters_before_earlier_requests_are_done(floods: dict[str, Sides]) -> None:
     long, lanes, deferred = (floods[name]["bounded"] for name in SCENES)
-    assert long["before_told"] == 0, "the long one before it is still being read"
+    assert long["before_first_tokens"] == 0, "the earlier long prompt is still in prefill"
     assert min(long["shorts_passed"], lanes["shorts_passed"]) > 5
-    assert deferred["before_done"] == 1, "of six that should have departed"
+    assert deferred["before_done"] == 1, "one of six requests departed"
 
 
-def test_the_last_of_many_waits_for_a_place_and_never_for_shorts(floods: dict[str, Sides]) -> None:
-    """Those before it are let in when they are overdue, too: as many at once as share a step."""
+def test_last_of_many_longs_waits_for_a_place_but_not_for_shorts(floods: dict[str, Sides]) -> None:
+    """Earlier longs also enter when they are overdue, up to `PLACES` at once."""
     names = [*(f"before {number}" for number in range(len(MANY["before"]))), "held"]
     played = floods["many"]["bounded"]
-    begun, told = played["begun"], played["told"]
+    begun, first_tokens = played["begun"], played["first_tokens"]
     for number, name in enumerate(names):
-        read = sorted(told.get(each, NOT_YET) for each in names[:number])
+        read = sorted(first_tokens.get(earlier, NOT_YET) for earlier in names[:number])
         has_place = read[number - PLACES] if number >= PLACES else 0.0
         due = max(has_place, BOUND_S if number else 0.0)
         assert begun[name] <= due + FEW_STEPS * STEP_S, name
     assert played["longs"] == PLACES
     assert played["shorts_passed"] > 5
-    assert played["shorts_wait"] > 0, "they never stopped"
+    assert played["shorts_wait"] > 0, "shorts never stopped"
     assert floods["many"]["unbounded"]["longs"] == 1

@@ -1,4 +1,4 @@
-"""Anything in any order: the invariants of our schedulers over vLLM's real classes.
+"""A state machine test of the schedulers' invariants, with vLLM's real classes.
 
 A hypothesis state machine adds, aborts, steps, preempts, pauses and lets time pass. The
 asynchronous scheduler has up to two steps in flight, as in the engine.
@@ -32,20 +32,20 @@ from vllm_sched.policies.types import Gate, Policy
 BUDGET, CONTEXT = 64, 2000
 LONG = 80  # 4 % of the context
 MAX_WAIT = 30.0
-SHARED = list(range(10, 170))  # a prefix that some prompts have in common
+SHARED = list(range(10, 170))  # a prefix that some prompts share
 
 
 def lane_of(request: Any) -> str:
-    """Name the lane that a priority stands for."""
+    """Return the lane of a priority."""
     return "normal" if not request.priority else "urgent" if request.priority < 0 else "batch"
 
 
 class Machine(RuleBasedStateMachine):
-    """One scheduler and what must be true of it."""
+    """One scheduler and its invariants."""
 
     kind: type = SyncPolicyScheduler
     depth = 1
-    drafts = 0  # the most for one who decodes; often there are fewer
+    drafts = 0  # maximum per decode
 
     @initialize(
         partial=st.sampled_from([2, 4]),
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
         self.pauses_decodes = False
         self.resets = False
         self.empty_steps = 0
-        self.kept_steps = 0  # in a row, with somebody overdue who could have been let in
+        self.kept_steps = 0  # consecutive, with an overdue request that could enter
         self.scheduler: Any = make_scheduler(
             policies,
             scheduler_cls=self.kind,
@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         self.waits_since: dict[str, float] = {}
         self.in_flight: deque[Any] = deque()
 
-    # What may happen
+    # Events
 
     @rule(
         tokens=st.one_of(st.integers(1, 90), st.sampled_from([81, 200, 700, 1200])),
@@ -109,7 +109,7 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(-1, 2),  # with lanes: urgent, normal, batch
     )
     def add(self, tokens: int, output: int, shared: bool, priority: int) -> None:
-        """Let a prompt arrive."""
+        """Add a request."""
         prompt = [*SHARED, *[7] * tokens] if shared else tokens
         request = make_request(prompt, output=output, priority=priority)
         self.scheduler.add_request(request)
@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
-        """Let the engine step."""
+        """Run steps."""
         for _ in range(times):
             self._schedule()
             while len(self.in_flight) >= self.depth:
@@ -127,7 +127,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """Let a client leave, in whatever state its request is."""
+        """Abort a request in any state."""
         name = data.draw(st.sampled_from(sorted(self.alive)))
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.alive.pop(name)
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def preempt_all(self) -> None:
-        """Reset the prefix cache under everything that runs."""
+        """Reset the prefix cache, which preempts all running requests."""
         while self.in_flight:
             self._finish_one()
         for request in self.scheduler.running:
@@ -146,21 +146,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule(state=st.sampled_from(list(PauseState)), times=st.integers(1, 3))
     def pause_and_resume(self, state: PauseState, times: int) -> None:
-        """Pause, step meanwhile, and go on."""
+        """Pause, run steps, and resume."""
         self.scheduler.set_pause_state(state)
         self.step(times)
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     @rule(seconds=st.sampled_from([0.01, 1.0, 20.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.now += seconds
 
-    # A step, and what must be true of it
+    # A step and its checks
 
     def _schedule(self) -> None:
         scheduler = self.scheduler
-        # `running` is rearranged before the step: judge by who was there, not by where.
+        # `running` is rearranged before the step, so order is not checked.
         decodes = [r for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)]
         was_running = set(scheduler.running)
         waited = {r: self.now - self.waits_since[r.request_id] for r in scheduler.waiting}
@@ -187,8 +187,8 @@ class Machine(RuleBasedStateMachine):
         self.in_flight.append((output, answer(scheduler, output)))
 
     def _check_progress(self, tokens: Any) -> None:
-        # One with nothing in it may be a mistake of the policies': the next one puts it right.
-        # With steps in flight it can also mean that everybody's last token is on its way.
+        # The step after an empty one is not cut by policies. With steps in flight, an empty one can
+        # also mean that all last tokens are in flight.
         idle = tokens or not self.alive or self.in_flight
         self.empty_steps = 0 if idle or self.scheduler.pause_state else self.empty_steps + 1
         assert self.empty_steps < 2, "steps without anything in them"
@@ -201,12 +201,12 @@ class Machine(RuleBasedStateMachine):
             return int(request.num_tokens - before)
 
         def is_overdue(request: Any) -> bool:
-            # One that was put in front takes over the longest wait behind it.
+            # A preempted request takes over the longest wait behind it.
             longest = max(waited.values()) if request.num_preemptions else waited[request]
             return longest >= MAX_WAIT
 
         prefills = [r for r in running if r.is_prefill_chunk or r in admitted]
-        # An answer that was preempted goes on whatever its length.
+        # A preempted answer continues at any length.
         longs = [r for r in prefills if left_before(r) > LONG and not r.num_output_tokens]
         new = [r for r in longs if r in admitted]
         most = max(self.partial, self.longs + 1)
@@ -216,14 +216,14 @@ class Machine(RuleBasedStateMachine):
         self._check_bound(prefills, len(longs) < most, waited)
 
     def _check_bound(self, prefills: list[Any], has_place: bool, waited: dict[Any, float]) -> None:
-        """Let nobody wait on beyond the bound once there is a place, a slot and room."""
+        """Check that no request waits beyond the bound with a place, a slot and room."""
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
         room = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * 16 - 32
         kept = (
             has_place
             and scheduler.pause_state == PauseState.UNPAUSED
-            # By priority one may wait behind a better one for as long as those come.
+            # With priorities a request may wait behind better ones without a bound.
             and bool(waiting and waited.get(waiting[0], 0.0) >= MAX_WAIT)
             and all(r.num_tokens <= room for r in waiting)
             and len(scheduler.running) < scheduler.max_num_active_reqs
@@ -231,11 +231,11 @@ class Machine(RuleBasedStateMachine):
             and not scheduler.waiting.counts[0]["short"].requests
         )
         self.kept_steps = self.kept_steps + 1 if kept else 0
-        # A few steps in a row may be the shorts' alone.
-        assert self.kept_steps <= 5, "one waits beyond the bound with everything free"
+        # A few consecutive steps may be the shorts' only.
+        assert self.kept_steps <= 5, "a request waits beyond the bound with everything free"
 
     def _has_more(self, request: Any) -> bool:
-        """Whether a decode has a token left to make that no step in flight makes."""
+        """Return whether a decode has more tokens to make than those in flight."""
         made = request.num_output_tokens + request.num_output_placeholders
         return bool(made < request.max_tokens)
 
@@ -256,8 +256,7 @@ class Machine(RuleBasedStateMachine):
                 request.spec_token_ids = [7] * (self.drafted * 5 % (2 * self.drafts) - self.drafts)
 
     @invariant()
-    def nobody_lost_or_doubled(self) -> None:
-        """Each request is in exactly one place."""
+    def each_request_is_in_one_place(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         scheduler = self.scheduler
@@ -274,14 +273,14 @@ class Machine(RuleBasedStateMachine):
         )
         lanes = scheduler.waiting.counts[0].values()
         assert sum(lane.requests for lane in lanes) == len(scheduler.waiting)
-        # A step in flight may bring one that was preempted a token more while it waits.
+        # A step in flight may add a token to a waiting preempted request.
         late = sum(r.num_tokens for r in scheduler.waiting) - sum(lane.tokens for lane in lanes)
         preempted = sum(r.num_preemptions > 0 for r in scheduler.waiting)
         assert 0 <= late <= (self.depth - 1) * preempted
 
     @invariant()
-    def classes_are_known_as_they_are(self) -> None:
-        """Let what is kept of the classes of those who decode be what the policy says now."""
+    def cached_classes_are_current(self) -> None:
+        """Check the cached classes of decodes against the policy."""
         if not (scheduler := getattr(self, "scheduler", None)):
             return
         classes = scheduler._planner.classes
@@ -294,8 +293,8 @@ class Machine(RuleBasedStateMachine):
             assert [known[r] for r in decoding] == [classes.of(r) for r in decoding]
 
     @invariant()
-    def who_is_held_is_held_for_a_reason_declared(self) -> None:
-        """Metrics show each reason from the start: one that none declared would come as news."""
+    def held_reasons_are_declared(self) -> None:
+        """Metrics show each declared reason from the start."""
         if not hasattr(self, "scheduler"):
             return
         counts = self.scheduler.waiting.counts
@@ -304,7 +303,7 @@ class Machine(RuleBasedStateMachine):
                 assert {policy.held_reason(lane) for lane in lanes} <= {*policy.held_reasons}
 
     def teardown(self) -> None:
-        """Everybody gets done, and no step is empty while somebody could run."""
+        """Finish all requests, without empty steps."""
         if not hasattr(self, "scheduler"):
             return
         usable = (self.blocks - 1) * 16
@@ -370,7 +369,7 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 
 @st.composite
 def policy_sets(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
-    """Any set of policies that do not contradict each other."""
+    """Return any set of policies without conflicts."""
     names = draw(st.sets(st.sampled_from(sorted(SETTINGS)), min_size=1))
     for one, other in registry.CONFLICTS:
         if {one, other} <= names:
@@ -379,7 +378,7 @@ def policy_sets(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
 
 
 class AnyPolicies(Machine):
-    """The same with any policies."""
+    """The state machine with any set of policies."""
 
     @initialize(
         policies=policy_sets(),
@@ -394,19 +393,21 @@ class AnyPolicies(Machine):
         self.make(policies, blocks, slots, priority=priority)
         exclusive = policies.get("deferred_prefill", {}).get("exclusive", False)
         self.pauses_decodes = "prefill_first" in policies or exclusive
-        # The bound on all pauses is the largest of one policy's.
-        self.most_pause_s = max(
+        # The bound on pauses is the largest of all policies.
+        self.max_pause_s = max(
             policies.get("prefill_first", {}).get("max_pause_s", 0.0), 1.0 if exclusive else 0.0
         )
         self.left_out_since: dict[str, float] = {}
         self.kept_steps = 0
         self.waited: dict[Any, float] = {}  # when the step began
-        self.passing: set[str] = set()  # who was chosen before one overdue, in this step
-        self.passed = 0  # how many such entered in a row
+        self.passing: set[str] = set()  # chosen before an overdue request, in this step
+        self.passed = 0  # consecutive entries of such requests
         if "lanes" in policies:
-            self._judge_choices(policies["lanes"])
+            self._check_choices(policies["lanes"])
         if "lanes" in policies and not (priority or "prefill_first" in policies):
-            self.scheduler._preempt_request = self._judged(self.scheduler._preempt_request)
+            self.scheduler._preempt_request = self._check_preemptions(
+                self.scheduler._preempt_request
+            )
         self.turned_away: set[str] = set()
         ask = self.scheduler._handle_blocked_waiting_request
         self.scheduler._handle_blocked_waiting_request = lambda request: (
@@ -415,7 +416,7 @@ class AnyPolicies(Machine):
 
     @rule(tokens=st.integers(1, 90))
     def add_long_answer(self, tokens: int) -> None:
-        """Let one come that keeps the engine from falling idle, which opens every gate."""
+        """Add a request that keeps the engine busy, because an idle engine opens every gate."""
         self.add(tokens, 150, shared=False, priority=1)
 
     @rule(
@@ -423,7 +424,7 @@ class AnyPolicies(Machine):
         seconds=st.sampled_from([2.0, 6.0, 16.0]),
     )
     def add_one_after_another(self, priorities: list[int], seconds: float) -> None:
-        """Let some wait for longer than others: then it matters who goes first."""
+        """Add requests with different waits."""
         for priority in priorities:
             self.add(20, 3, shared=False, priority=priority)
             self.now += seconds
@@ -431,14 +432,14 @@ class AnyPolicies(Machine):
     @precondition(lambda self: len(getattr(self, "turned_away", "x")) == 0 and self.alive)
     @rule(data=st.data())
     def turn_away(self, data: st.DataObject) -> None:
-        """Have one that cannot begin: no LoRA slot, a grammar that compiles."""
+        """Block a request, as without a LoRA slot or while a grammar compiles."""
         waiting = sorted(r.request_id for r in self.scheduler.waiting)
         if waiting:
             self.turned_away.add(data.draw(st.sampled_from(waiting)))
 
     @rule()
-    def let_in(self) -> None:
-        """Let it begin after all."""
+    def unblock(self) -> None:
+        """Unblock requests."""
         self.turned_away.clear()
 
     def _schedule(self) -> None:
@@ -460,8 +461,8 @@ class AnyPolicies(Machine):
         else:
             self.kept_steps = 0
 
-    def _judged(self, preempt: Callable[..., None]) -> Callable[..., None]:
-        """Let nobody be preempted for one of a lesser class; a reset preempts everybody."""
+    def _check_preemptions(self, preempt: Callable[..., None]) -> Callable[..., None]:
+        """Return `preempt` with a check that the victim's class is lowest; a reset preempts all."""
         scheduler = self.scheduler
 
         def judging(victim: Any, *args: Any, **kwargs: Any) -> None:
@@ -471,11 +472,11 @@ class AnyPolicies(Machine):
 
         return judging
 
-    def _judge_choices(self, settings: dict[str, Any]) -> None:
-        """Let the bound of each lane hold, by our own clock, whenever it is asked who enters.
+    def _check_choices(self, settings: dict[str, Any]) -> None:
+        """Check the bound of each lane at every choice of the queue.
 
-        Once a lane's front has waited for so long `lanes` holds it no more, and nobody goes before
-        it but others like it, and an urgent one that has waited for its own bound.
+        After its bound, a lane's head is not held by `lanes`, and only other overdue heads pass it,
+        or an urgent request beyond its own bound.
         """
         queue = self.scheduler.waiting
         names = [policy.name for policy in self.scheduler._policies]
@@ -489,7 +490,7 @@ class AnyPolicies(Machine):
             return self.waited.get(request, 0.0) >= settings[f"{lane_of(request)}_max_wait_s"]
 
         def is_overdue(request: Any) -> bool:
-            # The next of a lane has its turn when the one that was released is done.
+            # The next overdue request of a lane waits until the released one is done.
             released = lanes._overdue.released.get(lane_of(request))
             served = any(r.request_id == released for r in self.scheduler.running)
             return lane_of(request) != "urgent" and has_waited(request) and not served
@@ -506,24 +507,24 @@ class AnyPolicies(Machine):
             lanes_of_group = queue._heaps.values()
             fronts = [heap[0].request for lanes in lanes_of_group for heap in lanes.values()]
             overdue = [r for r in fronts if gates[r] is Gate.OPEN and is_overdue(r)]
-            # One that was preempted stands for the longest wait behind it.
+            # A preempted request represents the longest wait behind it.
             if overdue and chosen not in overdue and not chosen.num_preemptions:
                 patient = lane_of(chosen) == "urgent" and has_waited(chosen)
-                assert patient, "one was passed who has waited for its lane's bound"
+                assert patient, "an overdue request of a lane was passed"
                 self.passing.add(chosen.request_id)
             return chosen
 
         rules.gate_of, queue._choose = gate_of, choosing
 
     def _check_turns(self, admitted: list[Any]) -> None:
-        """Let urgent ones and the overdue take turns where both have waited for long."""
+        """Check that overdue urgent requests and other overdue requests take turns."""
         for request in admitted:
             if request.request_id in self.passing:
                 self.passed += 1
             elif lane_of(request) != "urgent":
                 self.passed = 0
         self.passing.clear()
-        assert self.passed <= 1, "one overdue was passed by urgent ones in a row"
+        assert self.passed <= 1, "an overdue request was passed by several urgent requests"
 
     def _check_progress(self, tokens: Any) -> None:
         if self.alive.keys() <= self.turned_away:
@@ -532,17 +533,17 @@ class AnyPolicies(Machine):
             super()._check_progress(tokens)
 
     def _check_pauses(self, decodes: list[Any], output: Any, begun: float) -> None:
-        """Let no decode stand still for longer than the bound on pauses."""
+        """Check that no decode pauses for longer than the bound."""
         out = {r.request_id for r in decodes} - output.num_scheduled_tokens.keys()
         if output.preempted_req_ids:
-            # Upstream ends a step where one gives way to itself: whoever follows is in the next.
+            # Upstream ends a step when a request preempts itself; later ones are in the next step.
             out &= self.left_out_since.keys()
         self.left_out_since = {name: self.left_out_since.get(name, begun) for name in out}
         for since in self.left_out_since.values():
-            assert begun - since < self.most_pause_s, "decodes were paused beyond the bound"
+            assert begun - since < self.max_pause_s, "decodes were paused beyond the bound"
 
     def _check_waits(self, waited: dict[Any, float]) -> None:
-        """Let nobody wait on beyond every bound where there is a slot and room, and no prefill."""
+        """Check that no request waits beyond every bound with a slot, room and no prefill."""
         scheduler = self.scheduler
         room = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * 16 - 32
         waiting = [r for r in scheduler.waiting if r.request_id not in self.turned_away]
@@ -554,21 +555,21 @@ class AnyPolicies(Machine):
             and all(r.num_tokens <= room for r in waiting)
             and len(scheduler.running) < scheduler.max_num_active_reqs
             and not any(r.is_prefill_chunk for r in scheduler.running)
-            # The next overdue one of a lane enters when the last one is done.
+            # The next overdue request of a lane enters when the released one is done.
             and not (lanes and lanes._overdue.released)
         )
         self.kept_steps = self.kept_steps + 1 if kept else 0
-        # A hold, for the sake of others, may last for a second: a hundred steps.
-        most = 120 if any(p.name == "deferred_prefill" for p in scheduler._policies) else 20
-        assert self.kept_steps <= most, "one waits beyond every bound with everything free"
+        # A hold of `deferred_prefill` may last for a second: a hundred steps.
+        limit = 120 if any(p.name == "deferred_prefill" for p in scheduler._policies) else 20
+        assert self.kept_steps <= limit, "a request waits beyond every bound with everything free"
 
     def _check_longs(
         self, running: list[Any], admitted: list[Any], tokens: Any, waited: dict[Any, float]
     ) -> None:
-        """Limits on longs are the other machine's."""
+        """Skip the checks of the other machine."""
 
     def teardown(self) -> None:
-        """Read what is counted and shown, which must make sense."""
+        """Check that gauges and counters are finite."""
         if hasattr(self, "turned_away"):
             self.turned_away.clear()
         super().teardown()
@@ -580,20 +581,20 @@ class AnyPolicies(Machine):
 
 
 class AsyncAnyPolicies(AnyPolicies):
-    """And with two steps in flight."""
+    """Any policies, with two steps in flight."""
 
     kind = PolicyScheduler
     depth = 2
 
 
 class DraftedAnyPolicies(AnyPolicies):
-    """And with drafts, of which there are none as often as some."""
+    """Any policies, with drafts in about half of the steps."""
 
     drafts = 4
 
 
 class AsyncMachine(Machine):
-    """The same with two steps in flight."""
+    """The state machine with two steps in flight."""
 
     kind = PolicyScheduler
     depth = 2
@@ -602,14 +603,14 @@ class AsyncMachine(Machine):
 @pytest.mark.parametrize(
     "machine", [Machine, AsyncMachine, AnyPolicies, AsyncAnyPolicies, DraftedAnyPolicies]
 )
-def test_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
+def test_invariants_hold_in_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
             max_examples=40,
             stateful_step_count=40,
             deadline=None,
-            # No shrinking: it would take minutes, and the events printed are few enough.
+            # No shrinking, because it takes minutes.
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),

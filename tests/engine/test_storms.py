@@ -1,8 +1,7 @@
-"""Storms over vLLM's real scheduler: everybody leaves, everything is preempted, the clock jumps.
+"""Storms on vLLM's real scheduler: mass aborts, preemptions, clock jumps and pauses.
 
-Seeded, with all policies on in turn. After a storm everybody who stayed gets done, no block of the
-cache is held, and the books of the queue are right; a step costs no more with ten thousand waiting
-than with a hundred; and nobody waits beyond a policy's bound.
+Seeded, for each policy. After a storm all remaining requests finish and no state is left. A step
+costs the same with ten thousand waiting requests, and no wait exceeds a policy's bound.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ JUMPS = (-1e9, -3600.0, -31.0, -0.5, 0.5, 31.0, 3600.0, 1e9)
 
 
 class Engine:
-    """A scheduler, its clock, and those who are in it; two steps in flight if asynchronous."""
+    """A scheduler with its clock and requests; two steps in flight if asynchronous."""
 
     def __init__(self, policies: dict[str, dict[str, Any]], *, ahead: bool, **options: Any) -> None:
         self.now = 1000.0
@@ -57,47 +56,47 @@ class Engine:
         self.scheduler.waiting._clock = lambda: self.now
         self.alive: dict[str, Any] = {}
         self.in_flight: deque[Any] = deque()
-        self.begun: dict[str, float] = {}  # when each was computed first
+        self.begun: dict[str, float] = {}  # time of the first step of each
 
     def add(self, tokens: int, output: int = 4, priority: int = 0) -> str:
-        """Let a prompt arrive."""
+        """Add a request; return its name."""
         request = make_request(tokens, output=output, priority=priority, hashed=False)
         self.scheduler.add_request(request)
         self.alive[request.request_id] = request
         return str(request.request_id)
 
     def abort(self, names: list[str]) -> None:
-        """Let clients leave."""
+        """Abort requests."""
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
         for name in names:
             self.alive.pop(name, None)
 
     def step(self, seconds: float = 0.02) -> int:
-        """Schedule once, and take in what is due; returns the tokens scheduled."""
+        """Schedule a step, and process due results; return the scheduled tokens."""
         output = self.scheduler.schedule()
         for name in output.num_scheduled_tokens:
             self.begun.setdefault(name, self.now)
         self.in_flight.append((output, answer(self.scheduler, output)))
         self.now += seconds
         while len(self.in_flight) >= self.depth:
-            self.land()
+            self.process_result()
         return int(output.total_num_scheduled_tokens)
 
-    def land(self) -> None:
-        """Take in the oldest step's result."""
+    def process_result(self) -> None:
+        """Process the oldest step's result."""
         self.scheduler.update_from_output(*self.in_flight.popleft())
         for name in [n for n, r in self.alive.items() if r.is_finished()]:
             del self.alive[name]
 
-    def settles(self, most: int = CALM) -> None:
-        """See everybody done, and nothing left of them."""
-        for _ in range(most):
+    def run_to_end(self, max_steps: int = CALM) -> None:
+        """Run until all requests are done, and check that no state is left."""
+        for _ in range(max_steps):
             if not self.alive:
                 break
             self.step()
         assert not self.alive, f"{len(self.alive)} never finish"
         while self.in_flight:
-            self.land()
+            self.process_result()
         scheduler = self.scheduler
         assert scheduler.get_request_counts() == (0, 0)
         assert scheduler.kv_cache_manager.usage == 0
@@ -106,22 +105,22 @@ class Engine:
         assert not scheduler.requests
 
 
-def storm(engine: Engine, dice: random.Random, what: str) -> None:
-    """Let one kind of thing befall an engine, as often as it goes."""
+def storm(engine: Engine, dice: random.Random, kind: str) -> None:
+    """Run steps with random events of one kind."""
     for _ in range(STEPS):
         for _ in range(dice.choice((0, 1, 1, 8))):
             tokens = dice.choice((5, 20, 60, 90, 300, 900))
             engine.add(tokens, dice.randrange(1, 30), dice.randrange(3))
-        if what == "aborts" and dice.random() < 0.3:
+        if kind == "aborts" and dice.random() < 0.3:
             names = sorted(engine.alive)
             engine.abort(dice.sample(names, int(len(names) * dice.choice((0.1, 0.5, 1.0)))))
-        if what == "preemptions" and dice.random() < 0.2:
+        if kind == "preemptions" and dice.random() < 0.2:
             while engine.in_flight:
-                engine.land()
+                engine.process_result()
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        if what == "clock" and dice.random() < 0.3:
+        if kind == "clock" and dice.random() < 0.3:
             engine.now += dice.choice(JUMPS)
-        if what == "pauses" and dice.random() < 0.3:
+        if kind == "pauses" and dice.random() < 0.3:
             engine.scheduler.set_pause_state(dice.choice(list(PauseState)))
         engine.step()
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -131,17 +130,17 @@ def storm(engine: Engine, dice: random.Random, what: str) -> None:
     ("name", "ahead"),
     [*((name, False) for name in SETS), *((name, True) for name in ("long_prompt", "most"))],
 )
-def test_after_any_storm_everybody_gets_done(name: str, ahead: bool) -> None:
-    for number, what in enumerate(("aborts", "preemptions", "clock", "pauses")):
-        dice = random.Random(f"{name} {what}")
+def test_all_requests_finish_after_a_storm(name: str, ahead: bool) -> None:
+    for number, kind in enumerate(("aborts", "preemptions", "clock", "pauses")):
+        dice = random.Random(f"{name} {kind}")
         engine = Engine(SETS[name], ahead=ahead, num_blocks=TINY, max_num_seqs=16)
-        storm(engine, dice, what)
-        # Those who are left are aborted in one of them: a worker that is told to stop.
+        storm(engine, dice, kind)
+        # All are aborted after one storm, as when a worker stops.
         if number == 0:
             engine.abort(sorted(engine.alive))
         else:
             engine.abort(sorted(engine.alive)[: len(engine.alive) * 3 // 4])
-        engine.settles()
+        engine.run_to_end()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_after_any_storm_everybody_gets_done(name: str, ahead: bool) -> None:
 )
 def test_the_cost_of_a_step_does_not_grow_with_the_number_of_waiting_requests(name: str) -> None:
     def calls(waiting: int) -> int:
-        """Count Python calls in some steps with so many waiting, and slots for eight."""
+        """Return the Python calls of 30 steps with `waiting` requests and eight slots."""
         engine = Engine(SETS[name], ahead=False, num_blocks=ROOMY, max_num_seqs=8)
         for number in range(waiting):
             engine.add(900 if number % 10 == 0 else 20, 8, number % 3)
@@ -170,10 +169,10 @@ def test_the_cost_of_a_step_does_not_grow_with_the_number_of_waiting_requests(na
                 sys.setprofile(before)
             engine.in_flight.append((output, answer(engine.scheduler, output)))
             engine.now += 0.02
-            engine.land()
-        # And all can leave at once.
+            engine.process_result()
+        # All requests can be aborted at once.
         engine.abort(sorted(engine.alive))
-        engine.settles(10)
+        engine.run_to_end(10)
         return count
 
     # The queue sorts by urgency at times: a factor, not a hundred of them.
@@ -181,7 +180,7 @@ def test_the_cost_of_a_step_does_not_grow_with_the_number_of_waiting_requests(na
 
 
 def waits(policies: dict[str, dict[str, Any]], *, many_longs: bool) -> list[float]:
-    """Let shorts keep coming at a third of what the engine can do, and longs among them."""
+    """Return all waits under a stream of shorts at a third of the capacity, with some longs."""
     engine = Engine(policies, ahead=False, num_blocks=ROOMY, max_num_seqs=16)
     arrived: dict[str, float] = {}
     for number in range(800):
@@ -191,12 +190,12 @@ def waits(policies: dict[str, dict[str, Any]], *, many_longs: bool) -> list[floa
         elif not many_longs and number % 50 == 0:
             arrived |= {engine.add(500, 3, priority): engine.now for priority in (0, 1)}
         engine.step(0.05)
-    engine.settles()
+    engine.run_to_end()
     return sorted(engine.begun[one] - since for one, since in arrived.items())
 
 
 def unbounded(policies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the same with waits that may last for ever."""
+    """Return the policies with unlimited waits."""
     return {
         name: {key: 1e9 if key.endswith("max_wait_s") else value for key, value in settings.items()}
         for name, settings in policies.items()
@@ -204,19 +203,19 @@ def unbounded(policies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["long_prompt", "lanes", "static_batching", "most"])
-def test_nobody_waits_beyond_the_bound(name: str) -> None:
+def test_wait_never_exceeds_the_bound(name: str) -> None:
     bounds = MAX_WAIT * len({"lanes", "long_prompt", "static_batching"} & {*SETS[name]})
     many_longs = name == "long_prompt"
     found = waits(SETS[name], many_longs=many_longs)
     assert found[-1] <= bounds + 1.0
-    if name != "static_batching":  # where all wait for a batch
+    if name != "static_batching":  # all requests wait for a batch
         assert found[len(found) // 2] < 0.5
-    # It is the bound that does it.
+    # Without the bound, waits are longer.
     assert waits(unbounded(SETS[name]), many_longs=many_longs)[-1] > bounds + 4.0
 
 
-def test_a_clock_that_stands_still_or_goes_back_holds_nobody() -> None:
-    """Bounds in time alone would: with nothing running, every gate is open."""
+def test_clock_that_stops_or_goes_back_holds_no_request() -> None:
+    """With nothing running, every gate is open."""
     for step_s in (0.0, -1.0):
         engine = Engine(SETS["most"], ahead=False, num_blocks=TINY, max_num_seqs=4)
         for number in range(60):
@@ -226,4 +225,4 @@ def test_a_clock_that_stands_still_or_goes_back_holds_nobody() -> None:
                 break
             engine.step(step_s)
         assert not engine.alive
-        engine.settles()
+        engine.run_to_end()

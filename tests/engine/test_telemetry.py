@@ -1,4 +1,4 @@
-"""What is seen of real schedulers: gauges, counters and the trace of what they did."""
+"""Gauges, counters and the trace of real schedulers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from vllm_sched.engine import metrics, telemetry
 from vllm_sched.engine.trace import VARIABLE
 
 LONG = {"long_prompt": {"long_prefill_token_threshold": 80}}
-BETWEEN = 0.004  # two steps, of an engine that has one at a time
+BETWEEN = 0.004  # seconds between two steps of a synchronous engine
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    """Have schedulers count into one registry of this process, and write at every step."""
+    """Make schedulers write metrics to this registry at every step."""
     registry = CollectorRegistry()
 
     class Here(metrics.Metrics):
@@ -43,7 +43,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Have schedulers trace into this file."""
+    """Make schedulers trace to this file."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "trace.json"))
     monkeypatch.setattr(telemetry, "_on_signal", lambda *_: None)
     return tmp_path / "trace.json"
@@ -55,7 +55,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     return list(events)
 
 
-def test_off_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_is_off_without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (VARIABLE, metrics_folder.METRICS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     scheduler = make_scheduler(LONG)
@@ -65,14 +65,14 @@ def test_off_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler.shutdown()
 
 
-def test_who_waits_runs_and_is_held(registry: CollectorRegistry) -> None:
+def test_gauges_count_waiting_running_and_held_requests(registry: CollectorRegistry) -> None:
     share = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
     scheduler = make_scheduler(share)
     scheduler.add_request(make_request(20, output=100))
     step(scheduler)
     for tokens in (500, 400, 300):
         scheduler.add_request(make_request(tokens, output=3))
-    assert sum(step(scheduler).values()) == 32 + 1  # what is left is for nobody who is held
+    assert sum(step(scheduler).values()) == 32 + 1  # the rest is not given to held requests
     short, long = ("long_prompt", "short"), ("long_prompt", "long")
     assert values(registry, "requests_waiting") == {short: 0, long: 2}
     assert values(registry, "requests_running") == {short: 1, long: 1}
@@ -93,7 +93,7 @@ def test_who_waits_runs_and_is_held(registry: CollectorRegistry) -> None:
     assert tokens == {("prefill",): 1220, ("decode",): 99 + 3 * 2}
 
 
-def test_each_is_held_by_one(registry: CollectorRegistry) -> None:
+def test_request_is_held_by_one_policy(registry: CollectorRegistry) -> None:
     share = {**LONG["long_prompt"], "long_prefill_share": 0.5}
     scheduler = make_scheduler({"lanes": {}, "long_prompt": share})
     scheduler.add_request(make_request(10, output=500))
@@ -113,10 +113,10 @@ def test_each_is_held_by_one(registry: CollectorRegistry) -> None:
     }  # fmt: skip
 
 
-def test_what_was_done_just_before_all_are_gone_is_shown(
+def test_metrics_are_written_when_the_engine_becomes_idle(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody may come for hours after."""
+    """The next request may arrive hours later."""
     monkeypatch.setattr(metrics, "WRITE_EVERY_S", 1e9)
     scheduler = make_scheduler(LONG)
     for number in (1, 2, 3):
@@ -127,7 +127,7 @@ def test_what_was_done_just_before_all_are_gone_is_shown(
         assert values(registry, "step_seconds_count")["decode",] == 4 * number
 
 
-def test_nobody_held_is_seen_from_the_first_step_on(registry: CollectorRegistry) -> None:
+def test_held_gauges_exist_from_the_first_step(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler({"rotation": {}, "long_prompt": LONG["long_prompt"]})
     scheduler.add_request(make_request(10))
     step(scheduler)
@@ -137,7 +137,7 @@ def test_nobody_held_is_seen_from_the_first_step_on(registry: CollectorRegistry)
     assert values(registry, "prefills_running") == {("short",): 0}
 
 
-def test_the_time_held_is_no_wait_for_a_slot(registry: CollectorRegistry) -> None:
+def test_hold_time_excludes_the_wait_for_a_slot(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler(
         {"deferred_prefill": {"departures": 2, "max_delay_ms": 1e6}}, max_num_seqs=2
     )
@@ -150,13 +150,13 @@ def test_the_time_held_is_no_wait_for_a_slot(registry: CollectorRegistry) -> Non
         for name in step(scheduler):
             begun.setdefault(name, now[0] - 1000)
         now[0] += 1
-    # A slot is free for three seconds before two are: as often as somebody waits for two.
+    # One slot is free for three seconds before two are, for each pair that waits.
     assert list(begun.values()) == [0, 0, 5, 5, 10, 10]
     assert values(registry, "hold_seconds_count") == {("deferred_prefill",): 4}
     assert values(registry, "hold_seconds_sum") == {("deferred_prefill",): 2 * 3 + 2 * 6}
 
 
-def test_while_the_engine_is_paused_no_policy_holds_anybody(registry: CollectorRegistry) -> None:
+def test_paused_engine_counts_no_holds(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler({"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}})
     now = [1000.0]
     scheduler.clock = scheduler.waiting._clock = lambda: now[0]
@@ -175,7 +175,7 @@ def test_while_the_engine_is_paused_no_policy_holds_anybody(registry: CollectorR
     assert values(registry, "hold_seconds_count") == {}
 
 
-def test_who_comes_once_a_hold_is_over_was_not_held(registry: CollectorRegistry) -> None:
+def test_request_after_the_end_of_a_hold_was_not_held(registry: CollectorRegistry) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = make_scheduler({"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}})
@@ -196,7 +196,7 @@ def test_who_comes_once_a_hold_is_over_was_not_held(registry: CollectorRegistry)
     assert values(registry, "hold_seconds_count") == {}
 
 
-def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -> None:
+def test_no_request_counts_as_held_without_a_free_slot(registry: CollectorRegistry) -> None:
     policies = {"deferred_prefill": {"departures": 2}}
     scheduler = make_scheduler(policies, max_num_seqs=2)
     for output in (2, 9, 9, 9, 9):
@@ -210,7 +210,7 @@ def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -
     assert max(seen) == 3
 
 
-def test_nor_where_sessions_that_wait_for_input_have_the_rest(registry: CollectorRegistry) -> None:
+def test_no_request_counts_as_held_if_sessions_have_the_slots(registry: CollectorRegistry) -> None:
     share = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
     scheduler = make_scheduler(share, max_num_seqs=4)
     scheduler.add_request(make_request(20, output=100))
@@ -225,7 +225,7 @@ def test_nor_where_sessions_that_wait_for_input_have_the_rest(registry: Collecto
     assert sum(values(registry, "requests_held").values()) == 0
 
 
-def test_who_left_is_not_the_one_that_waits_longest(registry: CollectorRegistry) -> None:
+def test_aborted_request_is_not_the_oldest_wait(registry: CollectorRegistry) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = make_scheduler(LONG, max_num_seqs=1)
@@ -246,7 +246,7 @@ def test_who_left_is_not_the_one_that_waits_longest(registry: CollectorRegistry)
     assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 0
 
 
-def test_a_short_that_was_not_held_is_no_hold(registry: CollectorRegistry) -> None:
+def test_short_that_was_not_held_is_no_hold(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler(LONG)
     scheduler.add_request(make_request(500))
     step(scheduler)
@@ -258,7 +258,7 @@ def test_a_short_that_was_not_held_is_no_hold(registry: CollectorRegistry) -> No
     }  # fmt: skip
 
 
-def test_the_last_word_is_that_all_are_gone(
+def test_last_write_shows_an_idle_engine(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "WRITE_EVERY_S", 1e9)
@@ -271,7 +271,7 @@ def test_the_last_word_is_that_all_are_gone(
     assert sum(values(registry, "steps_total").values()) > 8
 
 
-def test_an_aborted_last_request_is_gone_too(registry: CollectorRegistry) -> None:
+def test_abort_of_the_last_request_is_written(registry: CollectorRegistry) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = make_scheduler(LONG)
@@ -285,7 +285,7 @@ def test_an_aborted_last_request_is_gone_too(registry: CollectorRegistry) -> Non
     assert values(registry, "steps_total")["empty",] == 1
 
 
-def test_without_policies_it_is_seen_all_the_same(registry: CollectorRegistry) -> None:
+def test_scheduler_without_policies_has_metrics(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler(None, max_num_seqs=1)
     for tokens in (100, 50):
         scheduler.add_request(make_request(tokens, output=2))
@@ -308,7 +308,7 @@ def test_without_policies_it_is_seen_all_the_same(registry: CollectorRegistry) -
     ],
     ids=str,
 )
-def test_predictions_come_with_what_they_are_made_of(
+def test_predictions_are_exported_with_their_coefficients(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
     policies: Mapping[str, Mapping[str, object]],
@@ -331,13 +331,13 @@ def test_predictions_come_with_what_they_are_made_of(
 
 @pytest.mark.parametrize("policies", [LONG, {"chunk_budget": {}}], ids=str)
 @pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
-def test_a_model_that_is_right_is_off_by_nothing(
+def test_correct_model_has_no_prediction_error(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
     kind: type,
     policies: Mapping[str, Mapping[str, object]],
 ) -> None:
-    """On either scheduler, whoever the fit is of, and whatever the engine does between steps."""
+    """For either scheduler, any fit, and any pause between steps."""
     right = StepTime(
         decode_fixed_s=9e-3, decode_s=1e-4, context_s=1e-6, prefill_fixed_s=5e-3, prefill_s=5e-5,
         pair_s=1e-8, mixed_s=1e-3,
@@ -364,7 +364,7 @@ def test_a_model_that_is_right_is_off_by_nothing(
                 chunks = list(note.chunks.values())
                 shape = StepShape.of(chunks, note.decodes, note.context_tokens)
                 seconds = right.seconds(shape)
-                # With one step at a time, who decodes waits for the time between two steps too.
+                # In a synchronous engine, decodes also wait between two steps.
                 seconds -= BETWEEN if at_once == 1 and shape.decodes else 0.0
             under_way.append((output, answered, seconds))
             if len(under_way) < at_once:
@@ -388,7 +388,7 @@ def test_a_model_that_is_right_is_off_by_nothing(
 
 @pytest.mark.parametrize("policies", [None, LONG, {"long_prompt": {"max_num_partial_prefills": 1}}])
 @pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
-def test_the_trace_holds_every_request_and_every_token(
+def test_trace_has_every_request_and_every_token(
     file: Path, kind: type, policies: Mapping[str, Mapping[str, object]] | None
 ) -> None:
     scheduler = make_scheduler(policies, scheduler_cls=kind)
@@ -413,8 +413,8 @@ def test_the_trace_holds_every_request_and_every_token(
         assert computed == [sum(tokens["prefill"][:i]) for i in range(len(computed))]
 
 
-def test_a_preemption_is_seen(file: Path) -> None:
-    # Two prompts of 14 blocks, room for 16 and a bit: one must make way when both have grown.
+def test_trace_shows_a_preemption(file: Path) -> None:
+    # Two prompts of 14 blocks in a cache of 31: one is preempted when both have grown.
     scheduler = make_scheduler(None, budget=512, num_blocks=32)
     requests = [make_request(220, output=60) for _ in range(2)]
     for request in requests:
@@ -431,7 +431,7 @@ def test_a_preemption_is_seen(file: Path) -> None:
     assert all(track[i + 1]["name"] == "prefill" for i in out)
 
 
-def test_steps_that_overlap_are_drawn_one_after_the_other(file: Path) -> None:
+def test_overlapping_steps_are_drawn_sequentially(file: Path) -> None:
     scheduler = make_scheduler(LONG, async_scheduling=True)
     for tokens in (300, 40):
         scheduler.add_request(make_request(tokens, output=5))
@@ -451,7 +451,7 @@ def test_steps_that_overlap_are_drawn_one_after_the_other(file: Path) -> None:
     assert sum(e["args"]["tokens"] for e in slices(events, ENGINE)["steps"]) == 340 + 2 * 4
 
 
-def test_one_that_gives_up_while_waiting_is_in_the_trace(file: Path) -> None:
+def test_trace_has_a_request_aborted_while_waiting(file: Path) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = make_scheduler(LONG)
@@ -466,7 +466,7 @@ def test_one_that_gives_up_while_waiting_is_in_the_trace(file: Path) -> None:
     assert [e["name"] for e in track] == ["waiting"]
 
 
-def test_an_engine_goes_on_when_looking_fails(
+def test_engine_continues_after_a_telemetry_error(
     registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = make_scheduler(LONG)

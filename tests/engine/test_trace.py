@@ -1,4 +1,4 @@
-"""The trace: what is kept of the steps, and the file that Perfetto reads."""
+"""The trace of the engine, and its file for Perfetto."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(
     decode: dict[str, int] | None = None,
     **more: Any,
 ) -> StepNote:
-    """Make a step of prefills (tokens, context) and decodes (tokens)."""
+    """Return a step of prefills (tokens, context) and decodes (tokens)."""
     prefill, decode = prefill or {}, decode or {}
     tokens = {name: tokens for name, (tokens, _) in prefill.items()} | decode
     contexts = {name: context for name, (_, context) in prefill.items()}
@@ -43,7 +43,7 @@ def step(
 
 
 def events(log: list[QueuedRequest | StepNote], now: float) -> list[Event]:
-    """Write a log, read it back as JSON, and check what any such file must keep."""
+    """Write a log, check the file's invariants, and return its events."""
     file = json.loads("".join(chrome(log, now)))
     assert file["otherData"] == {"clock": "monotonic"}
     check(file["traceEvents"])
@@ -61,7 +61,7 @@ def slices(found: list[Event], process: int) -> dict[str, list[Event]]:
 
 
 def check(found: list[Event]) -> None:
-    """On no track do slices overlap, and requests' tokens add up to those of the steps."""
+    """Check that slices do not overlap, and that requests' tokens add up to the steps'."""
     for process in (ENGINE, REQUESTS):
         for name, track in slices(found, process).items():
             assert all(e["dur"] >= 0 for e in track), name
@@ -78,12 +78,12 @@ def check(found: list[Event]) -> None:
     assert of_requests == of_steps
 
 
-def told(track: list[Event]) -> list[tuple[str, int, int, int | None]]:
-    """Return what a track shows: name, start and end in microseconds, tokens."""
+def slices_of(track: list[Event]) -> list[tuple[str, int, int, int | None]]:
+    """Return a track's slices: name, start and end in microseconds, tokens."""
     return [(e["name"], e["ts"], e["ts"] + e["dur"], e["args"].get("tokens")) for e in track]
 
 
-def test_a_request_waits_is_prefilled_chunk_by_chunk_and_decodes() -> None:
+def test_request_has_slices_for_wait_chunks_and_decodes() -> None:
     log = [
         QueuedRequest(1.0, "r", 100),
         step(1, 2.0, 3.0, {"r": (64, 0)}),
@@ -93,7 +93,7 @@ def test_a_request_waits_is_prefilled_chunk_by_chunk_and_decodes() -> None:
     found = events(log, 4.0)
     (name, track), *rest = slices(found, REQUESTS).items()
     assert (name, rest) == ("r (100 tokens)", [])
-    assert told(track) == [
+    assert slices_of(track) == [
         ("waiting", 1_000_000, 2_000_000, None),
         ("prefill", 2_000_000, 3_000_000, 64),
         ("prefill", 3_000_000, 3_500_000, 36),
@@ -107,7 +107,7 @@ def test_a_request_waits_is_prefilled_chunk_by_chunk_and_decodes() -> None:
     }  # fmt: skip
 
 
-def test_a_mixed_step_is_both_and_its_counters_say_how_much_of_each() -> None:
+def test_mixed_step_has_counters_of_prefill_and_decode() -> None:
     found = events([step(1, 0.0, 1.0, {"p": (30, 0)}, {"d": 1, "e": 3})], 1.0)
     assert slices(found, ENGINE)["steps"][0]["name"] == "mixed"
     counters = {e["name"]: e["args"] for e in found if e["ph"] == "C"}
@@ -118,40 +118,40 @@ def test_a_mixed_step_is_both_and_its_counters_say_how_much_of_each() -> None:
     }
 
 
-def test_a_preempted_request_is_out_until_it_runs_again() -> None:
+def test_preempted_request_has_a_slice_until_it_runs_again() -> None:
     log = [
         step(1, 0.0, 1.0, decode={"a": 1, "b": 1}),
         step(2, 1.0, 2.0, decode={"a": 1}, preempted={"b"}),
         step(3, 2.0, 3.0, {"b": (20, 0)}, {"a": 1}),
     ]
     track = slices(events(log, 3.0), REQUESTS)["b (came before)"]
-    assert told(track) == [
+    assert slices_of(track) == [
         ("decode", 0, 1_000_000, 1),
         ("preempted", 1_000_000, 2_000_000, None),
         ("prefill", 2_000_000, 3_000_000, 20),
     ]
 
 
-def test_one_that_is_skipped_for_a_step_leaves_a_gap() -> None:
+def test_request_without_tokens_in_a_step_has_a_gap() -> None:
     log = [step(i, i, i + 1.0, decode={"a": 1} if i % 2 else {"b": 1}) for i in range(4)]
     track = slices(events(log, 4.0), REQUESTS)["a (came before)"]
-    assert [(start, end) for _, start, end, _ in told(track)] == [
+    assert [(start, end) for _, start, end, _ in slices_of(track)] == [
         (1_000_000, 2_000_000), (3_000_000, 4_000_000),
     ]  # fmt: skip
 
 
-def test_who_waits_waits_until_now_or_until_giving_up() -> None:
+def test_waiting_slice_ends_now_or_at_the_abort() -> None:
     log = [
         QueuedRequest(0.5, "stays", 9),
         QueuedRequest(0.5, "leaves", 9),
         step(1, 1.0, 2.0, decode={"a": 1}, gone={"leaves", "never seen"}),
     ]
     tracks = slices(events(log, 4.0), REQUESTS)
-    assert told(tracks["stays (9 tokens)"]) == [("waiting", 500_000, 4_000_000, None)]
-    assert told(tracks["leaves (9 tokens)"]) == [("waiting", 500_000, 1_000_000, None)]
+    assert slices_of(tracks["stays (9 tokens)"]) == [("waiting", 500_000, 4_000_000, None)]
+    assert slices_of(tracks["leaves (9 tokens)"]) == [("waiting", 500_000, 1_000_000, None)]
 
 
-def test_a_name_used_again_is_another_track() -> None:
+def test_reused_name_gets_another_track() -> None:
     log = [
         QueuedRequest(0.0, "r", 1),
         step(1, 0.0, 1.0, {"r": (1, 0)}),
@@ -164,17 +164,17 @@ def test_a_name_used_again_is_another_track() -> None:
     assert len(tids) == 2
 
 
-def test_names_are_only_text() -> None:
+def test_names_are_escaped() -> None:
     name = 'r"\n\\{0}'
     log = [QueuedRequest(0.0, name, 1), step(1, 0.0, 1.0, {name: (1, 0)})]
     assert set(slices(events(log, 1.0), REQUESTS)) == {f"{name} (1 tokens)"}
 
 
-def test_an_empty_log_is_a_file_too() -> None:
+def test_empty_log_is_a_valid_file() -> None:
     assert not [e for e in events([], 1.0) if e["ph"] != "M"]
 
 
-def test_the_oldest_is_dropped_and_memory_is_bounded() -> None:
+def test_oldest_entries_are_dropped() -> None:
     trace = EngineTrace(most_entries=50)
     trace.arrived(0.0, "a", 10)
     for i in range(100):
@@ -186,7 +186,7 @@ def test_the_oldest_is_dropped_and_memory_is_bounded() -> None:
     assert set(slices(found, REQUESTS)) == {f"{name} (came before)" for name in "abc"}
 
 
-def test_a_step_that_alone_is_too_large_is_not_kept() -> None:
+def test_step_larger_than_the_limit_is_not_kept() -> None:
     trace = EngineTrace(most_entries=2)
     trace.stepped(step(1, 0.0, 1.0, decode={"a": 1, "b": 1}))
     assert (len(trace), trace.copy()) == (0, [])
@@ -196,11 +196,11 @@ def test_a_step_that_alone_is_too_large_is_not_kept() -> None:
     ("prefills", "decodes", "name"),
     [(1, 0, "prefill"), (0, 1, "decode"), (2, 3, "mixed"), (0, 0, "empty")],
 )
-def test_steps_are_named_by_what_they_compute(prefills: int, decodes: int, name: str) -> None:
+def test_steps_are_named_by_their_work(prefills: int, decodes: int, name: str) -> None:
     assert kind(prefills, decodes) == name
 
 
-def test_writing_replaces_the_file_at_once(tmp_path: Path) -> None:
+def test_write_replaces_the_file_atomically(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / "out.json")
     file.trace.arrived(0.0, "a", 1)
     file.write(1.0)
@@ -211,24 +211,24 @@ def test_writing_replaces_the_file_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_place_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_path_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = TraceFile(tmp_path / "gone" / "out.json")
     with caplog.at_level("ERROR", "vllm.vllm_sched"):
         file.write(1.0)
     assert "could not be written" in caplog.text
 
 
-def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trace_is_enabled_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert from_environment(0, 1) is None
     monkeypatch.setenv(VARIABLE, str(tmp_path / "t.json"))
-    asked = from_environment(0, 1)
-    assert asked is not None
-    assert asked.path == tmp_path / "t.json"
+    trace_file = from_environment(0, 1)
+    assert trace_file is not None
+    assert trace_file.path == tmp_path / "t.json"
 
 
-def test_engines_that_share_a_setting_write_a_file_each() -> None:
+def test_data_parallel_engines_write_separate_files() -> None:
     assert path_for(Path("a/t.json"), 0, 1) == Path("a/t.json")
     assert path_for(Path("a/t.json"), 1, 2) == Path("a/t.engine1.json")

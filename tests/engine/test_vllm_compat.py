@@ -1,4 +1,4 @@
-"""A vLLM that we do not know is refused in one line."""
+"""An unsupported vLLM is refused in one line."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SERVE = "import sys; from vllm_sched.cli.main import main; sys.exit(main(['serve
         ("dev", False),
     ],
 )
-def test_the_range(version: str, tested: bool) -> None:
+def test_tested_range_of_versions(version: str, tested: bool) -> None:
     assert vllm_compat.is_tested(version) is tested
 
 
-def test_an_untested_version_is_refused_unless_told_otherwise(
+def test_untested_version_is_refused_without_the_override(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.29.0")
@@ -57,24 +57,24 @@ def test_an_untested_version_is_refused_unless_told_otherwise(
         vllm_compat.require_tested_vllm()
 
 
-def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Scheduler, "_reserve_prefill_lookahead")
     with pytest.raises(UnsupportedVllmError, match=r"lacks Scheduler\._reserve_prefill_lookahead,"):
         vllm_compat.require_tested_vllm()
 
 
-def test_a_class_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.request.Request")
     with pytest.raises(UnsupportedVllmError, match=r"lacks a module or class \(.*'Request'"):
         vllm_compat.require_tested_vllm()
 
 
-def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "update_from_output", lambda _, output: output)
     assert vllm_compat.missing_seams() == ["Scheduler.update_from_output(scheduler_output)"]
 
 
-def test_what_the_cache_is_looked_up_with_is_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_lookup_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(KVCacheManager, "prefix_cache_lookup_enabled")
     renamed = lambda _, block_hashes, most: (block_hashes, most)  # noqa: E731
     monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", renamed)
@@ -84,7 +84,7 @@ def test_what_the_cache_is_looked_up_with_is_a_seam(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_missing_fields_are_named_before_anything_is_made() -> None:
+def test_missing_fields_are_named_without_an_instance() -> None:
     class Bare:
         def __init__(self) -> None:
             self.is_prefill_chunk = False
@@ -100,7 +100,7 @@ def test_missing_fields_are_named_before_anything_is_made() -> None:
     )
 
 
-def test_without_vllm_the_error_says_what_to_install() -> None:
+def test_missing_vllm_error_names_the_package() -> None:
     code = (
         "import sys; sys.modules['vllm'] = None\n"
         "import vllm_sched\n"
@@ -114,7 +114,7 @@ def test_without_vllm_the_error_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["-m", "vllm_sched.engine.server"], ["-c", SERVE]])
-def test_to_serve_with_an_untested_vllm_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+def test_serve_with_an_untested_vllm_prints_one_line(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.29.0'")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
@@ -141,8 +141,8 @@ SCHEDULERS = {
 } | {f"steps/{name}": {"scheduler", "self._scheduler"} for name in STEPS}
 
 
-def of_a_scheduler(module: str) -> dict[str, bool]:
-    """Return the attributes of the scheduler that a module uses, and whether it writes them."""
+def scheduler_attributes(module: str) -> dict[str, bool]:
+    """Return the scheduler's attributes that a module uses, and whether it writes them."""
     used: dict[str, bool] = {}
     for node in ast.walk(ast.parse((ENGINE / f"{module}.py").read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in SCHEDULERS[module]:
@@ -151,20 +151,20 @@ def of_a_scheduler(module: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("module", SCHEDULERS)
-def test_all_that_is_read_of_upstreams_scheduler_is_a_seam(module: str) -> None:
-    used = of_a_scheduler(module)
-    theirs = {name for name in used if hasattr(Scheduler, name)} | {
+def test_every_used_scheduler_attribute_is_checked(module: str) -> None:
+    used = scheduler_attributes(module)
+    upstream = {name for name in used if hasattr(Scheduler, name)} | {
         name for name in used if name in Scheduler.__init__.__code__.co_names
     }
-    ours = set().union(*map(vars, (PolicySteps, SchedulerTelemetry, SchedulerStats)))
-    for each in SCHEDULERS:
-        ours |= {name for name, written in of_a_scheduler(each).items() if written}
-    assert used.keys() - ours <= theirs
-    assert theirs - {"shutdown"} <= {*vllm_compat.METHODS, *vllm_compat.ATTRIBUTES}
+    own = set().union(*map(vars, (PolicySteps, SchedulerTelemetry, SchedulerStats)))
+    for other in SCHEDULERS:
+        own |= {name for name, written in scheduler_attributes(other).items() if written}
+    assert used.keys() - own <= upstream
+    assert upstream - {"shutdown"} <= {*vllm_compat.METHODS, *vllm_compat.ATTRIBUTES}
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_upstream_changes_no_chunk_where_no_drafter_looks_ahead(ahead: int) -> None:
+def test_upstream_keeps_chunks_without_a_look_ahead_drafter(ahead: int) -> None:
     ask = Scheduler._reserve_prefill_lookahead
     scheduler = SimpleNamespace(num_prefill_lookahead=ahead)
     assert not vllm_compat.looks_ahead(scheduler, ask)
@@ -174,7 +174,7 @@ def test_upstream_changes_no_chunk_where_no_drafter_looks_ahead(ahead: int) -> N
             assert ask(scheduler, request, 100, tokens) == max(tokens, 0)  # type: ignore[arg-type]
 
 
-def test_in_doubt_upstream_is_asked() -> None:
+def test_looks_ahead_is_true_in_doubt() -> None:
     ask = Scheduler._reserve_prefill_lookahead
     assert vllm_compat.looks_ahead(SimpleNamespace(num_prefill_lookahead=2), ask)
     assert vllm_compat.looks_ahead(SimpleNamespace(), ask)
@@ -183,7 +183,7 @@ def test_in_doubt_upstream_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(0, [64, 2]), (1, [64, 2]), (4, [62, 4])])
-def test_chunks_end_where_a_drafter_needs_them_to(
+def test_chunks_end_where_a_drafter_needs_them(
     ahead: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _: ahead))
@@ -193,7 +193,7 @@ def test_chunks_end_where_a_drafter_needs_them_to(
         assert [sum(step(scheduler).values()) for _ in chunks] == chunks
 
 
-def test_a_cache_without_its_watermark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cache_fields_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCacheManager, "__init__", lambda _: None)
     assert vllm_compat.missing_seams() == [
         f"KVCacheManager.{name}" for name in vllm_compat.CACHE_FIELDS

@@ -1,4 +1,4 @@
-"""Without chunked prefill prompts are read whole: policies hold some back, and cut none."""
+"""Without chunked prefill, policies hold prompts but do not cut them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
-# vLLM asks for a step that takes the longest prompt.
+# vLLM requires a budget for the longest prompt.
 CONTEXT, BUDGET, LONG = 400, 512, 100
 SETTINGS: dict[str, dict[str, Any]] = {
     "long_prompt": {"long_prefill_token_threshold": LONG},
     "deferred_prefill": {"departures": 3},
 }
 CUTS = "chunk_budget"
-# While one decodes; a batch is to end before others begin.
+# Steps while one request decodes; a static batch must end first.
 MOST_STEPS = {("static_batching",): 800}
 TOGETHER = ("lanes", "long_prompt", "deferred_prefill", "rotation")
 
 
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
 @pytest.mark.parametrize("names", [*((name,) for name in registry.POLICIES), TOGETHER])
-def test_everybody_is_served_and_no_prompt_is_cut(names: tuple[str, ...], kind: type) -> None:
+def test_all_requests_are_served_and_no_prompt_is_cut(names: tuple[str, ...], kind: type) -> None:
     if CUTS in names:
         with pytest.raises(UsageError, match=r"chunk_budget .* reads them whole"):
             make(names, kind)
         return
     scheduler = make(names, kind)
-    # Somebody decodes at all times: it is beside decodes that policies hold others back.
+    # A request decodes all the time, because policies hold prompts beside decodes.
     scheduler.add_request(make_request(8, output=390, name="decodes", hashed=False))
     rng = random.Random(6)
     coming, steps, served = 40, 0, set()
@@ -48,12 +48,12 @@ def test_everybody_is_served_and_no_prompt_is_cut(names: tuple[str, ...], kind: 
             served.add(name)
         scheduler.update_from_output(output, answer(scheduler, output))
         steps += 1
-        assert steps < MOST_STEPS.get(names, 380), "somebody waits for as long as another decodes"
+        assert steps < MOST_STEPS.get(names, 380), "a request waits until the decode ends"
     assert len(served) == 41
 
 
 def make(names: tuple[str, ...], kind: type) -> Any:
-    """Make such a scheduler."""
+    """Return a scheduler without chunked prefill."""
     return make_scheduler(
         {name: SETTINGS.get(name, {}) for name in names},
         scheduler_cls=kind,

@@ -350,7 +350,7 @@ def test_metrics_folder_is_removed_with_the_worker() -> None:
 def test_metrics_folder_is_removed_when_the_parent_dies() -> None:
     code = """
         import time
-            from tests.workers.test_launch import counting, metrics_folder_of
+        from tests.workers.test_launch import counting, metrics_folder_of
         worker = counting()
         worker.start()
         print(metrics_folder_of(worker), flush=True)

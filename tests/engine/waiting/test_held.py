@@ -1,4 +1,4 @@
-"""For how long a lane was held since any time: exact of late, rough of long ago, bounded."""
+"""The held time of a lane: exact for recent times, approximate for older ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from vllm_sched.engine.waiting.held import OLD_POINTS, HeldTime
 
 
-def test_a_lane_that_was_never_held() -> None:
+def test_held_time_of_a_lane_never_held_is_zero() -> None:
     assert HeldTime().since(0.0) == 0
 
 
-def test_the_time_since() -> None:
+def test_held_time_since_any_time() -> None:
     held = HeldTime()
     held.add(10.0, 11.0)
     held.add(11.0, 12.0)  # the next step
@@ -22,7 +22,7 @@ def test_the_time_since() -> None:
     assert {when: held.since(when) for when in expected} == pytest.approx(expected)
 
 
-def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
+def test_clock_that_stops_or_goes_back_adds_no_held_time() -> None:
     held = HeldTime()
     held.add(10.0, 12.0)
     for start, end in ((12.0, 12.0), (5.0, 6.0), (11.0, 12.0)):
@@ -32,7 +32,7 @@ def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
     assert held.since(0.0) == 3
 
 
-def test_of_long_ago_it_is_rough_and_the_sum_is_right() -> None:
+def test_old_held_time_is_approximate_and_bounded() -> None:
     held, dice = HeldTime(), random.Random(3)
     spans, now = [], 0.0
     for _ in range(20_000):

@@ -1,4 +1,4 @@
-"""The waiting queue of lanes, against upstream's and by its promises."""
+"""The waiting queue of lanes, against upstream's queue and by its own rules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm_sched.engine.waiting.queue import MAX_RETRIES, LaneQueue
 from vllm_sched.policies.types import Gate
 
 
-class Doorman:
-    """Lanes by the prompt's length, gates as the test sets them."""
+class FakeRules:
+    """Rules with lanes by prompt length, and gates that the test sets."""
 
     def __init__(self) -> None:
         self.gates = {("short",): Gate.OPEN, ("long",): Gate.OPEN}
         self.urgency = {("short",): 0.0, ("long",): 0.0}
-        self.asked = 0
+        self.calls = 0
         self.now = 0.0
         self.limit = 10
         self.read = 0
@@ -30,7 +30,7 @@ class Doorman:
         return ("long" if request.num_tokens > self.limit else "short",)
 
     def gate_of(self, lane: LaneKey, _: Request, waited: float) -> Gate:
-        self.asked += 1
+        self.calls += 1
         assert waited >= 0
         return self.gates[lane]
 
@@ -56,7 +56,7 @@ class Doorman:
 
 
 def admit_all(queue: Any) -> list[Request]:
-    """Peek and pop until nobody may enter."""
+    """Peek and pop until no request may enter."""
     out = []
     while queue:
         offered = queue.peek_request()
@@ -67,39 +67,39 @@ def admit_all(queue: Any) -> list[Request]:
 
 @pytest.mark.parametrize("by_priority", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_with_open_gates_it_is_upstreams_queue(by_priority: bool, seed: int) -> None:
+def test_queue_with_open_gates_matches_upstreams(by_priority: bool, seed: int) -> None:
     rng = random.Random(seed)
-    ours: Any = Doorman().queue(by_priority=by_priority)
-    theirs: Any = PriorityRequestQueue() if by_priority else FCFSRequestQueue()
+    queue: Any = FakeRules().queue(by_priority=by_priority)
+    upstream: Any = PriorityRequestQueue() if by_priority else FCFSRequestQueue()
     for _ in range(300):
         action = rng.random()
         if action < 0.5:
             request = make_request(rng.choice([5, 20]), priority=rng.randrange(4))
-            ours.add_request(request)
-            theirs.add_request(request)
-        elif action < 0.6 and theirs:
-            gone = rng.sample(list(theirs), k=min(3, len(theirs)))
-            ours.remove_requests(gone)
-            theirs.remove_requests(gone)
-        elif action < 0.75 and theirs:
+            queue.add_request(request)
+            upstream.add_request(request)
+        elif action < 0.6 and upstream:
+            gone = rng.sample(list(upstream), k=min(3, len(upstream)))
+            queue.remove_requests(gone)
+            upstream.remove_requests(gone)
+        elif action < 0.75 and upstream:
             # The scan skips a few and puts them back, the way upstream does; the next step begins.
-            number = min(len(theirs), 3)
-            skipped = [theirs.pop_request() for _ in range(number)][::-1]
-            assert [ours.pop_request() for _ in range(number)][::-1] == skipped
-            ours.prepend_requests(skipped)
-            theirs.prepend_requests(skipped)
-            ours.end_step()
-            ours.begin_step(0.0)
-        elif theirs:
-            assert ours.peek_request() is theirs.peek_request()
-            assert ours.pop_request() is theirs.pop_request()
-        assert len(ours) == len(theirs)
-        assert list(ours) == list(theirs)
-    assert admit_all(ours) == [theirs.pop_request() for _ in range(len(theirs))]
+            number = min(len(upstream), 3)
+            skipped = [upstream.pop_request() for _ in range(number)][::-1]
+            assert [queue.pop_request() for _ in range(number)][::-1] == skipped
+            queue.prepend_requests(skipped)
+            upstream.prepend_requests(skipped)
+            queue.end_step()
+            queue.begin_step(0.0)
+        elif upstream:
+            assert queue.peek_request() is upstream.peek_request()
+            assert queue.pop_request() is upstream.pop_request()
+        assert len(queue) == len(upstream)
+        assert list(queue) == list(upstream)
+    assert admit_all(queue) == [upstream.pop_request() for _ in range(len(upstream))]
 
 
-def test_a_closed_lane_is_counted_but_not_offered() -> None:
-    doorman = Doorman()
+def test_closed_lane_is_counted_but_not_offered() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     long, short = make_request(20), make_request(5)
     queue.add_request(long)
@@ -116,8 +116,8 @@ def test_a_closed_lane_is_counted_but_not_offered() -> None:
     assert admit_all(queue) == [long]
 
 
-def test_a_lane_that_is_last_comes_after_all_others() -> None:
-    doorman = Doorman()
+def test_lane_with_gate_last_comes_after_all_others() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     requests = [make_request(20), make_request(5), make_request(6)]
     for request in requests:
@@ -126,29 +126,29 @@ def test_a_lane_that_is_last_comes_after_all_others() -> None:
     assert admit_all(queue) == [requests[1], requests[2], requests[0]]
 
 
-def test_holding_ten_thousand_costs_no_more_than_holding_one() -> None:
-    doorman = Doorman()
+def test_gate_is_asked_once_per_lane() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     for _ in range(10_000):
         queue.add_request(make_request(20))
     short = make_request(5)
     queue.add_request(short)
     doorman.gates["long",] = Gate.CLOSED
-    doorman.asked = 0
+    doorman.calls = 0
     assert queue.peek_request() is short
-    assert doorman.asked == 2  # once a lane
+    assert doorman.calls == 2  # once per lane
 
 
-def test_what_was_peeked_is_popped_whatever_arrives_between() -> None:
-    queue = Doorman().queue(by_priority=True)
+def test_peeked_request_is_popped() -> None:
+    queue = FakeRules().queue(by_priority=True)
     first = make_request(5, priority=3)
     queue.add_request(first)
     assert queue.peek_request() is first
     assert queue.pop_request() is first
 
 
-def test_one_popped_and_put_back_in_the_same_step_has_waited_all_along() -> None:
-    doorman = Doorman()
+def test_request_put_back_in_the_same_step_keeps_its_wait() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     request = make_request(20)
     queue.add_request(request)
@@ -160,10 +160,10 @@ def test_one_popped_and_put_back_in_the_same_step_has_waited_all_along() -> None
     assert queue.counts[0]["long"].waited == 6.0
 
 
-def test_one_put_in_front_does_not_begin_the_wait_of_those_behind_anew() -> None:
+def test_preempted_head_keeps_the_wait_of_its_lane() -> None:
     waited: list[float] = []
 
-    class Noting(Doorman):
+    class Noting(FakeRules):
         def gate_of(self, lane: LaneKey, head: Request, waited_s: float) -> Gate:
             waited.append(waited_s)
             return super().gate_of(lane, head, waited_s)
@@ -179,13 +179,13 @@ def test_one_put_in_front_does_not_begin_the_wait_of_those_behind_anew() -> None
     assert queue.counts[0]["long"].waited == 40.0
     assert queue.pop_request() is preempted
     assert waited == [40.0]
-    # What is shown of it is its own wait.
+    # Its own wait is recorded.
     queue.end_step()
     assert queue.entered[preempted][0] == 30.0
 
 
-def test_one_whose_lane_changed_moves_when_it_gets_to_the_front() -> None:
-    doorman = Doorman()
+def test_request_moves_to_its_new_lane_at_the_front() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     requests = [make_request(20), make_request(20), make_request(5)]
     for request in requests:
@@ -196,13 +196,13 @@ def test_one_whose_lane_changed_moves_when_it_gets_to_the_front() -> None:
     assert queue.counts[0]["long"].requests == 0
 
 
-def test_one_who_moves_to_the_front_of_another_lane_does_not_confuse_the_pop() -> None:
-    doorman = Doorman()
+def test_pop_is_correct_after_a_request_moves_lanes() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     evicted, long, short = make_request(8), make_request(20), make_request(5)
     for request in (evicted, long, short):
         queue.add_request(request)
-    doorman.limit = 6  # the first, in the short lane, turns out to be long
+    doorman.limit = 6  # the first request becomes long
     doorman.gates["long",] = Gate.CLOSED
     assert admit_all(queue) == [short]
     doorman.gates["long",] = Gate.OPEN
@@ -211,8 +211,8 @@ def test_one_who_moves_to_the_front_of_another_lane_does_not_confuse_the_pop() -
     assert not len(queue)
 
 
-def test_of_thousands_whose_lane_changed_at_once_a_few_move_in_a_step() -> None:
-    doorman = Doorman()
+def test_few_of_many_requests_with_a_new_lane_move_per_step() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     requests = [make_request(20, hashed=False) for _ in range(1000)]
     for request in requests:
@@ -220,17 +220,17 @@ def test_of_thousands_whose_lane_changed_at_once_a_few_move_in_a_step() -> None:
     doorman.gates["long",] = Gate.CLOSED
     queue.begin_step(1.0)
     assert not queue
-    doorman.limit = 30  # what they begin with is cached
+    doorman.limit = 30  # their prefix is cached
     queue.begin_step(2.0)
     assert queue.peek_request() is requests[0]
     assert queue.counts[0]["short"].requests <= 32
-    # All the same each is judged by where it belongs.
+    # Each is still judged by its new lane.
     assert admit_all(queue)[:500] == requests[:500]
     assert not len(queue)
 
 
-def after_an_eviction(doorman: Doorman, evicted: int) -> tuple[LaneQueue, list[Request]]:
-    """Make a queue with so many, and a short one behind them, who turn out to be long."""
+def after_an_eviction(doorman: FakeRules, evicted: int) -> tuple[LaneQueue, list[Request]]:
+    """Return a queue with `evicted` requests that become long, and a short one behind them."""
     queue = doorman.queue()
     requests = [make_request(8, hashed=False) for _ in range(evicted)]
     for request in (*requests, make_request(5, hashed=False)):
@@ -240,42 +240,42 @@ def after_an_eviction(doorman: Doorman, evicted: int) -> tuple[LaneQueue, list[R
     return queue, requests
 
 
-def steps_until_somebody_enters(queue: LaneQueue, most: int) -> int:
-    """Count the steps that find nobody to offer."""
-    for steps in range(most):
+def steps_until_entry(queue: LaneQueue, max_steps: int) -> int:
+    """Return the number of steps without an offered request."""
+    for steps in range(max_steps):
         queue.begin_step(float(steps + 1))
         if queue:
             return steps
-    raise AssertionError(f"nobody may enter in {most} steps")
+    raise AssertionError(f"no request may enter in {max_steps} steps")
 
 
 @pytest.mark.parametrize(("evicted", "steps"), [(100, 0), (1000, 3)])
-def test_those_who_may_not_enter_are_put_aside_many_in_a_step(evicted: int, steps: int) -> None:
-    doorman = Doorman()
+def test_many_held_requests_are_put_aside_per_step(evicted: int, steps: int) -> None:
+    doorman = FakeRules()
     queue, requests = after_an_eviction(doorman, evicted)
-    assert steps_until_somebody_enters(queue, most=10) == steps
+    assert steps_until_entry(queue, max_steps=10) == steps
     assert queue.pop_request().num_tokens == 5
     doorman.gates["long",] = Gate.OPEN
     assert admit_all(queue) == requests
 
 
-def test_one_who_has_yet_to_move_is_held_where_it_belongs() -> None:
-    doorman = Doorman()
-    doorman.read = 10_000  # the most of their prefixes is still there, and was read through
+def test_request_before_its_move_is_held_by_its_new_lane() -> None:
+    doorman = FakeRules()
+    doorman.read = 10_000  # most of their prefixes was read in the lookup
     queue, requests = after_an_eviction(doorman, 100)
-    assert 1 < steps_until_somebody_enters(queue, most=10) < 6
+    assert 1 < steps_until_entry(queue, max_steps=10) < 6
     assert queue.pop_request().num_tokens == 5
     doorman.gates["long",] = Gate.OPEN
     assert admit_all(queue) == requests
 
 
-def test_one_who_has_yet_to_move_enters_from_where_it_belongs() -> None:
-    doorman = Doorman()
+def test_request_before_its_move_enters_from_its_new_lane() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     requests = [make_request(20, hashed=False) for _ in range(100)]
     for request in requests:
         queue.add_request(request)
-    doorman.limit = 30  # what they begin with is cached
+    doorman.limit = 30  # their prefix is cached
     queue.begin_step(1.0)
     assert admit_all(queue) == requests
     queue.end_step()
@@ -283,7 +283,7 @@ def test_one_who_has_yet_to_move_enters_from_where_it_belongs() -> None:
 
 
 def test_counts_follow_every_change() -> None:
-    queue = Doorman().queue()
+    queue = FakeRules().queue()
     requests = [make_request(n) for n in (5, 6, 20, 30)]
     for request in requests:
         queue.add_request(request)
@@ -295,8 +295,8 @@ def test_counts_follow_every_change() -> None:
     assert (queue.counts[0]["long"].requests, queue.counts[0]["long"].tokens) == (1, 20)
 
 
-def test_removed_ones_leave_no_trace() -> None:
-    queue = Doorman().queue()
+def test_removed_requests_leave_no_state() -> None:
+    queue = FakeRules().queue()
     requests = [make_request(20) for _ in range(1000)]
     for request in requests:
         queue.add_request(request)
@@ -308,8 +308,8 @@ def test_removed_ones_leave_no_trace() -> None:
         queue.remove_request(requests[0])
 
 
-def test_one_offered_but_not_taken_is_remembered_until_it_is() -> None:
-    queue = Doorman().queue()
+def test_refused_request_is_remembered_until_it_enters() -> None:
+    queue = FakeRules().queue()
     request = make_request(5)
     queue.add_request(request)
     queue.begin_step(0.0)
@@ -323,8 +323,8 @@ def test_one_offered_but_not_taken_is_remembered_until_it_is() -> None:
     assert queue.refused is None
 
 
-def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
-    queue = Doorman().queue()
+def test_request_stopped_by_a_policy_is_not_refused() -> None:
+    queue = FakeRules().queue()
     queue.add_request(make_request(5))
     queue.begin_step(0.0)
     queue.peek_request()
@@ -334,9 +334,9 @@ def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
-def test_a_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: bool) -> None:
-    """As vLLM 0.33 does it, which pops the request and asks for the next."""
-    doorman = Doorman()
+def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: bool) -> None:
+    """VLLM 0.33 pops such a request and asks for the next one."""
+    doorman = FakeRules()
     queue = doorman.queue(by_priority=by_priority)
     requests = [make_request(n) for n in (5, 20, 30, 6)]
     for request in requests:
@@ -361,8 +361,8 @@ def test_a_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority:
     assert admit_all(queue) == [requests[1], requests[2], requests[0], requests[3]]
 
 
-def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> None:
-    class OfTwoPolicies(Doorman):
+def test_held_request_counts_for_all_policies_except_the_holding_one() -> None:
+    class OfTwoPolicies(FakeRules):
         def lanes_of(self, request: Request) -> LaneKey:
             return (*super().lanes_of(request), "")
 
@@ -392,12 +392,12 @@ def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> Non
     queue.begin_step(2.0)
     assert held() == (0, 2, 0)
     assert queue.counts[0]["long"].asking == 0
-    queue.begin_step(3.0)  # nobody was asked
+    queue.begin_step(3.0)  # no gate was asked
     assert held() == (0, 0, 0)
 
 
-def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
-    doorman = Doorman()
+def test_blocked_request_does_not_count_as_asking() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     away, other = make_request(5), make_request(6)
     queue.add_request(away)
@@ -409,7 +409,7 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
     queue.begin_step(1.0)
     count = queue.counts[0]["short"]
     assert (count.requests, count.barred, count.asking) == (2, 1, 1)
-    # It could begin, had a policy given it anything.
+    # It can begin, but a policy gave it no tokens.
     assert queue.peek_request() is away
     queue.end_offers()
     queue.end_step()
@@ -418,7 +418,7 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
     assert queue.pop_request() is away
     queue.prepend_request(away)
     queue.end_step()
-    # Of who is held by another policy besides it is said once.
+    # A blocked request held by a policy counts only as held.
     queue.held(("short",), 1)
     queue.begin_step(2.0)
     assert (count.held, count.barred, count.asking) == (2, 0, 0)
@@ -429,8 +429,8 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
     assert (count.barred, count.asking) == (0, 2)
 
 
-def test_skipped_requests_behind_a_closed_gate_take_no_other_lanes_turns() -> None:
-    doorman = Doorman()
+def test_skipped_requests_behind_a_closed_gate_take_no_turns_of_others() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     longs = [make_request(20, hashed=False) for _ in range(2 * MAX_RETRIES)]
     shorts = [make_request(5, hashed=False) for _ in range(2 * MAX_RETRIES)]
@@ -454,8 +454,8 @@ def test_skipped_requests_behind_a_closed_gate_take_no_other_lanes_turns() -> No
     assert admit_all(queue) == longs[:MAX_RETRIES] + shorts[:MAX_RETRIES]
 
 
-def test_the_urgent_go_first_whenever_they_came() -> None:
-    doorman = Doorman()
+def test_urgent_requests_go_first() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     requests = [make_request(n) for n in (5, 20, 6, 30)]
     for request in requests:
@@ -464,8 +464,8 @@ def test_the_urgent_go_first_whenever_they_came() -> None:
     assert admit_all(queue) == [requests[1], requests[3], requests[0], requests[2]]
 
 
-def test_urgency_does_not_make_the_last_of_open_lanes_first() -> None:
-    doorman = Doorman()
+def test_urgency_does_not_precede_gate_last() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     long, short = make_request(20), make_request(5)
     queue.add_request(long)
@@ -475,8 +475,8 @@ def test_urgency_does_not_make_the_last_of_open_lanes_first() -> None:
     assert admit_all(queue) == [short, long]
 
 
-def test_asking_whether_somebody_may_enter_keeps_nobody_on_offer() -> None:
-    doorman = Doorman()
+def test_first_choice_keeps_no_request_on_offer() -> None:
+    doorman = FakeRules()
     queue = doorman.queue()
     long = make_request(20)
     queue.add_request(long)
