@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from vllm_sched.errors import UsageError
 
@@ -72,7 +72,8 @@ class StepTime:
     read_s: float = 0.0  # per token computed in earlier steps
 
     def __post_init__(self) -> None:
-        for name, value in self.to_json().items():
+        for name in COEFFICIENTS:
+            value = getattr(self, name)
             if not 0 <= value <= sys.float_info.max:
                 raise UsageError(
                     f"{name}={value!r} must be a number of seconds from 0 up; "
@@ -87,9 +88,17 @@ class StepTime:
         return max(self.floor_s, self._before(shape.decodes, shape.context_tokens) + work)
 
     def prefill_within(
-        self, seconds: float, decodes: int, context_tokens: int, context: int
+        self,
+        seconds: float,
+        decodes: int,
+        context_tokens: int,
+        context: int,
+        before: int = 0,  # noqa: ARG002
     ) -> int:
-        """Return the largest chunk after `context` tokens that fits in a step."""
+        """Return the largest chunk after `context` tokens that fits in a step.
+
+        `before` counts the step's earlier prefill tokens, whose time is not in `seconds`.
+        """
         left = seconds - self._before(decodes, context_tokens) - self._once(context)
         if left <= 0 or seconds < self.floor_s:
             return 0
@@ -98,11 +107,24 @@ class StepTime:
         divisor = linear + math.sqrt(linear * linear + 2 * self.pair_s * left)
         return int(min(2 * left / divisor, UNBOUNDED)) if divisor > 0 else UNBOUNDED
 
-    def chunk_seconds(self, chunk: Chunk) -> float:
+    def chunk_seconds(self, chunk: Chunk, before: int = 0) -> float:  # noqa: ARG002
+        """Return what a chunk adds to a step with `before` tokens."""
         work = self.prefill_s * chunk.tokens + self.pair_s * chunk.attention
         return work + self._once(chunk.context)
 
-    def to_json(self) -> dict[str, float]:
+    def tokens_s(self, tokens: float) -> float:  # noqa: ARG002
+        """Return the curve's part of a step's time (see `curved`); 0 without a curve."""
+        return 0.0
+
+    def least_tokens_s(self, tokens: float, steps: float) -> float:  # noqa: ARG002
+        """Return a lower bound of the curve's part of `steps` steps with these tokens in all."""
+        return 0.0
+
+    def near(self, decodes: int, tokens: int) -> StepTime:  # noqa: ARG002
+        """Return the linear step time near steps of this size."""
+        return self
+
+    def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in COEFFICIENTS}
 
     @classmethod

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.policies.long_prompts.pacing import (
     QUIET_S,
     QUIET_STRETCH,
@@ -87,6 +87,7 @@ class FluidSteps:
         self._refused = False
         self._hog = False  # one prompt takes the whole budget
         self._left_s = math.inf  # of the step's time, for prompts
+        self._before = 0  # prompt tokens that took their part of it
         self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
@@ -207,7 +208,7 @@ class FluidSteps:
             return min(left, way.chunk)
         if not way.itl_s:
             return left
-        self._left_s = way.itl_s
+        self._left_s, self._before = way.itl_s, 0
         done = self._prefills[0].done if self._prefills else 0
         fitting = self.model.time.prefill_within(way.itl_s, self.decoding, self.context, done)
         return min(left, max(fitting, way.least_chunk))
@@ -237,11 +238,11 @@ class FluidSteps:
         """Cut a chunk to the time left, as `chunk_budget` does."""
         if wanted <= 0 or self._left_s == math.inf:
             return wanted
-        time = self.model.time
-        fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
+        time, n, before = self.model.time, self.decoding, self._before
+        fitting = time.prefill_within(self._left_s, n, self.context, task.done, before)
         part = min(wanted, max(fitting, self.way.least_chunk if first else 0))
-        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
-        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
+        self._left_s -= time.chunk_seconds(Chunk(part, task.done), n + before)
+        self._before += part
         return part
 
     def _next(self, now: float, step: int) -> Task | None:
