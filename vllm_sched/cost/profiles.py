@@ -220,7 +220,7 @@ def find(text: str) -> Profile:
     known = measured()
     key = ALIASES.get(text) or parse_key(text)
     if key is None:
-        key = next((each for each in known if each.name == text), None)
+        key = next((each for each in (*known, *_missing()) if each.name == text), None)
     if key is None:
         raise UsageError(
             f"unknown profile {text!r}; valid: {USAGE}; or measure your own with "
@@ -244,11 +244,17 @@ def _mismatch(key: ProfileKey, known: list[ProfileKey]) -> str:
 
 def _reason(key: ProfileKey) -> str:
     """Return why the data has no such profile, if the data says so."""
-    for content in data_files().values():
-        for each in content["missing"]:
-            if ProfileKey(*(each[name] for name in ProfileKey._fields)) == key:
-                return f" ({each['why']})"
-    return ""
+    why = _missing().get(key)
+    return f" ({why})" if why else ""
+
+
+@cache
+def _missing() -> dict[ProfileKey, str]:
+    return {
+        ProfileKey(*(each[name] for name in ProfileKey._fields)): each["why"]
+        for content in data_files().values()
+        for each in content["missing"]
+    }
 
 
 def _values(name: str) -> str:

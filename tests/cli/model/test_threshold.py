@@ -12,7 +12,7 @@ import pytest
 
 from vllm_sched.cli.main import main
 from vllm_sched.cli.model import threshold
-from vllm_sched.cost.profiles import PROFILES
+from vllm_sched.cost.profiles import SHORT_NAMES, find
 from vllm_sched.cost.regime import Regime
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
@@ -55,7 +55,7 @@ def test_the_papers_regime_and_its_opposite(
     assert "run departures=1: no larger K gains anything" in printed
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", SHORT_NAMES)
 def test_the_three_ways_agree(tmp_path: Path, profile: str) -> None:
     found = saved(tmp_path, *PAPER, "--profile", profile, "--mixed-ms", "5")["regimes"]
     for regime in found.values():
@@ -94,7 +94,7 @@ def test_one_step_prefills_no_more_than_its_budget(tmp_path: Path) -> None:
 
 def test_costs_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    path.write_text(json.dumps({"step_time": PROFILES["a100-8b"].time.to_json()}))
+    path.write_text(json.dumps({"step_time": find("a100-8b").time.to_json()}))
     from_file = saved(tmp_path, *PAPER, "--cost", str(path))
     assert from_file["regimes"] == saved(tmp_path, *PAPER, "--profile", "a100-8b")["regimes"]
 

@@ -14,7 +14,6 @@ from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.models import (
-    MACHINES,
     AssumedWorker,
     of_profile,
     transfer_of,
@@ -30,11 +29,10 @@ def read(*workers: dict[str, Any], source: Path = Path("f.yaml"), **blocks: Any)
 
 
 def test_every_profile_has_sizes() -> None:
-    assert MACHINES.keys() == profiles.PROFILES.keys()
-    for name, profile in profiles.PROFILES.items():
+    for name in (*profiles.SHORT_NAMES, *(key.name for key in profiles.measured())):
         model = of_profile(name)
-        assert model.time == profile.time
-        assert 50_000 < model.kv_tokens < 2_000_000
+        assert model.time == profiles.find(name).time
+        assert 3_000 < model.kv_tokens < 12_000_000
         assert model.max_model_len <= model.kv_tokens
 
 

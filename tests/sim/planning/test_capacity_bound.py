@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cost.linear_times import LINEAR_8B
 from tests.present import present
-from vllm_sched.cost.profiles import PROFILES
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.planning import capacity_bound
@@ -108,7 +108,7 @@ def test_where_the_transfer_becomes_the_limit() -> None:
 
 def test_a_worker_at_a_glance() -> None:
     model = WorkerModel(
-        name="w", time=PROFILES["h100-8b"].time, max_model_len=131_072, kv_tokens=400_000,
+        name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
         transfer=TransferTime(0.002, 0.0, 1 / 87e9),
     )  # fmt: skip
     found = capacity_bound.Capacity.of(model, 1000, 200)
@@ -120,7 +120,7 @@ def test_a_worker_at_a_glance() -> None:
     assert not found.link_is_the_limit
     slow = capacity_bound.Capacity.of(
         WorkerModel(
-            name="w", time=PROFILES["h100-8b"].time, max_model_len=131_072, kv_tokens=400_000,
+            name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
             transfer=TransferTime(0.002, 0.0, 1 / 1e9),
         ), 1000, 200,
     )  # fmt: skip

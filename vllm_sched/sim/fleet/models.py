@@ -108,9 +108,7 @@ def worker_models(
         path = f"workers[{index}]"
         profile = worker.profile or assumed.profile
         if profile is None:
-            why = (
-                f"is missing; give {profiles.USAGE}, or a file of `calibrate`; or --profile"
-            )
+            why = f"is missing; give {profiles.USAGE}, or a file of `calibrate`; or --profile"
             problems.append(Problem(f"{path}.profile", why))
             continue
         try:
