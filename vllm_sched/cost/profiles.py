@@ -220,7 +220,7 @@ def find(text: str) -> Profile:
     known = measured()
     key = ALIASES.get(text) or parse_key(text)
     if key is None:
-        key = next((each for each in (*known, *_missing()) if each.name == text), None)
+        key = next((each for each in (*known, *missing()) if each.name == text), None)
     if key is None:
         raise UsageError(
             f"unknown profile {text!r}; valid: {USAGE}; or measure your own with "
@@ -244,12 +244,13 @@ def _mismatch(key: ProfileKey, known: list[ProfileKey]) -> str:
 
 def _reason(key: ProfileKey) -> str:
     """Return why the data has no such profile, if the data says so."""
-    why = _missing().get(key)
+    why = missing().get(key)
     return f" ({why})" if why else ""
 
 
 @cache
-def _missing() -> dict[ProfileKey, str]:
+def missing() -> dict[ProfileKey, str]:
+    """Return what the source cannot give, with the reasons."""
     return {
         ProfileKey(*(each[name] for name in ProfileKey._fields)): each["why"]
         for content in data_files().values()
