@@ -33,7 +33,6 @@ HOME = ROOT / "out" / "fit-profiles"
 DATA = ROOT / "vllm_sched" / "cost" / "data"
 REQUIREMENT = "aiconfigurator-core==0.12.0"
 SYSTEMS = ("a100", "h100", "h200", "b200")
-SIZES = (1, 2, 4, 8)
 NOTE = (
     "Seconds of vLLM's kernels, measured one by one and added up for a step; the KV cache is bf16. "
     "What a mixed step costs beside its kernels is unknown and taken as 0."
@@ -82,12 +81,12 @@ def fit_system(system: str, date: str) -> dict[str, Any]:
 
     for model in source.MODELS:
         for dtype in source.DTYPES:
-            for tp in SIZES:
+            for tp in source.SIZES:
                 key = ProfileKey(model, system, dtype, tp)
                 try:
                     found[key] = source.profile_of(key)
                 except source.UnsupportedProfileError as error:
-                    leave_out(key, str(error))
+                    leave_out(key, str(error).split(";")[0])
                     continue
                 print(table_row(key.name, dict(found[key].errors)), flush=True)
     for key in [key for key in found if key.dtype == source.FP8]:
@@ -121,7 +120,7 @@ def baseline(systems: list[str]) -> None:
     for system in systems:
         for model in source.MODELS:
             for dtype in source.DTYPES:
-                for tp in SIZES:
+                for tp in source.SIZES:
                     key = ProfileKey(model, system, dtype, tp)
                     try:
                         found = source.profile_of(key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -27,6 +28,7 @@ BACKEND: Final = "vllm"
 BF16, FP8 = "bf16", "fp8"
 DTYPES: Final = (BF16, FP8)
 MAX_BATCH: Final = 256
+SIZES: Final = (1, 2, 4, 8)  # of a worker, in GPUs
 ExpertLayout: TypeAlias = tuple[int, int] | None  # tensor and expert parallel
 # Checkpoints by short name and dtype. A bf16 checkpoint under fp8 is quantized on load.
 _LLAMA_8B: Final = ("meta-llama/Meta-Llama-3.1-8B",)
@@ -135,8 +137,7 @@ def profile_of(key: ProfileKey) -> Profile:
     _check(key)
     why: list[str] = []
     found: list[Profile] = []
-    for name in MODELS.get(key.model, {key.dtype: (key.model,)}).get(key.dtype, ()):
-        checkpoint = Checkpoint.of(name)
+    for checkpoint in _checkpoints(key):
         for experts in _expert_layouts(checkpoint, key.tp):
             try:
                 found.append(_profile(key, checkpoint, experts))
@@ -145,7 +146,27 @@ def profile_of(key: ProfileKey) -> Profile:
                 why.append(str(error))
     if found:
         return min(found, key=lambda each: sum(map(each.time.seconds, USUAL_DECODES)))
-    raise UnsupportedProfileError(why[0] if why else "there is no checkpoint of this dtype")
+    reason = why[0] if why else "there is no checkpoint of this dtype"
+    raise UnsupportedProfileError(f"{reason}{valid_sizes(key)}")
+
+
+def valid_sizes(key: ProfileKey) -> str:
+    """Return the numbers of GPUs that the source has data for, as the end of an error."""
+    found = []
+    for tp in SIZES:
+        other = key._replace(tp=tp)
+        with suppress(UnsupportedProfileError):
+            for checkpoint in _checkpoints(other):
+                for experts in _expert_layouts(checkpoint, tp):
+                    _size(other, checkpoint, experts)
+                    _estimator(other, checkpoint, experts)
+                    found.append(str(tp))
+    return f"; valid tp: {', '.join(dict.fromkeys(found))}" if found else ""
+
+
+def _checkpoints(key: ProfileKey) -> list[Checkpoint]:
+    names = MODELS.get(key.model, {key.dtype: (key.model,)}).get(key.dtype, ())
+    return [Checkpoint.of(name) for name in names]
 
 
 def _profile(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Profile:
