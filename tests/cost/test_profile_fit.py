@@ -9,7 +9,7 @@ from vllm_sched.cost.fit import kind_of
 from vllm_sched.cost.profile_fit import (
     KNOTS,
     FitError,
-    Sampled,
+    SampledStep,
     errors,
     fit,
     misses,
@@ -34,7 +34,7 @@ def test_the_samples_span_what_a_profile_promises() -> None:
 
 
 def test_it_finds_the_curve() -> None:
-    sampled = [Sampled(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
+    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
     found = errors(fit(sampled), sampled)
     assert set(found) == {"decode", "prefill", "mixed"}
     assert max(error.worst for error in found.values()) < 0.005
@@ -42,7 +42,7 @@ def test_it_finds_the_curve() -> None:
 
 
 def test_a_line_misses_it_and_is_told() -> None:
-    sampled = [Sampled(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
+    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
     found = errors(CurvedStepTime(knots=(0, 1), knots_s=(0.0, 2e-5)), sampled)
     assert any(text.startswith("decode median") for text in misses(found))
     assert any(text.startswith("decode worst") for text in misses(found))
@@ -51,7 +51,7 @@ def test_a_line_misses_it_and_is_told() -> None:
 
 def test_a_source_without_mixed_steps() -> None:
     shapes = [shape for shape in sample_shapes() if not shape.mixed]
-    sampled = [Sampled(shape, TRUE.seconds(shape)) for shape in shapes]
+    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in shapes]
     found = errors(fit(sampled), sampled)
     assert set(found) == {"decode", "prefill"}
     assert found["prefill"].median == pytest.approx(0, abs=0.005)

@@ -53,7 +53,7 @@ WORST_TARGET: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledStep:
     shape: StepShape
     seconds: float
 
@@ -84,7 +84,7 @@ def sample_shapes() -> list[StepShape]:
     return shapes
 
 
-def fit(sampled: Sequence[Sampled]) -> CurvedStepTime:
+def fit(sampled: Sequence[SampledStep]) -> CurvedStepTime:
     """Return the best curve for the steps that are not held out."""
     steps = [each for n, each in enumerate(sampled) if n % HELD_OUT_EVERY]
     counts = {kind: sum(kind_of(each.shape) == kind for each in steps) for kind in KINDS}
@@ -102,7 +102,7 @@ def fit(sampled: Sequence[Sampled]) -> CurvedStepTime:
     return best
 
 
-def errors(time: StepTime, sampled: Sequence[Sampled]) -> dict[Kind, FitError]:
+def errors(time: StepTime, sampled: Sequence[SampledStep]) -> dict[Kind, FitError]:
     """Return the errors over all sampled steps, by kind."""
     found: dict[Kind, FitError] = {}
     for kind in KINDS:
@@ -131,7 +131,7 @@ def misses(found: Mapping[Kind, FitError]) -> list[str]:
     return off
 
 
-def _score(steps: Sequence[Sampled], off: Sequence[float]) -> float:
+def _score(steps: Sequence[SampledStep], off: Sequence[float]) -> float:
     """Return how far the worst target or median is exceeded, or nearly reached."""
     score = max(off) / WORST_TARGET
     for kind in KINDS:
@@ -161,7 +161,7 @@ def _row(shape: StepShape) -> list[float]:
 
 
 def _solve(
-    rows: Sequence[Sequence[float]], steps: Sequence[Sampled], weights: Sequence[float]
+    rows: Sequence[Sequence[float]], steps: Sequence[SampledStep], weights: Sequence[float]
 ) -> CurvedStepTime:
     size = len(rows[0])
     matrix = [[0.0] * size for _ in range(size)]
