@@ -48,17 +48,11 @@ def test_the_largest_chunk_fits_and_one_more_token_does_not() -> None:
         assert took(found + 1) > seconds - 1e-9
 
 
-def test_chunks_one_after_the_other_take_what_they_take_together() -> None:
-    chunks = [Chunk(60, 0), Chunk(300, 1000)]
-    decodes = 50
-    alone = CURVED.seconds(StepShape(decodes=decodes, context_tokens=50_000))
-    first = CURVED.chunk_seconds(chunks[0], decodes)
-    second = CURVED.chunk_seconds(chunks[1], decodes + 60)
-    together = CURVED.seconds(StepShape.of(chunks, decodes, 50_000))
-    assert alone + first + second == pytest.approx(together)
-    # What the first leaves of the time is just enough for the second.
-    left = together + 1e-6 - first
-    assert CURVED.prefill_within(left, decodes, 50_000, 1000, before=60) == 300
+def test_what_a_chunk_adds_to_a_decode() -> None:
+    alone = CURVED.seconds(StepShape(decodes=1, context_tokens=9))
+    chunk = Chunk(300, 1000)
+    together = CURVED.seconds(StepShape.of([chunk], 1, 9))
+    assert alone + CURVED.chunk_seconds(chunk) == pytest.approx(together)
 
 
 def test_near_it_is_linear() -> None:

@@ -82,25 +82,19 @@ class CurvedStepTime(StepTime):
         return max(self.floor_s, total)
 
     def prefill_within(
-        self,
-        seconds: float,
-        decodes: int,
-        context_tokens: int,
-        context: int,
-        before: int = 0,
+        self, seconds: float, decodes: int, context_tokens: int, context: int
     ) -> int:
-        first = decodes + before
         left = seconds - self._before(decodes, context_tokens) - self._once(context)
         left -= self.tokens_s(decodes)
         if left <= 0 or seconds < self.floor_s:
             return 0
         knots, slopes, pair = self.knots, self._slopes, self.pair_s
-        at = bisect_right(knots, first) - 1
+        at = bisect_right(knots, decodes) - 1
         done = 0  # tokens of the parts of the curve that fit as a whole
         while True:
             linear = slopes[at] + self.prefill_s + pair * (context + done)
             if at + 1 < len(knots):
-                wide = knots[at + 1] - first - done
+                wide = knots[at + 1] - decodes - done
                 if (took := (linear + pair * wide / 2) * wide) <= left:
                     left -= took
                     done += wide
@@ -110,8 +104,8 @@ class CurvedStepTime(StepTime):
             divisor = linear + math.sqrt(max(linear * linear + 2 * pair * left, 0.0))
             return done + (int(min(2 * left / divisor, UNBOUNDED)) if divisor > 0 else UNBOUNDED)
 
-    def chunk_seconds(self, chunk: Chunk, before: int = 0) -> float:
-        rise = self.tokens_s(before + chunk.tokens) - self.tokens_s(before)
+    def chunk_seconds(self, chunk: Chunk) -> float:
+        rise = self.tokens_s(1 + chunk.tokens) - self.tokens_s(1)
         return StepTime.chunk_seconds(self, chunk) + rise
 
     def near(self, decodes: int, tokens: int) -> StepTime:

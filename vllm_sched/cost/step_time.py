@@ -88,17 +88,9 @@ class StepTime:
         return max(self.floor_s, self._before(shape.decodes, shape.context_tokens) + work)
 
     def prefill_within(
-        self,
-        seconds: float,
-        decodes: int,
-        context_tokens: int,
-        context: int,
-        before: int = 0,  # noqa: ARG002
+        self, seconds: float, decodes: int, context_tokens: int, context: int
     ) -> int:
-        """Return the largest chunk after `context` tokens that fits in a step.
-
-        `before` counts the step's earlier prefill tokens, whose time is not in `seconds`.
-        """
+        """Return the largest chunk after `context` tokens that fits in a step."""
         left = seconds - self._before(decodes, context_tokens) - self._once(context)
         if left <= 0 or seconds < self.floor_s:
             return 0
@@ -107,8 +99,7 @@ class StepTime:
         divisor = linear + math.sqrt(linear * linear + 2 * self.pair_s * left)
         return int(min(2 * left / divisor, UNBOUNDED)) if divisor > 0 else UNBOUNDED
 
-    def chunk_seconds(self, chunk: Chunk, before: int = 0) -> float:  # noqa: ARG002
-        """Return what a chunk adds to a step with `before` tokens."""
+    def chunk_seconds(self, chunk: Chunk) -> float:
         work = self.prefill_s * chunk.tokens + self.pair_s * chunk.attention
         return work + self._once(chunk.context)
 

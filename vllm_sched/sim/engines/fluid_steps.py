@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
-from vllm_sched.cost.step_time import Chunk, StepShape
+from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompts.pacing import (
     QUIET_S,
     QUIET_STRETCH,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
 QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period
 MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk is sized again
+
+USUAL_DECODES, USUAL_CHUNK = 16, 2048  # of the steps that policies learn from
 
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
@@ -71,6 +73,10 @@ class FluidSteps:
         self.model = model
         self.way = way
         self.room = room
+        # Policies learn linear step times, from chunks of about this size.
+        self._learned = model.time.near(
+            USUAL_DECODES, min(model.max_num_batched_tokens, USUAL_CHUNK)
+        )
         self.decoding = 0
         self.context = 0  # tokens of all decodes
         self.backlog = self.backlog_long = 0
@@ -87,7 +93,6 @@ class FluidSteps:
         self._refused = False
         self._hog = False  # one prompt takes the whole budget
         self._left_s = math.inf  # of the step's time, for prompts
-        self._before = 0  # prompt tokens that took their part of it
         self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
@@ -208,9 +213,9 @@ class FluidSteps:
             return min(left, way.chunk)
         if not way.itl_s:
             return left
-        self._left_s, self._before = way.itl_s, 0
+        self._left_s = way.itl_s
         done = self._prefills[0].done if self._prefills else 0
-        fitting = self.model.time.prefill_within(way.itl_s, self.decoding, self.context, done)
+        fitting = self._learned.prefill_within(way.itl_s, self.decoding, self.context, done)
         return min(left, max(fitting, way.least_chunk))
 
     def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
@@ -238,11 +243,11 @@ class FluidSteps:
         """Cut a chunk to the time left, as `chunk_budget` does."""
         if wanted <= 0 or self._left_s == math.inf:
             return wanted
-        time, n, before = self.model.time, self.decoding, self._before
-        fitting = time.prefill_within(self._left_s, n, self.context, task.done, before)
+        time = self._learned
+        fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
         part = min(wanted, max(fitting, self.way.least_chunk if first else 0))
-        self._left_s -= time.chunk_seconds(Chunk(part, task.done), n + before)
-        self._before += part
+        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
+        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
         return part
 
     def _next(self, now: float, step: int) -> Task | None:
@@ -305,7 +310,7 @@ class FluidSteps:
         sharing = min(len(longs) + len(shorts), way.prompts)
         slot = max(left // sharing, 1)
         alone = len(longs) + len(shorts) == 1 and not n
-        time = self.model.time
+        time = self._learned
         base = time.seconds(StepShape(decodes=max(n, 1), context_tokens=self.context))
         quiet = QUIET_STRETCH if now - self._last_short > QUIET_S else 1.0
         most_s = max(way.stretch * quiet * base, SHORTEST_STEP_S)
