@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
+from tests.cost.linear_times import LINEAR_8B
 from tests.sim.making import run
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.cost.step_time import StepTime
@@ -79,10 +80,16 @@ WAYS = {
     "deferred_prefill, 8 slots": Way(0.2, {"deferred_prefill": {"departures": 4}}, 8),
 }
 CHUNKS_TOO: Final = {**LONGS, "chunk_budget": {"itl_ms": 80}}
-H100: Final = of_profile("h100-8b")
+# With a linear step time, which is what policies learn, and with the curve of the profile.
+H100_CURVE: Final = of_profile("h100-8b")
+H100: Final = replace(H100_CURVE, time=LINEAR_8B)
 FAR_ON = {
     "8B on an H100, long_prompt": Way(0.35, LONGS, machine=H100, longer=10, apart=6),
     "8B on an H100, and chunk_budget": Way(0.1, CHUNKS_TOO, machine=H100, longer=10, apart=6),
+    "8B on an H100 as fitted, long_prompt": Way(0.5, LONGS, machine=H100_CURVE, longer=10, apart=6),
+    "8B on an H100 as fitted, and chunk_budget": Way(
+        0.1, CHUNKS_TOO, machine=H100_CURVE, longer=10, apart=6
+    ),
     "more to read again, long_prompt": Way(0.35, LONGS, machine=LATER, longer=2, apart=2),
     "more to read again, and chunk_budget": Way(0.2, CHUNKS_TOO, machine=LATER, longer=2, apart=2),
 }

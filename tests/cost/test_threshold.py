@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vllm_sched.cost import profiles
+from tests.cost.linear_times import LINEAR_70B
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
@@ -205,9 +205,7 @@ def test_closed_form_with_a_floor_loses_at_most_one_percent(
 
 
 def test_floor_with_short_answers_gives_the_best_threshold() -> None:
-    regime = Regime.of(
-        profiles.find("h100-70b-tp4").time, slots=16, mean_output=13, mean_prompt=100
-    )
+    regime = Regime.of(LINEAR_70B, slots=16, mean_output=13, mean_prompt=100)
     exact = Recursion(regime)
     assert exact.at(3).throughput > 1.05 * exact.at(1).throughput
     assert closed_form(regime) == exact.best() == 3

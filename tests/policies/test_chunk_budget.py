@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.cost.linear_times import LINEAR_70B_FASTER
 from tests.engine.schedulers import answer
 from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
 from vllm_sched import SyncPolicyScheduler
-from vllm_sched.cost.profiles import find
 from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Step, StepResult
@@ -193,7 +193,7 @@ def test_chunks_recover_soon_after_one_stall() -> None:
 def test_chunks_recover_from_a_stall_if_decodes_take_half_of_the_target() -> None:
     """Otherwise almost no time is left for prefill."""
     run = Run(
-        {"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, noise=jitter(1, 0.02),
+        {"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, noise=jitter(1, 0.02),
         max_model_len=60_000, num_blocks=60_000, budget=8192, max_num_seqs=64,
     )  # fmt: skip
     run.decodes(16)
@@ -218,7 +218,7 @@ def test_rare_stalls_cost_little_if_decodes_take_half_of_the_target() -> None:
     took = []
     for every in (math.inf, 150):
         run = Run(
-            {"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, max_model_len=60_000,
+            {"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, max_model_len=60_000,
             num_blocks=60_000, budget=8192, max_num_seqs=64,
         )  # fmt: skip
         run.noise = stalling(1, 0.02, every)
@@ -418,7 +418,7 @@ def test_gauges_show_the_fit() -> None:
 
 
 def test_prompt_ends_add_no_error_samples_if_decodes_take_half_of_the_target() -> None:
-    run = Run({"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, max_num_seqs=64)
+    run = Run({"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, max_num_seqs=64)
     run.decodes(16)
     for number in range(3):
         run.bench.add(f"warm{number}", 12_000, output=2)

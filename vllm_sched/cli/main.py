@@ -31,6 +31,7 @@ MODULES = {
     "plan": "model.plan",
     "threshold": "model.threshold",
     "calibrate": "model.calibrate",
+    "profiles": "model.profiles",
     **dict.fromkeys(FLEET, "fleet.fleet"),
     "key": "fleet.key",
     "compile": "fleet.compile",

@@ -1,38 +1,75 @@
-"""Step times of well-known machines and models.
+"""Step times and sizes of workers, by name.
 
-`source` names each figure's publication or calls it an assumption. The rest is derived:
+`data/` holds the curves that `python -m benchmarks.fit_profiles` fitted to measured kernel times,
+with the errors of each fit. `ASSUMED` holds two linear models of publications: both omit attention,
+so do not use them for long prompts.
 
-- a decode step reads the weights and the KV at memory bandwidth, plus 3 ms of launch overhead;
-- a decode computes as much as one prefill token;
-- a pair of attending tokens takes 4 x layers x hidden operations, a prefill token two per
-  parameter. The two linear fits omit attention: do not use them for long prompts;
-- a prefill-only step has 1.1 times the fixed time of a decode step (published fits: 0.9 to 1.25);
-- a mixed step has no extra cost. The real value (0 to six decode steps) is unpublished: measure it
-  (`calibrate`) or set `--mixed-ms`.
+How it fails: the source adds up the kernels of a step. What a mixed step costs beside them (0 to
+six decode steps) is unknown: measure it (`calibrate`) or set `--mixed-ms`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
 
+from vllm_sched.cost.curved import step_time_of
+from vllm_sched.cost.fit import Kind
+from vllm_sched.cost.profile_fit import FitError
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
 
-LAUNCH_S: Final = 0.003
-PREFILL_OVER_DECODE: Final = 1.1
-KIB: Final = 1024
 PAPER: Final = '"Deferred prefill for throughput maximization in LLM inference"'
 DISTSERVE: Final = (
     "https://github.com/LLMServe/DistServe, "
     "simdistserve/estimators/profile_data/profiler-a100-80g.vllm.json"
 )
-SHEETS: Final = {
-    "a100": "https://www.nvidia.com/en-us/data-center/a100/",
-    "h100": "https://www.nvidia.com/en-us/data-center/h100/",
-    "h200": "https://www.nvidia.com/en-us/data-center/h200/",
-}
-ASSUMED: Final = "an assumption (no publication known)"
+ASSUMPTION: Final = "an assumption (no publication known)"
+EXTRA: Final = "vllm-sched[aiconfigurator]"
+KEYS: Final = ("model", "system", "dtype", "tp")
+DEFAULTS: Final = {"dtype": "bf16", "tp": "1"}
+# vLLM's default share of the GPU memory.
+MEMORY_SHARE: Final = 0.92
+
+
+class ProfileKey(NamedTuple):
+    model: str
+    system: str
+    dtype: str
+    tp: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}-{self.model}-{self.dtype}-tp{self.tp}"
+
+
+class NotBuiltInError(UsageError):
+    """No data file has this profile; the optional source may."""
+
+    def __init__(self, reason: str, key: ProfileKey) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSize:
+    gpus: int = 1
+    gpu_bytes: int  # memory of a GPU
+    other_bytes: int  # of them, for weights and all else beside the KV cache
+    gpu_token_bytes: int  # KV of a token on each GPU
+    kv_token_bytes: int  # KV of a token, as transferred between workers
+    kv_pieces: int  # contiguous pieces per block
+    max_model_len: int
+    max_num_batched_tokens: int = 8192  # vLLM's server default for the GPU size
+    max_num_seqs: int = 1024
+
+    def kv_tokens(self, share: float = MEMORY_SHARE) -> int:
+        return max(int((share * self.gpu_bytes - self.other_bytes) / self.gpu_token_bytes), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,120 +78,185 @@ class Profile:
     what: str
     source: str
     time: StepTime
+    size: WorkerSize
+    errors: Mapping[Kind, FitError] = field(default_factory=dict)  # by kind of step
+    key: ProfileKey | None = None
+    remark: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model's sizes in bytes, at two bytes a parameter."""
+def to_json(profile: Profile) -> dict[str, Any]:
+    """Return a profile as it stands in a data file."""
+    size = profile.size
+    key = profile.key
+    return {
+        **({} if key is None else key._asdict()),
+        "what": profile.what,
+        "size": {name: getattr(size, name) for name in WorkerSize.__slots__},
+        "step_time": profile.time.to_json(),
+        "errors": {
+            kind: {"median": round(e.median, 4), "worst": round(e.worst, 3), "steps": e.steps}
+            for kind, e in profile.errors.items()
+        },
+        **({"remark": profile.remark} if profile.remark else {}),
+    }
 
-    weights: float
-    kv: int  # per token
-    layers: int
-    hidden: int
 
-    def pair_s(self, prefill_s: float) -> float:
-        return prefill_s * 4 * self.layers * self.hidden / self.weights
+def checksum(content: Mapping[str, Any]) -> str:
+    """Return the checksum of a data file's content without its `sha256`."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _read(model: Model, *, bandwidth: float, tokens_per_s: float, step_s: float = 0.0) -> StepTime:
-    fixed = step_s or model.weights / bandwidth + LAUNCH_S
-    return StepTime(
-        decode_fixed_s=fixed,
-        decode_s=1 / tokens_per_s,
-        context_s=model.kv / bandwidth,
-        prefill_fixed_s=PREFILL_OVER_DECODE * fixed,
-        prefill_s=1 / tokens_per_s,
-        pair_s=model.pair_s(1 / tokens_per_s),
+@cache
+def data_files() -> dict[str, dict[str, Any]]:
+    """Return the content of each data file, by name."""
+    folder = files("vllm_sched.cost") / "data"
+    return {
+        each.name: json.loads(each.read_text())
+        for each in sorted(folder.iterdir(), key=lambda each: each.name)
+        if each.name.endswith(".json")
+    }
+
+
+@cache
+def measured() -> dict[ProfileKey, Profile]:
+    """Return the profiles of the data files."""
+    found: dict[ProfileKey, Profile] = {}
+    for content in data_files().values():
+        source = (
+            f"{content['source']} {content['version']}, {content['backend']}, {content['date']}"
+        )
+        for each in content["profiles"]:
+            key = ProfileKey(*(each[name] for name in ProfileKey._fields))
+            found[key] = Profile(
+                key.name,
+                each["what"],
+                source,
+                step_time_of(each["step_time"]),
+                WorkerSize(**each["size"]),
+                {kind: FitError(**error) for kind, error in each["errors"].items()},
+                key,
+                each.get("remark", ""),
+            )
+    return found
+
+
+def _a100(weights: float, kv: int, layers: int, longest: int = 131_072) -> WorkerSize:
+    return WorkerSize(
+        gpu_bytes=80_000_000_000,
+        other_bytes=int(weights + 3.5e9),
+        gpu_token_bytes=kv,
+        kv_token_bytes=kv,
+        kv_pieces=2 * layers,
+        max_model_len=longest,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
     )
 
 
-LLAMA_8B: Final = Model(16.1e9, 128 * KIB, layers=32, hidden=4096)
-LLAMA_70B: Final = Model(141e9, 320 * KIB, layers=80, hidden=8192)
-OPT_13B: Final = Model(26e9, 800 * KIB, layers=40, hidden=5120)
-# Context tokens per decode included in the given step times.
-_CONTEXT_S: Final = LLAMA_70B.kv / (4 * 3.35e12)
-CONTEXT_INCLUDED: Final = 1000
-
-_ALL: Final = (
-    Profile(
-        "a100-8b",
-        "8B on an A100 80 GB, vLLM V0: the regime of deferred prefill's paper",
-        f"{ASSUMED}, in the regime of {PAPER}: decode 10 ms + 0.06 ms a sequence, prefill 11 ms + "
-        "0.095 ms a token; c_p/c_d within the 0.9 to 1.25 of published fits",
-        StepTime(decode_fixed_s=0.010, decode_s=6e-5, prefill_fixed_s=0.011, prefill_s=9.5e-5),
-    ),
-    Profile(
-        "a100-opt-13b",
-        "OPT-13B on an A100 80 GB, vLLM",
-        f"DistServe's fit for vLLM, version unknown ({DISTSERVE}): prefill 22.1 ms + 0.1405 "
-        "ms a token, decode 23.5 ms + 0.0607 ms a sequence",
-        StepTime(
-            decode_fixed_s=0.0235, decode_s=6.07e-5, prefill_fixed_s=0.0221, prefill_s=1.405e-4
+ASSUMED: Final = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            "a100-8b",
+            "8B on an A100 80 GB, vLLM V0: the regime of deferred prefill's paper",
+            f"{ASSUMPTION}, in the regime of {PAPER}: decode 10 ms + 0.06 ms a sequence, prefill "
+            "11 ms + 0.095 ms a token; c_p/c_d within the 0.9 to 1.25 of published fits",
+            StepTime(decode_fixed_s=0.010, decode_s=6e-5, prefill_fixed_s=0.011, prefill_s=9.5e-5),
+            _a100(16.1e9, 131_072, 32),
         ),
-    ),
-    Profile(
-        "a100-70b-tp4",
-        "70B on four A100 80 GB",
-        f"prefill 3,400 tokens/s: {ASSUMED}; bandwidth 4 x 2.04 TB/s: {SHEETS['a100']}; the rest "
-        "derived",
-        _read(LLAMA_70B, bandwidth=4 * 2.04e12, tokens_per_s=3_400),
-    ),
-    Profile(
-        "h100-8b",
-        "8B on an H100 SXM",
-        f"prefill 28,000 tokens/s: {ASSUMED}; bandwidth 3.35 TB/s: {SHEETS['h100']}; the rest "
-        "derived",
-        _read(LLAMA_8B, bandwidth=3.35e12, tokens_per_s=28_000),
-    ),
-    Profile(
-        "h100-70b-tp4",
-        "70B on four H100 SXM",
-        "prefill 12,600 tokens/s with a floor of 50 ms below 512 tokens, decode step 29.5 ms at "
-        "batch 1 and 52.4 ms at batch 64, with an assumed 1,000 tokens of context each: "
-        f"{ASSUMED}; bandwidth 4 x 3.35 TB/s: {SHEETS['h100']}; the rest derived",
-        StepTime(
-            decode_fixed_s=0.0291,
-            decode_s=(0.0524 - 0.0295) / 63 - CONTEXT_INCLUDED * _CONTEXT_S,
-            context_s=_CONTEXT_S,
-            prefill_fixed_s=0.050 - 512 / 12_600,
-            prefill_s=1 / 12_600,
-            pair_s=LLAMA_70B.pair_s(1 / 12_600),
-            floor_s=0.050,
+        Profile(
+            "a100-opt-13b",
+            "OPT-13B on an A100 80 GB, vLLM",
+            f"DistServe's fit for vLLM, version unknown ({DISTSERVE}): prefill 22.1 ms + 0.1405 "
+            "ms a token, decode 23.5 ms + 0.0607 ms a sequence",
+            StepTime(
+                decode_fixed_s=0.0235,
+                decode_s=6.07e-5,
+                prefill_fixed_s=0.0221,
+                prefill_s=1.405e-4,
+            ),
+            _a100(26e9, 819_200, 40, 2048),
         ),
-    ),
-    Profile(
-        "h200-8b",
-        "8B on an H200",
-        f"decode step 6.5 ms at batch 8: {ASSUMED}; bandwidth 4.8 TB/s: {SHEETS['h200']}; prefill "
-        "as on an H100, which has the same compute; the rest derived",
-        _read(
-            LLAMA_8B,
-            bandwidth=4.8e12,
-            tokens_per_s=28_000,
-            step_s=0.0065 - 8 / 28_000,
-        ),
-    ),
-    Profile(
-        "h200-70b-tp4",
-        "70B on four H200",
-        f"decode step 16.2 ms at batch 8: {ASSUMED}; bandwidth 4 x 4.8 TB/s: {SHEETS['h200']}; "
-        "prefill as on four H100; the rest derived",
-        _read(
-            LLAMA_70B,
-            bandwidth=4 * 4.8e12,
-            tokens_per_s=12_600,
-            step_s=0.0162 - 8 / 12_600,
-        ),
-    ),
+    )
+}
+_8B, _70B = "llama-3.1-8b", "llama-3.1-70b"
+ALIASES: Final = {
+    "a100-70b-tp4": ProfileKey(_70B, "a100", "bf16", 4),
+    "h100-8b": ProfileKey(_8B, "h100", "bf16", 1),
+    "h100-70b-tp4": ProfileKey(_70B, "h100", "bf16", 4),
+    "h200-8b": ProfileKey(_8B, "h200", "bf16", 1),
+    "h200-70b-tp4": ProfileKey(_70B, "h200", "bf16", 4),
+}
+SHORT_NAMES: Final = (*ASSUMED, *ALIASES)
+USAGE: Final = (
+    f"{', '.join(SHORT_NAMES)}, a name that `vllm-sched profiles` lists, or "
+    "model=M,system=S,tp=N,dtype=D"
 )
-PROFILES: Final = {profile.name: profile for profile in _ALL}
 
 
-def find(name: str) -> Profile:
-    try:
-        return PROFILES[name]
-    except KeyError:
+def parse_key(text: str) -> ProfileKey | None:
+    """Return the key of `model=M,system=S,tp=N,dtype=D`; None for a plain name."""
+    if "=" not in text:
+        return None
+    given = dict(DEFAULTS)
+    for part in text.replace(",", " ").split():
+        name, _, value = part.partition("=")
+        if name not in KEYS or not value:
+            raise UsageError(f"profile {text}: {part!r} is not KEY=VALUE of {', '.join(KEYS)}")
+        given[name] = value
+    for name in KEYS:
+        if name not in given:
+            raise UsageError(f"profile {text}: {name} is missing; valid: {_values(name)}")
+    if not (given["tp"].isascii() and given["tp"].isdigit() and int(given["tp"])):
+        raise UsageError(f"profile {text}: tp={given['tp']} is not a number of GPUs")
+    return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
+
+
+def find(text: str) -> Profile:
+    """Return a built-in profile, or raise an error with the valid names or values."""
+    if (profile := ASSUMED.get(text)) is not None:
+        return profile
+    known = measured()
+    key = ALIASES.get(text) or parse_key(text)
+    if key is None:
+        key = next((each for each in (*known, *missing()) if each.name == text), None)
+    if key is None:
         raise UsageError(
-            f"unknown profile {name!r}; valid: {', '.join(PROFILES)}; or measure your own with "
+            f"unknown profile {text!r}; valid: {USAGE}; or measure your own with "
             "`vllm-sched calibrate --save cost.json`"
-        ) from None
+        )
+    if key in known:
+        return known[key]
+    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known))}", key)
+
+
+def _mismatch(key: ProfileKey, known: list[ProfileKey]) -> str:
+    """Return which part of the key no built-in profile has, with the valid values."""
+    for place, name in ((1, "system"), (0, "model"), (2, "dtype"), (3, "tp")):
+        matching = [each for each in known if each[place] == key[place]]
+        if not matching:
+            valid = ", ".join(str(value) for value in dict.fromkeys(each[place] for each in known))
+            return f"no built-in profile has {name}={key[place]}; valid here: {valid}{_reason(key)}"
+        known = matching
+    raise AssertionError(key)
+
+
+def _reason(key: ProfileKey) -> str:
+    """Return why the data has no such profile, if the data says so."""
+    why = missing().get(key)
+    return f" ({why})" if why else ""
+
+
+@cache
+def missing() -> dict[ProfileKey, str]:
+    """Return what the source cannot give, with the reasons."""
+    return {
+        ProfileKey(*(each[name] for name in ProfileKey._fields)): each["why"]
+        for content in data_files().values()
+        for each in content["missing"]
+    }
+
+
+def _values(name: str) -> str:
+    return ", ".join(sorted({str(getattr(key, name)) for key in measured()}))

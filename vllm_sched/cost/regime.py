@@ -50,6 +50,7 @@ class Regime:
                 f"mean_prompt={mean_prompt:g}: a prompt has at least 1 token; "
                 "give the mean prompt length in tokens"
             )
+        time = time.near(slots, int(budget or mean_prompt))
         # A memoryless output is sampled at its mean length.
         decode = time.decode_s + time.context_s * (mean_prompt + mean_output)
         floor = time.floor_s

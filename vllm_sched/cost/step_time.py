@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from vllm_sched.errors import UsageError
 
@@ -72,7 +72,8 @@ class StepTime:
     read_s: float = 0.0  # per token computed in earlier steps
 
     def __post_init__(self) -> None:
-        for name, value in self.to_json().items():
+        for name in COEFFICIENTS:
+            value = getattr(self, name)
             if not 0 <= value <= sys.float_info.max:
                 raise UsageError(
                     f"{name}={value!r} must be a number of seconds from 0 up; "
@@ -102,7 +103,19 @@ class StepTime:
         work = self.prefill_s * chunk.tokens + self.pair_s * chunk.attention
         return work + self._once(chunk.context)
 
-    def to_json(self) -> dict[str, float]:
+    def tokens_s(self, tokens: float) -> float:  # noqa: ARG002
+        """Return the curve's part of a step's time (see `curved`); 0 without a curve."""
+        return 0.0
+
+    def least_tokens_s(self, tokens: float, steps: float) -> float:  # noqa: ARG002
+        """Return a lower bound of the curve's part of `steps` steps with these tokens in all."""
+        return 0.0
+
+    def near(self, decodes: int, tokens: int) -> StepTime:  # noqa: ARG002
+        """Return the linear step time near steps of this size."""
+        return self
+
+    def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in COEFFICIENTS}
 
     @classmethod

@@ -54,7 +54,7 @@ def test_plan_is_printed_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     assert fewer
     assert float(more[1]) > float(fewer[1])
     assert "one worker, calculated" in text
-    assert "KV cache 411,987 tokens of 128 KiB" in text
+    assert "KV cache 446,099 tokens of 128 KiB" in text
     options = "--workload=2000x20 --gpus=2 --profile=h100-8b --quick --policies default"
     assert f"vllm-sched plan {options} --goodput ttft:800" in path.read_text()
     assert main(["check", str(path)]) == 0

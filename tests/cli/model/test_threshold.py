@@ -12,7 +12,7 @@ import pytest
 
 from vllm_sched.cli.main import main
 from vllm_sched.cli.model import threshold
-from vllm_sched.cost.profiles import PROFILES
+from vllm_sched.cost.profiles import SHORT_NAMES, find
 from vllm_sched.cost.regime import Regime
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
@@ -53,7 +53,7 @@ def test_paper_regime_and_mixed_steps(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "run departures=1: no larger K gains anything" in printed
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", SHORT_NAMES)
 def test_formula_recursion_and_simulation_agree(tmp_path: Path, profile: str) -> None:
     found = saved(tmp_path, *PAPER, "--profile", profile, "--mixed-ms", "5")["regimes"]
     for regime in found.values():
@@ -92,7 +92,7 @@ def test_budget_option_caps_the_threshold(tmp_path: Path) -> None:
 
 def test_cost_file_gives_the_same_result_as_its_profile(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    path.write_text(json.dumps({"step_time": PROFILES["a100-8b"].time.to_json()}))
+    path.write_text(json.dumps({"step_time": find("a100-8b").time.to_json()}))
     from_file = saved(tmp_path, *PAPER, "--cost", str(path))
     assert from_file["regimes"] == saved(tmp_path, *PAPER, "--profile", "a100-8b")["regimes"]
 

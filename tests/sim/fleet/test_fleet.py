@@ -127,7 +127,7 @@ def test_refused_request_has_a_reason() -> None:
 def test_request_in_the_router_queue_is_served_or_refused() -> None:
     queue = {"queue": {"max_wait_s": 0.3}}
     fleet = simulated({"max_requests": 1}, router=queue)
-    played = play(fleet, *(Request(0.0, "a", 1000, 20) for _ in range(4)))
+    played = play(fleet, *(Request(0.0, "a", 1000, 30) for _ in range(4)))
     assert [bool(each.error) for each in played.outcomes] == [False, False, True, True]
     first, second = played.outcomes[:2]
     assert second.ticks[0] > first.end

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cost.linear_times import LINEAR_8B
 from tests.present import present
-from vllm_sched.cost.profiles import PROFILES
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.planning import capacity_bound
@@ -103,7 +103,7 @@ def test_limiting_prompt_is_where_transfer_equals_prefill() -> None:
 
 def test_capacity_of_a_worker() -> None:
     model = WorkerModel(
-        name="w", time=PROFILES["h100-8b"].time, max_model_len=131_072, kv_tokens=400_000,
+        name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
         transfer=TransferTime(0.002, 0.0, 1 / 87e9),
     )  # fmt: skip
     found = capacity_bound.Capacity.of(model, 1000, 200)
@@ -114,7 +114,7 @@ def test_capacity_of_a_worker() -> None:
     assert found.kv_bytes_per_s < found.link_bytes_per_s
     slow = capacity_bound.Capacity.of(
         WorkerModel(
-            name="w", time=PROFILES["h100-8b"].time, max_model_len=131_072, kv_tokens=400_000,
+            name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
             transfer=TransferTime(0.002, 0.0, 1 / 1e9),
         ), 1000, 200,
     )  # fmt: skip

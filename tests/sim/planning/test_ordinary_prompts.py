@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.cost.linear_times import LINEAR_8B
 from tests.sim.making import ends, firsts, job, run, worker
 from vllm_sched.bench.traffic.tables import TABLES
-from vllm_sched.cost.profiles import find
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.types import Job
@@ -63,7 +63,7 @@ def chats(rate: float, outputs: int) -> Arrivals:
     return arrivals
 
 
-H100 = find("h100-8b").time
+H100 = LINEAR_8B
 SCENES = {
     "embeddings": (embeddings(), {"time": EMBEDDING, "max_model_len": 512}),
     "a prefill worker": (chats(1000.0, 1), {"time": H100, "max_model_len": CONTEXT}),

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from proxy.core.model.role import Role
+from tests.cost.linear_times import LINEAR_8B
 from tests.present import present
 from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.results.outcome import Outcome
@@ -54,7 +55,8 @@ def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
     """Return a coarse question about H100s with an 8B model."""
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
-        "source": find(workload), "machine": replace(machine_of("h100-8b")[0], transfer=link),
+        "source": find(workload),
+        "machine": replace(machine_of("h100-8b")[0], time=LINEAR_8B, transfer=link),
         "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.2, "draws": 3,
     }  # fmt: skip
     return PlanQuestion(**settings | given)

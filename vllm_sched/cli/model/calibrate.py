@@ -26,6 +26,8 @@ from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost.calibration import Calibration, calibrate
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
+from vllm_sched.cost.nearest import nearest
+from vllm_sched.cost.profiles import measured
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
@@ -160,6 +162,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     whole = WholePrompts.of(seen.lone, found.time, args.budget)
     _print_calibration(console, found)
     _print_whole_prompts(console, whole)
+    _print_nearest(console, found, args.gpus)
     if args.save:
         with writing(args.save):
             write_whole(args.save, json.dumps(to_json(source, found, whole), indent=1) + "\n")
@@ -321,6 +324,19 @@ def _print_whole_prompts(console: Console, whole: WholePrompts) -> None:
         layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
     console.print(layout)
     text = f"outside the steps: {whole.front_s * 1e3:.3g} ms per request"
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _print_nearest(console: Console, found: Calibration, gpus: int) -> None:
+    same_size = [each for key, each in measured().items() if key.tp == gpus]
+    near = nearest((*found.fitted, *found.held_out), same_size)
+    if near is None:
+        return
+    ratios = ", ".join(f"{KINDS[kind]} {ratio:.3g}" for kind, ratio in near.ratios.items())
+    text = (
+        f"nearest built-in profile: {near.profile.name}; median of measured time over its time: "
+        f"{ratios}"
+    )
     console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -69,7 +69,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--profile",
         required=True,
         metavar="NAME|FILE",
-        help=f"a worker's cost model: {', '.join(profiles.PROFILES)}, or a file of `calibrate`",
+        help=f"a worker's cost model: {profiles.USAGE}, or a file of `calibrate`",
     )
     add(
         "--goodput",

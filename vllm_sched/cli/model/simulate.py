@@ -82,8 +82,7 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--profile",
         metavar="NAME|FILE",
-        help=f"for workers without a profile: {', '.join(profiles.PROFILES)}, or a file of "
-        "`calibrate`",
+        help=f"for workers without a profile: {profiles.USAGE}, or a file of `calibrate`",
     )
     parser.add_argument(
         "--front-ms",

@@ -14,10 +14,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_sched.bench.calibrate.profile_names import find_profile
 from vllm_sched.bench.compare.report import show
 from vllm_sched.cli.bench import chart
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost import profiles
+from vllm_sched.cost.curved import step_time_of
 from vllm_sched.cost.events import EventRun, play
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
@@ -65,9 +67,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     costs.add_argument(
         "--cost", type=Path, metavar="FILE.json", help="a file of `vllm-sched calibrate --save`"
     )
-    costs.add_argument(
-        "--profile", metavar="NAME", help=f"a built-in profile: {', '.join(profiles.PROFILES)}"
-    )
+    costs.add_argument("--profile", metavar="NAME", help=f"a profile: {profiles.USAGE}")
     add(
         "--mixed-ms",
         type=float,
@@ -200,7 +200,7 @@ def read_costs(path: Path) -> StepTime:
             f"--cost {path} has no step_time; save one with `vllm-sched calibrate --save`"
         )
     try:
-        return StepTime.from_json(given)
+        return step_time_of(given)
     except UsageError as error:
         raise UsageError(f"--cost {path}: {error}") from None
 
@@ -214,7 +214,7 @@ def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
                 "save one with `vllm-sched calibrate --save`"
             )
         return str(args.cost), time
-    profile = profiles.find(args.profile)
+    profile = find_profile(args.profile)
     return f"{profile.name} ({profile.source})", profile.time
 
 

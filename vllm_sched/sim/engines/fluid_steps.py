@@ -27,6 +27,8 @@ QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period
 NO_HOLD: Final = AdmissionHold(departures=1, max_s=1.0, itl_s=None)
 MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk is sized again
 
+USUAL_DECODES, USUAL_CHUNK = 16, 2048  # of the steps that policies learn from
+
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
 
@@ -67,6 +69,10 @@ class FluidSteps:
         self.model = model
         self.effects = effects
         self.room = room
+        # Policies learn linear step times, from chunks of about this size.
+        self._learned = model.time.near(
+            USUAL_DECODES, min(model.max_num_batched_tokens, USUAL_CHUNK)
+        )
         self.decoding = 0
         self.context = 0  # tokens of all decodes
         self.backlog = self.backlog_long = 0
@@ -210,7 +216,7 @@ class FluidSteps:
             return left if limit.chunk is None else min(left, limit.chunk)
         self._left_s, self._min_chunk = limit.step_s, limit.min_chunk
         done = self._prefills[0].done if self._prefills else 0
-        fitting = self.model.time.prefill_within(limit.step_s, self.decoding, self.context, done)
+        fitting = self._learned.prefill_within(limit.step_s, self.decoding, self.context, done)
         return min(left, max(fitting, limit.min_chunk))
 
     def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
@@ -238,7 +244,7 @@ class FluidSteps:
         """Cut a chunk to the time left, as `chunk_budget` does."""
         if wanted <= 0 or self._left_s == math.inf:
             return wanted
-        time = self.model.time
+        time = self._learned
         fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
         part = min(wanted, max(fitting, self._min_chunk if first else 0))
         work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
@@ -307,7 +313,7 @@ class FluidSteps:
         sharing = min(len(longs) + len(shorts), limits.prompts_per_step)
         slot = max(left // sharing, 1)
         alone = len(longs) + len(shorts) == 1 and not n
-        time = self.model.time
+        time = self._learned
         base = time.seconds(StepShape(decodes=max(n, 1), context_tokens=self.context))
         quiet = limits.quiet_stretch if now - self._last_short > limits.quiet_s else 1.0
         most_s = max(limits.stretch * quiet * base, limits.min_step_s)

@@ -1,9 +1,9 @@
 """Worker models from a fleet file.
 
-A worker's `profile` (or the command line's) names a published machine or a file of `calibrate`.
-Sizes come from the flags under `launch.args`, else from the machine. In a calibrated file `gpus`,
-`max_num_seqs`, `kv_token_bytes` and `kv_pieces` may be added by hand. Missing sizes get defaults
-and are listed in `WorkerModel.assumed`.
+A worker's `profile` (or the command line's) names a built-in or live profile or a file of
+`calibrate`. Sizes come from the flags under `launch.args`, else from the profile. In a calibrated
+file `gpus`, `max_num_seqs`, `kv_token_bytes` and `kv_pieces` may be added by hand. Missing sizes
+get defaults and are listed in `WorkerModel.assumed`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Any, Final
 
 from proxy.config import FleetConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
+from vllm_sched.bench.calibrate.profile_names import find_profile
 from vllm_sched.cost import profiles
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.curved import step_time_of
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.types import WorkerModel
 from vllm_sched.workers.flags import parse
 
-# vLLM's default memory share, and its bytes per GPU besides weights and cache.
-MEMORY_SHARE: Final = 0.92
-OTHER_BYTES: Final = 3.5e9
 # Defaults for calibrated files.
 MAX_MODEL_LEN: Final = 131_072
 DEFAULT_SIZES: Final[Mapping[str, int]] = {
@@ -87,33 +85,6 @@ ROLES_OF_A_TRANSFER: Final = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    gpus: int = 1
-    memory: float  # bytes per GPU
-    model: profiles.Model
-    longest: int = MAX_MODEL_LEN  # the model's context
-    batched_tokens: int = 8192  # vLLM's server default for the GPU size
-    seqs: int = 1024
-
-    def kv_tokens(self, used: float = MEMORY_SHARE) -> int:
-        room = self.gpus * (used * self.memory - OTHER_BYTES) - self.model.weights
-        return max(int(room / self.model.kv), 0)
-
-
-_8B, _70B = profiles.LLAMA_8B, profiles.LLAMA_70B
-_A100: Final = {"memory": 80e9, "batched_tokens": 2048, "seqs": 256}
-MACHINES: Final[Mapping[str, Machine]] = {
-    "a100-8b": Machine(**_A100, model=_8B),  # type: ignore[arg-type]
-    "a100-opt-13b": Machine(**_A100, model=profiles.OPT_13B, longest=2048),  # type: ignore[arg-type]
-    "a100-70b-tp4": Machine(gpus=4, **_A100, model=_70B),  # type: ignore[arg-type]
-    "h100-8b": Machine(memory=80e9, model=_8B),
-    "h100-70b-tp4": Machine(gpus=4, memory=80e9, model=_70B),
-    "h200-8b": Machine(memory=141e9, model=_8B),
-    "h200-70b-tp4": Machine(gpus=4, memory=141e9, model=_70B),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedWorker:
     profile: str | None = None  # for workers without a profile
     front_s: float | None = None  # None = as measured
@@ -137,8 +108,8 @@ def worker_models(
         path = f"workers[{index}]"
         profile = worker.profile or assumed.profile
         if profile is None:
-            why = f"is missing; name a machine ({', '.join(MACHINES)}) or a file that `calibrate` "
-            problems.append(Problem(f"{path}.profile", why + "saved, or give --profile"))
+            why = f"is missing; give {profiles.USAGE}, or a file of `calibrate`; or --profile"
+            problems.append(Problem(f"{path}.profile", why))
             continue
         try:
             # The fleet file's folder comes first for its own profiles, the current for --profile.
@@ -158,22 +129,22 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
 
     A file is searched in `folders`, by default in the current folder.
     """
-    if (machine := MACHINES.get(profile)) is not None:
+    if not profile.endswith(".json"):
+        found = find_profile(profile)
+        size = found.size
         return WorkerModel(
             name=profile,
             profile=profile,
-            gpus=machine.gpus,
-            time=profiles.find(profile).time,
-            max_model_len=min(machine.longest, machine.kv_tokens()),
-            kv_tokens=machine.kv_tokens(),
-            max_num_seqs=machine.seqs,
-            max_num_batched_tokens=machine.batched_tokens,
-            kv_token_bytes=machine.model.kv,
-            kv_pieces=2 * machine.model.layers,
-            transfer=transfer_of(machine.gpus),
+            gpus=size.gpus,
+            time=found.time,
+            max_model_len=min(size.max_model_len, size.kv_tokens()),
+            kv_tokens=size.kv_tokens(),
+            max_num_seqs=size.max_num_seqs,
+            max_num_batched_tokens=size.max_num_batched_tokens,
+            kv_token_bytes=size.kv_token_bytes,
+            kv_pieces=size.kv_pieces,
+            transfer=transfer_of(size.gpus),
         )
-    if not profile.endswith(".json"):
-        profiles.find(profile)  # raises an error with the valid names
     places = [folder / profile for folder in folders or (Path(),)]
     return _calibrated(profile, next((each for each in places if each.exists()), places[-1]))
 
@@ -189,7 +160,7 @@ def _calibrated(name: str, path: Path) -> WorkerModel:
     if not isinstance(content, dict) or "step_time" not in content:
         raise UsageError(f"profile {name} has no step_time; {advice}")
     try:
-        time = StepTime.from_json(content["step_time"])
+        time = step_time_of(content["step_time"])
     except UsageError as error:
         raise UsageError(f"profile {name}: {error}") from None
     front_s = content.get("front_s", 0.0)
@@ -283,8 +254,8 @@ def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None)
 
 
 def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
-    known, used = MACHINES.get(machine.profile), flags.get("--gpu-memory-utilization")
-    if known is None or used is None:
+    used = flags.get("--gpu-memory-utilization")
+    if used is None or machine.profile.endswith(".json"):
         return machine.kv_tokens  # calibrated: measured with the worker's flags
     try:
         share = float(used)
@@ -292,7 +263,7 @@ def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
         share = math.nan
     if not 0 < share <= 1:
         raise UsageError(f"--gpu-memory-utilization {used}: give more than 0 and at most 1")
-    return known.kv_tokens(share)
+    return find_profile(machine.profile).size.kv_tokens(share)
 
 
 def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:

@@ -36,11 +36,12 @@ def sequences_held(tokens: int, prompt: float, output: float) -> int:
 def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
     steps = max(math.ceil(prompt / budget), 1)
     fixed = time.prefill_fixed_s + time.prompt_fixed_s
-    return max(steps * fixed + prefill_work(time, prompt, budget), time.floor_s)
+    curve = (steps - 1) * time.tokens_s(budget) + time.tokens_s(prompt - (steps - 1) * budget)
+    return max(steps * fixed + curve + prefill_work(time, prompt, budget), time.floor_s)
 
 
 def prefill_work(time: StepTime, prompt: float, budget: int) -> float:
-    """Return the seconds of a prompt's tokens, without fixed costs per step."""
+    """Return the seconds of a prompt's tokens, without costs per step and without a curve."""
     steps = max(math.ceil(prompt / budget), 1)
     read = budget * steps * (steps - 1) / 2  # read again by later chunks
     return time.prefill_s * prompt + time.pair_s * prompt * prompt / 2 + time.read_s * read
@@ -60,13 +61,14 @@ def most_requests_per_s(
     # The output or the prompt's chunks need more steps, and determine the fixed part.
     shared = max(steps / max(sequences, 1), prompt / budget)
     each += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)
+    each += time.least_tokens_s(prompt + steps, shared)
     return 1 / each if each > 0 else math.inf
 
 
 def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]) -> float:
     """Return a lower bound of one worker's seconds for (prompt, output, cached) requests."""
     time, budget = machine.time, machine.max_num_batched_tokens
-    work = steps = by_cache = chunks = 0.0
+    work = steps = by_cache = chunks = tokens = 0.0
     for prompt, output, cached in requests:
         new, written = prompt - cached, max(output - 1, 0)
         context = prompt + output / 2
@@ -75,7 +77,10 @@ def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]
         steps += written
         by_cache += written * context
         chunks += new / budget
-    fixed = time.decode_fixed_s * max(steps / machine.max_num_seqs, by_cache / machine.kv_tokens)
+        tokens += new + written
+    decoding = max(steps / machine.max_num_seqs, by_cache / machine.kv_tokens)
+    work += time.least_tokens_s(tokens, max(decoding, chunks))
+    fixed = time.decode_fixed_s * decoding
     return work + max(fixed, chunks * min(time.decode_fixed_s, time.prefill_fixed_s))
 
 

@@ -24,7 +24,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
-from vllm_sched.sim.fleet.models import MACHINES, assuming, of_profile
+from vllm_sched.sim.fleet.models import assuming, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
@@ -43,6 +43,10 @@ MODEL_NAMES: Final = {
     "-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "-13b": "facebook/opt-13b",
     "-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
 }
 # Progress after the search, the exact runs, and the run with one more worker.
 SEARCH_DONE, EXACT_DONE, MORE_DONE = 0.7, 0.8, 0.9
@@ -339,7 +343,7 @@ def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
 
 
 def _seen_from(folder: Path, profile: str) -> str:
-    if profile in MACHINES or Path(profile).is_absolute():
+    if not profile.endswith(".json") or Path(profile).is_absolute():
         return profile
     # Resolve links: `..` of a linked folder is the parent of its target.
     path = Path(profile)

@@ -131,7 +131,7 @@ class FleetSearch:
 
     def seen(self) -> TrafficHints:
         traffic, machine = self.trials.traffic, self.question.machine
-        time = machine.time
+        time = machine.time.near(32, machine.max_num_batched_tokens)
         largest = traffic.totals[-1]
         boundaries: dict[int, float] = {}
         for share in BOUNDARY_QUANTILES:

@@ -1,0 +1,57 @@
+"""The fit of a profile finds a curve, and its errors are those of the samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.cost.curved import CurvedStepTime
+from vllm_sched.cost.fit import kind_of
+from vllm_sched.cost.profile_fit import (
+    KNOTS,
+    FitError,
+    SampledStep,
+    errors,
+    fit,
+    misses,
+    sample_shapes,
+)
+
+TRUE = CurvedStepTime(
+    decode_fixed_s=0.001, decode_s=1e-5, context_s=2e-8, prefill_fixed_s=0.0015, pair_s=8e-10,
+    prompt_fixed_s=1e-4, read_s=1e-8, knots=KNOTS,
+    knots_s=(0.0, *(0.006 + max(n - 200, 0) * 2e-5 for n in KNOTS[1:])),
+)  # fmt: skip
+
+
+def test_the_samples_span_what_a_profile_promises() -> None:
+    shapes = sample_shapes()
+    alone = [each for each in shapes if kind_of(each) == "decode"]
+    assert {each.decodes for each in alone} >= {1, 256}
+    assert {each.context_tokens // each.decodes for each in alone} >= {1024, 32_768}
+    prompts = {each.prefill_tokens for each in shapes if kind_of(each) == "prefill"}
+    assert {min(prompts), max(prompts)} == {128, 131_072}
+    assert sum(map(kind_of(shapes[-1]).__eq__, map(kind_of, shapes))) > 300
+
+
+def test_it_finds_the_curve() -> None:
+    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
+    found = errors(fit(sampled), sampled)
+    assert set(found) == {"decode", "prefill", "mixed"}
+    assert max(error.worst for error in found.values()) < 0.005
+    assert misses(found) == []
+
+
+def test_a_line_misses_it_and_is_told() -> None:
+    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
+    found = errors(CurvedStepTime(knots=(0, 1), knots_s=(0.0, 2e-5)), sampled)
+    assert any(text.startswith("decode median") for text in misses(found))
+    assert any(text.startswith("decode worst") for text in misses(found))
+    assert misses({"mixed": FitError(0.08, 0.25, 9)}) == []
+
+
+def test_a_source_without_mixed_steps() -> None:
+    shapes = [shape for shape in sample_shapes() if not shape.mixed]
+    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in shapes]
+    found = errors(fit(sampled), sampled)
+    assert set(found) == {"decode", "prefill"}
+    assert found["prefill"].median == pytest.approx(0, abs=0.005)

@@ -1,0 +1,106 @@
+"""`vllm-sched profiles`: list the built-in profiles with their source and errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sched.cost import profiles
+from vllm_sched.cost.profile_fit import KINDS, FitError
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.errors import UsageError
+
+NOTE: Final = (
+    "Errors are of the fit to the source, median and worst over its sampled steps. The source adds "
+    "up measured kernels: what a mixed step costs beside them is unknown and taken as 0 (set "
+    "--mixed-ms), and a real worker differs. `vllm-sched calibrate` measures yours."
+)
+MANY, CONTEXT = 64, 2048
+
+
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "profiles",
+        help="list the built-in cost profiles, their source and their errors",
+        description=(
+            "List the step-time profiles that --profile takes: measured ones with the errors of "
+            "their fit, assumed ones with their source."
+        ),
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("words", nargs="*", metavar="WORD", help="list names with all of these words only")
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--missing", action="store_true", help="list what the source cannot give, with reasons")
+    command.set_defaults(func=run_profiles)
+
+
+def run_profiles(args: argparse.Namespace) -> int:
+    console = Console(markup=False)
+    if args.missing:
+        _print_missing(console, args.words)
+        return 0
+    everything = [*profiles.ASSUMED.values(), *profiles.measured().values()]
+    found = [each for each in everything if _matches(each.name, args.words)]
+    if not found:
+        raise UsageError(
+            f"no built-in profile has {' '.join(args.words)} in its name; without words all are "
+            "listed"
+        )
+    if args.json:
+        shown = [{"name": e.name, "source": e.source, **profiles.to_json(e)} for e in found]
+        print(json.dumps(shown, indent=1))
+        return 0
+    console.print(_table(found))
+    for source in dict.fromkeys(each.source for each in found):
+        console.print(f"source: {source}", style="dim", highlight=False, soft_wrap=True)
+    for each in found:
+        if each.remark:
+            console.print(
+                f"{each.name}: {each.remark}", style="yellow", highlight=False, soft_wrap=True
+            )
+    for short, key in profiles.ALIASES.items():
+        if any(each.key == key for each in found):
+            console.print(f"{short}: short for {key.name}", style="dim", highlight=False)
+    console.print(NOTE, style="dim", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _matches(name: str, words: list[str]) -> bool:
+    return all(word in name for word in words)
+
+
+def _table(found: list[profiles.Profile]) -> Table:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    layout.add_column("profile", no_wrap=True)
+    headings = ("KV, k", f"{MANY} dec\nms", "2k pre\nms")
+    for heading in (*headings, *(f"{kind}\nerr %" for kind in KINDS)):
+        layout.add_column(heading, justify="right", no_wrap=True)
+    for each in found:
+        decode = each.time.seconds(StepShape(decodes=MANY, context_tokens=MANY * CONTEXT))
+        prompt = StepShape(prefill_tokens=CONTEXT, pairs=CONTEXT * CONTEXT / 2, prompts=1)
+        layout.add_row(
+            each.name,
+            f"{each.size.kv_tokens() / 1000:,.0f}",
+            f"{decode * 1000:.3g}",
+            f"{each.time.seconds(prompt) * 1000:.3g}",
+            *(_error(each.errors.get(kind), assumed=each.key is None) for kind in KINDS),
+        )
+    return layout
+
+
+def _error(error: FitError | None, *, assumed: bool) -> str:
+    if error is None:
+        return "assumed" if assumed else "unknown"
+    return f"{100 * error.median:.1f}/{100 * error.worst:.0f}"
+
+
+def _print_missing(console: Console, words: list[str]) -> None:
+    for key, why in profiles.missing().items():
+        if _matches(key.name, words):
+            console.print(f"{key.name}: {why}", highlight=False, soft_wrap=True)
