@@ -99,7 +99,13 @@ def test_calibrate_recovers_known_step_times(
         arguments = ["calibrate", "--url", url, *SMALL, "--save", str(cost), "--plot", str(picture)]
         assert main(arguments) == 0
     printed = capsys.readouterr().out
-    for words in ("c_d: a decode step", "delta: both in one step", "95 % interval", "held-out"):
+    for words in (
+        "c_d: a decode step",
+        "delta: both in one step",
+        "95 % interval",
+        "held-out",
+        "nearest built-in profile: ",
+    ):
         assert words in printed
     content = json.loads(cost.read_text())
     assert content["model"] == "fake"

@@ -108,8 +108,8 @@ def worker_models(
         path = f"workers[{index}]"
         profile = worker.profile or assumed.profile
         if profile is None:
-            why = f"is missing; give {profiles.USAGE}, or a file of `calibrate`; or --profile"
-            problems.append(Problem(f"{path}.profile", why))
+            why = f"is missing; name a machine ({profiles.USAGE}) or a file that `calibrate` saved"
+            problems.append(Problem(f"{path}.profile", why + ", or give --profile"))
             continue
         try:
             # The fleet file's folder comes first for its own profiles, the current for --profile.
