@@ -10,7 +10,6 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -40,20 +39,28 @@ MAX_NUMBER_CHARS = 40
 JSON = Any
 
 
-@dataclass(slots=True)
 class PromptExtent:
-    text: int = 0  # bytes
-    tools: int = 0  # bytes of it: tools, documents
-    tokens: int = 0  # exact or guessed, besides text
-    guessed: int = 0  # guessed ones of `tokens`
-    media: Numbers | None = None
-    largest_text: int = -1  # largest prompt; -1 if only one
-    largest_tokens: int = 0
-    prompts: int = 1
-    plain: bool = False  # a single text that /tokenize can count
-    cut: bool = False  # the worker cuts more text off
-    looks: int = MAX_EXAMINED
-    sizes: Numbers = FIRST_SIZES  # tokens per medium
+    def __init__(
+        self,
+        text: int = 0,
+        *,
+        prompts: int = 1,
+        largest_text: int = -1,
+        looks: int = MAX_EXAMINED,
+        sizes: Numbers = FIRST_SIZES,
+    ) -> None:
+        self.text = text  # bytes
+        self.tools = 0  # bytes of it: tools, documents
+        self.tokens = 0  # exact or guessed, besides text
+        self.guessed = 0  # guessed ones of `tokens`
+        self.media: Numbers | None = None
+        self.largest_text = largest_text  # largest prompt; -1 if only one
+        self.largest_tokens = 0
+        self.prompts = prompts
+        self.plain = False  # a single text that /tokenize can count
+        self.cut = False  # the worker cuts more text off
+        self.looks = looks
+        self.sizes = sizes  # tokens per medium
 
 
 def measure(
