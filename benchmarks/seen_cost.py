@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.step_cost import KINDS, RUNNING, SETS, Policies, loaded, take_step
+from benchmarks.step_cost import KINDS, RUNNING, SETS, Policies, make_loaded, take_step
 from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.engine import metrics
@@ -44,7 +44,7 @@ def whole_step_s() -> float:
 
 def settled(kind: type[Any], policies: Policies) -> tuple[Any, Any]:
     """Make a scheduler that has taken some steps, and what shows it, which writes when told to."""
-    scheduler = loaded(kind, policies, 10)
+    scheduler = make_loaded(kind, policies, 10)
     seen = scheduler._telemetry
     assert seen is not None, "its metrics are off"
     seen.metrics.due = lambda _: False
