@@ -12,8 +12,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 KIB = 1024
-# Linux: the CPU clock of a process is its inverted id with this in the low bits. It counts utime and
-# stime of /proc/PID/stat, in nanoseconds.
+# Linux: the CPU clock of a process is its inverted id with this in the low bits. It counts utime
+# and stime of /proc/PID/stat, in nanoseconds.
 CPU_CLOCK = 2
 
 
