@@ -1,10 +1,10 @@
-"""How near do plain workers come to vLLM's own schedulers, policy by policy?
+"""Compare the fluid engine with the exact engine, by policy.
 
     python -m benchmarks.agreement
 
-The same 150 requests, one in twelve of them long, on one worker whose cache and slots do not hold
-them all: played by the exact engine and by the fluid one. Then prompts that are mostly far on: each
-of their steps takes longer than the last. Prints a row for each policy, the same on any machine.
+Both engines simulate the same 150 requests, one in twelve of them long, on a worker without slots
+and cache for all. The second table has longer prompts, each of whose steps takes longer than the
+last. The output is the same on any machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONG = 4000
 TIME = StepTime(
     decode_fixed_s=0.010, decode_s=1e-4, prefill_fixed_s=0.011, prefill_s=5e-5, mixed_s=0.002
 )
-# What is read again and what is attended to makes each step of a long prompt longer than the last.
+# The cost of context makes each step of a long prompt longer than the last.
 GROWING = replace(TIME, prefill_s=2e-5, pair_s=2e-8, context_s=2e-7, read_s=1e-6)
 SMALL = WorkerModel(
     name="w0", time=TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384,
@@ -39,24 +39,24 @@ LATER = replace(SMALL, time=GROWING, max_num_batched_tokens=2048, kv_tokens=400_
 
 
 @dataclass(frozen=True)
-class Way:
-    """A policy, and how near the plain worker has to come."""
+class PolicyCase:
+    """A policy and the tolerance of the fluid engine."""
 
-    near: float
+    tolerance: float
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     slots: int = 24
     machine: WorkerModel = SMALL
-    longer: int = 1  # long prompts, so many times
-    apart: int = 1  # arrivals, so many times
+    longer: int = 1  # factor of long prompts' lengths
+    apart: int = 1  # factor of arrival times
 
     @property
     def model(self) -> WorkerModel:
-        """The worker."""
+        """The worker's model."""
         return replace(self.machine, max_num_seqs=self.slots, policies=self.policies)
 
     @property
     def jobs(self) -> list[tuple[float, Job]]:
-        """What is asked of it."""
+        """Arrival times and jobs."""
         return [
             (
                 self.apart * at,
@@ -64,39 +64,39 @@ class Way:
                 if job.prompt_tokens >= LONG
                 else job,
             )
-            for at, job in crowd(REQUESTS)
+            for at, job in draw_jobs(REQUESTS)
         ]
 
 
 LONGS: Final = {"long_prompt": {"long_prefill_token_threshold": 2000}}
-WAYS = {
-    "vLLM's default": Way(0.01),
-    "static_batching of 8": Way(0.01, {"static_batching": {"size": 8}}),
-    "prefill_first": Way(0.02, {"prefill_first": {}}),
-    "chunk_budget, chunks of 256": Way(0.01, {"chunk_budget": {"chunk": 256}}),
-    # What it learns while it runs the plain worker knows from the start.
-    "chunk_budget, 40 ms": Way(0.15, {"chunk_budget": {"itl_ms": 40}}),
-    "long_prompt": Way(0.05, LONGS),
-    "deferred_prefill, 8 slots": Way(0.2, {"deferred_prefill": {"departures": 4}}, 8),
+CASES = {
+    "vLLM's default": PolicyCase(0.01),
+    "static_batching of 8": PolicyCase(0.01, {"static_batching": {"size": 8}}),
+    "prefill_first": PolicyCase(0.02, {"prefill_first": {}}),
+    "chunk_budget, chunks of 256": PolicyCase(0.01, {"chunk_budget": {"chunk": 256}}),
+    # The fluid engine knows from the start the model that the policy fits.
+    "chunk_budget, 40 ms": PolicyCase(0.15, {"chunk_budget": {"itl_ms": 40}}),
+    "long_prompt": PolicyCase(0.05, LONGS),
+    "deferred_prefill, 8 slots": PolicyCase(0.2, {"deferred_prefill": {"departures": 4}}, 8),
 }
 CHUNKS_TOO: Final = {**LONGS, "chunk_budget": {"itl_ms": 80}}
 # With a linear step time, which is what policies learn, and with the curve of the profile.
 H100_CURVE: Final = of_profile("h100-8b")
 H100: Final = replace(H100_CURVE, time=LINEAR_8B)
 FAR_ON = {
-    "8B on an H100, long_prompt": Way(0.35, LONGS, machine=H100, longer=10, apart=6),
-    "8B on an H100, and chunk_budget": Way(0.1, CHUNKS_TOO, machine=H100, longer=10, apart=6),
-    "8B on an H100 as fitted, long_prompt": Way(0.5, LONGS, machine=H100_CURVE, longer=10, apart=6),
-    "8B on an H100 as fitted, and chunk_budget": Way(
+    "8B on an H100, long_prompt": PolicyCase(0.35, LONGS, machine=H100, longer=10, apart=6),
+    "8B on an H100, and chunk_budget": PolicyCase(0.1, CHUNKS_TOO, machine=H100, longer=10, apart=6),
+    "8B on an H100 as fitted, long_prompt": PolicyCase(0.5, LONGS, machine=H100_CURVE, longer=10, apart=6),
+    "8B on an H100 as fitted, and chunk_budget": PolicyCase(
         0.1, CHUNKS_TOO, machine=H100_CURVE, longer=10, apart=6
     ),
-    "more to read again, long_prompt": Way(0.35, LONGS, machine=LATER, longer=2, apart=2),
-    "more to read again, and chunk_budget": Way(0.2, CHUNKS_TOO, machine=LATER, longer=2, apart=2),
+    "more to read again, long_prompt": PolicyCase(0.35, LONGS, machine=LATER, longer=2, apart=2),
+    "more to read again, and chunk_budget": PolicyCase(0.2, CHUNKS_TOO, machine=LATER, longer=2, apart=2),
 }
 
 
-def crowd(count: int) -> list[tuple[float, Job]]:
-    """Draw jobs, one in twelve of them long."""
+def draw_jobs(count: int) -> list[tuple[float, Job]]:
+    """Return random jobs, one in twelve of them long."""
     rng, now, jobs = random.Random(5), 0.0, []
     for number in range(count):
         now += rng.expovariate(10)
@@ -107,48 +107,48 @@ def crowd(count: int) -> list[tuple[float, Job]]:
 
 
 def by_job(events: Iterable[Event]) -> dict[str, list[float]]:
-    """Say when each token came."""
-    told: dict[str, list[float]] = {}
+    """Return the token times of each job."""
+    times: dict[str, list[float]] = {}
     for event in events:
-        told.setdefault(event.job_id, []).append(event.at)
-    return told
+        times.setdefault(event.job_id, []).append(event.at)
+    return times
 
 
 def figures(events: Iterable[Event], jobs: list[tuple[float, Job]]) -> dict[str, float]:
-    """Sum up what an engine told of all tokens."""
-    told = by_job(events)
+    """Return the latency figures of an engine's events."""
+    times = by_job(events)
     arrived = {job.id: at for at, job in jobs}
-    ttfts = [ticks[0] - arrived[name] for name, ticks in told.items()]
-    gaps = [later - sooner for ticks in told.values() for sooner, later in pairwise(ticks)]
+    ttfts = [ticks[0] - arrived[name] for name, ticks in times.items()]
+    gaps = [later - sooner for ticks in times.values() for sooner, later in pairwise(ticks)]
     return {
         "TTFT mean": sum(ttfts) / len(ttfts),
         "TTFT p95": percentile(ttfts, 95) or 0.0,
         "ITL mean": sum(gaps) / len(gaps),
         "ITL p99": percentile(gaps, 99) or 0.0,
         "ITL max": max(gaps),
-        "last token": max(ticks[-1] for ticks in told.values()),
+        "last token": max(ticks[-1] for ticks in times.values()),
     }
 
 
-def both(way: Way) -> tuple[dict[str, float], dict[str, float]]:
-    """Play it to a real scheduler and to a plain worker."""
-    jobs = way.jobs
-    exact = figures(run(ExactEngine(way.model), jobs), jobs)
-    return exact, figures(run(FluidEngine(way.model, each_token=True), jobs), jobs)
+def play_both(case: PolicyCase) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the figures of the exact and of the fluid engine."""
+    jobs = case.jobs
+    exact = figures(run(ExactEngine(case.model), jobs), jobs)
+    return exact, figures(run(FluidEngine(case.model, each_token=True), jobs), jobs)
 
 
 SHOWN = {"TTFT mean": "s", "TTFT p95": "s", "ITL p99": "ms", "last token": "s"}
 
 
-def table(ways: Mapping[str, Way], shown: Mapping[str, str]) -> Iterator[str]:
-    """Give its lines, with what is shown in which unit."""
-    yield "|".join(("", "policy", *(f"{name}, exact / plain" for name in shown), ""))
-    for name, way in ways.items():
-        exact, plain = both(way)
+def table(policy_cases: Mapping[str, PolicyCase], shown: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a table; `shown` maps figures to units."""
+    yield "|".join(("", "policy", *(f"{name}, exact / fluid" for name in shown), ""))
+    for name, case in policy_cases.items():
+        exact, fluid = play_both(case)
         pairs = [
-            f"{exact[key] * 1e3:.1f} / {plain[key] * 1e3:.1f} ms"
+            f"{exact[key] * 1e3:.1f} / {fluid[key] * 1e3:.1f} ms"
             if unit == "ms"
-            else f"{exact[key]:.4f} / {plain[key]:.4f} s"
+            else f"{exact[key]:.4f} / {fluid[key]:.4f} s"
             for key, unit in shown.items()
         ]
         yield "|".join(("", name, *pairs, ""))
@@ -156,7 +156,7 @@ def table(ways: Mapping[str, Way], shown: Mapping[str, str]) -> Iterator[str]:
 
 def main() -> None:
     """Print the tables."""
-    print(*table(WAYS, SHOWN), "", sep="\n")
+    print(*table(CASES, SHOWN), "", sep="\n")
     print(*table(FAR_ON, {**SHOWN, "ITL max": "ms"}), sep="\n")
 
 

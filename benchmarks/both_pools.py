@@ -1,17 +1,14 @@
-"""Do a short and a long worker serve shorts alone as two workers do? Real ones, in turns.
+"""Compare a short and a long worker with a short one alone, under short prompts only.
 
     python -m benchmarks.both_pools --rounds 5 --save out/both-pools.json
 
-Two equal workers of the tiny model with a processor each, and nothing but short prompts: a closed
-loop through the router before the short and the long one, and through a router before the short one
-alone, the order turned round every time. The same number is under way either way, enough for two
-workers, and no bound makes either router keep any of them back; prompts are new words each time,
-and prefix caches are off. What is counted is what ended in a stretch of time when all lanes were
-under way: the first seconds and the last answers are not.
+Two equal workers of the tiny model have a processor each. A closed loop of short prompts runs
+through a router of both workers and through a router of the short one, in alternating order. The
+concurrency is the same, enough for two workers, and no limit queues requests. Prompts are new and
+prefix caches are off. Only requests that end while all lanes are busy count.
 
-What two workers give here at most is measured too: in each round both are asked at once, directly,
-each by half of the loop. Client and router have no processor of their own, and two workers that
-compute at once share caches and memory. 6 GB of memory; nothing else should run.
+For comparison each round also loads both workers directly, each with half of the loop. Client and
+router share the workers' processors. 6 GB of memory; nothing else should run.
 """
 
 from __future__ import annotations
@@ -54,15 +51,14 @@ FLAGS: Final = (
 ROLES: Final = ("short", "long")
 ALONE, BOTH, DIRECT = "the short one alone", "short and long", "both, without a router"
 TARGET: Final = 1.8
-# Before what is counted: until then lanes begin all at once.
-SETTLE_S: Final = 3.0
+SETTLE_S: Final = 3.0  # not counted, because all lanes start at once
 WARM_UP_S: Final = 12.0
-BUSY: Final = 1.0  # load average above which the figures are worth little
+MAX_LOAD_AVERAGE: Final = 1.0  # above it figures are unreliable
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is played: the same for all sides."""
+    """The load, which is the same for all sides."""
 
     prompt: int
     output: int
@@ -73,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Side:
-    """Who is asked: one router, or each worker; a part of the loop each."""
+    """The URLs that share a closed loop: one router, or both workers."""
 
     name: str
     urls: Sequence[str]
@@ -82,19 +78,19 @@ class Side:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a side served in one round."""
+    """The figures of a side in one round."""
 
     requests_per_s: float
-    tokens_per_s: float  # prompts and answers
+    tokens_per_s: float  # prompt and output
     counted: int  # requests
-    by_worker: Mapping[str, int]  # of these, where a router says
-    beside: float  # processors that the client and the router took
+    by_worker: Mapping[str, int]  # requests, if there is a router
+    beside: float  # processors used by client and router
     failed: Sequence[str] = ()
     warnings: Sequence[str] = ()
 
 
 def fleet(cpus: Sequence[int]) -> FleetConfig:
-    """Describe both workers: equal, but for what they are there for."""
+    """Return both workers, which differ only in their roles."""
     if len(cpus) < len(ROLES):
         raise UsageError("both_pools: two processors are needed; this machine offers one")
     workers = tuple(
@@ -111,7 +107,7 @@ def fleet(cpus: Sequence[int]) -> FleetConfig:
 
 
 def sides(config: FleetConfig, folder: Path) -> list[Side]:
-    """Describe who is asked."""
+    """Return the three sides."""
     short = config.model_copy(update={"workers": config.workers[:1]})
     alone, both = router_of(short, folder, "alone"), router_of(config, folder, "both")
     return [
@@ -121,10 +117,10 @@ def sides(config: FleetConfig, folder: Path) -> list[Side]:
     ]
 
 
-async def measured(
+async def measure(
     side: Side, endpoints: Sequence[Endpoint], load: Load, number: int, seconds: float
 ) -> Rate:
-    """Play a side for so long; its endpoints have the loop divided among them."""
+    """Run the loop, divided among a side's endpoints, and return its rate."""
     share, rest = divmod(load.concurrency, len(endpoints))
     lanes = [share + (index < rest) for index in range(len(endpoints))]
     source = Fixed(f"{load.prompt}x{load.output}")
@@ -145,9 +141,9 @@ async def measured(
 
 
 def rate(played: Sequence[PlayedRun], since: float, until: float, router_s: float) -> Rate:
-    """Count what ended while all lanes were under way."""
-    everything = [outcome for each in played for outcome in each.outcomes]
-    counted = [each for each in everything if each.good and since < each.end <= until]
+    """Return the rate of the requests that ended between `since` and `until`."""
+    outcomes = [outcome for each in played for outcome in each.outcomes]
+    counted = [each for each in outcomes if each.good and since < each.end <= until]
     by_worker: dict[str, int] = {}
     for each in counted:
         by_worker[each.worker] = by_worker.get(each.worker, 0) + 1
@@ -157,44 +153,44 @@ def rate(played: Sequence[PlayedRun], since: float, until: float, router_s: floa
         tokens_per_s=sum(e.prompt_tokens + e.completed for e in counted) / (until - since),
         counted=len(counted),
         by_worker=by_worker,
-        # Each of several loops in this process has counted all that it took.
+        # Each loop reports the CPU time of the whole process.
         beside=max(each.busy for each in played) + router_s / longest,
-        failed=[each.error for each in everything if each.error],
+        failed=[each.error for each in outcomes if each.error],
         warnings=sorted({warning for each in played for warning in each.warnings()}),
     )
 
 
 async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, list[Rate]]:
-    """Start all, warm each side up, and measure them in turns."""
+    """Start all processes, warm each side up and measure the sides in turns."""
     found: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
     with tempfile.TemporaryDirectory(prefix="both-pools-") as name:
         folder = Path(name)
         config = fleet(sorted(os.sched_getaffinity(0)))
         workers = [described(config, worker, folder, folder) for worker in config.workers]
-        asked = sides(config, folder)
-        routers = [side.router for side in asked if side.router]
+        measured_sides = sides(config, folder)
+        routers = [side.router for side in measured_sides if side.router]
         async with running(workers, narrator), running(routers, narrator):
             endpoints = {
                 side.name: [await learn(EndpointOptions(url, explain=True)) for url in side.urls]
-                for side in asked
+                for side in measured_sides
             }
             for number in range(rounds + 1):
-                for side in asked if number % 2 else reversed(asked):
+                for side in measured_sides if number % 2 else reversed(measured_sides):
                     what = f"round {number} of {rounds}" if number else "warming up"
                     narrator.step(f"{what}, {side.name}")
-                    # vLLM's processes spin for a second after a step.
+                    # vLLM's processes busy-wait for a second after a step.
                     await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
                     for worker in (*workers, *routers):
                         worker.check()
                     seconds = load.seconds if number else min(WARM_UP_S, load.seconds)
-                    each = await measured(side, endpoints[side.name], load, number, seconds)
+                    each = await measure(side, endpoints[side.name], load, number, seconds)
                     if number:
                         found[side.name].append(each)
     return found
 
 
 def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[float]:
-    """Hold a side's rounds against another's; a round in which nothing ended tells nothing."""
+    """Return the ratios of two sides' rounds, without rounds in which no request ended."""
     return [
         getattr(one, figure) / getattr(other, figure)
         for one, other in zip(ours, theirs, strict=True)
@@ -203,7 +199,7 @@ def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[fl
 
 
 def promises(found: Mapping[str, Sequence[Rate]]) -> list[Promise]:
-    """Say what was promised, and beside it what two workers give here at most."""
+    """Return the promises, and the ratios to both workers without a router."""
     alone, both, direct = found[ALONE], found[BOTH], found[DIRECT]
     requests = "requests_per_s"
     return [
@@ -233,7 +229,7 @@ def _middle(found: Sequence[float]) -> float | None:
 
 
 def table(found: Mapping[str, Sequence[Rate]]) -> Table:
-    """Lay out each round's figures, and what they come to."""
+    """Return the table of all rounds and their medians."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("round")
     layout.add_column("")
@@ -253,7 +249,7 @@ def table(found: Mapping[str, Sequence[Rate]]) -> Table:
                 str(each.counted),
                 "-" if to_alone is None else f"{to_alone:.2f}x",
                 f"{each.beside:.0%} of one CPU",
-                ", ".join(f"{who} {count}" for who, count in sorted(each.by_worker.items()) if who),
+                ", ".join(f"{name} {n}" for name, n in sorted(each.by_worker.items()) if name),
                 end_section=name == DIRECT,
             )
     for name, rates in found.items():
@@ -267,43 +263,44 @@ def table(found: Mapping[str, Sequence[Rate]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when a request failed, whatever the figures."""
-    args = _arguments(argv)
+    """Print all figures; return 1 if a request failed."""
+    args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     load = Load(args.prompt, args.output, args.concurrency, args.seconds, args.seed)
-    busy = os.getloadavg()[0]
+    load_average = os.getloadavg()[0]
     try:
         with ProgressReporter(console) as narrator:
             found = uvloop.run(run(load, args.rounds, narrator))
     except VllmSchedError as error:
         console.print(f"both_pools: {error}", style="red", markup=False, highlight=False)
         return 1
-    told = promises(found)
+    judged = promises(found)
     console.print(table(found))
-    console.print(promise.table("shorts alone, by two workers and by one", told))
-    everything = [each for rates in found.values() for each in rates]
-    warnings = {warning for each in everything for warning in each.warnings}
-    warnings |= {f"load average {busy:.1f} at the start"} if busy > BUSY else set()
+    console.print(promise.table("short prompts only, two workers and one", judged))
+    all_rates = [each for rates in found.values() for each in rates]
+    warnings = {warning for each in all_rates for warning in each.warnings}
+    if load_average > MAX_LOAD_AVERAGE:
+        warnings.add(f"load average {load_average:.1f} at the start")
     for warning in sorted(warnings):
         console.print(warning, style="yellow", highlight=False)
-    failed = [error for each in everything for error in each.failed]
+    failed = [error for each in all_rates for error in each.failed]
     if failed:
         console.print(f"{len(failed)} failed, one of them: {failed[0]}", style="red", markup=False)
     if args.save:
-        whole = {
+        content = {
             "load": asdict(load),
             "rounds": {name: [asdict(each) for each in rates] for name, rates in found.items()},
-            "promises": promise.to_json(told),
+            "promises": promise.to_json(judged),
         }
-        args.save.write_text(json.dumps(whole, indent=1) + "\n")
+        args.save.write_text(json.dumps(content, indent=1) + "\n")
     return int(bool(failed))
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="both_pools", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="that count")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each side in each round")
-    parser.add_argument("--concurrency", type=int, default=16, help="requests under way")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per side and round")
+    parser.add_argument("--concurrency", type=int, default=16, help="requests in flight")
     parser.add_argument("--prompt", type=int, default=1500, help="tokens")
     parser.add_argument("--output", type=int, default=8, help="tokens")
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")

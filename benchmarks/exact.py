@@ -1,10 +1,9 @@
-"""How fast are real schedulers played? One worker, 8B on an H100, ten requests a second.
+"""Measure the speed of the exact engine: one worker, 8B on an H100, ten requests a second.
 
     python -m benchmarks.exact
 
-Prints virtual seconds in one of the processor's, so that little depends on what else a machine has
-to do, and the share of real time that is vLLM's own scheduler: the floor below which no simulator
-of its decisions can come.
+Prints virtual seconds per second of processor time, and vLLM's scheduler's share of the wall time,
+which no simulator that uses this scheduler can save.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ PROFILE, RATE = "h100-8b", 10.0
 
 
 def play(workload: str, seconds: float) -> tuple[float, float, int, float]:
-    """Play; returns speed, the scheduler's share, requests, and how many ran at once on average."""
+    """Return speed, the scheduler's share, requests and mean concurrency."""
     worker = {"name": "w", "profile": PROFILE}
     config = FleetConfig(model="model", workers=[worker])  # type: ignore[list-item]
     model = of_profile(PROFILE)
     fleet = SimulatedFleet(config, {"w": model}, ExactEngine)
     schedule = Schedule(source=find(workload), rate=RATE, duration_s=seconds)
-    began, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), time.process_time()
     played = fleet.play(schedule)
-    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    under_way = sum(each.latency for each in played.outcomes) / played.duration
+    wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    concurrency = sum(each.latency for each in played.outcomes) / played.duration
     share = played.facts["workers"]["w"]["scheduler_s"] / wall_s
-    return played.duration / cpu_s, share, len(played.outcomes), under_way
+    return played.duration / cpu_s, share, len(played.outcomes), concurrency
 
 
 def main() -> None:
-    """Play some workloads."""
+    """Print a line per workload."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds")
     parser.add_argument("--workload", nargs="+", default=["azure-conv", "azure-code", "1000x100"])
     given = parser.parse_args()
-    play("100x10", 5.0)  # what is imported and built once
-    print("workload | requests | at once | times as fast as time | vLLM's scheduler")
+    play("100x10", 5.0)  # imports modules and fills caches
+    print("workload | requests | concurrency | virtual s per CPU s | vLLM's scheduler")
     for workload in given.workload:
-        speed, share, requests, at_once = play(workload, given.duration)
-        print(f"{workload} | {requests} | {at_once:.1f} | {speed:.1f} | {share:.0%}")
+        speed, share, requests, concurrency = play(workload, given.duration)
+        print(f"{workload} | {requests} | {concurrency:.1f} | {speed:.1f} | {share:.0%}")
 
 
 if __name__ == "__main__":

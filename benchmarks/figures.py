@@ -1,10 +1,10 @@
-"""The pictures and tables of docs/evaluation.md, by simulation.
+"""Simulate and draw the figures and tables of docs/evaluation.md.
 
     python -m benchmarks.figures --out docs/figures            # all of them
     python -m benchmarks.figures --out /tmp/figures --only fleets --quick
 
-Engines are plain workers; with `--engine exact` those of single workers are vLLM's own schedulers,
-which takes much longer. What is drawn is also written as figures.json, and printed.
+`--engine exact` uses vLLM's schedulers for single workers instead of the fluid engine, which takes
+much longer. All values are also printed and written to figures.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TARGETS = "ttft:3000 tpot:100"
 MIXED = "azure-conv:0.95,mooncake-conv:0.05"
 LARGE = "h100-70b-tp4"
 Policies = Mapping[str, Mapping[str, Any]]
-# The mission's systems on one worker, and what they are here.
+# Scheduling systems on one worker, as policies.
 SYSTEMS: Mapping[str, Policies] = {
     "static batching": {"static_batching": {}},
     "prefill first": {"prefill_first": {}},
@@ -55,7 +55,7 @@ SYSTEMS: Mapping[str, Policies] = {
     "long limit": {"long_prompt": {}},
     "deferred": {"deferred_prefill": {"departures": 8}},
 }
-# And as fleets of six workers of four GPUs.
+# Fleets of six workers with four GPUs each.
 FLEETS: Mapping[str, FleetShape | Policies] = {
     "static batching": SYSTEMS["static batching"],
     "prefill first": SYSTEMS["prefill first"],
@@ -65,35 +65,35 @@ FLEETS: Mapping[str, FleetShape | Policies] = {
     "short/long": FleetShape(short=3, long=3, short_limit=4000, policy=BOTH),
     "prefill/decode": FleetShape(prefill=2, decode=4, policy=LONG_PROMPT),
 }
-FIGURES = ("lengths", "systems", "policies", "steps", "fleets", "deferred")  # to choose --only from
+FIGURES = ("lengths", "systems", "policies", "steps", "fleets", "deferred")  # for --only
 REFERENCE_RATE = 5000 / 3600
-LOADS = (1, 3, 6, 9, 12, 15, 18)  # times that
+LOADS = (1, 3, 6, 9, 12, 15, 18)  # multiples of REFERENCE_RATE
 HUNDRED = 100
 STALL_S = 0.3
-UNSEEN = ("deferred",)  # with this machine it holds nobody: the line of vLLM's own chunks
-LASTS_S = 200
-SAMPLES = 4000  # gaps that stand for all of them
-TAIL_RATE = 1.5  # requests a second, on one worker
-AT_ONCE = 48  # requests on a worker: the rest waits where it may be turned away
+NOT_DRAWN = ("deferred",)  # holds no request on this machine, so its line is that of vLLM
+DURATION_S = 200
+SAMPLES = 4000  # quantiles of gaps
+TAIL_RATE = 1.5  # requests/s, on one worker
+MAX_REQUESTS = 48  # per worker: others wait in the queue, where they may be refused
 TENANTS = 50
 
 
 class Figures:
-    """Draws, and gathers what was drawn."""
+    """Draws figures and collects their values."""
 
     def __init__(self, out: Path, *, quick: bool, exact: bool) -> None:
         self.out = out
-        self.part = 0.2 if quick else 1.0
+        self.scale = 0.2 if quick else 1.0
         self.exact = exact
-        self.told: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
 
     def keep(self, name: str, curves: Mapping[str, Curve]) -> None:
-        """Note what a picture shows."""
+        """Store and print the values of a figure."""
         shown = {
             label: {f"{x:g}": [round(y, 4) for y in ys] for x, ys in curve.points.items()}
             for label, curve in curves.items()
         }
-        self.told[name] = shown
+        self.values[name] = shown
         print(name)
         for label, points in shown.items():
             print(f"  {label}: {points}")
@@ -128,18 +128,18 @@ class Figures:
         points = {}
         for load in loads:
             schedule = Schedule(
-                source=find(workload), concurrency=load, duration_s=120 * self.part + load / 4
+                source=find(workload), concurrency=load, duration_s=120 * self.scale + load / 4
             )
             fleet = self._one(machine, policies)
             played = fleet.play(schedule)
             end = schedule.duration_s or 1.0
-            # Over the second half: the first fills up, and what follows the end drains.
+            # Measure the second half, without the ramp-up and the drain.
             tokens = 0.0
             for outcome in played.outcomes:
-                whole, ticks = outcome.prompt_tokens + outcome.completed, outcome.ticks
+                total, ticks = outcome.prompt_tokens + outcome.completed, outcome.ticks
                 if ticks and ticks[0] < ticks[-1]:
                     inside = max(min(ticks[-1], end) - max(ticks[0], end / 2), 0.0)
-                    tokens += whole * inside / (ticks[-1] - ticks[0])
+                    tokens += total * inside / (ticks[-1] - ticks[0])
             points[float(load)] = [tokens / (end / 2)]
         knee = throughput_knee({x: ys[0] for x, ys in points.items()})
         return Curve(points, knee)
@@ -167,19 +167,19 @@ class Figures:
         stem = "systems-exact" if self.exact else "systems"
         draw_goodput(self.out / f"goodput-{stem}", curves, _words(TARGETS))
         self.keep(f"goodput-{stem}", curves)
-        drawn = {name: found for name, found in gaps.items() if name not in UNSEEN}
+        drawn = {name: found for name, found in gaps.items() if name not in NOT_DRAWN}
         draw_tail(self.out / f"gaps-{stem}", "Gaps between tokens, one worker", "ITL", drawn)
         tails = {
             name: [percentile_of_sorted(sorted(found), share) for share in (50, 99, 99.9, 100)]
             for name, found in gaps.items()
         }
-        self.told[f"gaps-{stem}"] = tails
+        self.values[f"gaps-{stem}"] = tails
         print(f"gaps-{stem} at {TAIL_RATE:g}/s: p50, p99, p99.9 and longest\n", tails)
 
     def _system(
         self, machine: WorkerModel, given: Policies, rate: float, seed: int
     ) -> tuple[float, list[float]]:
-        """Return requests a second in time, and gaps."""
+        """Return goodput and gaps."""
         if not self.exact:
             placed = [PlacedWorker(replace(machine, name="w", policies=given, max_num_seqs=256))]
             run = self._open(placed, RouterSettings(), rate, seed)
@@ -191,9 +191,9 @@ class Figures:
         return rate * met / len(counted), [gap for each in counted for gap in each.itls]
 
     def steps(self) -> None:
-        """Draw what is in each step, by vLLM's own scheduler and with chunks by time."""
+        """Draw the tokens of each step, with vLLM's scheduler and with chunks by time."""
         machine = of_profile(LARGE)
-        schedule = Schedule(source=find(MIXED), rate=TAIL_RATE, duration_s=60 * self.part, seed=1)
+        schedule = Schedule(source=find(MIXED), rate=TAIL_RATE, duration_s=60 * self.scale, seed=1)
         for name, title in (("chunks (vLLM)", "vLLM"), ("chunks by time", "chunk_budget, 100 ms")):
             model = replace(machine, name="w", policies=SYSTEMS[name], max_num_seqs=256)
             config = FleetConfig(model="model", workers=[{"name": "w", "profile": LARGE}])  # type: ignore[list-item]
@@ -205,13 +205,13 @@ class Figures:
             stem = "steps-" + name.replace(" (vLLM)", "").replace(" ", "-")
             draw_steps(self.out / stem, f"Tokens per step against the budget: {title}", found)
             longest = max(step.end - step.start for step in found)
-            self.told[stem] = {"steps": len(found), "longest_s": round(longest, 3)}
-            print(stem, self.told[stem])
+            self.values[stem] = {"steps": len(found), "longest_s": round(longest, 3)}
+            print(stem, self.values[stem])
 
     # Fleets
 
     def fleets(self) -> None:
-        """Draw goodput against rate by design: 24 H100, 70B; and at the loads of the reference."""
+        """Draw goodput against rate by design, 70B on 24 H100, and print the reference loads."""
         curves: dict[str, Curve] = {}
         for name, design in FLEETS.items():
             points = {}
@@ -221,30 +221,30 @@ class Figures:
                     self._design(design, rate, seed).goodput for seed in range(3)
                 ]
             curves[name] = Curve(points)
-            self.told.setdefault("served", {})[name] = _knee(points)
+            self.values.setdefault("served", {})[name] = _knee(points)
         draw_goodput(self.out / "goodput-fleets", curves, _words(TARGETS))
         self.keep("goodput-fleets", curves)
-        print("served, nine in ten in time, by every seed:", self.told["served"])
-        self.told["reference"] = {}
+        print("served, nine in ten in time, by every seed:", self.values["served"])
+        self.values["reference"] = {}
         print("reference: share in time, requests/s in time, TTFT p50 and p99, ITL p99 and max,")
         print("           share of requests without a gap above 300 ms")
         for name, design in FLEETS.items():
             for load in (1, 9, HUNDRED):
                 run = self._design(design, load * REFERENCE_RATE, 0)
-                self._tell_reference(f"{name} x{load}", run)
+                self._keep_reference(f"{name} x{load}", run)
 
-    def _tell_reference(self, name: str, run: FlowResult) -> None:
+    def _keep_reference(self, name: str, run: FlowResult) -> None:
         figures, gaps = run.all, run.gaps
         found = (
             figures.share, run.goodput, figures.ttft.quantile(0.5), figures.ttft.quantile(0.99),
             gaps.quantile(0.99), gaps.most, figures.longest.at_most(STALL_S),
         )  # fmt: skip
-        self.told["reference"][name] = [round(each, 4) for each in found]
+        self.values["reference"][name] = [round(each, 4) for each in found]
         print(f"  {name:<22}", " ".join(f"{each:9.3f}" for each in found))
 
     def _design(self, design: FleetShape | Policies, rate: float, seed: int) -> FlowResult:
         machine = of_profile(LARGE)
-        # What could not be in time is turned away, not served late.
+        # Refuse requests that would be late.
         settings = RouterSettings(queue_wait_s=2.0)
         if isinstance(design, FleetShape):
             placed = design.placed(machine)
@@ -252,7 +252,7 @@ class Figures:
         else:
             models = [replace(machine, name=f"w{i}", policies=design) for i in range(6)]
             placed = [PlacedWorker(model) for model in models]
-        placed = [replace(each, max_requests=AT_ONCE) for each in placed]
+        placed = [replace(each, max_requests=MAX_REQUESTS) for each in placed]
         return self._open(placed, settings, rate, seed)
 
     def _open(
@@ -264,7 +264,7 @@ class Figures:
         return flow.play(schedule, warm=(schedule.count or 0) // 10)
 
     def _schedule(self, rate: float, seed: int) -> Schedule:
-        count = round(min(max(rate * LASTS_S, 600), 20_000) * self.part)
+        count = round(min(max(rate * DURATION_S, 600), 20_000) * self.scale)
         return Schedule(
             source=find(MIXED), rate=rate, count=count, duration_s=2 * count / rate, seed=seed,
             tenants=TENANTS,
@@ -273,15 +273,15 @@ class Figures:
     # Deferred prefill
 
     def deferred(self) -> None:
-        """Draw throughput against K: 8B on an A100, as in the paper; formula and plain worker."""
+        """Draw throughput against K, 8B on an A100 as in the paper: recursion and fluid engine."""
         time = profiles.find("a100-8b").time
         regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=True)
         exact = Recursion(regime)
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.at(k).throughput) for k in drawn]
         dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]
-        self.told["deferred"] = {"recursion": line, "plain worker": dots}
-        print("deferred", json.dumps(self.told["deferred"]))
+        self.values["deferred"] = {"recursion": line, "plain worker": dots}
+        print("deferred", json.dumps(self.values["deferred"]))
         picture = chart.Chart(
             title="Throughput against K: 8B on an A100, 256 slots, prompts of 220, answers of 200",
             subtitle="decodes pause for prefills; a backlog that never ends",
@@ -297,7 +297,7 @@ class Figures:
         (self.out / "deferred.svg").write_text(chart.draw(picture))
 
     def _backlog(self, threshold: int) -> float:
-        rng, count = random.Random(0), round(12_000 * max(self.part, 0.5))
+        rng, count = random.Random(0), round(12_000 * max(self.scale, 0.5))
         deferred = {"departures": threshold, "exclusive": True, "max_delay_ms": 1e6}
         model = WorkerModel(
             name="w", time=profiles.find("a100-8b").time, max_model_len=8192, kv_tokens=10**7,
@@ -339,8 +339,8 @@ def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def main() -> None:
-    """Draw what was asked for."""
-    parser = argparse.ArgumentParser(description="The pictures of docs/evaluation.md")
+    """Draw the chosen figures."""
+    parser = argparse.ArgumentParser(description="draw the figures of docs/evaluation.md")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=[], choices=FIGURES)
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
@@ -351,12 +351,12 @@ def main() -> None:
     for name, draw in _named(figures):
         if not args.only or name in args.only:
             draw()
-    # The SVG is what the documentation shows.
+    # The documentation uses only the SVG files.
     for path in args.out.glob("*.svg"):
         path.with_suffix(".png").unlink(missing_ok=True)
     store = args.out / "figures.json"
     known = json.loads(store.read_text()) if store.exists() else {}
-    store.write_text(json.dumps(known | figures.told, indent=1) + "\n")
+    store.write_text(json.dumps(known | figures.values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

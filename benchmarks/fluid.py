@@ -1,12 +1,11 @@
-"""What a request costs in a simulated fleet of plain workers, and how that grows.
+"""Measure the cost of a request in a simulated fleet of fluid workers.
 
     python -m benchmarks.fluid                     # 1,000 workers, 1,000,000 requests
     python -m benchmarks.fluid --requests 50000    # the same fleet, sooner
 
-First fleets of growing size with requests in proportion: what one costs by the number of workers.
-Then the whole. CPU time of this process, and the most memory that it ever had. At the beginning
-each of a worker's first answers is lent to all workers that have none, which costs the square of
-their number, once; the cost of a request is that of those after.
+Prints CPU time for fleets of growing size with proportional requests, then for the whole fleet, and
+the peak memory. The first answers of each worker are copied to all workers without one, which costs
+O(workers^2) once, so the cost per request leaves the first requests out.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from vllm_sched.sim.fleet.models import of_profile
 
 SIZES = (4, 16, 64, 256)
 WORKLOAD = "azure-conv:0.95,mooncake-conv:0.05"
-RATE = 5.0  # a worker
-FIRST = 10  # requests a worker, after which each of them is known
-LEAST = 4000  # requests: fewer say little
+RATE = 5.0  # requests/s per worker
+FIRST = 10  # requests per worker until the router has estimates of all
+MIN_REQUESTS = 4000
 TARGETS = "ttft:3000 tpot:100"
 
 
 def fleet(workers: int) -> list[PlacedWorker]:
-    """Make a fleet of which a quarter is for longs."""
+    """Return a fleet in which a quarter of the workers is for long prompts."""
     machine = of_profile("h100-8b")
     placed = []
     for index in range(workers):
@@ -47,7 +46,7 @@ def fleet(workers: int) -> list[PlacedWorker]:
 
 
 def play(workers: int, requests: int, seed: int) -> tuple[FlowResult, float, float]:
-    """Play so many requests; the run, CPU seconds, and CPU seconds per request after the first."""
+    """Return the result, CPU seconds, and CPU seconds per request after the first ones."""
     schedule = Schedule(
         source=find(WORKLOAD),
         rate=RATE * workers,
@@ -59,20 +58,20 @@ def play(workers: int, requests: int, seed: int) -> tuple[FlowResult, float, flo
     first = min(FIRST * workers, requests // 2)
     marks: list[float] = []
 
-    def marked() -> Iterator[Request]:
+    def requests_with_mark() -> Iterator[Request]:
         for number, request in enumerate(schedule):
             if number == first:
                 marks.append(time.process_time())
             yield request
 
-    began = time.process_time()
-    run = flow.play(marked())
-    ended = time.process_time()
-    return run, ended - began, (ended - marks[0]) / (requests - first)
+    start = time.process_time()
+    run = flow.play(requests_with_mark())
+    end = time.process_time()
+    return run, end - start, (end - marks[0]) / (requests - first)
 
 
-def tell(workers: int, run: FlowResult, seconds: float, each: float) -> None:
-    """Print a line."""
+def print_row(workers: int, run: FlowResult, seconds: float, each: float) -> None:
+    """Print a line of the table."""
     print(
         f"{workers:7,} {run.all.arrived:10,} {seconds:9.1f} s {each * 1e6:8.0f} us "
         f"{each * 1e6 / math.log2(workers):7.1f} us {run.all.share:8.1%} "
@@ -81,19 +80,20 @@ def tell(workers: int, run: FlowResult, seconds: float, each: float) -> None:
 
 
 def main() -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(description="CPU cost of plain workers and the router core")
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="CPU cost of fluid workers and the router core")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print("workers   requests         CPU  a request   /log2(n)  in time  TTFT p99")
+    print("workers   requests         CPU  per request /log2(n)  in time  TTFT p99")
     per_worker = args.requests / args.workers
     for workers in (size for size in SIZES if size < args.workers):
-        tell(workers, *play(workers, max(round(per_worker * workers), LEAST), args.seed))
-    tell(args.workers, *play(args.workers, args.requests, args.seed))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"most memory: {most:,.0f} MB")
+        requests = max(round(per_worker * workers), MIN_REQUESTS)
+        print_row(workers, *play(workers, requests, args.seed))
+    print_row(args.workers, *play(args.workers, args.requests, args.seed))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"peak memory: {peak:,.0f} MB")
 
 
 if __name__ == "__main__":

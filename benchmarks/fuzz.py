@@ -1,9 +1,9 @@
-"""Messages made wrong, as many as one likes, against the readers of HTTP.
+"""Fuzz the HTTP parsers with mutated messages.
 
     python -m benchmarks.fuzz --requests 100000 --seed 1
 
-What differs from the reference is printed with its number; the exit status says whether any did.
-See `tests/fuzz` for what is compared.
+Differences from the reference (see `tests/fuzz`) are printed with their numbers; the exit status is
+1 if there are any.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tests.fuzz import judge
 from tests.fuzz.judge import Tally
 from tests.fuzz.mutate import Mutator
 
-SHOWN, WIDEST = 20, 400
+MAX_SHOWN, MAX_LINE = 20, 400
 Judge = Callable[[list[bytes], list[bytes], Tally], None]
 
 
-def play(what: str, seed: int, least: int) -> tuple[Tally, list[str]]:
-    """Judge streams of requests or answers until so many messages were made."""
+def fuzz(what: str, seed: int, minimum: int) -> tuple[Tally, list[str]]:
+    """Compare streams of at least `minimum` messages; return counts and differences."""
     compare: Judge = {"requests": judge.requests, "answers": judge.answers}[what]
     tally, differ = Tally(), []
     number = 0
-    while tally.messages < least:
+    while tally.messages < minimum:
         mutator = Mutator(seed, number)
         made = mutator.requests() if what == "requests" else mutator.answers()
         before = tally.messages
         try:
             compare(made, mutator.cuts(b"".join(made)), tally)
-        except Exception as error:  # whatever it is, the rest is still of interest
+        except Exception as error:  # a difference must not end the run
             differ.append(f"{what} {seed}:{number}: {error!r}")
             tally.messages = before + len(made)
         number += 1
@@ -40,24 +40,24 @@ def play(what: str, seed: int, least: int) -> tuple[Tally, list[str]]:
 
 
 def main() -> int:
-    """Play both, and print what came of them."""
+    """Fuzz requests and answers; return 1 if a difference was found."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
-    options.add_argument("--requests", type=int, default=100_000, help="so many messages of each")
+    options.add_argument("--requests", type=int, default=100_000, help="messages of each kind")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
     print(f"modules: {locate.kind()}")
     bad = 0
     for what in ("requests", "answers"):
         began = time.perf_counter()
-        tally, differ = play(what, given.seed, given.requests)
+        tally, differ = fuzz(what, given.seed, given.requests)
         print(
             f"{what}: {tally.messages:,} in {tally.streams:,} streams, "
             f"{time.perf_counter() - began:.0f} s: {tally.taken:,} taken, {tally.refused:,} "
-            f"streams refused in {len(tally.refusals)} ways, {tally.waiting:,} not whole, "
-            f"{len(differ)} read otherwise than by the reference"
+            f"streams refused in {len(tally.refusals)} ways, {tally.waiting:,} incomplete, "
+            f"{len(differ)} differ from the reference"
         )
-        for each in differ[:SHOWN]:
-            print(f"  {each[:WIDEST]}")
+        for each in differ[:MAX_SHOWN]:
+            print(f"  {each[:MAX_LINE]}")
         bad += len(differ)
     return 1 if bad else 0
 

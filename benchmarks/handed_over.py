@@ -1,12 +1,12 @@
-"""What does `auto` hand over, and what do streams and shorts have of it?
+"""Simulate what `disaggregate_above: auto` hands over, and its effect on streams and short prompts.
 
     python -m benchmarks.handed_over
 
-One prefill and one decode worker of the tiny model in virtual time, with vLLM's own schedulers and
-the router's core; a step takes what was measured of one processor (docs/evaluation.md), a transfer
-nothing. Prompts of 100 tokens come twice a second, prompts of 12,000 as each row says; of the last
-rows two at once with eight of 100 on their heels, while four answers are written from beginning to
-end. Prints a row for each, the same on any machine.
+A prefill and a decode worker of the tiny model run in virtual time, with vLLM's schedulers and the
+router's core. Step times were measured on one processor (docs/evaluation.md); transfers take no
+time. Prompts of 100 tokens arrive twice a second, prompts of 12,000 tokens as each row says. In the
+last rows two long prompts arrive together, then eight short ones, while four streams run. The
+output is the same on any machine.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ONE_PROCESSOR = StepTime(
 )  # fmt: skip
 LONG, SHORT, STREAM = "long", "short", "stream"
 LONG_TOKENS, SHORT_TOKENS = 12_000, 100
-LASTS_S, SHORTS_RATE = 300.0, 2.0
-EVERY_S, TOGETHER, HEELS, ROUNDS = 7.0, 2, 8, 9
+DURATION_S, SHORTS_RATE = 300.0, 2.0
+BLOCK_INTERVAL_S, BLOCK_LONGS, BLOCK_SHORTS, BLOCKS = 7.0, 2, 8, 9
 STREAMS, STREAM_TOKENS = 4, 16_000
-APART, ALIKE = ("prefill", "decode"), ("general", "general")
+PREFILL_DECODE, GENERAL = ("prefill", "decode"), ("general", "general")
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class Scene:
     """A row of the table."""
 
     longs: str
-    asked: Sequence[Request]
+    requests: Sequence[Request]
     output: int
-    seats: int = 256
-    roles: tuple[str, str] = APART
+    slots: int = 256
+    roles: tuple[str, str] = PREFILL_DECODE
 
 
 def _times(rng: random.Random, rate: float) -> Iterator[float]:
     gaps = (rng.expovariate(rate) for _ in repeat(None))
-    return takewhile(lambda at: at < LASTS_S, accumulate(gaps))
+    return takewhile(lambda at: at < DURATION_S, accumulate(gaps))
 
 
 def at_rate(rate: float, output: int) -> list[Request]:
-    """Draw longs and shorts one by one."""
+    """Return long and short prompts with random arrivals."""
     rng = random.Random(1)
     longs = [Request(at, LONG, LONG_TOKENS, output) for at in _times(rng, rate)]
     shorts = [Request(at, SHORT, SHORT_TOKENS, output) for at in _times(rng, SHORTS_RATE)]
@@ -65,74 +65,77 @@ def at_rate(rate: float, output: int) -> list[Request]:
 
 
 def in_blocks(output: int) -> list[Request]:
-    """Have longs come together, shorts on their heels, while streams run."""
-    asked = [Request(0.1 * n, STREAM, SHORT_TOKENS, STREAM_TOKENS) for n in range(STREAMS)]
-    for at in (EVERY_S * (n + 1) for n in range(ROUNDS)):
-        asked += [Request(at, LONG, LONG_TOKENS, output)] * TOGETHER
-        asked += [Request(at + 0.01, SHORT, SHORT_TOKENS, output)] * HEELS
-    return asked
+    """Return streams, and blocks of long prompts that are followed by short ones."""
+    requests = [Request(0.1 * n, STREAM, SHORT_TOKENS, STREAM_TOKENS) for n in range(STREAMS)]
+    for at in (BLOCK_INTERVAL_S * (n + 1) for n in range(BLOCKS)):
+        requests += [Request(at, LONG, LONG_TOKENS, output)] * BLOCK_LONGS
+        requests += [Request(at + 0.01, SHORT, SHORT_TOKENS, output)] * BLOCK_SHORTS
+    return requests
 
 
 SCENES = (
     *(
-        Scene(f"{rate:g}/s", at_rate(rate, output), output, seats)
-        for rate, output, seats in ((0.2, 100, 256), (0.45, 100, 4), (0.35, 400, 8))
+        Scene(f"{rate:g}/s", at_rate(rate, output), output, slots)
+        for rate, output, slots in ((0.2, 100, 256), (0.45, 100, 4), (0.35, 400, 8))
     ),
     Scene("two at once", in_blocks(16), 16),
-    Scene("two at once, general workers, least_loaded", in_blocks(16), 16, roles=ALIKE),
+    Scene("two at once, general workers, least_loaded", in_blocks(16), 16, roles=GENERAL),
 )
 
 
 def play(scene: Scene) -> PlayedFleet:
-    """Play one."""
-    apart = scene.roles == APART
+    """Simulate a scene."""
+    disaggregated = scene.roles == PREFILL_DECODE
     worker = WorkerModel(
         name="", time=ONE_PROCESSOR, max_model_len=16_384, kv_tokens=65_536, block_tokens=32,
-        max_num_batched_tokens=512, prefix_caching=False, async_scheduling=False, transfers=apart,
+        max_num_batched_tokens=512, prefix_caching=False, async_scheduling=False,
+        transfers=disaggregated,
     )  # fmt: skip
     config = FleetConfig.model_validate(
         {
             "model": "tiny",
             "workers": [
                 {"name": f"{role}-{n}", "role": role, "max_model_len": 16_384, "profile": "tiny",
-                 "launch": {"args": [f"--max-num-seqs={scene.seats}"]}}
+                 "launch": {"args": [f"--max-num-seqs={scene.slots}"]}}
                 for n, role in enumerate(scene.roles)
             ],
-            **({"transfer": "nixl"} if apart else {"routing": {"policy": "least_loaded"}}),
+            **({"transfer": "nixl"} if disaggregated else {"routing": {"policy": "least_loaded"}}),
         }
     )  # fmt: skip
     models = {
         each.name: replace(
-            worker, name=each.name, max_num_seqs=256 if each.role == "prefill" else scene.seats
+            worker, name=each.name, max_num_seqs=256 if each.role == "prefill" else scene.slots
         )
         for each in config.workers
     }
-    return SimulatedFleet(config, models, ExactEngine).play(Schedule(source=Listed(*scene.asked)))
+    return SimulatedFleet(config, models, ExactEngine).play(
+        Schedule(source=Listed(*scene.requests))
+    )
 
 
 def row(scene: Scene, outcomes: Iterable[Outcome]) -> list[str]:
-    """Say how a scene went."""
-    of: dict[str, list[Outcome]] = {LONG: [], SHORT: [], STREAM: []}
+    """Return the cells of a scene's row."""
+    by_class: dict[str, list[Outcome]] = {LONG: [], SHORT: [], STREAM: []}
     for each in outcomes:
-        of[each.klass].append(each)
-    handed = sum(">" in each.worker for each in of[LONG])
+        by_class[each.klass].append(each)
+    handed = sum(">" in each.worker for each in by_class[LONG])
     return [
         scene.longs,
         str(scene.output),
-        str(scene.seats),
-        _waits(of[LONG]),
-        _waits(of[SHORT], tail=True),
-        _gap(of[SHORT]) + (f"; streams {_gap(of[STREAM])}" if of[STREAM] else ""),
-        f"{handed} of {len(of[LONG])}",
+        str(scene.slots),
+        _ttft(by_class[LONG]),
+        _ttft(by_class[SHORT], tail=True),
+        _gap(by_class[SHORT]) + (f"; streams {_gap(by_class[STREAM])}" if by_class[STREAM] else ""),
+        f"{handed} of {len(by_class[LONG])}",
     ]
 
 
-def _waits(outcomes: Sequence[Outcome], *, tail: bool = False) -> str:
-    waits = [each.ttft for each in outcomes if each.good]
-    text = f"{fmean(waits):.2f}"
-    text += f" / {percentile(waits, 99):.2f} s" if tail else " s"
-    lost = len(outcomes) - len(waits)
-    return text + (f"; {lost} of {len(outcomes)} unanswered" if lost else "")
+def _ttft(outcomes: Sequence[Outcome], *, tail: bool = False) -> str:
+    ttfts = [each.ttft for each in outcomes if each.good]
+    text = f"{fmean(ttfts):.2f}"
+    text += f" / {percentile(ttfts, 99):.2f} s" if tail else " s"
+    failed = len(outcomes) - len(ttfts)
+    return text + (f"; {failed} of {len(outcomes)} unanswered" if failed else "")
 
 
 def _gap(outcomes: Iterable[Outcome]) -> str:
@@ -142,7 +145,7 @@ def _gap(outcomes: Iterable[Outcome]) -> str:
 
 def main() -> None:
     """Print the table."""
-    titles = ("long prompts", "answers", "seats", "TTFT of longs, mean", "of shorts, mean / p99")
+    titles = ("long prompts", "output", "slots", "TTFT of longs, mean", "of shorts, mean / p99")
     print("|".join(("", *titles, "ITL p99 of shorts", "handed over", "")))
     for scene in SCENES:
         print("|".join(("", *row(scene, play(scene).outcomes), "")), flush=True)

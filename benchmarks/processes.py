@@ -1,14 +1,13 @@
-"""What a second process of the router is worth: requests a second, and processor time per request.
+"""Measure what more router processes gain: requests/s, and processor time per request.
 
     python -m benchmarks.processes
     python -m benchmarks.processes --processes 1 2 4 --rounds 9 --connections 128
 
-Load, mock workers and routers run on this machine. Where it has processors enough, each process
-of a router, each source of load and mock worker has one, and requests a second tell it all. Where
-it has not, routers share what they are given, and only the processor time tells: so many requests
-a second as all processes could serve if each had a processor of its own. What caches and memory
-cost more that are truly shared is not in that. With `--apart` each process of a router has a
-processor that none of its siblings is on, and that it shares with load and mock workers.
+Load, mock workers and routers run on this machine. With enough processors each process of a router,
+source of load and mock worker has its own, and requests/s are comparable. Otherwise routers share
+processors, and only processor time is comparable: it gives the requests/s with one processor each,
+without the cost of shared caches and memory. With `--apart` each process of a router has its own
+processor, shared only with load and mock workers.
 
     python -m benchmarks.processes load PORT SECONDS CONNECTIONS SEED      one source of load
 """
@@ -46,16 +45,16 @@ MICRO = 1e6
 
 @dataclass(frozen=True)
 class Cpus:
-    """Who runs where."""
+    """CPU affinities."""
 
     routers: frozenset[int]
     others: frozenset[int]
-    enough: bool  # for each process of the largest router, and those around it
-    apart: bool = False  # whether none of them runs where another of its router does
+    enough: bool  # one for each process
+    apart: bool = False  # a router's processes run on different CPUs
 
     @classmethod
     def here(cls, most: int, *, apart: bool = False) -> Cpus:
-        """Share out what there is."""
+        """Divide this process's CPUs between routers and others."""
         cpus = sorted(os.sched_getaffinity(0))
         if apart:
             return cls(frozenset(cpus), frozenset(cpus), enough=False, apart=True)
@@ -71,30 +70,30 @@ class Sample:
     """One window of one router."""
 
     per_s: float
-    cpu_us: float  # per request, of all its processes and who keeps them
+    cpu_us: float  # per request, of all processes and their supervisor
     errors: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+    """Print all figures; return 1 if a request failed."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["load"]:
         port, seconds, connections, seed = words[1:]
         print(json.dumps(uvloop.run(load(int(port), float(seconds), int(connections), int(seed)))))
         return 0
-    parser = argparse.ArgumentParser(prog="processes", description="a second process of the router")
+    parser = argparse.ArgumentParser(prog="processes", description="gain of more router processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
-    parser.add_argument("--connections", type=int, default=32, help="for each process")
-    parser.add_argument("--apart", action="store_true", help="no two of a router on a processor")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per window")
+    parser.add_argument("--connections", type=int, default=32, help="per process")
+    parser.add_argument("--apart", action="store_true", help="one router process per processor")
     given = parser.parse_args(words)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     most = max(given.processes)
     cpus = Cpus.here(most, apart=given.apart)
     sources = most if cpus.enough else 1
-    busy = os.getloadavg()[0]
+    load_average = os.getloadavg()[0]
     samples: dict[int, list[Sample]] = {count: [] for count in given.processes}
     with stage(given.processes, cpus, workers=max(most, 2)) as routers:
         for number in range(given.rounds):
@@ -110,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                         number,
                     )
                 )
-    report(samples, cpus, busy)
+    report(samples, cpus, load_average)
     return int(any(sample.errors for each in samples.values() for sample in each))
 
 
 @contextmanager
 def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int, Worker]]:
-    """Start mock workers, and a router of each size before them."""
+    """Start mock workers, and a router with each number of processes."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ports = [free_port() for _ in range(workers)]
@@ -124,39 +123,41 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
         with processes.running_on(cpus.others):
             for port in ports:
                 command = [sys.executable, mock.__file__, str(port)]
-                started = Worker(command, port=port, name="mock", env=plain(), deadline_s=READY_S)
+                started = Worker(
+                    command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S
+                )
                 stack.callback(started.stop)
                 started.start()
                 started.wait_ready()
         with processes.running_on(cpus.routers):
             for count in counts:
-                routers[count] = router = described(folder, ports, count)
+                routers[count] = router = make_router(folder, ports, count)
                 stack.callback(router.stop)
                 router.start()
         for router in routers.values():
             router.wait_ready()
             if cpus.apart:
-                part(router, sorted(cpus.routers))
-        time.sleep(1.5)  # for the workers to be probed
+                set_affinity(router, sorted(cpus.routers))
+        time.sleep(1.5)  # until workers are probed
         yield routers
 
 
-def part(router: Worker, cpus: Sequence[int]) -> None:
-    """Give each process of a router a processor: those that serve come after who keeps them."""
+def set_affinity(router: Worker, cpus: Sequence[int]) -> None:
+    """Give each serving process of a router one of the CPUs."""
     assert router.pid is not None
-    first, *served = processes.tree(router.pid)
-    for number, pid in enumerate(served or [first]):
+    supervisor, *serving = processes.tree(router.pid)
+    for number, pid in enumerate(serving or [supervisor]):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {cpus[-1 - number % len(cpus)]})
 
 
-def plain() -> dict[str, str]:
-    """Return the environment without proxies: nothing stands between loopback and us."""
+def env_without_proxies() -> dict[str, str]:
+    """Return the environment without HTTP proxies."""
     return {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
 
 
-def described(folder: Path, workers: Sequence[int], count: int) -> Worker:
-    """Describe a router as its users start it."""
+def make_router(folder: Path, workers: Sequence[int], count: int) -> Worker:
+    """Return a router with `count` processes, as users start it."""
     port = free_port()
     fleet = {
         "model": mock.MODEL,
@@ -179,7 +180,7 @@ def described(folder: Path, workers: Sequence[int], count: int) -> Worker:
         command,
         port=port,
         name=f"router of {count}",
-        env=plain(),
+        env=env_without_proxies(),
         deadline_s=READY_S,
         grace_s=GRACE_S,
     )
@@ -188,7 +189,7 @@ def described(folder: Path, workers: Sequence[int], count: int) -> Worker:
 def measure(
     router: Worker, seconds: float, connections: int, sources: int, cpus: Cpus, seed: int
 ) -> Sample:
-    """Have some sources of load ask for a while."""
+    """Run the sources of load and return the sample."""
     assert router.pid is not None
     pids = processes.tree(router.pid)
     each = str(connections // sources)
@@ -206,31 +207,31 @@ def measure(
             for number in range(sources)
         ]
     before = processes.cpu_seconds(pids)
-    told = [json.loads(load.communicate()[0]) for load in loads]
+    results = [json.loads(load.communicate()[0]) for load in loads]
     used = processes.cpu_seconds(pids) - before
-    everything = sum(one["all"] for one in told)
+    requests = sum(each["all"] for each in results)
     return Sample(
-        sum(one["per_s"] for one in told),
-        used / everything * MICRO if everything else float("nan"),
-        sum(one["errors"] for one in told),
+        sum(each["per_s"] for each in results),
+        used / requests * MICRO if requests else float("nan"),
+        sum(each["errors"] for each in results),
     )
 
 
 async def load(port: int, seconds: float, connections: int, seed: int) -> dict[str, float]:
-    """Ask for a while; the rate leaves out how it begins and ends, the count does not."""
-    async with closed_loop(port, Prompts(BODY_BYTES, seed=seed), connections) as asking:
+    """Run a closed loop; only the rate leaves out warm-up and end."""
+    async with closed_loop(port, Prompts(BODY_BYTES, seed=seed), connections) as clients:
         await asyncio.sleep(WARM_UP_S)
-        first, since = asking.tally.done, time.perf_counter()
+        first, since = clients.tally.done, time.perf_counter()
         await asyncio.sleep(seconds)
-        per_s = (asking.tally.done - first) / (time.perf_counter() - since)
-    return {"per_s": per_s, "all": asking.tally.done, "errors": asking.errors.total()}
+        per_s = (clients.tally.done - first) / (time.perf_counter() - since)
+    return {"per_s": per_s, "all": clients.tally.done, "errors": clients.errors.total()}
 
 
-def report(samples: dict[int, list[Sample]], cpus: Cpus, busy: float) -> None:
-    """Print medians, and what they say."""
+def report(samples: dict[int, list[Sample]], cpus: Cpus, load_average: float) -> None:
+    """Print medians and the gain of each number of processes."""
     print(
         f"routers on CPU {sorted(cpus.routers)}{', one process each' if cpus.apart else ''}, "
-        f"load and mock workers on {sorted(cpus.others)}; load average before: {busy:.1f}"
+        f"load and mock workers on {sorted(cpus.others)}; load average before: {load_average:.1f}"
     )
     alone = min(samples)
     base = median(sample.cpu_us for sample in samples[alone])
@@ -239,13 +240,13 @@ def report(samples: dict[int, list[Sample]], cpus: Cpus, busy: float) -> None:
         per_s = median(sample.per_s for sample in each)
         cpu_us = median(sample.cpu_us for sample in each)
         errors = sum(sample.errors for sample in each)
-        could = count / alone * base / cpu_us
+        potential = count / alone * base / cpu_us
         line = f"{count} process{'es' if count > 1 else ''}: {per_s:8,.0f} requests/s"
         line += f", {cpu_us:6.1f} us of processor time each"
         if count != alone:
             if cpus.enough:
-                line += f"; {per_s / rate:.2f} times as many"
-            line += f"; with a processor each, by processor time: {could:.2f} times as many"
+                line += f"; {per_s / rate:.2f}x"
+            line += f"; with a processor each, by processor time: {potential:.2f}x"
         if errors:
             line += f"; {errors} ERRORS"
         print(line)

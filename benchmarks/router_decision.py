@@ -1,9 +1,9 @@
-"""What the router's core costs: CPU per request, and per decision among many workers.
+"""Measure the CPU cost of the router's core, per request and per decision.
 
     python -m benchmarks.router_decision
 
-The first figure is a request's whole life in the core: its 1 KB chat body read and sized, placed by
-the adaptive rule with prefix affinity among four workers, its first token, its end.
+The first figure is the whole life of a request: a 1 KB chat body is parsed and sized, placed among
+four workers by the adaptive rule with prefix affinity, gets its first token, and ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 7
 
 
 def make_router(workers: int) -> Router:
-    """Make half a fleet of short workers and half of long ones."""
+    """Return a router with short and long workers in equal numbers."""
     fleet = Fleet()
     for i in range(workers):
         role = Role.LONG if i % 2 else Role.SHORT
@@ -42,7 +42,7 @@ def make_router(workers: int) -> Router:
 
 
 def chat_body(number: int, size: int) -> bytes:
-    """Write a chat of some length: a system prompt that all share, a question of its own."""
+    """Return a chat body with a shared system prompt and a different question."""
     system = "You are a helpful assistant who answers briefly and in plain words. " * 5
     question = f"Question {number}: " + "why is the sky blue at noon? " * (size // 29)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
@@ -61,21 +61,21 @@ def cpu_us(work: Callable[[], int]) -> float:
 
 
 def placed(router: Router, ask: RequestInfo, now: float) -> Lease:
-    """Place a request that must find room."""
+    """Place a request and return its lease."""
     lease = router.submit(ask, now)
     assert isinstance(lease, Lease), lease
     return lease
 
 
 def read(router: Router, route: Route, body: bytes, tenant: Tenant | None = None) -> RequestInfo:
-    """Read a body that must be sound."""
+    """Return the request of a valid body."""
     ask = router.read(route, body, b"application/json", "id", tenant)
     assert isinstance(ask, RequestInfo), ask
     return ask
 
 
-def whole_life(requests: int, tenant: Tenant | None = None) -> float:
-    """Measure a request's whole life among four workers, thirty-two at a time."""
+def request_us(requests: int, tenant: Tenant | None = None) -> float:
+    """Measure whole requests among four workers, 32 in flight."""
     router, route = make_router(4), find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
     bodies = [chat_body(i, 640) for i in range(512)]
@@ -99,8 +99,8 @@ def whole_life(requests: int, tenant: Tenant | None = None) -> float:
     return cpu_us(work)
 
 
-def reading(size: int, requests: int) -> float:
-    """Measure the reading of a body alone."""
+def read_us(size: int, requests: int) -> float:
+    """Measure the parsing of a body."""
     router, route = make_router(4), find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
     body = chat_body(0, size)
@@ -114,7 +114,7 @@ def reading(size: int, requests: int) -> float:
 
 
 def decision(workers: int, decisions: int) -> float:
-    """Measure a placement and its release in a fleet already at work."""
+    """Measure a placement and its release in a busy fleet."""
     router, route = make_router(workers), find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
     now = 0.0
@@ -135,20 +135,20 @@ def decision(workers: int, decisions: int) -> float:
     return cpu_us(work)
 
 
-def turn(tenants: int, waiting: int, turns: int) -> float:
-    """Measure how a place that came free is given to one of many that wait."""
+def dequeue_us(tenants: int, waiting: int, turns: int) -> float:
+    """Measure how a free slot is given to one of many waiting requests."""
     fleet = Fleet()
     fleet.roster.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, 65_536, max_requests=1))
     fleet.health.probe_ok("w", 0.0)
     router = Router(RouterSettings(queue_requests=waiting + 1), fleet)
     route = find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
-    everybody = [Tenant(TenantSpec(f"t{i}")) for i in range(tenants)]
+    all_tenants = [Tenant(TenantSpec(f"t{i}")) for i in range(tenants)]
     body = chat_body(0, 640)
     lease = placed(router, read(router, route, body), 0.0)
     for i in range(waiting):
-        router.submit(read(router, route, body, everybody[i % tenants]), 0.0)
-    asks = [read(router, route, body, each) for each in everybody]
+        router.submit(read(router, route, body, all_tenants[i % tenants]), 0.0)
+    asks = [read(router, route, body, each) for each in all_tenants]
     now, number = 0.0, 0
 
     def work() -> int:
@@ -171,13 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="CPU cost of the router's core")
     parser.add_argument("--requests", type=int, default=5000)
     requests = parser.parse_args().requests
-    print(f"whole life of a 1 KB chat request, 4 workers: {whole_life(requests):6.1f} us")
+    print(f"whole life of a 1 KB chat request, 4 workers: {request_us(requests):6.1f} us")
     tenant = Tenant(TenantSpec("t", limits=Limits(10**9, 10**12, 10**6)))
-    print(f"the same of a tenant with limits:             {whole_life(requests, tenant):6.1f} us")
-    print(f"a turn among 1000 that wait, of 50 tenants:   {turn(50, 1000, requests // 5):6.1f} us")
+    print(f"the same with a tenant's limits:              {request_us(requests, tenant):6.1f} us")
+    dequeue = dequeue_us(50, 1000, requests // 5)
+    print(f"a dequeue, 1000 waiting, 50 tenants:          {dequeue:6.1f} us")
     print(f"placement and release, 1000 workers:          {decision(1000, requests):6.1f} us")
-    print(f"reading a 1 KB body:                          {reading(640, requests):6.1f} us")
-    print(f"reading a 100 KB body:                        {reading(99_000, 500):6.1f} us")
+    print(f"parsing a 1 KB body:                          {read_us(640, requests):6.1f} us")
+    print(f"parsing a 100 KB body:                        {read_us(99_000, 500):6.1f} us")
 
 
 if __name__ == "__main__":

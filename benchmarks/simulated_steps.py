@@ -1,13 +1,11 @@
-"""Do simulated steps take what real ones do? A real model computes them beside the cost model.
+"""Compare computed and modelled step times in the simulator.
 
     python -m benchmarks.simulated_steps --save out/steps.json
 
-`benchmarks.simulator` compares whole fleets, and wants a machine to itself. This one does not: each
-step that a simulated scheduler makes is computed by a real engine in this process, and takes what
-that took of the processor, not of the clock. From one such run the cost model is fitted; others, of
-another seed, are played twice: with computed steps and with modelled ones. Router, schedulers,
-policies and workload are the same in both, so that all that differs is how long steps take, and
-what follows from it: queues, decisions, and the pace that policies learn.
+`benchmarks.simulator` compares whole fleets on an idle machine. Here a real engine in this process
+computes each step of a simulated scheduler, and the step takes that processor time. The cost model
+is fitted to one such run; runs of another seed are simulated with computed and with modelled steps.
+Router, schedulers, policies and workload are the same, so only step times and their effects differ.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from rich.console import Console
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from benchmarks.simulator import BUDGET, COSTS, FIGURES, Pair, cases, tell
+from benchmarks.simulator import BUDGET, COSTS, FIGURES, Pair, cases, print_comparison
 from proxy.config import parse
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
@@ -53,7 +51,7 @@ FIT, COMPARED = 1, 0  # seeds
 
 
 def real_engine() -> LLMEngine:
-    """Start an engine, for its model alone."""
+    """Return an engine, of which only the model is used."""
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(tiny_model()),
@@ -70,7 +68,7 @@ def real_engine() -> LLMEngine:
 
 
 class ComputedEngine(ExactEngine):
-    """An engine whose steps take what a model takes to compute them."""
+    """An engine whose steps take the processor time of computing them."""
 
     def __init__(
         self, model: WorkerModel, *, seed: int = 0, executor: Any, seen: list[Measured]
@@ -80,11 +78,11 @@ class ComputedEngine(ExactEngine):
         self._seen = seen
 
     def step_s(self, step: SimulatedStep) -> float:
-        """Compute it, and say what that took of the processor."""
-        began = time.process_time()
+        """Compute a step and return its processor time."""
+        started = time.process_time()
         if self._executor.execute_model(step.output) is None:
             self._executor.sample_tokens(None)
-        seconds = time.process_time() - began
+        seconds = time.process_time() - started
         self._seen.append(Measured(step.shape, seconds))
         return seconds
 
@@ -92,7 +90,7 @@ class ComputedEngine(ExactEngine):
 def play(
     blocks: Mapping[str, Any], schedule: Schedule, make: MakeEngine, folder: Path
 ) -> dict[str, Any]:
-    """Play a schedule to a fleet; returns what `bench` would save."""
+    """Simulate a fleet and return the JSON that `bench` saves."""
     config = parse(json.dumps({"model": "tiny", **blocks}), "fleet")
     models = worker_models(config, folder / "fleet.yaml")
     played = SimulatedFleet(config, models, make).play(schedule)
@@ -103,7 +101,7 @@ def play(
 
 
 def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Give the median of each figure: the processor's speed too changes with who else is about."""
+    """Return the median of each figure, because other load changes the processor's speed."""
 
     def of(sides: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
@@ -116,10 +114,10 @@ def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**of(rounds), "classes": classes}
 
 
-def fitted(
+def fit(
     executor: Any, fleets: Sequence[Mapping[str, Any]], schedule: Schedule, folder: Path
 ) -> Calibration:
-    """Fit the cost model to the steps of some runs."""
+    """Fit the cost model to the computed steps of all fleets."""
     seen: list[Measured] = []
     for blocks in fleets:
         play(blocks, schedule, partial(ComputedEngine, executor=executor, seen=seen), folder)
@@ -127,23 +125,23 @@ def fitted(
 
 
 def write_costs(folder: Path, time_of: StepTime) -> None:
-    """Write what the fleets' workers name as their profiles."""
+    """Write the profiles that the fleets' workers name."""
     for name in COSTS.values():
         (folder / name).write_text(json.dumps({"step_time": time_of.to_json()}))
 
 
 def main() -> None:
-    """Compute, fit, simulate, compare."""
+    """Print and save the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default="100x24:0.85,6000x16:0.15")
     parser.add_argument("--request-rate", type=float, default=2.0)
     parser.add_argument("--duration", type=float, default=30.0)
-    parser.add_argument("--rounds", type=int, default=3, help="of computed steps, for medians")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of computed steps")
     parser.add_argument("--cases", nargs="+", choices=cases([0, 1]), default=[*cases([0, 1])])
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     console = Console()
-    engine = real_engine()  # to be kept: with it goes the model
+    engine = real_engine()  # a reference keeps the model alive
     executor = engine.engine_core.engine_core.model_executor
 
     def schedule(seed: int) -> Schedule:
@@ -156,7 +154,7 @@ def main() -> None:
         folder = Path(name)
         write_costs(folder, StepTime())
         fleets = {key: blocks for key, blocks in cases([0, 1]).items() if key in given.cases}
-        found = fitted(executor, [*fleets.values()][:2], schedule(FIT), folder)
+        found = fit(executor, [*fleets.values()][:2], schedule(FIT), folder)
         console.print(
             f"fitted to {len(found.fitted)} steps; median error of {len(found.held_out)} others "
             f"{found.error() or 0.0:.1%}: {found.time}",
@@ -172,7 +170,7 @@ def main() -> None:
             simulated = play(blocks, schedule(COMPARED), ExactEngine, folder)
             pairs.append(Pair(key, median_of(rounds), simulated))
             console.print(f"{key}: {simulated['completed']} requests", style="dim")
-    tell(pairs, console)
+    print_comparison(pairs, console)
     if given.save:
         content = {"step_time": found.time.to_json(), "error": found.error()}
         content["cases"] = {p.name: {"real": p.real, "simulated": p.simulated} for p in pairs}

@@ -1,11 +1,10 @@
-"""Is a simulated fleet like the real one? Both are played the same workload, and compared.
+"""Compare simulated fleets with real ones under the same workload.
 
     python -m benchmarks.simulator --save out/simulator.json
 
-A real worker of the tiny model is calibrated; then, for vLLM's own scheduler, for `long_prompt` and
-for a short and a long worker, the fleet is started on this machine (`up`), played a workload
-(`bench`), stopped, and simulated with the same file and the same workload. Prints every figure
-beside its simulated one. To be run where nothing else does: real workers are what is measured.
+A real worker of the tiny model is calibrated. Then each fleet (vLLM's scheduler, `long_prompt`, a
+short and a long worker) is started (`up`), measured (`bench`), stopped, and simulated with the same
+file and workload. Prints real and simulated figures. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -42,31 +41,31 @@ FLAGS = [
     "--max-model-len=16384", f"--max-num-batched-tokens={BUDGET}", "--block-size=32",
     "--num-gpu-blocks-override=2048", "--no-async-scheduling", "--no-enable-prefix-caching",
 ]  # fmt: skip
-READY_S, BOUND = 300.0, 0.20
+READY_TIMEOUT_S, MAX_ERROR = 300.0, 0.20
 FIGURES = {
     "TTFT p50, ms": "median_ttft_ms", "TTFT p99, ms": "p99_ttft_ms", "ITL p99, ms": "p99_itl_ms",
     "output tokens/s": "output_throughput",
 }  # fmt: skip
-# What the policies are ordered by, of the class that comes most often: shorts.
-ORDER = "p99_ttft_ms"
-LONE, IDLE_S = 24, 0.15
-# A prompt by which the machine is known again, and by how much it may have changed.
-LONE_TOKENS, CHANGED = 4000, 0.15
-# Played first and not counted: a worker's first steps are slow, and its policies learn from them.
+# Figure of the most frequent class, short prompts, by which fleets are ordered.
+ORDER_KEY = "p99_ttft_ms"
+LONE_REQUESTS, IDLE_S = 24, 0.15
+# Prompt that checks the machine's speed, and the accepted change since calibration.
+SPEED_CHECK_TOKENS, MAX_SPEED_CHANGE = 4000, 0.15
+# Not counted: first steps are slow, and policies fit their models.
 WARM_UP = ["--workload", "2000x16:0.5,100x32:0.5", "--request-rate", "5", "--duration", "6"]
-# By how many processors the worker has: its server may have to share one with its engine.
+# By the worker's number of processors: with one, server and engine share it.
 COSTS = {1: "cost-of-one.json", 2: "cost-of-two.json"}
 COMMAND = [sys.executable, "-m", "vllm_sched.cli.main"]
 
 
 def worker(name: str, cpus: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Describe a worker that is both real and simulated, and calibrated as it is deployed."""
+    """Return a worker's settings, for `up` and `simulate`."""
     launch = {"args": FLAGS, "cpus": [*cpus], "policies": more.pop("policies", {})}
     return {"name": name, "profile": COSTS[len(cpus)], "launch": launch, **more}
 
 
 def cases(cpus: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Describe the fleets, for two processors: one that is alone has both."""
+    """Return the fleets, for two processors; a single worker has both."""
     pools = [
         worker("short-0", cpus[:1], role="short", max_model_len=4096),
         worker("long-0", cpus[-1:], role="long", policies={"long_prompt": {}}),
@@ -80,14 +79,14 @@ def cases(cpus: Sequence[int]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def fleet_up(file: Path, url: str, log: Path) -> Iterator[None]:
-    """Run a fleet; nothing of it is left running."""
+    """Run a fleet, and stop it on exit."""
     with log.open("wb") as out:
         up = subprocess.Popen([*COMMAND, "up", str(file)], stdout=out, stderr=subprocess.STDOUT)
         try:
-            give_up = time.monotonic() + READY_S
+            deadline = time.monotonic() + READY_TIMEOUT_S
             while not _is_ready(url):
-                if up.poll() is not None or time.monotonic() > give_up:
-                    raise SystemExit(f"the fleet did not come up; see {log}")
+                if up.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"the fleet did not start; see {log}")
                 time.sleep(1.0)
             yield
         finally:
@@ -108,56 +107,56 @@ def _is_ready(url: str) -> bool:
 
 
 def _complete(url: str, words: int) -> float:
-    """Ask for one token, and say how long it took."""
+    """Request one token and return the seconds that it took."""
     body = {"model": "tiny", "prompt": [11 + n % 300 for n in range(words)], "max_tokens": 1}
-    asked = urllib.request.Request(  # noqa: S310 - our own fleet
+    request = urllib.request.Request(  # noqa: S310 - our own fleet
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    began = time.perf_counter()
-    with urllib.request.urlopen(asked, timeout=30) as answer:  # noqa: S310
+    started = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
         answer.read()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
-def calibrated(described: Mapping[str, Any], folder: Path, console: Console) -> None:
-    """Calibrate a worker as it is deployed, without policies, unless that was done."""
-    cost, cpus = folder / described["profile"], described["launch"]["cpus"]
+def calibrate(settings: Mapping[str, Any], folder: Path, console: Console) -> None:
+    """Calibrate a worker without policies, unless its profile exists."""
+    cost, cpus = folder / settings["profile"], settings["launch"]["cpus"]
     if cost.exists():
         return
-    console.print(f"calibrating a worker of {len(cpus)} processors", style="dim")
+    console.print(f"calibrating a worker with {len(cpus)} processors", style="dim")
     with launch.worker(model=str(tiny_model()), flags=FLAGS, cpus=cpus, name="w0") as started:
         words = ["calibrate", "--url", started.url, "--budget", str(BUDGET)]
         _command([*words, "--save", str(cost)])
 
 
-def front_of(url: str, time_of: StepTime) -> float:
-    """Measure what HTTP, router and tokenizer add: a lone request, less the step that it takes."""
+def measure_front_s(url: str, time_of: StepTime) -> float:
+    """Return what HTTP, router and tokenizer add to the step time of a lone request."""
     tokens = 100
     step = time_of.seconds(StepShape(prefill_tokens=tokens, pairs=tokens**2 / 2))
     times = []
-    for _ in range(LONE):
-        time.sleep(IDLE_S)  # as between requests that come one by one
+    for _ in range(LONE_REQUESTS):
+        time.sleep(IDLE_S)
         times.append(_complete(url, tokens))
     return max(statistics.median(times) - step, 0.0)
 
 
-def slower(url: str, time_of: StepTime, front_s: float) -> float:
-    """Say how much slower the machine is than when it was calibrated, by a whole prompt."""
-    expected = prefill_seconds(time_of, LONE_TOKENS, BUDGET) + front_s
-    times = [_complete(url, LONE_TOKENS) for _ in range(3)]
+def measure_slowdown(url: str, time_of: StepTime, front_s: float) -> float:
+    """Return how much slower a prefill is than at calibration, as a share."""
+    expected = prefill_seconds(time_of, SPEED_CHECK_TOKENS, BUDGET) + front_s
+    times = [_complete(url, SPEED_CHECK_TOKENS) for _ in range(3)]
     return statistics.median(times) / expected - 1
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One case, measured and simulated."""
+    """The real and the simulated figures of one fleet."""
 
     name: str
     real: Mapping[str, Any]
     simulated: Mapping[str, Any]
 
     def rows(self) -> Iterator[tuple[str, str, float, float]]:
-        """Give class, figure, and both values."""
+        """Yield class, figure and both values."""
         for klass in (*self.real["classes"], "all"):
             for label, key in FIGURES.items():
                 both = [
@@ -182,11 +181,11 @@ def run_case(
     console.print(f"{name}: a real fleet", style="dim")
     with fleet_up(file, url, folder / f"{name}.log"):
         _command(["bench", "--url", url, *WARM_UP])
-        front_s = front_of(url, time_of)
-        if abs(off := slower(url, time_of, front_s)) > CHANGED:
+        front_s = measure_front_s(url, time_of)
+        if abs(off := measure_slowdown(url, time_of, front_s)) > MAX_SPEED_CHANGE:
             console.print(
-                f"{name}: the machine is {off:+.0%} slower than when it was calibrated, or busy: "
-                "what follows says nothing of the simulator",
+                f"{name}: the machine is {off:+.0%} slower than at calibration, or busy: "
+                "the comparison is not valid",
                 style="yellow",
             )
         _command(["bench", "--url", url, *load, "--save", str(real)])
@@ -203,41 +202,41 @@ def _command(words: Sequence[str]) -> None:
 
 
 def order(pairs: Sequence[Pair], side: str) -> list[str]:
-    """Order the cases by what the shorts wait."""
+    """Return the fleets' names, ordered by the TTFT p99 of short prompts."""
     found: dict[str, float] = {}
     for pair in pairs:
         classes = getattr(pair, side)["classes"].values()
-        found[pair.name] = max(classes, key=lambda figures: figures["completed"])[ORDER]
+        found[pair.name] = max(classes, key=lambda figures: figures["completed"])[ORDER_KEY]
     return sorted(found, key=found.__getitem__)
 
 
-def tell(pairs: Sequence[Pair], console: Console) -> int:
-    """Print all; returns how many figures are off by more than they may be."""
-    layout = Table("case", "class", "figure", "real", "simulated", "off by")
+def print_comparison(pairs: Sequence[Pair], console: Console) -> int:
+    """Print all figures; return the number of those with an error above MAX_ERROR."""
+    layout = Table("fleet", "class", "figure", "real", "simulated", "error")
     off = 0
     for pair in pairs:
         for klass, label, real, simulated in pair.rows():
             error = simulated / real - 1 if real else 0.0
-            off += abs(error) > BOUND
-            style = "red" if abs(error) > BOUND else ""
+            off += abs(error) > MAX_ERROR
+            style = "red" if abs(error) > MAX_ERROR else ""
             values = (f"{real:.1f}", f"{simulated:.1f}", f"{error:+.0%}")
             layout.add_row(pair.name, klass, label, *values, style=style)
         layout.add_section()
     console.print(layout)
     orders = [order(pairs, side) for side in ("real", "simulated")]
-    alike = "the same" if orders[0] == orders[1] else "NOT the same"
-    console.print(f"by the shorts' TTFT p99: real {orders[0]}, simulated {orders[1]}: {alike}")
+    result = "the same" if orders[0] == orders[1] else "NOT the same"
+    console.print(f"by short TTFT p99: real {orders[0]}, simulated {orders[1]}: {result}")
     figures = sum(len([*pair.rows()]) for pair in pairs)
-    console.print(f"{figures - off} of {figures} figures within {BOUND:.0%}")
+    console.print(f"{figures - off} of {figures} figures within {MAX_ERROR:.0%}")
     busy = [each.real["client_busy"] for each in pairs]
     console.print(f"load of the machine {os.getloadavg()[0]:.1f}, client busy {max(busy):.0%}")
     return off
 
 
 def main() -> None:
-    """Measure, simulate, compare."""
+    """Print and save the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--costs", type=Path, help="folder of calibrations, made where missing")
+    parser.add_argument("--costs", type=Path, help="folder of calibrations, created if missing")
     parser.add_argument("--workload", default="long-blocks-short")
     parser.add_argument("--duration", default="36")
     parser.add_argument("--request-rate", help="default: the workload's own times")
@@ -252,9 +251,9 @@ def main() -> None:
         folder = Path(given.costs or name)
         fleets = {key: each for key, each in cases(cpus).items() if key in given.cases}
         for blocks in fleets.values():
-            calibrated(blocks["workers"][0], folder, console)
+            calibrate(blocks["workers"][0], folder, console)
         pairs = [run_case(name, blocks, folder, load, console) for name, blocks in fleets.items()]
-        tell(pairs, console)
+        print_comparison(pairs, console)
         if given.save:
             content = {
                 "costs": {

@@ -1,20 +1,22 @@
-"""A router under load for as long as one likes, while everything goes wrong with its workers.
+"""Run a router under load while faults are injected into its workers.
 
     python -m benchmarks.soak --minutes 30 --seed 1 --kill-router 120
 
-The router is a process of its own, as its users start it, and so are the clients; the workers are
-fakes in this one. With `--kill-router` it is killed and started again every so many seconds; with
-`--processes 2 --kill-member 60` one of its processes is, in the first half of the time: whether
-anything grows is seen in the second; with `--stall-member 60` one stands still for some seconds and
-goes on; with `--tenants` the requests are two tenants'. With `--guarded`
-clients and a worker speak TLS, some requests are refused for their wait, and a third tenant has
-files of requests run, on a disk that fills up. Compiled modules are used where there are any, as by
-every router, and plain ones with VLLM_SCHED_COMPILED=0. What befalls whom follows from `--seed`.
+The router and the clients are separate processes; this process runs fake workers. Options:
 
-What is printed each minute: how requests ended, what the router holds, its memory, its open files.
-The exit status says whether any request hung or had a wrong answer, a line none or two, anything
-was left at the end, or memory or files have grown since the first minute, or the first after the
-last kill of a process.
+- `--kill-router 120`: kill and restart the router every 120 seconds.
+- `--processes 2 --kill-member 60`: kill one router process every 60 seconds, in the first half of
+  the run. Growth is measured in the second half.
+- `--stall-member 60`: stop one router process for some seconds every 60 seconds.
+- `--tenants`: send the requests of two tenants.
+- `--guarded`: use TLS to clients and one worker, refuse some requests for their wait, and run
+  batches of a third tenant on a disk that fills up.
+- `--seed`: choose the faults.
+
+Compiled modules are used if there are any; VLLM_SCHED_COMPILED=0 selects the plain ones. Each
+minute prints the outcomes of requests, the router's load, its memory and its open files. The exit
+status is 1 if a request hung or had a wrong answer, a batch line had no or two results, something
+stayed in flight, or memory or open files grew.
 """
 
 from __future__ import annotations
@@ -42,36 +44,36 @@ import openai
 from proxy.compiled import locate
 from tests.faults import disk, dns
 from tests.faults.batch_run import BatchRun
-from tests.faults.clients import LEFT, NO_ROUTER, ClientLoad
+from tests.faults.clients import LEFT, NO_ROUTER, REFUSED, TORN, WHOLE, ClientLoad
 from tests.faults.faulty_fleet import KEYS, FaultyFleet
 from tests.proxy.certificates import Authority
 from vllm_sched.workers.launch import free_port
 
 T = TypeVar("T")
 
-ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
-YOUNG_S = ROW_S / 2  # a process holds less than it will
-NIGHT_S = 300.0  # for a file of requests: a line that fails rests for up to a minute
-STILL_S = (1.0, 8.0)  # of a process that goes on then; after thirty it would be killed
-WIDTH = 10
+ROW_INTERVAL_S, READY_TIMEOUT_S, DRAIN_TIMEOUT_S = 60.0, 60.0, 60.0
+GROWTH_S = ROW_INTERVAL_S / 2  # until the memory of a new process is representative
+BATCH_TIMEOUT_S = 300.0  # a line that failed is retried after up to a minute
+STALL_S = (1.0, 8.0)  # the router kills a process that stalls for 30 s
+COLUMN_WIDTH = 10
 COLUMNS = (
-    "minute", "sent", "whole", "refused", "torn", "left", "nobody", "wrong", "slowest", "rss MiB",
-    "files", "in flight",
+    "minute", "sent", "complete", "refused", "cut off", "cancelled", "no router", "wrong",
+    "slowest", "rss MiB", "files", "in flight",
 )  # fmt: skip
-# What has to be nought when nobody asks anything.
-IN_FLIGHT = (
+# Metrics that are zero in an idle router.
+IN_FLIGHT_METRICS = (
     "proxy_worker_inflight_requests{",
     "proxy_queue_requests ",
     "proxy_queue_bytes ",
     "proxy_client_connections ",
     "proxy_tenant_inflight_requests{",
 )
-MORE_MEMORY, MORE_FILES = 1.15, 16  # than at first
-NO_ROOM = 507
+MAX_MEMORY_RATIO, MAX_MORE_FILES = 1.15, 16
+INSUFFICIENT_STORAGE = 507
 
 
 def children_of(pid: int) -> list[int]:
-    """List the processes that one has begun."""
+    """Return the child processes of a process."""
     with suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [int(each) for task in tasks for each in (task / "children").read_text().split()]
@@ -79,30 +81,30 @@ def children_of(pid: int) -> list[int]:
 
 
 async def in_flight(port: int, tls: ssl.SSLContext | None = None) -> float:
-    """Add up what a router's page says is under way."""
+    """Return the sum of the in-flight metrics of a router."""
     total = 0.0
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"{url_of(port, tls)}/metrics", ssl=tls or True) as answer,
     ):
         for line in (await answer.text()).splitlines():
-            if line.startswith(IN_FLIGHT) and not line.startswith("#"):
+            if line.startswith(IN_FLIGHT_METRICS) and not line.startswith("#"):
                 total += float(line.rsplit(" ", 1)[1])
-    return total - 1  # this very connection
+    return total - 1  # without this connection
 
 
 def url_of(port: int, tls: ssl.SSLContext | None) -> str:
-    """Write where the router is."""
+    """Return the router's base URL."""
     return f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
 
 
-async def calm(port: int, tls: ssl.SSLContext | None = None) -> float:
-    """Wait until nothing is under way; return what is for too long."""
-    give_up = time.monotonic() + CALM_S
+async def wait_idle(port: int, tls: ssl.SSLContext | None = None) -> float:
+    """Wait until nothing is in flight; return what is still in flight after the timeout."""
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while True:
-        flying = await in_flight(port, tls)
-        if flying <= 0 or time.monotonic() > give_up:
-            return flying
+        load = await in_flight(port, tls)
+        if load <= 0 or time.monotonic() > deadline:
+            return load
         await asyncio.sleep(0.2)
 
 
@@ -114,25 +116,25 @@ class Router:
     ) -> None:
         self.fleet, self.port, self.env, self.tls = fleet, port, env, tls
         self.process: asyncio.subprocess.Process | None = None
-        self.kills = self.lost = self.stills = 0
-        self.young_until = 0.0
+        self.kills = self.member_kills = self.stalls = 0
+        self.growing_until = 0.0
         self.recovered_s: list[float] = []
 
     async def start(self) -> None:
-        """Start it, and wait until it serves."""
+        """Start the router and wait until it is ready."""
         with (self.fleet.parent / "router.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "vllm_sched.cli.main", "router", str(self.fleet),
                 stdout=log, stderr=log, env=self.env,
             )  # fmt: skip
-        give_up = time.monotonic() + READY_S
-        while not await self.ready():
-            if time.monotonic() > give_up or self.process.returncode is not None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not await self.is_ready():
+            if time.monotonic() > deadline or self.process.returncode is not None:
                 raise RuntimeError((self.fleet.parent / "router.log").read_text()[-2000:])
             await asyncio.sleep(0.05)
 
-    async def ready(self) -> bool:
-        """Whether it says that it can serve."""
+    async def is_ready(self) -> bool:
+        """Return whether /ready answers 200."""
         with suppress(aiohttp.ClientError):
             async with (
                 aiohttp.ClientSession() as session,
@@ -141,45 +143,45 @@ class Router:
                 return answer.status == 200
         return False
 
-    async def die(self) -> None:
-        """Kill it, start another, and note how long nobody served."""
+    async def restart(self) -> None:
+        """Kill the router, start another and record how long that took."""
         assert self.process is not None
-        began = time.monotonic()
+        started = time.monotonic()
         self.process.kill()
         await self.process.wait()
         await self.start()
         self.kills += 1
-        self.recovered_s.append(time.monotonic() - began)
+        self.recovered_s.append(time.monotonic() - started)
 
-    def lose(self, dice: random.Random) -> None:
-        """Kill one of its processes."""
+    def kill_member(self, rng: random.Random) -> None:
+        """Kill one of the router's processes."""
         assert self.process is not None
-        if there := children_of(self.process.pid):
-            self.lost += 1
-            os.kill(dice.choice(there), signal.SIGKILL)
-            self.young_until = time.monotonic() + YOUNG_S
+        if children := children_of(self.process.pid):
+            self.member_kills += 1
+            os.kill(rng.choice(children), signal.SIGKILL)
+            self.growing_until = time.monotonic() + GROWTH_S
 
-    async def stand_still(self, dice: random.Random) -> None:
-        """Have one of its processes do nothing for a while, and then go on."""
+    async def stall_member(self, rng: random.Random) -> None:
+        """Stop one of the router's processes, and continue it after STALL_S."""
         assert self.process is not None
-        one = dice.choice(children_of(self.process.pid) or [self.process.pid])
+        pid = rng.choice(children_of(self.process.pid) or [self.process.pid])
         with suppress(ProcessLookupError):
-            os.kill(one, signal.SIGSTOP)
-            self.stills += 1
+            os.kill(pid, signal.SIGSTOP)
+            self.stalls += 1
         try:
-            await asyncio.sleep(dice.uniform(*STILL_S))
+            await asyncio.sleep(rng.uniform(*STALL_S))
         finally:
             with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
 
     async def stop(self) -> int:
-        """Ask it to go."""
+        """Terminate the router and return its exit status."""
         assert self.process is not None
         self.process.terminate()
-        return await asyncio.wait_for(self.process.wait(), READY_S)
+        return await asyncio.wait_for(self.process.wait(), READY_TIMEOUT_S)
 
-    def holds(self) -> tuple[float, int]:
-        """Return its resident MiB and its open files, those of all its processes together."""
+    def usage(self) -> tuple[float, int]:
+        """Return the resident MiB and the open files of all the router's processes."""
         assert self.process is not None
         kib = files = 0
         for pid in (self.process.pid, *children_of(self.process.pid)):
@@ -191,76 +193,77 @@ class Router:
         return kib / 1024, files
 
 
-async def clients(given: argparse.Namespace) -> None:
-    """Be the clients, and print what became of their requests so far, a line each second."""
+async def run_clients(given: argparse.Namespace) -> None:
+    """Run the clients, and print the outcomes of their requests each second."""
     keys = tuple(KEYS.values()) if given.tenants else ()
     tls = ssl.create_default_context(cafile=given.ca) if given.ca else None
-    crowd = ClientLoad(given.clients_of, given.seed, keys=keys, tls=tls)
+    load = ClientLoad(given.clients_of, given.seed, keys=keys, tls=tls)
     until = time.monotonic() + given.minutes * 60 - 5
-    over = lambda: time.monotonic() > until  # noqa: E731
+    is_over = lambda: time.monotonic() > until  # noqa: E731
 
-    def tell() -> None:
-        said = {"sent": crowd.sent, "slowest": crowd.slowest_s, "wrong": crowd.wrong[:20]}
-        print(json.dumps(said | {"outcomes": crowd.outcomes}), flush=True)
+    def report() -> None:
+        counts = {"sent": load.sent, "slowest": load.slowest_s, "wrong": load.wrong[:20]}
+        print(json.dumps(counts | {"outcomes": load.outcomes}), flush=True)
 
-    async def tells() -> None:
-        while not over():
-            tell()
+    async def report_each_second() -> None:
+        while not is_over():
+            report()
             await asyncio.sleep(1.0)
 
-    await asyncio.gather(tells(), *(crowd.play(each, over) for each in range(given.clients)))
-    tell()
+    plays = (load.play(number, is_over) for number in range(given.clients))
+    await asyncio.gather(report_each_second(), *plays)
+    report()
 
 
-async def night(router: Router, seed: int) -> str:
-    """Have a file of requests run; say what is wrong with what came of it, if anything is."""
+async def run_batch(router: Router, seed: int) -> str:
+    """Run a batch; return what is wrong with its results, or an empty string."""
     assert router.tls is not None
-    one = BatchRun(url_of(router.port, router.tls), seed, router.tls)
+    batch = BatchRun(url_of(router.port, router.tls), seed, router.tls)
     try:
-        async with asyncio.timeout(NIGHT_S):
-            await asked(one.begin)
-            while not await asked(one.is_done):  # noqa: ASYNC110  # another asks, of another
+        async with asyncio.timeout(BATCH_TIMEOUT_S):
+            await retry(batch.begin)
+            while not await retry(batch.is_done):  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
-            await asked(one.judge)
+            await retry(batch.judge)
     except (AssertionError, openai.APIStatusError) as error:
         return repr(error)[:500]
     except TimeoutError:
-        return f"a file of requests had no end within {NIGHT_S:g} s"
+        return f"a batch did not end within {BATCH_TIMEOUT_S:g} s"
     finally:
-        await one.close()
+        await batch.close()
     return ""
 
 
-async def asked(ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask until somebody is there to answer, and has room for it."""
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Return what a call returns, once the router is up and its disk has room."""
     while True:
         try:
-            return await ask()
+            return await call()
         except openai.APIConnectionError:
             await asyncio.sleep(0.2)
         except openai.InternalServerError as error:
-            if error.status_code != NO_ROOM:
+            if error.status_code != INSUFFICIENT_STORAGE:
                 raise
             await asyncio.sleep(0.2)
 
 
 async def soak(given: argparse.Namespace) -> int:
-    """Run it all, and print the table."""
-    # Workers that speak TLS write on to a router that hung up in that turn of the loop.
+    """Run router, clients and faults, print the table and return the exit status."""
+    # Workers with TLS may write to a router that disconnected in the same loop iteration.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        kept_on = disk.ProcessDisk(Path(folder)) if given.guarded else None
-        env, no_names = dns.failing_lookups(Path(folder), kept_on.code if kept_on else "")
+        batch_disk = disk.ProcessDisk(Path(folder)) if given.guarded else None
+        env, lookup_fault = dns.failing_lookups(Path(folder), batch_disk.code if batch_disk else "")
         authority = Authority(Path(folder) / "certificates") if given.guarded else None
         tls = authority.client() if authority else None
-        troupe = FaultyFleet(given.seed, no_names, authority)
-        troupe.disk = kept_on
-        await troupe.start()
+        workers = FaultyFleet(given.seed, lookup_fault, authority)
+        workers.disk = batch_disk
+        await workers.start()
         port, admin = free_port(), free_port()
         fleet = Path(folder) / "fleet.yaml"
         batches = Path(folder) / "batches" if given.guarded else None
         fleet.write_text(
-            troupe.fleet(
+            workers.fleet(
                 listen=port,
                 admin=admin,
                 processes=given.processes,
@@ -273,7 +276,7 @@ async def soak(given: argparse.Namespace) -> int:
         modules = "compiled" if locate.in_use() else "plain"
         print(f"seed {given.seed}, {given.processes} processes, {modules} modules")
         seconds = given.minutes * 60
-        crowd = await asyncio.create_subprocess_exec(
+        clients = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.soak", "--clients-of", str(port),
             "--clients", str(given.clients), "--seed", str(given.seed),
             "--minutes", str(given.minutes), *(["--tenants"] if given.tenants else []),
@@ -281,160 +284,164 @@ async def soak(given: argparse.Namespace) -> int:
             stdout=asyncio.subprocess.PIPE, limit=1 << 22,
         )  # fmt: skip
         try:
-            return await _watch(given, troupe, router, crowd, seconds)
+            return await _run(given, workers, router, clients, seconds)
         finally:
-            for process in (crowd, router.process):
+            for process in (clients, router.process):
                 if process is not None and process.returncode is None:
                     process.kill()
                     await process.wait()
-            await troupe.stop()
+            await workers.stop()
 
 
-async def _watch(
+async def _run(
     given: argparse.Namespace,
-    troupe: FaultyFleet,
+    workers: FaultyFleet,
     router: Router,
-    crowd: asyncio.subprocess.Process,
+    clients: asyncio.subprocess.Process,
     seconds: float,
 ) -> int:
-    began = time.monotonic()
-    until, half = began + seconds - 2, began + seconds / 2
-    dice = random.Random(given.seed)
-    last: dict[str, object] = {}
+    started = time.monotonic()
+    until, half = started + seconds - 2, started + seconds / 2
+    rng = random.Random(given.seed)
+    counts: dict[str, object] = {}
 
-    async def listen() -> None:
-        assert crowd.stdout is not None
-        async for line in crowd.stdout:
-            last.clear()
-            last.update(json.loads(line))
+    async def read_clients() -> None:
+        assert clients.stdout is not None
+        async for line in clients.stdout:
+            counts.clear()
+            counts.update(json.loads(line))
 
-    async def befall() -> None:
+    async def inject_faults() -> None:
         while time.monotonic() < until:
-            await troupe.inject_fault(dice.random() * 2.0)
-            troupe.forget()
+            await workers.inject_fault(rng.random() * 2.0)
+            workers.forget()
 
-    async def kill() -> None:
+    async def kill_router() -> None:
         while given.kill_router and time.monotonic() + given.kill_router < until:
             await asyncio.sleep(given.kill_router)
-            await router.die()
+            await router.restart()
 
-    async def lose() -> None:
+    async def kill_members() -> None:
         while given.kill_member and time.monotonic() + given.kill_member < half:
             await asyncio.sleep(given.kill_member)
-            router.lose(dice)
-            held.clear()
+            router.kill_member(rng)
+            usages.clear()
 
-    async def still() -> None:
+    async def stall_members() -> None:
         while given.stall_member and time.monotonic() + given.stall_member < until:
             await asyncio.sleep(given.stall_member)
-            await router.stand_still(dice)
+            await router.stall_member(rng)
 
-    async def rows() -> None:
-        print("".join(f"{name:>{WIDTH}}" for name in COLUMNS))
+    async def print_rows() -> None:
+        print("".join(f"{name:>{COLUMN_WIDTH}}" for name in COLUMNS))
         while time.monotonic() < until:
-            await asyncio.sleep(min(ROW_S, max(until - time.monotonic(), 0.1)))
+            await asyncio.sleep(min(ROW_INTERVAL_S, max(until - time.monotonic(), 0.1)))
             with suppress(aiohttp.ClientError, OSError):
-                holds, flying = router.holds(), await in_flight(router.port, router.tls)
-                row((time.monotonic() - began) / 60, last, *holds, flying)
-                if time.monotonic() > router.young_until:
-                    held.append(holds)
+                usage, load = router.usage(), await in_flight(router.port, router.tls)
+                print_row((time.monotonic() - started) / 60, counts, *usage, load)
+                if time.monotonic() > router.growing_until:
+                    usages.append(usage)
 
-    async def batches() -> None:
+    async def run_batches() -> None:
         while router.tls is not None and time.monotonic() < until:
-            nights.append(await night(router, given.seed + len(nights)))
+            batches.append(await run_batch(router, given.seed + len(batches)))
 
-    held: list[tuple[float, int]] = []
-    nights: list[str] = []
-    await asyncio.gather(listen(), befall(), befall(), kill(), lose(), still(), batches(), rows())
-    await crowd.wait()
-    return await _verdict(troupe, router, last, held, nights)
+    usages: list[tuple[float, int]] = []
+    batches: list[str] = []
+    await asyncio.gather(
+        read_clients(), inject_faults(), inject_faults(), kill_router(), kill_members(),
+        stall_members(), run_batches(), print_rows(),
+    )  # fmt: skip
+    await clients.wait()
+    return await _judge(workers, router, counts, usages, batches)
 
 
-def row(minute: float, said: dict[str, object], rss: float, files: int, flying: float) -> None:
+def print_row(
+    minute: float, counts: dict[str, object], rss: float, files: int, load: float
+) -> None:
     """Print a line of the table."""
-    outcomes: Counter[str] = Counter(said.get("outcomes"))  # type: ignore[arg-type]
+    outcomes: Counter[str] = Counter(counts.get("outcomes"))  # type: ignore[arg-type]
     wrong = outcomes["wrong"] + outcomes["hangs"]
     figures = (
-        f"{minute:.1f}", said.get("sent"), outcomes["whole"], outcomes["refused"], outcomes["torn"],
-        outcomes[LEFT], outcomes[NO_ROUTER], wrong, f"{said.get('slowest', 0):.1f}", f"{rss:.0f}",
-        files, f"{flying:.0f}",
+        f"{minute:.1f}", counts.get("sent"), outcomes[WHOLE], outcomes[REFUSED], outcomes[TORN],
+        outcomes[LEFT], outcomes[NO_ROUTER], wrong, f"{counts.get('slowest', 0):.1f}",
+        f"{rss:.0f}", files, f"{load:.0f}",
     )  # fmt: skip
-    print("".join(f"{figure!s:>{WIDTH}}" for figure in figures), flush=True)
+    print("".join(f"{figure!s:>{COLUMN_WIDTH}}" for figure in figures), flush=True)
 
 
-def grown(held: list[tuple[float, int]], last: tuple[float, int]) -> list[str]:
-    """Say what has grown since the first look, by more than a busy moment explains."""
-    if len(held) < 2:  # too short to tell
+def growth(usages: list[tuple[float, int]], last: tuple[float, int]) -> list[str]:
+    """Return which of memory and open files grew beyond normal variation since the first row."""
+    if len(usages) < 2:
         return []
-    (rss, files), (last_rss, last_files) = held[0], last
+    (rss, files), (last_rss, last_files) = usages[0], last
     found = []
-    if last_rss > rss * MORE_MEMORY:
+    if last_rss > rss * MAX_MEMORY_RATIO:
         found.append(f"memory: {rss:.0f} MiB at first, {last_rss:.0f} at the end")
-    if last_files > files + MORE_FILES:
+    if last_files > files + MAX_MORE_FILES:
         found.append(f"files: {files} at first, {last_files} at the end")
     return found
 
 
-async def _verdict(
-    troupe: FaultyFleet,
+async def _judge(
+    workers: FaultyFleet,
     router: Router,
-    said: dict[str, object],
-    held: list[tuple[float, int]],
-    nights: list[str],
+    counts: dict[str, object],
+    usages: list[tuple[float, int]],
+    batches: list[str],
 ) -> int:
-    """Look at what is left once all is calm."""
-    flying = await calm(router.port, router.tls)
-    rss, files = router.holds()
+    """Print a summary once the router is idle; return the exit status."""
+    load = await wait_idle(router.port, router.tls)
+    rss, files = router.usage()
     status = await router.stop()
     log = (router.fleet.parent / "router.log").read_text()
     traces = log.count("Traceback")
-    wrong = [*(said.get("wrong") or ()), *filter(None, nights)]  # type: ignore[misc]
-    print(f"left in flight {flying:.0f}, rss {rss:.0f} MiB, files {files}, exit status {status}")
-    print(f"what befell the workers: {troupe.injected}")
-    spells = log.count(dns.LOOKUP_FAILED_LINE)
-    print(f"names that could not be looked up, as the router saw it: {spells} spells")
-    if nights:
+    wrong = [*(counts.get("wrong") or ()), *filter(None, batches)]  # type: ignore[misc]
+    print(f"still in flight: {load:.0f}, rss {rss:.0f} MiB, files {files}, exit status {status}")
+    print(f"injected faults: {workers.injected}")
+    print(f"periods without name resolution in the log: {log.count(dns.LOOKUP_FAILED_LINE)}")
+    if batches:
         full = log.count(disk.FULL_DISK_LINE)
-        print(f"{len(nights)} files of requests were run; without room they paused {full} times")
-    if router.lost:
-        print(f"of the router's processes {router.lost} were killed")
-    if router.stills:
-        print(f"of the router's processes one stood still {router.stills} times")
-    # Who comes after one that is killed is younger.
-    more = grown(held, (rss, files)) if not router.kills else []
-    print(f"grown: {more}, looked at {len(held)} times")
+        print(f"{len(batches)} batches were run; they paused {full} times for a full disk")
+    if router.member_kills:
+        print(f"router processes killed: {router.member_kills}")
+    if router.stalls:
+        print(f"router processes stalled: {router.stalls}")
+    # A restarted router has less memory than one that ran all the time.
+    grown = growth(usages, (rss, files)) if not router.kills else []
+    print(f"grown: {grown}, {len(usages)} samples")
     if router.kills:
         worst = max(router.recovered_s)
         print(f"the router was killed {router.kills} times, and served again within {worst:.1f} s")
-    print(f"tracebacks in its log: {traces}; faults the workers found: {troupe.faults()[:5]}")
+    print(f"tracebacks in its log: {traces}; faults the workers found: {workers.faults()[:5]}")
     print(f"wrong or without end: {wrong}")
     if traces:
         print(log[log.index("Traceback") :][:3000])
-    # A killed router forgets its blocks.
-    faults = troupe.faults() if not (router.kills or router.lost) else []
-    return 1 if flying > 0 or wrong or traces or status or faults or more else 0
+    # A killed router process forgets the KV blocks that workers hold for it.
+    faults = workers.faults() if not (router.kills or router.member_kills) else []
+    return 1 if load > 0 or wrong or traces or status or faults or grown else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Be one process or the other."""
+    """Run the soak, or the clients with --clients-of."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     options.add_argument("--minutes", type=float, default=30.0)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--clients", type=int, default=24)
-    options.add_argument("--kill-router", type=float, default=0.0, help="every so many seconds")
+    options.add_argument("--kill-router", type=float, default=0.0, help="interval in seconds")
     options.add_argument("--processes", type=int, default=1)
     options.add_argument("--tenants", action="store_true")
-    options.add_argument("--kill-member", type=float, default=0.0, help="every so many seconds")
-    options.add_argument("--stall-member", type=float, default=0.0, help="every so many seconds")
-    options.add_argument("--guarded", action="store_true", help="and with `--tenants`")
+    options.add_argument("--kill-member", type=float, default=0.0, help="interval in seconds")
+    options.add_argument("--stall-member", type=float, default=0.0, help="interval in seconds")
+    options.add_argument("--guarded", action="store_true", help="implies --tenants")
     options.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
     options.add_argument("--ca", help=argparse.SUPPRESS)
     given = options.parse_args(argv)
     if given.kill_member and 2 * given.kill_member >= 60 * given.minutes:
-        options.error("--kill-member: none would be killed in the first half of --minutes")
+        options.error("--kill-member: no process would be killed in the first half of --minutes")
     given.tenants |= given.guarded
     if given.clients_of:
-        asyncio.run(clients(given))
+        asyncio.run(run_clients(given))
         return 0
     return asyncio.run(soak(given))
 

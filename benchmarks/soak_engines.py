@@ -1,9 +1,9 @@
-"""Real vLLM workers that are killed under load, one after the other, and started again by `up`.
+"""Kill real vLLM workers under load, one after the other; `vllm-sched up` restarts them.
 
     python -m benchmarks.soak_engines --minutes 5 --kill-every 60
 
-Two workers with the tiny model on this machine's processors. What has to hold: each request has one
-end, what is whole has all its tokens, and at the end both workers serve and nothing is in flight.
+Two workers run the tiny model on this machine's processors. Each request must have one end, a
+complete response all its tokens; at the end both workers are up and nothing is in flight.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import Answer
 from vllm_sched.workers.launch import free_port
 
-READY_S, CALM_S, PATIENCE_S = 600.0, 300.0, 240.0
-UP = ("up", "resting")
+READY_TIMEOUT_S, DRAIN_TIMEOUT_S, REQUEST_TIMEOUT_S = 600.0, 300.0, 240.0
+UP_STATES = ("up", "resting")
 FLEET = """\
 model: tiny
 workers:
@@ -48,8 +48,8 @@ router:
 """
 
 
-def judged(answer: Answer, _: list[str]) -> str:
-    """Say whether an answer of a real worker is whole, or says that it is not."""
+def classify(answer: Answer, _: list[str]) -> str:
+    """Return the outcome of a request by the response of a real worker."""
     if answer.status in REFUSALS and b"error" in answer.body:
         return REFUSED
     if answer.status != 200:
@@ -65,8 +65,8 @@ def judged(answer: Answer, _: list[str]) -> str:
     raise WrongAnswerError(answer)
 
 
-def listener(port: int) -> int | None:
-    """Find the process that was told to serve a port."""
+def find_worker(port: int) -> int | None:
+    """Return the process that was started with `--port` and this port."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -75,8 +75,8 @@ def listener(port: int) -> int | None:
     return None
 
 
-async def workers(admin: int) -> dict[str, dict[str, object]]:
-    """Ask the router how its workers are."""
+async def fetch_workers(admin: int) -> dict[str, dict[str, object]]:
+    """Return the router's workers, by name."""
     with suppress(aiohttp.ClientError):
         async with (
             aiohttp.ClientSession() as session,
@@ -86,19 +86,19 @@ async def workers(admin: int) -> dict[str, dict[str, object]]:
     return {}
 
 
-async def both_up(admin: int, within_s: float) -> bool:
-    """Wait until both serve."""
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
-        found = await workers(admin)
-        if len(found) == 2 and all(each["state"] in UP for each in found.values()):
+async def wait_both_up(admin: int, timeout_s: float) -> bool:
+    """Return whether both workers are up within the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = await fetch_workers(admin)
+        if len(found) == 2 and all(each["state"] in UP_STATES for each in found.values()):
             return True
         await asyncio.sleep(0.5)
     return False
 
 
 async def soak(given: argparse.Namespace) -> int:
-    """Run it all, and print what came of it."""
+    """Run the fleet under load, print a summary and return the exit status."""
     first, second, port, admin = (free_port() for _ in range(4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -110,53 +110,53 @@ async def soak(given: argparse.Namespace) -> int:
                 "--log-dir", str(folder), stdout=log, stderr=log,
             )  # fmt: skip
         try:
-            if not await both_up(admin, READY_S):
+            if not await wait_both_up(admin, READY_TIMEOUT_S):
                 print((folder / "up.log").read_text()[-3000:])
                 return 1
-            return await _play(given, port, admin, {"w0": first, "w1": second})
+            return await _run(given, port, admin, {"w0": first, "w1": second})
         finally:
             if up.returncode is None:
                 up.terminate()
                 await up.wait()
 
 
-async def _play(given: argparse.Namespace, port: int, admin: int, ports: dict[str, int]) -> int:
-    dice = random.Random(given.seed)
-    crowd = ClientLoad(port, given.seed, sizes=(10, 200, 2000, 8000), timeout_s=PATIENCE_S)
-    crowd.judge = judged
+async def _run(given: argparse.Namespace, port: int, admin: int, ports: dict[str, int]) -> int:
+    rng = random.Random(given.seed)
+    load = ClientLoad(port, given.seed, sizes=(10, 200, 2000, 8000), timeout_s=REQUEST_TIMEOUT_S)
+    load.judge = classify
     until = time.monotonic() + given.minutes * 60
-    over = lambda: time.monotonic() > until  # noqa: E731
-    kills: list[float] = []
+    is_over = lambda: time.monotonic() > until  # noqa: E731
+    recovered_s: list[float] = []
 
-    async def kill() -> None:
+    async def kill_workers() -> None:
         while True:
             await asyncio.sleep(given.kill_every)
-            if over():
+            if is_over():
                 return
-            victim = dice.choice(sorted(ports))
-            if (pid := listener(ports[victim])) is None:
+            name = rng.choice(sorted(ports))
+            if (pid := find_worker(ports[name])) is None:
                 continue
             os.killpg(os.getpgid(pid), signal.SIGKILL)
-            began = time.monotonic()
+            killed = time.monotonic()
             await asyncio.sleep(3.0)
-            if await both_up(admin, READY_S):
-                kills.append(time.monotonic() - began)
-            print(f"{victim} was killed: {json.dumps(crowd.outcomes)}", flush=True)
+            if await wait_both_up(admin, READY_TIMEOUT_S):
+                recovered_s.append(time.monotonic() - killed)
+            print(f"{name} was killed: {json.dumps(load.outcomes)}", flush=True)
 
-    await asyncio.gather(kill(), *(crowd.play(n, over) for n in range(given.clients)))
-    ready = await both_up(admin, CALM_S)
-    give_up = time.monotonic() + CALM_S
+    await asyncio.gather(kill_workers(), *(load.play(n, is_over) for n in range(given.clients)))
+    ready = await wait_both_up(admin, DRAIN_TIMEOUT_S)
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while True:
-        found = await workers(admin)
+        found = await fetch_workers(admin)
         busy = {name: each["requests"] for name, each in found.items() if each["requests"]}
-        if not busy or time.monotonic() > give_up:
+        if not busy or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.5)
-    back = ", ".join(f"{each:.0f} s" for each in kills)
-    print(f"{crowd.sent} sent: {json.dumps(crowd.outcomes)}; slowest {crowd.slowest_s:.1f} s")
-    print(f"killed {len(kills)} times, both up again after {back or 'never'}")
-    print(f"both up at the end: {ready}; in flight: {busy or 'nothing'}; wrong: {crowd.wrong}")
-    return 1 if crowd.wrong or busy or not ready else 0
+    times = ", ".join(f"{each:.0f} s" for each in recovered_s)
+    print(f"{load.sent} sent: {json.dumps(load.outcomes)}; slowest {load.slowest_s:.1f} s")
+    print(f"killed {len(recovered_s)} times, both up again after {times or 'never'}")
+    print(f"both up at the end: {ready}; in flight: {busy or 'nothing'}; wrong: {load.wrong}")
+    return 1 if load.wrong or busy or not ready else 0
 
 
 if __name__ == "__main__":

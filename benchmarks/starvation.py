@@ -1,18 +1,16 @@
-"""How long those whom a policy holds wait in a real worker, beside the bound that it promises.
+"""Measure how long requests that a policy holds wait in a real worker, beside the policy's bound.
 
     python -m benchmarks.starvation
 
-Shorts never stop, and each policy would hold somebody for as long as they come. Two workers of the
-tiny model for each line of `SCENES`: in one the bound is a few seconds, in the other it is never
-met, and shows that the shorts would really go on. Waits are the engine's own, from its trace, from
-a request's coming to the first step that computes anything of it; beside them stands what the
-worker says on its /metrics. There are slots for everybody: nobody waits for one. Steps are full:
-what keeps the shorts waiting is the engine, not the servers and clients around it.
+Short requests arrive without end, so each policy would hold its requests forever. Each entry of
+`SCENES` runs two workers of the tiny model: one with a bound of a few seconds, one with a bound
+that is never reached, as a control. Waits are read from the engine's trace, from arrival to the
+first step that computes part of the request; the worker's /metrics are printed beside them. There
+are slots for all requests, and the engine's steps are full.
 
-A policy promises that it holds nobody beyond its bound; who is let in then still waits for the step
-in progress, and for those overdue before him. So a second more counts as late here, and less than
-the bound as not held. The exit status says whether anybody was either, or was let in without a
-bound.
+After its bound a request still waits for the step in progress and for overdue requests before it:
+a wait is late above the bound plus one second. A request that waits less than the bound was not
+held. The exit status is 1 if either happened, or if a request started without a bound.
 """
 
 from __future__ import annotations
@@ -50,14 +48,14 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.results.engine_trace import Stories
 
-SLOTS, CROWD = 64, 48  # places in the worker, and shorts that are not done at all times, at most
+SLOTS, SHORTS = 64, 48  # of the worker; short requests in flight
 NEVER_S = 1e6
-LATE_S = 1.0  # that a step, and what the machine does meanwhile, may add to a bound
-SOON_S = 0.05  # by which clocks may differ
+LATE_S = 1.0  # that a step and the machine may add to a bound
+CLOCK_TOLERANCE_S = 0.05
 TIMEOUT_S = 600.0  # longer than any scene
-LOOK_S, REST_S = 0.2, 1.0  # the worker writes its page as often; between two rounds
-LONG_ENOUGH = 2.5  # bounds that one is looked at without any
-WIDTH = 110  # in a file
+POLL_S, PAUSE_S = 0.2, 1.0  # the worker updates its metrics as often; between two rounds
+UNBOUNDED_FACTOR = 2.5  # bounds that the run without a bound lasts
+CONSOLE_WIDTH = 110  # in a file
 FLAGS = (
     "--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", "512", "--max-model-len", "16384",
     "--no-enable-prefix-caching",
@@ -65,8 +63,8 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A kind of request."""
+class RequestKind:
+    """The size and lane of a request."""
 
     what: str
     prompt_tokens: int
@@ -76,90 +74,86 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scene:
-    """Policies, those that they hold, and those that never stop."""
+    """Policies, the requests that they hold, and the load that never ends."""
 
     policies: Mapping[str, Mapping[str, object]]
-    bounds: tuple[tuple[str, str], ...]  # of which policy, and the setting's name
-    held: tuple[Asked, ...]  # who come at the same time, in each round
-    shorts: Asked
-    before: tuple[Asked, ...] = ()  # who are being read all the time
-    crowd: int = CROWD  # shorts
+    bounds: tuple[tuple[str, str], ...]  # policy and the name of its setting
+    held: tuple[RequestKind, ...]  # arrive together, in each round
+    shorts: RequestKind
+    background: tuple[RequestKind, ...] = ()  # prefilled all the time
+    short_count: int = SHORTS
 
     def side(self, bound_s: float) -> Side:
-        """Return what a worker runs."""
+        """Return a worker's policies with this bound."""
         settings = {name: dict(given) for name, given in self.policies.items()}
         for policy, key in self.bounds:
             settings[policy][key] = bound_s
         return Side.of(settings)
 
 
-# A long prompt that is being read has two tokens of each step, so it is read for longer than any
-# scene takes, on fast machines too.
-SLOWLY: Final = {"long_prefill_share": 0.005}
-# Steps are brief: of very short prompts the server could not bring as many as an engine reads.
-NOT_LONG: Final = {"long_prefill_token_threshold": 4500}
-ANCIENT: Final = Asked("being read", 12_000)
+# A running long prefill gets two tokens of each step, so it outlasts the scene on any machine.
+SLOW_PREFILL: Final = {"long_prefill_share": 0.005}
+# Shorts of 2,000 to 4,000 tokens: with smaller ones the server would be the bottleneck.
+SHORTS_ARE_NOT_LONG: Final = {"long_prefill_token_threshold": 4500}
+RUNNING_LONG: Final = RequestKind("being read", 12_000)
 SCENES: Final = {
     "long_prompt": Scene(
-        {"long_prompt": SLOWLY | NOT_LONG},
+        {"long_prompt": SLOW_PREFILL | SHORTS_ARE_NOT_LONG},
         (("long_prompt", "max_wait_s"),),
-        # As many as there are places for those who are overdue.
-        (Asked("long", 8000),) * 3,
-        Asked("short", 2000),
-        (ANCIENT,),
-        # Who is overdue goes by its arrival: of those who came before it there are to be none left.
-        crowd=20,
+        # As many as there are places for overdue requests.
+        (RequestKind("long", 8000),) * 3,
+        RequestKind("short", 2000),
+        (RUNNING_LONG,),
+        # Overdue requests are ordered by arrival: no earlier short may be left at the bound.
+        short_count=20,
     ),
     "lanes": Scene(
         {"lanes": {}},
         (("lanes", "normal_max_wait_s"), ("lanes", "batch_max_wait_s")),
-        (Asked("normal", 200), Asked("batch", 200, "batch")),
-        Asked("urgent", 4000, "urgent"),
+        (RequestKind("normal", 200), RequestKind("batch", 200, "batch")),
+        RequestKind("urgent", 4000, "urgent"),
     ),
     "lanes, long_prompt": Scene(
-        {"lanes": {}, "long_prompt": SLOWLY | NOT_LONG},
+        {"lanes": {}, "long_prompt": SLOW_PREFILL | SHORTS_ARE_NOT_LONG},
         (("lanes", "batch_max_wait_s"), ("long_prompt", "max_wait_s")),
-        # Held by both, whose bounds are not to add up.
-        (Asked("long batch", 8000, "batch"),),
-        Asked("urgent", 4000, "urgent"),
-        (Asked("being read", 12_000, "urgent"),),
+        # Held by both policies; their bounds must not add up.
+        (RequestKind("long batch", 8000, "batch"),),
+        RequestKind("urgent", 4000, "urgent"),
+        (RequestKind("being read", 12_000, "urgent"),),
     ),
 }
 
 
 @dataclass
 class Waits:
-    """What became of those of one kind that a policy holds."""
+    """The waits of the held requests of one kind."""
 
     what: str
-    waited_s: list[float] = field(default_factory=list)  # who began
-    still_s: list[float] = field(default_factory=list)  # who had not, when they were given up
+    waited_s: list[float] = field(default_factory=list)  # of started requests
+    still_s: list[float] = field(default_factory=list)  # of requests cancelled before their start
 
 
 @dataclass
-class Told:
-    """What the worker itself says, added up."""
+class WorkerMetrics:
+    """Sums over the worker's /metrics."""
 
-    released: float = 0.0  # for their long wait
+    released: float = 0.0  # at their bound
     held_s: float = 0.0
-    held: float = 0.0  # so many, of those that began
-    fewest_waiting: float = float("inf")  # of the shorts, when it was looked at
+    held: float = 0.0  # started requests
+    fewest_waiting: float = float("inf")  # shorts, over all polls
     most_running: float = 0.0
 
 
 @dataclass
-class Played:
-    """One worker's part of a scene."""
+class SceneResult:
+    """The results of one worker in a scene."""
 
     kinds: dict[str, Waits]
-    told: Told
+    told: WorkerMetrics
 
 
-# The worker's page
-
-
-def added_up(page: str, name: str, **labels: str) -> float:
-    """Add up the series of one name that have these labels."""
+def sum_of(page: str, name: str, **labels: str) -> float:
+    """Return the sum of the samples of a metric that have these labels."""
     return sum(
         sample.value
         for family in read_text(page)
@@ -168,197 +162,198 @@ def added_up(page: str, name: str, **labels: str) -> float:
     )
 
 
-class Page:
-    """Looks at /metrics, and keeps what is told."""
+class MetricsPoller:
+    """Poll a worker's /metrics into `WorkerMetrics`."""
 
     def __init__(self, wire: Wire, scene: Scene) -> None:
         self._wire = wire
-        self.told = Told()
+        self.metrics = WorkerMetrics()
         self._lane = scene.shorts.lane or "short"
         self._policy = next(iter(scene.policies))
 
-    async def look(self) -> Told:
-        """Look once."""
+    async def poll(self) -> WorkerMetrics:
+        """Fetch /metrics once and return the updated sums."""
         page = (await self._wire.get("/metrics", TIMEOUT_S)).decode()
-        told = self.told
-        ours = {"policy": self._policy}  # where two hold somebody, both release him
-        released = added_up(page, "vllm_sched_starvation_releases_total", **ours)
-        if released < told.released:
+        metrics = self.metrics
+        labels = {"policy": self._policy}  # two policies that hold a request both release it
+        released = sum_of(page, "vllm_sched_starvation_releases_total", **labels)
+        if released < metrics.released:
             raise VllmSchedError(
                 f"{self._wire.address}/metrics: starvation_releases fell to {released:g}:\n"
                 f"{page[:500]}"
             )
-        told.released = released
-        told.held_s = added_up(page, "vllm_sched_hold_seconds_sum", **ours)
-        told.held = added_up(page, "vllm_sched_hold_seconds_count", **ours)
-        waiting = added_up(page, "vllm_sched_requests_waiting", lane=self._lane, **ours)
-        told.fewest_waiting = min(told.fewest_waiting, waiting)
-        among = added_up(page, "vllm_sched_requests_running", **ours)
-        told.most_running = max(told.most_running, among)
-        return told
-
-
-# Who asks
+        metrics.released = released
+        metrics.held_s = sum_of(page, "vllm_sched_hold_seconds_sum", **labels)
+        metrics.held = sum_of(page, "vllm_sched_hold_seconds_count", **labels)
+        waiting = sum_of(page, "vllm_sched_requests_waiting", lane=self._lane, **labels)
+        metrics.fewest_waiting = min(metrics.fewest_waiting, waiting)
+        running = sum_of(page, "vllm_sched_requests_running", **labels)
+        metrics.most_running = max(metrics.most_running, running)
+        return metrics
 
 
 class Clients:
-    """Those of one worker."""
+    """The clients of one worker."""
 
     def __init__(self, wire: Wire, model: str, seed: int) -> None:
         self._wire, self._model = wire, model
-        self._dice = random.Random(seed)
-        self.answered = 0
+        self._rng = random.Random(seed)
+        self.done = 0
 
-    async def ask(self, asked: Asked, name: str = "") -> None:
-        """Ask once, and wait for the end."""
-        prompt = self._dice.choices(TOKEN_IDS, k=asked.prompt_tokens)
-        body = request_body(self._model, prompt, asked.output_tokens, asked.lane)
+    async def send(self, kind: RequestKind, name: str = "") -> None:
+        """Send one request and read its response to the end."""
+        prompt = self._rng.choices(TOKEN_IDS, k=kind.prompt_tokens)
+        body = request_body(self._model, prompt, kind.output_tokens, kind.lane)
         await self._wire.stream(COMPLETIONS, body, lambda _: None, TIMEOUT_S, request_id=name)
-        self.answered += 1
+        self.done += 1
 
-    async def go_on(self, asked: Asked) -> None:
-        """Ask the same again and again."""
+    async def send_forever(self, kind: RequestKind) -> None:
+        """Send requests of one kind, one after the other."""
         while True:
-            await self.ask(asked)
+            await self.send(kind)
 
 
 @asynccontextmanager
-async def flooded(clients: Clients, scene: Scene) -> AsyncIterator[None]:
-    """Have the shorts come all the time, and nobody any more afterwards."""
-    kinds = [*scene.before, *[scene.shorts] * scene.crowd]
-    tasks = [asyncio.create_task(clients.go_on(each)) for each in kinds]
+async def background_load(clients: Clients, scene: Scene) -> AsyncIterator[None]:
+    """Keep the scene's short and background requests in flight."""
+    kinds = [*scene.background, *[scene.shorts] * scene.short_count]
+    tasks = [asyncio.create_task(clients.send_forever(each)) for each in kinds]
     try:
-        while clients.answered < scene.crowd // 2:
-            await asyncio.sleep(LOOK_S)
-            whole(tasks)
+        while clients.done < scene.short_count // 2:
+            await asyncio.sleep(POLL_S)
+            raise_failures(tasks)
         yield
-        whole(tasks)
+        raise_failures(tasks)
     finally:
-        await given_up(tasks)
+        await cancel(tasks)
 
 
-def whole(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Raise what one of them failed by."""
+def raise_failures(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raise the exception of a task that failed."""
     for task in tasks:
         if task.done():
             task.result()
 
 
-async def given_up(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Hang up."""
+async def cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# A scene
-
-
-async def play(scene: Scene, each: Worker, trace: Path, rounds: int, look_s: float) -> Played:
-    """Play the rounds on one worker; each until all were let in, or for so long."""
+async def play(
+    scene: Scene, target: Worker, trace: Path, rounds: int, timeout_s: float
+) -> SceneResult:
+    """Play the rounds of a scene on one worker, each for at most the timeout."""
     names: dict[str, str] = {}
-    with closing(Wire(Address.parse(each.url), NO_REUSE)) as wire:
+    with closing(Wire(Address.parse(target.url), NO_REUSE)) as wire:
         clients = Clients(wire, str(tiny_model()), seed=1)
-        async with flooded(clients, scene):
-            page = Page(wire, scene)
-            await page.look()
+        async with background_load(clients, scene):
+            poller = MetricsPoller(wire, scene)
+            await poller.poll()
             for number in range(1, rounds + 1):
-                come = {f"round{number}-{at}": held for at, held in enumerate(scene.held)}
-                names |= {name: held.what for name, held in come.items()}
-                await one_round(clients, page, come, look_s)
-                await asyncio.sleep(REST_S)
-            await page.look()
-    stories = await asyncio.to_thread(engine_trace.fetch, each, trace)
-    return Played(waits_of(stories, names), page.told)
+                requests = {f"round{number}-{at}": held for at, held in enumerate(scene.held)}
+                names |= {name: held.what for name, held in requests.items()}
+                await play_round(clients, poller, requests, timeout_s)
+                await asyncio.sleep(PAUSE_S)
+            await poller.poll()
+    stories = await asyncio.to_thread(engine_trace.fetch, target, trace)
+    return SceneResult(waits_of(stories, names), poller.metrics)
 
 
-async def one_round(clients: Clients, page: Page, come: Mapping[str, Asked], look_s: float) -> None:
-    """Let some come who are held, until all of them are let in."""
-    wanted = page.told.released + len(come)
-    tasks = [asyncio.create_task(clients.ask(held, name)) for name, held in come.items()]
+async def play_round(
+    clients: Clients, poller: MetricsPoller, requests: Mapping[str, RequestKind], timeout_s: float
+) -> None:
+    """Send requests that are held, and wait until all are released."""
+    wanted = poller.metrics.released + len(requests)
+    tasks = [asyncio.create_task(clients.send(held, name)) for name, held in requests.items()]
     try:
-        async with asyncio.timeout(look_s):
-            while (await page.look()).released < wanted:
-                await asyncio.sleep(LOOK_S)
-                whole(tasks)
+        async with asyncio.timeout(timeout_s):
+            while (await poller.poll()).released < wanted:
+                await asyncio.sleep(POLL_S)
+                raise_failures(tasks)
     except TimeoutError:
         pass
     finally:
-        await given_up(tasks)
+        await cancel(tasks)
 
 
 def waits_of(stories: Stories, names: Mapping[str, str]) -> dict[str, Waits]:
-    """Read how long each waited until the first step with anything of it."""
+    """Return the waits until the first step that computes part of each request, by kind."""
     kinds = {what: Waits(what) for what in names.values()}
     for name, what in names.items():
         phases = stories.get(name, ())
         waiting = sum(phase.end - phase.start for phase in phases[:1] if phase.name == WAITING)
-        begun = any(phase.name == PREFILL for phase in phases)
-        (kinds[what].waited_s if begun else kinds[what].still_s).append(waiting)
+        started = any(phase.name == PREFILL for phase in phases)
+        (kinds[what].waited_s if started else kinds[what].still_s).append(waiting)
     return kinds
 
 
-def wrongs(name: str, bounded: Played, unbounded: Played, bound_s: float) -> Iterator[str]:
-    """Say what was not as it is promised, or not what was to be shown."""
+def failures(
+    name: str, bounded: SceneResult, unbounded: SceneResult, bound_s: float
+) -> Iterator[str]:
+    """Yield each broken promise, and each reason why the scene shows nothing."""
     for kind in bounded.kinds.values():
-        who = f"{name}, {kind.what}"
+        what = f"{name}, {kind.what}"
         if kind.still_s:
-            yield f"{who}: {len(kind.still_s)} were never let in"
+            yield f"{what}: {len(kind.still_s)} never started"
         if kind.waited_s and max(kind.waited_s) > bound_s + LATE_S:
-            yield f"{who}: one waited {max(kind.waited_s):.2f} s, the bound is {bound_s:g} s"
-        if kind.waited_s and min(kind.waited_s) < bound_s - SOON_S:
-            yield f"{who}: one waited {min(kind.waited_s):.2f} s, so it was not held"
+            yield f"{what}: waited {max(kind.waited_s):.2f} s, the bound is {bound_s:g} s"
+        if kind.waited_s and min(kind.waited_s) < bound_s - CLOCK_TOLERANCE_S:
+            yield f"{what}: waited only {min(kind.waited_s):.2f} s, so it was not held"
     for kind in unbounded.kinds.values():
         if kind.waited_s:
-            yield f"{name}, {kind.what}: without a bound {len(kind.waited_s)} were let in"
-    came = sum(len(kind.waited_s) for kind in bounded.kinds.values())
-    if bounded.told.released != came:
-        yield f"{name}: the worker says that {bounded.told.released:g} of {came} were released"
+            yield f"{name}, {kind.what}: {len(kind.waited_s)} started without a bound"
+    started = sum(len(kind.waited_s) for kind in bounded.kinds.values())
+    if bounded.told.released != started:
+        yield f"{name}: /metrics count {bounded.told.released:g} of {started} as released"
     if unbounded.told.released:
         yield f"{name}: the worker released {unbounded.told.released:g} without a bound"
     if min(bounded.told.fewest_waiting, unbounded.told.fewest_waiting) < 1:
-        yield f"{name}: at times none of the shorts waited, so that nobody was held for them"
+        yield f"{name}: at times no short request waited, so no request was held for one"
     if (most := max(bounded.told.most_running, unbounded.told.most_running)) >= SLOTS:
-        yield f"{name}: {most:g} ran at once, so somebody may have waited for a slot"
+        yield f"{name}: {most:g} ran at once, so a request may have waited for a slot"
 
 
-def table(bound_s: float) -> Table:
-    """Lay out the head."""
+def make_table(bound_s: float) -> Table:
+    """Return the table without its rows."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    layout.title = f"a bound of {bound_s:g} s, shorts that never stop"
+    layout.title = f"a bound of {bound_s:g} s, short requests without end"
     for heading in ("policies", "held"):
         layout.add_column(heading)
-    for heading in ("times", "waited, least", "mean", "most", "without a bound"):
+    for heading in ("requests", "shortest wait", "mean", "longest", "without a bound"):
         layout.add_column(heading, justify="right")
     return layout
 
 
-def add(layout: Table, name: str, bounded: Played, unbounded: Played) -> None:
-    """Lay out a scene."""
+def add_rows(layout: Table, name: str, bounded: SceneResult, unbounded: SceneResult) -> None:
+    """Add the rows of a scene."""
     for what, kind in bounded.kinds.items():
         times = sorted(kind.waited_s)
         shown = [f"{each:.2f} s" for each in (times[0], fmean(times), times[-1])] if times else []
         still = unbounded.kinds[what].still_s
-        waiting = f"{len(still)} wait after {min(still):.1f} s" if still else "was let in"
+        waiting = f"{len(still)} wait after {min(still):.1f} s" if still else "started"
         layout.add_row(name, what, str(len(times)), *(shown or ["-"] * 3), waiting)
 
 
-def page_says(name: str, told: Told, shorts: str = "shorts") -> str:
-    """Say what stands on the worker's page."""
-    mean = f"{told.held_s / told.held:.2f} s" if told.held else "none"
+def format_metrics(name: str, metrics: WorkerMetrics, shorts: str = "short") -> str:
+    """Return the worker's metrics as a sentence."""
+    mean = f"{metrics.held_s / metrics.held:.2f} s" if metrics.held else "none"
     return (
-        f"{name}, by its /metrics: {told.released:g} starvation_releases, hold_seconds of "
-        f"{told.held:g} with a mean of {mean}; whenever it was looked at {told.fewest_waiting:g} "
-        f"or more {shorts} waited, and {told.most_running:g} or fewer of {SLOTS} slots were taken"
+        f"{name}, by its /metrics: {metrics.released:g} starvation_releases, hold_seconds of "
+        f"{metrics.held:g} with a mean of {mean}; at each poll at least "
+        f"{metrics.fewest_waiting:g} {shorts} requests waited, and at most "
+        f"{metrics.most_running:g} of {SLOTS} slots were taken"
     )
 
 
-async def survey(
+async def run_scenes(
     given: argparse.Namespace, console: Console, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """Play all scenes; the two workers of one start together."""
+    """Play the scenes; return their results and failures."""
     found: dict[str, Any] = {}
-    wrong: list[str] = []
+    failed: list[str] = []
     with ProgressReporter(console) as narrator:
         for name, scene in SCENES.items():
             if given.only not in name:
@@ -376,40 +371,40 @@ async def survey(
             async with running([each for each, _ in made], narrator):
                 narrator.step(f"{name}: {given.rounds} rounds with a bound of {given.bound:g} s")
                 bounded = await play(
-                    scene, *made[0], given.rounds, LONG_ENOUGH * given.bound + LATE_S
+                    scene, *made[0], given.rounds, UNBOUNDED_FACTOR * given.bound + LATE_S
                 )
-                narrator.step(f"{name}: one without")
-                unbounded = await play(scene, *made[1], 1, LONG_ENOUGH * given.bound)
-            layout = table(given.bound)
-            add(layout, name, bounded, unbounded)
+                narrator.step(f"{name}: one round without a bound")
+                unbounded = await play(scene, *made[1], 1, UNBOUNDED_FACTOR * given.bound)
+            layout = make_table(given.bound)
+            add_rows(layout, name, bounded, unbounded)
             console.print(layout)
-            said = page_says(name, bounded.told, f"{scene.shorts.what} ones")
-            console.print(said, highlight=False)
-            wrong += wrongs(name, bounded, unbounded, given.bound)
+            metrics = format_metrics(name, bounded.told, scene.shorts.what)
+            console.print(metrics, highlight=False)
+            failed += failures(name, bounded, unbounded, given.bound)
             found[name] = {"bounded": asdict(bounded), "unbounded": asdict(unbounded)}
-    return found, wrong
+    return found, failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and judge."""
+    """Print the waits and failures; return 1 if there are failures."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.starvation", description=__doc__)
-    options.add_argument("--bound", type=float, default=4.0, help="seconds, of every policy")
+    options.add_argument("--bound", type=float, default=4.0, help="bound of every policy, seconds")
     options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--only", default="", help="scenes that have this in their names")
+    options.add_argument("--only", default="", help="run the scenes whose names contain this")
     options.add_argument("--save", type=Path, help="write the figures as JSON")
     given = options.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else CONSOLE_WIDTH)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found, wrong = asyncio.run(survey(given, console, Path(folder)))
+            found, failed = asyncio.run(run_scenes(given, console, Path(folder)))
     except (VllmSchedError, WireError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
-    for each in wrong:
+    for each in failed:
         console.print(each, style="red", highlight=False)
     if given.save:
         given.save.write_text(json.dumps(found, indent=1) + "\n")
-    return int(bool(wrong))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

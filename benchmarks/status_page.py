@@ -1,9 +1,9 @@
-"""Draws `docs/images/status.png`: the status page over a minute of made-up load.
+"""Draw `docs/images/status.png`: the status page after a minute of simulated load.
 
     python -m benchmarks.status_page
 
-A real router and the page in a real Chromium; the workers are fakes that stream at an engine's
-pace, so the picture shows what the page can show, and nothing of anybody's speed.
+A real router and a real Chromium run with fake workers that stream at an engine's pace, so the
+picture shows no real performance.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROLES = {
     "decode-0": "decode",
 }  # fmt: skip
 LOAD_S = 62.0
-RATE = 2.4  # requests a second
-LONGS = 0.18
-TOKENS_PER_S = 6000  # of prefill
-LEAST, MOST = 20, 90  # tokens of an answer; a client allows the most
-CACHE = 100_000  # tokens
+RATE = 2.4  # requests/s
+LONG_SHARE = 0.18
+PREFILL_TOKENS_PER_S = 6000
+MIN_OUTPUT, MAX_OUTPUT = 20, 90  # tokens
+CACHE_TOKENS = 100_000
 PAGE = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0",model_name="llama"}} {running}
 # TYPE vllm:num_requests_waiting gauge
@@ -57,10 +57,10 @@ router: {{port: 0, admin: {{port: 0}}, probe: {{interval_s: 0.2}}}}
 
 
 class Engine:
-    """A worker that prefills so many tokens a second and then streams."""
+    """A fake worker that prefills at PREFILL_TOKENS_PER_S and then streams."""
 
-    def __init__(self, fake: FakeWorker, dice: random.Random) -> None:
-        self._dice = dice
+    def __init__(self, fake: FakeWorker, rng: random.Random) -> None:
+        self._rng = rng
         self._prefills = asyncio.Lock()
         self._running = self._waiting = 0
         self._held = 0.0  # tokens
@@ -68,65 +68,65 @@ class Engine:
         fake.always(self.page, "/metrics")
 
     async def page(self, call: Call) -> None:
-        """Tell how it is."""
+        """Answer /metrics."""
         text = PAGE.format(
             running=self._running - self._waiting,
             waiting=self._waiting,
-            usage=min(self._held / CACHE, 1.0),
+            usage=min(self._held / CACHE_TOKENS, 1.0),
         )
         await scripts.answer(body=text.encode(), content_type=b"text/plain")(call)
 
     async def serve(self, call: Call) -> None:
-        """Answer one request, which holds its prompt meanwhile."""
+        """Answer one request, whose prompt takes KV cache until the end."""
         tokens = len(call.body) / 4
         self._running += 1
         self._held += tokens
         try:
-            await self._answer(call, tokens / TOKENS_PER_S)
+            await self._answer(call, tokens / PREFILL_TOKENS_PER_S)
         finally:
             self._running -= 1
             self._held -= tokens
 
     async def _answer(self, call: Call, seconds: float) -> None:
-        asked = json.loads(call.body)
-        moves = asked.get("kv_transfer_params") or {}
-        if moves.get("do_remote_prefill"):
+        body = json.loads(call.body)
+        transfer = body.get("kv_transfer_params") or {}
+        if transfer.get("do_remote_prefill"):
             await asyncio.sleep(seconds / 5)  # the transfer
         else:
             self._waiting += 1
             async with self._prefills:
                 self._waiting -= 1
                 await asyncio.sleep(seconds)
-        if moves.get("do_remote_decode"):
-            told = {"choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": BLOCKS}
-            await scripts.answer(body=json.dumps(told).encode())(call)
+        if transfer.get("do_remote_decode"):
+            result = {"choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": BLOCKS}
+            await scripts.answer(body=json.dumps(result).encode())(call)
             return
-        if not asked.get("stream"):
+        if not body.get("stream"):
             await scripts.obey("fake")(call)
             return
-        count, gap_s = self._dice.randint(LEAST, MOST), self._dice.uniform(0.04, 0.12)
+        count, gap_s = self._rng.randint(MIN_OUTPUT, MAX_OUTPUT), self._rng.uniform(0.04, 0.12)
         await scripts.stream(count, gap_s=gap_s, with_usage=True)(call)
 
 
-async def ask(app: App, dice: random.Random) -> None:
-    """Ask for one stream."""
-    tokens = dice.randint(3500, 14_000) if dice.random() < LONGS else dice.randint(30, 900)
-    model = "lama" if dice.random() < 0.02 else "llama"
+async def send(app: App, rng: random.Random) -> None:
+    """Send one streamed request and read its response."""
+    tokens = rng.randint(3500, 14_000) if rng.random() < LONG_SHARE else rng.randint(30, 900)
+    model = "lama" if rng.random() < 0.02 else "llama"
     client = await Client.connect(app.wire.port)
     try:
-        text = f"{dice.random():.8f}" * (2 * tokens // 5)
-        await client.ask(chat(text, stream=True, model=model, max_tokens=MOST), within=90.0)
+        text = f"{rng.random():.8f}" * (2 * tokens // 5)
+        await client.ask(chat(text, stream=True, model=model, max_tokens=MAX_OUTPUT), within=90.0)
     finally:
         client.close()
 
 
 async def draw(scheme: str) -> bytes:
-    """Run it all, and take the picture."""
-    dice = random.Random(7)
+    """Run router, workers and load, and return the picture."""
+    rng = random.Random(7)
     fakes = {name: FakeWorker(name, model="llama", max_model_len=131_072) for name in ROLES}
     for fake in fakes.values():
         await fake.listen()
-        Engine(fake, dice)
+        Engine(fake, rng)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "fleet.yaml"
         lines = [
@@ -140,20 +140,20 @@ async def draw(scheme: str) -> bytes:
             await page.prefer(color_scheme=scheme)
             await page.goto(app.admin_url)
             await page.until("statusPage.state === 'up'")
-            asking = set()
+            requests = set()
             loop = asyncio.get_running_loop()
             end = loop.time() + LOAD_S
             while loop.time() < end:
-                asking.add(asyncio.create_task(ask(app, dice)))
-                await asyncio.sleep(dice.expovariate(RATE))
+                requests.add(asyncio.create_task(send(app, rng)))
+                await asyncio.sleep(rng.expovariate(RATE))
             height = await page.run(
                 "document.querySelector('#workers').getBoundingClientRect().bottom"
             )
             picture = await page.picture(x=0, y=0, width=1280, height=height + 24)
             print(await page.run("statusPage"))
-            for each in asking:
+            for each in requests:
                 each.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*requests, return_exceptions=True)
         await app.stop()
     for fake in fakes.values():
         await fake.stop()
@@ -161,7 +161,7 @@ async def draw(scheme: str) -> bytes:
 
 
 def main() -> None:
-    """Draw it."""
+    """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")

@@ -1,17 +1,16 @@
-"""What a call of `schedule()` costs with our policies, beside upstream's: `make bench`.
+"""Measure the cost of `schedule()` with our policies and of upstream's: `make bench`.
 
-Real Scheduler objects with 256 running (255 decodes and a long prefill) and many waiting, half of
-them long and held. Their slots are all taken; or there are more, but no room in the KV cache: then
-the scan looks at who waits, and finds nobody it can admit; or there is so little room that somebody
-may be preempted in the next step, and with classes of service those who run are put in their order.
+Scheduler objects with 256 running requests (255 decodes and a long prefill) and many waiting ones,
+half of them long and held. Scenes:
 
-Three scenes have slots and room, and waiting requests that vLLM skips in each step: the adapters of
-the running requests take all LoRA slots, grammars are being compiled, or the KV connector has not
-finished its look-ups. These run 256 decodes and no prefill, so that both sides scan the queue.
+- taken: all slots are taken.
+- free, no KV: slots are free but the KV cache is full, so the scan admits no request.
+- taken, little KV: the next step may preempt, and lanes sort the running requests.
+- LoRA slots full, grammars compiling, look-ups pending: slots and KV cache are free, but vLLM skips
+  each waiting request. There are 256 decodes and no prefill, so both sides scan the queue.
 
-Both sides take the same steps in turns; medians of the processor time of the call alone, so that
-other programs on the machine matter little. Models are fitted when a step's result is taken in: the
-last column has `update_from_output()` too.
+Both sides take the same steps in turns. The figures are medians of processor time, which other
+programs hardly change. The last column includes `update_from_output()`, which fits cost models.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ KINDS = {
     "sync": (Scheduler, SyncPolicyScheduler),
 }
 Policies = Mapping[str, Mapping[str, object]]
-# The last three are the largest that there can be: some policies contradict each other. Beside
-# `prefill_first` there is nothing to compare, for its steps are not upstream's.
+# The last three are the largest sets without contradictions. `prefill_first` is left out, because
+# its steps are not upstream's.
 SETS: dict[str, Policies] = {
     "long_prompt": {"long_prompt": {}},
     "lanes": {"lanes": {}},
@@ -51,7 +50,7 @@ SETS: dict[str, Policies] = {
         "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": 4}, "rotation": {},
         "chunk_budget": {},
     },
-    # It learns what steps take and looks for cached prefixes, and holds nobody here.
+    # Fits step times and looks for cached prefixes, and holds no request here.
     "every, auto": {
         "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": "auto"}, "rotation": {},
         "chunk_budget": {},
@@ -66,15 +65,15 @@ LORAS, GRAMMARS, LOOKUPS = SKIPPED = (
     "LoRA slots full", "grammars compiling", "look-ups pending"
 )  # fmt: skip
 SLOTS = (TAKEN, FREE, LITTLE, *SKIPPED)
-# Upstream skips each waiting request in each step: with more of them a run takes minutes.
+# Upstream skips each waiting request in each step: with more, a run takes minutes.
 MAX_SKIPPED = 1_000
 MAX_LORAS, WAITING_ADAPTERS = 2, 8
-# Blocks that are left where there is little room: fewer than may be needed, as many as are.
-LITTLE_ROOM = 400
+# Fewer blocks than the running requests may need, enough for the next step.
+LITTLE_KV_BLOCKS = 400
 
 
-def loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAKEN) -> Any:
-    """Make a scheduler in the state to measure."""
+def make_loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAKEN) -> Any:
+    """Return a scheduler with 256 running and some waiting requests."""
     decode_tokens = 8
     decodes = (RUNNING - 1) * -(-(decode_tokens + 2000) // BLOCK)
     scheduler = make_scheduler(
@@ -86,7 +85,7 @@ def loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAK
         num_blocks=decodes + 131_072 // BLOCK + 1,
         scheduler_reserve_full_isl=True,
     )
-    # Of two classes, where these matter.
+    # Two priority classes, so that lanes sort the running requests.
     better = -1 if slots == LITTLE else 0
     for number in range(RUNNING - 1):
         priority = better if number % 2 else 0
@@ -98,7 +97,7 @@ def loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAK
     if slots == FREE:
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 2 * RUNNING
         pool = scheduler.kv_cache_manager.block_pool
-        needed = decodes + 131_072 // BLOCK  # those who run go on; a newcomer finds nothing
+        needed = decodes + 131_072 // BLOCK  # enough for running requests, none for others
         pool.get_new_blocks(max(pool.get_num_free_blocks() - needed, 0))
         scheduler.kv_cache_manager.watermark_blocks = pool.get_num_free_blocks()
     for number in range(waiting):
@@ -109,8 +108,8 @@ def loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAK
     return scheduler
 
 
-def skipping(kind: type, policies: Policies | None, waiting: int, scene: str) -> Any:
-    """Return a scheduler with decodes that run, and waiting requests that vLLM skips."""
+def make_skipping(kind: type, policies: Policies | None, waiting: int, scene: str) -> Any:
+    """Return a scheduler with 256 decodes, and waiting requests that vLLM skips."""
     scheduler = make_scheduler(
         policies,
         scheduler_cls=kind,
@@ -142,19 +141,19 @@ def skipping(kind: type, policies: Policies | None, waiting: int, scene: str) ->
     return scheduler
 
 
-def leave_little(scheduler: Any, stock: list[Any]) -> None:
-    """Take blocks into the stock, or give some back, until there is but little room."""
+def limit_free_blocks(scheduler: Any, reserve: list[Any]) -> None:
+    """Move blocks between the pool and the reserve until LITTLE_KV_BLOCKS are free."""
     pool = scheduler.kv_cache_manager.block_pool
-    more = pool.get_num_free_blocks() - LITTLE_ROOM
-    if more > 0:
-        stock += pool.get_new_blocks(more)
-    elif more < 0:
-        pool.free_blocks(stock[more:])
-        del stock[more:]
+    excess = pool.get_num_free_blocks() - LITTLE_KV_BLOCKS
+    if excess > 0:
+        reserve += pool.get_new_blocks(excess)
+    elif excess < 0:
+        pool.free_blocks(reserve[excess:])
+        del reserve[excess:]
 
 
 def take_step(scheduler: Any) -> tuple[float, float]:
-    """Step once; return the seconds that `schedule()` took, and with the result taken in."""
+    """Run one step; return the seconds of `schedule()`, and with `update_from_output()`."""
     start = time.process_time()
     output = scheduler.schedule()
     took = time.process_time() - start
@@ -167,18 +166,18 @@ def take_step(scheduler: Any) -> tuple[float, float]:
 def measure(
     kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, slots: str
 ) -> tuple[list[float], list[float]]:
-    """Return the median seconds of both sides, which step in turns: of the call, and of both."""
-    make = skipping if slots in SKIPPED else loaded
+    """Return the median seconds of both sides, as `take_step` measures them."""
+    make = make_skipping if slots in SKIPPED else make_loaded
     schedulers = [
         make(kind, given, waiting, slots)
         for kind, given in zip(kinds, (None, policies), strict=True)
     ]
-    stocks: list[list[Any]] = [[], []]
+    reserves: list[list[Any]] = [[], []]
     times: list[list[tuple[float, float]]] = [[], []]
     for number in range(steps):
         for side in (0, 1) if number % 2 else (1, 0):
             if slots == LITTLE:
-                leave_little(schedulers[side], stocks[side])
+                limit_free_blocks(schedulers[side], reserves[side])
             times[side].append(take_step(schedulers[side]))
     assert all(len(scheduler.running) == RUNNING for scheduler in schedulers)
     assert all(len(scheduler.waiting) == waiting for scheduler in schedulers)
@@ -187,7 +186,7 @@ def measure(
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table of costs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,13 +1,13 @@
-"""Do `vllm bench serve` and `vllm-sched bench` say the same of a worker? Both, in turns.
+"""Compare the figures of `vllm bench serve` and `vllm-sched bench` for one worker.
 
     python -m benchmarks.two_tools
     python -m benchmarks.two_tools --concurrency 8 --rounds 8
-    python -m benchmarks.two_tools --rounds 4 --add out/tools.json    # more, later: once again
+    python -m benchmarks.two_tools --rounds 4 --add out/tools.json    # repeat to add rounds
 
-One real worker of the tiny model on the CPU; the same sizes, rate, number of requests and targets,
-each tool in a process of its own. Of each figure the median of the rounds, and the least and the
-most that the tool had: what lies within that is not told apart. Texts and times are other draws
-in every round, so that no prefix cache has them.
+A real worker of the tiny model runs on the CPU. The tools take turns, with the same sizes, rate,
+number of requests and targets. Each figure has its median, minimum and maximum over the rounds;
+figures within a tool's range are not told apart. Each round draws other texts and arrival times, so
+that prefix caches have no effect.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Rounds = dict[str, list[dict[str, float]]]  # by tool
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of whom."""
+    """The worker, and the load of a round."""
 
     url: str
     model: str
@@ -68,11 +68,11 @@ class Load:
     rate: float
     prompt: int
     output: int
-    concurrency: int | None = None  # a closed loop, in place of the rate
+    concurrency: int | None = None  # of a closed loop, instead of the rate
 
 
 async def run(*command: str) -> None:
-    """Run a command to its end, which has to be a good one."""
+    """Run a command; raise an error if it fails."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -82,7 +82,7 @@ async def run(*command: str) -> None:
 
 
 async def theirs(load: Load, folder: Path, *, seed: int = 0) -> dict[str, Any]:
-    """Measure with vLLM's."""
+    """Measure with `vllm bench serve`."""
     closed = () if load.concurrency is None else ("--max-concurrency", str(load.concurrency))
     await run(
         sys.executable, "-c", THEIRS,
@@ -99,7 +99,7 @@ async def theirs(load: Load, folder: Path, *, seed: int = 0) -> dict[str, Any]:
 
 
 async def ours(load: Load, folder: Path, *, seed: int = 0) -> dict[str, Any]:
-    """Measure with ours."""
+    """Measure with `vllm-sched bench`."""
     closed = load.concurrency is not None
     await run(
         sys.executable, "-m", "vllm_sched.cli.main", "bench", "--url", load.url,
@@ -115,18 +115,18 @@ async def ours(load: Load, folder: Path, *, seed: int = 0) -> dict[str, Any]:
 TOOLS: Final = {"ours": ours, "theirs": theirs}
 
 
-async def one_round(load: Load, number: int, folder: Path) -> dict[str, dict[str, float]]:
-    """Measure with both; who begins changes with every round."""
+async def measure_round(load: Load, number: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Measure with both tools, in alternating order."""
     found = {}
     for name in sorted(TOOLS, reverse=bool(number % 2)):
-        said = await TOOLS[name](load, folder, seed=number)
-        found[name] = {key: said[key] for key in (*EXACTLY, *RATES, *LATENCIES)}
+        result = await TOOLS[name](load, folder, seed=number)
+        found[name] = {key: result[key] for key in (*EXACTLY, *RATES, *LATENCIES)}
     return found
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What both tools made of one thing, in every round."""
+    """The values of one figure by both tools, in every round."""
 
     key: str
     ours: Sequence[float]
@@ -134,13 +134,13 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Ours in terms of theirs, by medians."""
+        """Our median divided by theirs."""
         theirs = statistics.median(self.theirs)
         return statistics.median(self.ours) / theirs if theirs else float("nan")
 
     @property
     def apart(self) -> bool:
-        """Whether the tools differ by more than either does from itself."""
+        """True if the tools differ by more than either tool's own range."""
         if self.key in EXACTLY:
             return {*self.ours} != {*self.theirs}
         gap = abs(statistics.median(self.ours) - statistics.median(self.theirs))
@@ -148,7 +148,7 @@ class Figure:
 
 
 def figures(rounds: Rounds) -> list[Figure]:
-    """Put together what the tools said."""
+    """Return all figures of the rounds."""
     return [
         Figure(key, *([each[key] for each in rounds[name]] for name in TOOLS))
         for key in (*EXACTLY, *RATES, *LATENCIES)
@@ -156,7 +156,7 @@ def figures(rounds: Rounds) -> list[Figure]:
 
 
 def table(found: Sequence[Figure]) -> Table:
-    """Lay it out: medians, with the least and the most in brackets."""
+    """Return the table of medians, with minimum and maximum in brackets."""
     layout = Table(box=box.MARKDOWN)
     layout.add_column("")
     for title in ("ours", "theirs", "ours / theirs", "told apart"):
@@ -170,23 +170,23 @@ def table(found: Sequence[Figure]) -> Table:
     return layout
 
 
-def added(path: Path, load: Load) -> Rounds:
-    """Read the rounds of an earlier run of the same load; none where there was none."""
+def read_rounds(path: Path, load: Load) -> Rounds:
+    """Return the rounds of earlier runs with the same load."""
     if not path.exists():
         return {name: [] for name in TOOLS}
     known: Mapping[str, Any] = json.loads(path.read_text())
     if known["load"] != asdict(replace(load, url="")):
-        raise SystemExit(f"{path}: is of another load: {known['load']}")
+        raise SystemExit(f"{path} is of another load: {known['load']}")
     return dict(known["rounds"])
 
 
 def main() -> int:
-    """Measure and print; 1 where the tools are told apart."""
+    """Print all figures; return 1 if a figure is told apart."""
     parser = argparse.ArgumentParser(prog="two_tools", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-requests", type=int, default=100)
     parser.add_argument("--request-rate", type=float, default=10.0)
-    parser.add_argument("--concurrency", type=int, help="a closed loop instead")
+    parser.add_argument("--concurrency", type=int, help="of a closed loop, instead of the rate")
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
     parser.add_argument("--output", type=int, default=32, help="tokens")
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="add to the rounds there")
@@ -195,17 +195,17 @@ def main() -> int:
         "", MODEL, given.num_requests, given.request_rate, given.prompt, given.output,
         given.concurrency,
     )  # fmt: skip
-    rounds = added(given.add, load) if given.add else {name: [] for name in TOOLS}
+    rounds = read_rounds(given.add, load) if given.add else {name: [] for name in TOOLS}
     first = len(rounds["ours"])
     with (
         tempfile.TemporaryDirectory() as name,
         launch.worker(model=str(tiny_model()), flags=FLAGS, name="w0") as worker,
     ):
         here, folder = replace(load, url=worker.url), Path(name)
-        asyncio.run(ours(replace(here, requests=20), folder, seed=-1))  # a worker's first are slow
+        asyncio.run(ours(replace(here, requests=20), folder, seed=-1))  # warm-up
         for number in range(first, first + given.rounds):
-            for tool, said in asyncio.run(one_round(here, number, folder)).items():
-                rounds[tool].append(said)
+            for tool, result in asyncio.run(measure_round(here, number, folder)).items():
+                rounds[tool].append(result)
             if given.add:
                 given.add.write_text(json.dumps({"load": asdict(load), "rounds": rounds}) + "\n")
     compared = figures(rounds)

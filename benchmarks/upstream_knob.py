@@ -1,12 +1,12 @@
-"""Our policy against vLLM's own knob for long prompts, over the knob's useful range.
+"""Compare our policy with vLLM's option for long prompts, over the option's useful range.
 
     python benchmarks/upstream_knob.py --longs 2 --thresholds 64 128 --rounds 1
 
-vLLM caps a long prompt's chunk with `--long-prefill-token-threshold`, alone or `-adaptive`. The
-knob is a trade: small chunks keep short prompts fast and make long ones slow, and the best value
-depends on how many long prompts there are. Our worker stays up and every setting of the knob
-plays against it in turns, on the same arrivals: a slow minute of the machine hits both. A start
-takes most of a minute, so the whole range takes a good quarter of an hour.
+vLLM limits a long prompt's chunk with `--long-prefill-token-threshold`, alone or `-adaptive`. Small
+chunks keep short prompts fast and make long ones slow; the best value depends on the number of long
+prompts. Our worker stays up and takes turns with a worker of each setting, on the same arrivals, so
+that a slow minute of the machine affects both. A start takes most of a minute, the whole range over
+15 minutes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Result:
     failed: int
 
     def at_least_as_good_as(self, other: Result) -> bool:
-        """Whether no one would have a reason to prefer the other."""
+        """Return whether no measure is worse than the other's."""
         return (
             self.short_p99 <= other.short_p99
             and self.long_mean <= other.long_mean
@@ -68,7 +68,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Duel:
-    """A setting of the knob, and ours in the same rounds."""
+    """A setting of vLLM's option, and our policy in the same rounds."""
 
     setting: str
     theirs: Result
@@ -76,7 +76,7 @@ class Duel:
 
 
 def settings(thresholds: Sequence[int]) -> dict[str, Side]:
-    """List vLLM's own scheduler with the knob off and on, by a short name."""
+    """Return vLLM's scheduler with each setting of the option, by a short name."""
     sides = {"off": Side.parse(DEFAULT)}
     for suffix, adaptive in (("", ()), (" adaptive", (f"{KNOB}-adaptive",))):
         for threshold in thresholds:
@@ -91,25 +91,24 @@ async def survey(
     plans: Sequence[ComparisonPlan],
     narrator: ProgressReporter,
 ) -> list[list[Duel]]:
-    """Let ours meet every other side under every plan; a list per plan."""
+    """Compare our side with every other side under every plan; return a list per plan."""
     duels: list[list[Duel]] = [[] for _ in plans]
-    us = contender(ours.name, ours, plans[0])
-    async with running([us.worker], narrator):
+    ours_up = contender(ours.name, ours, plans[0])
+    async with running([ours_up.worker], narrator):
         for name, side in others.items():
-            them = contender(f"threshold {name}", side, plans[0])
-            async with running([them.worker], narrator):
+            other = contender(f"threshold {name}", side, plans[0])
+            async with running([other.worker], narrator):
                 for plan, found in zip(plans, duels, strict=True):
-                    # The same workers, nothing measured on them yet.
-                    a, b = replace(us, rounds=[]), replace(them, rounds=[])
+                    a, b = replace(ours_up, rounds=[]), replace(other, rounds=[])
                     await measure((a, b), plan, narrator)
                     found.append(Duel(name, summarise(b), summarise(a)))
     return duels
 
 
 def summarise(each: Contender) -> Result:
-    """Reduce a contender's rounds to the figures of the table."""
+    """Return the figures of a contender's rounds."""
     shorts, longs = ttfts(each.rounds, SHORT), ttfts(each.rounds, LONG)
-    missing = float("inf")  # nobody was served: worse than any time
+    missing = float("inf")  # worse than any time
     return Result(
         percentile(shorts, 50) or missing,
         percentile(shorts, 99) or missing,
@@ -121,13 +120,13 @@ def summarise(each: Contender) -> Result:
 
 
 def verdict(name: str, duels: Sequence[Duel]) -> str:
-    """Say how ours stands against the whole range of the knob, losing included."""
+    """Return which settings our policy beats and loses to."""
     lost = [d.setting for d in duels if d.theirs.at_least_as_good_as(d.ours)]
     won = [d.setting for d in duels if d.ours.at_least_as_good_as(d.theirs)]
     fastest = min(duels, key=lambda duel: duel.theirs.short_p99 / duel.ours.short_p99)
     theirs, ours = fastest.theirs, fastest.ours
     return (
-        f"On all of {MEASURES}, {name} beats {_listed(won)} of the knob's settings and loses to "
+        f"On all of {MEASURES}, {name} beats {_listed(won)} of the settings and loses to "
         f"{_listed(lost)}. Fastest for short prompts is {fastest.setting}: TTFT p99 "
         f"{show(theirs.short_p99, SECONDS)} against ours {show(ours.short_p99, SECONDS)}, mean "
         f"long TTFT {show(theirs.long_mean, SECONDS)} against {show(ours.long_mean, SECONDS)}, "
@@ -136,7 +135,7 @@ def verdict(name: str, duels: Sequence[Duel]) -> str:
 
 
 def table(title: str, name: str, duels: Sequence[Duel]) -> Table:
-    """Lay out a load: each setting, and below it ours in the same rounds."""
+    """Return the table of a load: each setting, then our policy in the same rounds."""
     layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("threshold")
     layout.add_column("")
@@ -159,8 +158,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Run the survey; 1 when a worker or a request failed."""
-    parser = argparse.ArgumentParser(description="our policy against vLLM's own knob")
+    """Print all figures; return 1 if a worker or a request failed."""
+    parser = argparse.ArgumentParser(description="compare our policy with vLLM's option")
     parser.add_argument("--model", help="default: a tiny random Llama")
     parser.add_argument("--ours", default="long_prompt", help="policies, as NAME[+NAME...]")
     parser.add_argument("--longs", type=int, nargs="+", default=[2, 4, 8])

@@ -1,1 +1,1 @@
-"""What a hand-over spares those that are being answered, and that it changes no token."""
+"""Effect of hand-overs on running responses, and a check that they change no token."""

@@ -1,15 +1,15 @@
-"""What a hand-over spares those that are being answered: real workers, NIXL over CPU buffers.
+"""Measure what hand-overs save running responses: real workers, NIXL over CPU buffers.
 
     python -m benchmarks.isolation --rounds 5 --save out/isolation.json
     python -m benchmarks.isolation --rounds 0 --identical 100
     python -m benchmarks.isolation --above 1000 --decode-args=--max-num-batched-tokens=256
 
-Two general workers under least_loaded, and one prefill and one decode worker, on the same two
-processors, in turns: four streams run while 12,000-token prompts and short ones arrive. Each line
-of what was promised is judged: gaps, times to first token, and what the router itself tells of its
-transfers and of what it predicted. Then the same prompts by every route, token by token: one
-worker, two, a short and a long one, and all handed over, which is counted. 11 GB of memory; nothing
-else should run.
+Two general workers under least_loaded, and a prefill and a decode worker, take turns on the same
+two processors: four streams run while 12,000-token and short prompts arrive. Gaps, times to first
+token and the router's records of its transfers are compared with the targets.
+
+`--identical` compares the tokens of the same prompts by every route: one worker, two, a short and a
+long one, and handed over. 11 GB of memory; nothing else should run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.isolation import identical, moved, stage, verdict
+from benchmarks.isolation import identical, stage, transfers, verdict
 from benchmarks.policies import promise
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import (
@@ -40,14 +40,14 @@ from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 
 LONE_SAMPLES = 2
-BUSY = 1.0  # load average above which the figures are worth little
+MAX_LOAD_AVERAGE = 1.0  # above it figures are unreliable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, judge and print; 1 when a request failed, was answered otherwise or another way."""
-    args = _arguments(argv)
+    """Print all figures; return 1 if a request failed, or got other tokens or another route."""
+    args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    busy = os.getloadavg()[0]
+    load_average = os.getloadavg()[0]
     try:
         with (
             tempfile.TemporaryDirectory(prefix="isolation-") as folder,
@@ -59,31 +59,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     failed = False
     if measured is not None:
-        result, transfers = measured
+        result, handovers = measured
         labels = [each.label for each in result.sides]
         console.print(
             report.table(result.figures, labels, [len(each.failed) for each in result.sides])
         )
         console.print(verdict.table(result))
-        told = transfers.promises
-        console.print(promise.table("of its transfers the router says", told))
-        for warning in (result.warning(), f"load average {busy:.1f} at the start" * (busy > BUSY)):
+        promises = handovers.promises
+        console.print(promise.table("transfers, by the router's records", promises))
+        busy = load_average > MAX_LOAD_AVERAGE
+        for warning in (result.warning(), f"load average {load_average:.1f} at the start" * busy):
             if warning:
                 console.print(warning, style="yellow", highlight=False)
         if args.save:
-            verdicts = [*verdict.to_json(verdict.verdicts(result)), *promise.to_json(told)]
-            whole = {**result.to_json(), "verdicts": verdicts}
-            args.save.write_text(json.dumps(whole, indent=1) + "\n")
-        failed = result.failed or transfers.missing
+            verdicts = [*verdict.to_json(verdict.verdicts(result)), *promise.to_json(promises)]
+            content = {**result.to_json(), "verdicts": verdicts}
+            args.save.write_text(json.dumps(content, indent=1) + "\n")
+        failed = result.failed or handovers.missing
     for each in found:
-        console.print(each.said, style="red" if each.wrong else None, highlight=False)
+        console.print(each.summary, style="red" if each.wrong else None, highlight=False)
     return int(failed or any(each.wrong for each in found))
 
 
 async def _run(
     args: argparse.Namespace, folder: Path, narrator: ProgressReporter
-) -> tuple[tuple[Comparison, moved.Moved] | None, list[identical.Found]]:
-    config = stage.fleet(_trial(args))
+) -> tuple[tuple[Comparison, transfers.Transfers] | None, list[identical.PassResult]]:
+    config = stage.fleet(_handover_options(args))
     sides = stage.sides(config, folder, args.above)
     workload = stage.workload(
         longs=args.longs,
@@ -93,31 +94,32 @@ async def _run(
         seed=args.seed,
     )
     plan = ComparisonPlan(config.model, workload, args.rounds, LONE_SAMPLES)
-    measured: tuple[Comparison, moved.Moved] | None = None
-    found: list[identical.Found] = []
+    measured: tuple[Comparison, transfers.Transfers] | None = None
+    found: list[identical.PassResult] = []
     async with (
-        running(stage.started(config, folder), narrator),
+        running(stage.workers(config, folder), narrator),
         running([side.worker for side in sides], narrator),
     ):
         if args.rounds:
             router = sides[1].worker
-            before = await moved.connected(router.url)
+            before = await transfers.wait_connected(router.url)
             await measure(sides, plan, narrator)
             admin = stage.admin_url(router)
-            transfers = await moved.told(router.url, admin, before, plan, stage.token_bytes())
-            measured = Comparison(plan, *sides), transfers
+            token_bytes = stage.token_bytes()
+            after = await transfers.fetch(router.url, admin, before, plan, token_bytes)
+            measured = Comparison(plan, *sides), after
         if args.identical:
             sized, handed = stage.routers(config, folder)
             async with running([sized, handed], narrator):
                 routes = stage.routes(config, sides[0].worker, sized, handed)
-                asked = identical.prompts(args.identical, args.seed)
-                found = await identical.differing(routes, asked, config.model, narrator.step)
+                prompts = identical.prompts(args.identical, args.seed)
+                found = await identical.compare(routes, prompts, config.model, narrator.step)
     return measured, found
 
 
-def _trial(args: argparse.Namespace) -> stage.Trial:
+def _handover_options(args: argparse.Namespace) -> stage.HandoverOptions:
     policies = Side.parse(args.decode_policy, sets=args.set).settings
-    return stage.Trial(
+    return stage.HandoverOptions(
         tuple(shlex.split(args.prefill_args)),
         tuple(shlex.split(args.decode_args)),
         policies,
@@ -125,44 +127,44 @@ def _trial(args: argparse.Namespace) -> stage.Trial:
     )
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="isolation", description="what a hand-over spares those that are being answered"
+        prog="isolation", description="measure what hand-overs save running responses"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="that count; 0: no timing")
-    parser.add_argument("--identical", type=int, default=0, metavar="N", help="prompts compared")
-    parser.add_argument("--longs", type=int, default=4, help="12,000-token prompts a round")
-    parser.add_argument("--every", type=float, default=4.0, metavar="S", help="one in so many s")
-    parser.add_argument("--shorts", type=int, default=4, help="prompts of 100 tokens for each")
-    parser.add_argument("--decoded", type=int, default=3500, help="tokens that a stream writes")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds; 0: no timing")
+    parser.add_argument("--identical", type=int, default=0, metavar="N", help="prompts to compare")
+    parser.add_argument("--longs", type=int, default=4, help="12,000-token prompts per round")
+    parser.add_argument("--every", type=float, default=4.0, metavar="S", help="seconds between two")
+    parser.add_argument("--shorts", type=int, default=4, help="100-token prompts for each")
+    parser.add_argument("--decoded", type=int, default=3500, help="output tokens per stream")
     parser.add_argument(
         "--above",
         type=lambda text: text if text == "auto" else int(text),
         default="auto",
         metavar="N",
-        help="routing.disaggregate_above: tokens, or auto as by default",
+        help="routing.disaggregate_above: tokens, or auto (the default)",
     )
     for role in ("prefill", "decode"):
-        what = f"more of vLLM's flags for the {role} worker: --{role}-args=--flag=value"
+        what = f"more vLLM flags for the {role} worker: --{role}-args=--flag=value"
         parser.add_argument(f"--{role}-args", default="", metavar="FLAGS", help=what)
     parser.add_argument(
-        "--decode-policy", default=DEFAULT, metavar="NAME[+NAME]", help="the decode worker's"
+        "--decode-policy", default=DEFAULT, metavar="NAME[+NAME]", help="of the decode worker"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="and its settings"
+        "--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="its settings"
     )
     parser.add_argument(
-        "--mode", choices=("pull", "push"), default="pull", help="who moves the bytes, P or D"
+        "--mode", choices=("pull", "push"), default="pull", help="D pulls or P pushes the KV"
     )
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write every sample as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write all samples as JSON")
     args = parser.parse_args(argv)
     if args.rounds < 0 or args.identical < 0:
-        parser.error("--rounds and --identical: less than 0 is nothing to do")
+        parser.error("--rounds and --identical: must not be negative")
     if not args.rounds and not args.identical:
         parser.error("--rounds 0 without --identical: nothing to do")
     if args.longs < 1 or args.every <= 0 or args.shorts < 1 or args.decoded < 1:
-        parser.error("--longs, --every, --shorts, --decoded: nobody would be disturbed")
+        parser.error("--longs, --every, --shorts, --decoded: must be positive")
     if args.save and not args.save.parent.is_dir():
         parser.error(f"--save {args.save}: there is no folder {args.save.parent}; make it first")
     return args

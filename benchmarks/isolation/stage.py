@@ -1,6 +1,6 @@
-"""Four workers on two processors: two general ones, or a prefill and a decode worker.
+"""The fleets: two general workers, and a prefill and a decode worker, on two processors.
 
-The general ones are a short and a long one too, where routes are compared.
+To compare routes, the general workers also serve as a short and a long worker.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 LENGTH = 16384
 FLAGS = (f"--max-model-len={LENGTH}", f"--max-num-batched-tokens={STEP_TOKENS}")
-# As many tokens of KV cache each: a block is 32 tokens on a CPU, with NIXL 128.
+# The same KV cache in tokens: a block is 32 tokens on a CPU, 128 with NIXL.
 BLOCKS = {"general": "2048", "prefill": "512", "decode": "512"}
 ROLES = ("general", "general", "prefill", "decode")
 SHORT_LIMIT = 500
-# Workers forget what they have cached when they are told to.
+# Enables POST /reset_prefix_cache.
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What may be tried on the prefill and the decode worker; as is, both have the defaults."""
+class HandoverOptions:
+    """Changes to the defaults of the prefill and the decode worker."""
 
     prefill: tuple[str, ...] = ()  # more flags
     decode: tuple[str, ...] = ()
-    policies: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # on the latter
-    mode: Literal["pull", "push"] = "pull"  # who moves the bytes
+    policies: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # decode worker
+    mode: Literal["pull", "push"] = "pull"
 
     def launch(self, role: str, cpu: int) -> LaunchConfig:
-        """Describe how a worker of a role is started."""
+        """Return the launch settings of a worker of this role."""
         more = {"prefill": self.prefill, "decode": self.decode}.get(role, ())
         return LaunchConfig(
             model="tiny",
@@ -70,9 +70,9 @@ class Trial:
         )
 
 
-def fleet(trial: Trial | None = None) -> FleetConfig:
-    """Describe them; each pair has both processors, a worker one of them."""
-    trial = trial or Trial()
+def fleet(options: HandoverOptions | None = None) -> FleetConfig:
+    """Return all four workers; each pair uses both processors, one each."""
+    options = options or HandoverOptions()
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         raise UsageError("isolation: two processors are needed; this machine offers one")
@@ -81,7 +81,7 @@ def fleet(trial: Trial | None = None) -> FleetConfig:
             {
                 "name": f"{role}-{number % 2}",
                 "role": role,
-                "launch": trial.launch(role, cpus[number % 2]),
+                "launch": options.launch(role, cpus[number % 2]),
             }
         )
         for number, role in enumerate(ROLES)
@@ -90,18 +90,18 @@ def fleet(trial: Trial | None = None) -> FleetConfig:
         FleetConfig(
             model="tiny",
             workers=tuple(workers),
-            transfer=TransferConfig(connector="nixl", mode=trial.mode),
+            transfer=TransferConfig(connector="nixl", mode=options.mode),
         )
     )
 
 
-def started(config: FleetConfig, folder: Path) -> list[Worker]:
-    """Describe how `vllm-sched up` would start them."""
+def workers(config: FleetConfig, folder: Path) -> list[Worker]:
+    """Return the worker processes as `vllm-sched up` starts them."""
     return [described(config, worker, folder, folder) for worker in config.workers]
 
 
 def token_bytes() -> int:
-    """Count the bytes that a token's KV cache takes on these workers."""
+    """Return the KV cache bytes per token on these workers."""
     config = json.loads((tiny_model() / "config.json").read_text())
     return kv_bytes_per_token(config, "float32")
 
@@ -109,9 +109,9 @@ def token_bytes() -> int:
 def sides(
     config: FleetConfig, folder: Path, above: int | Literal["auto"] = "auto"
 ) -> tuple[Contender, Contender]:
-    """Put a router before each pair; `above` is the second one's `disaggregate_above`."""
-    general, halves = config.workers[:2], config.workers[2:]
-    whole = config.model_copy(
+    """Return a router for each pair; `above` is `disaggregate_above` of the second one."""
+    general, split = config.workers[:2], config.workers[2:]
+    combined = config.model_copy(
         update={
             "workers": general,
             "transfer": None,
@@ -119,23 +119,23 @@ def sides(
         }
     )
     handed = config.model_copy(
-        update={"workers": halves, "routing": RoutingConfig(disaggregate_above=above)}
+        update={"workers": split, "routing": RoutingConfig(disaggregate_above=above)}
     )
     return (
-        Contender("baseline", "2 general, least_loaded", router_of(whole, folder, "general")),
+        Contender("baseline", "2 general, least_loaded", router_of(combined, folder, "general")),
         Contender("candidate", "1 prefill + 1 decode", router_of(handed, folder, "halves")),
     )
 
 
 def admin_url(router: Worker) -> str:
-    """Where a router of these tells what it has decided."""
+    """Return the admin URL of a router."""
     admin = parse(Path(router.command[-1]).read_text(), router.command[-1]).router.admin
     return f"http://{admin.host}:{admin.port}"
 
 
 def routers(config: FleetConfig, folder: Path) -> tuple[Worker, Worker]:
-    """Put routers before each pair that decide by size alone, and hand everything over."""
-    general, halves = config.workers[:2], config.workers[2:]
+    """Return a router that routes by size alone, and one that hands every request over."""
+    general, split = config.workers[:2], config.workers[2:]
     sized = tuple(
         worker.model_copy(update={"name": f"{role}-0", "role": role})
         for worker, role in zip(general, ("short", "long"), strict=True)
@@ -149,7 +149,7 @@ def routers(config: FleetConfig, folder: Path) -> tuple[Worker, Worker]:
     )
     handed = config.model_copy(
         update={
-            "workers": halves,
+            "workers": split,
             "routing": RoutingConfig(disaggregate_above=1, prefix_affinity=False),
         }
     )
@@ -159,18 +159,18 @@ def routers(config: FleetConfig, folder: Path) -> tuple[Worker, Worker]:
 def routes(
     config: FleetConfig, least_loaded: Worker, by_size: Worker, handed: Worker
 ) -> list[Route]:
-    """List the ways that prompts are compared by; first without a router.
+    """Return the routes to compare; the first one has no router.
 
-    Of a hand-over three passes: nobody has the prompt, the prefill worker has it, both have.
+    Hand-overs have three passes: the prompt is cached on no worker, the prefill worker, or both.
     """
     urls = tuple(str(worker.url) for worker in config.workers)
     twice = Pass("cold", urls), Pass("warm")
-    half = Pass("warm on the prefill worker alone", urls[3:])
+    prefill_warm = Pass("warm on the prefill worker alone", urls[3:])
     return [
         Route("one worker", urls[0], twice),
         Route("2 general, least_loaded", least_loaded.url, twice),
         Route("short + long", by_size.url, twice),
-        Route("1 prefill + 1 decode", handed.url, (twice[0], half), decode=urls[3]),
+        Route("1 prefill + 1 decode", handed.url, (twice[0], prefill_warm), decode=urls[3]),
         Route("1 prefill + 1 decode", handed.url, (twice[1],)),
     ]
 
@@ -185,9 +185,9 @@ def workload(
     shorts_per_long: int = 4,
     seed: int = 0,
 ) -> Workload:
-    """Four streams run; a long prompt comes every few seconds, and shorts all along.
+    """Return four streams, a long prompt every few seconds, and short prompts in between.
 
-    On a machine that takes longer for one, longs wait for each other: see `verdict`.
+    If a prefill takes longer than `every_s`, long prompts wait for each other: see `verdict`.
     """
     arrivals: Sequence[PlannedRequest] = [
         *(PlannedRequest(0.0, BACKGROUND, 24, decoded) for _ in range(decodes)),

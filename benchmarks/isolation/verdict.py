@@ -1,8 +1,7 @@
-"""What was promised of a hand-over, and what this run shows.
+"""The targets for hand-overs, and the figures of a run.
 
-How long a prompt's prefill takes is told by those that find a worker without another long one:
-from their arrival to their first token, the transfer included. One that comes while another is
-prefilled waits for that too; how long all of them take, waits included, stands beside it.
+A long prompt that finds a worker without another long prefill measures prefill and transfer, from
+arrival to first token. The times of all long prompts, which include waits, are listed beside it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from vllm_sched.bench.compare.compare import Comparison
 from vllm_sched.bench.compare.runner import RequestTimes, Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, LONG, SHORT
 
-EACH_LONG = 1.15  # times what one takes on a general worker
-# Workers that prefill, on either side.
+MAX_LONG_RATIO = 1.15  # to a long prompt on a general worker
+# Workers that prefill, on each side.
 GENERAL, PREFILL = 2, 1
-# (what, group, measure, at most)
-PROMISED = (
+# Title, group, measure, maximum ratio.
+TARGETS = (
     ("p99 between two tokens of a running decode", BACKGROUND, "ITL p99", 0.15),
     ("longest gap of a running decode", BACKGROUND, "ITL max", 0.15),
-    ("no gap beyond their longest", BACKGROUND, "ITL max", 1.0),
-    ("a long prompt, its wait for others included, p50", LONG, "TTFT p50", EACH_LONG),
+    ("longest gap, to the general workers'", BACKGROUND, "ITL max", 1.0),
+    ("a long prompt, its wait for others included, p50", LONG, "TTFT p50", MAX_LONG_RATIO),
     ("a short prompt, to its first token, p50", SHORT, "TTFT p50", 1.0),
     ("a short prompt, to its first token, p99", SHORT, "TTFT p99", 1.0),
 )
@@ -35,7 +34,7 @@ PROMISED = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """One promise beside what was measured."""
+    """A target and the measured ratio."""
 
     what: str
     baseline: float | None
@@ -45,14 +44,14 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether it holds."""
+        """True if the ratio is within the target."""
         return self.ratio is not None and self.ratio <= self.at_most
 
 
 def verdicts(result: Comparison) -> list[Verdict]:
-    """Judge a run."""
+    """Return the verdicts of a run."""
     found = []
-    for what, group, measure, at_most in PROMISED:
+    for what, group, measure, at_most in TARGETS:
         line = report.figure(result.figures, group, measure)
         found.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
         if group == LONG:
@@ -61,25 +60,28 @@ def verdicts(result: Comparison) -> list[Verdict]:
 
 
 def prefills(result: Comparison) -> list[Verdict]:
-    """Judge the long prompts that waited for no other: half of them, and each."""
+    """Return the verdicts on long prompts that waited for no other: median and slowest."""
     theirs, ours = (
         unhindered(side.rounds, workers)
         for side, workers in zip(result.sides, (GENERAL, PREFILL), strict=True)
     )
-    who = f"those that wait for no other ({len(theirs)}; {len(ours)})"
-    median, half = report.percentile(theirs, 50), report.percentile(ours, 50)
+    what = f"long prompts that wait for no other ({len(theirs)}; {len(ours)})"
+    baseline, candidate = report.percentile(theirs, 50), report.percentile(ours, 50)
     slowest = max(ours, default=None)
     return [
-        Verdict(f"{who}, p50", median, half, report.ratio_of(half, median), EACH_LONG),
         Verdict(
-            "each of them: the slowest, beside the general workers' p50",
-            median, slowest, report.ratio_of(slowest, median), EACH_LONG,
+            f"{what}, p50",
+            baseline, candidate, report.ratio_of(candidate, baseline), MAX_LONG_RATIO,
+        ),
+        Verdict(
+            "the slowest of them, to the general workers' p50",
+            baseline, slowest, report.ratio_of(slowest, baseline), MAX_LONG_RATIO,
         ),
     ]  # fmt: skip
 
 
 def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
-    """List times to first token of long prompts that found a worker without another one."""
+    """Return times to first token of long prompts that found a worker without another one."""
     found = []
     for played in rounds:
         longs = sorted(
@@ -97,12 +99,12 @@ def _is_prefilled_at(now: float, record: RequestTimes) -> bool:
 
 
 def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Write verdicts down."""
+    """Return verdicts as JSON objects."""
     return [{**asdict(each), "kept": each.kept} for each in found]
 
 
 def table(result: Comparison) -> Table:
-    """Lay it out."""
+    """Return the table of verdicts."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", *(each.label for each in result.sides), "ratio", "at most", ""):
         layout.add_column(heading, justify="right" if heading else "left")

@@ -1,1 +1,1 @@
-"""What the tests catch: mutants of the source, and the share of them that a test fails on."""
+"""Mutation testing: the share of small faults in the source that the tests catch."""

@@ -1,13 +1,13 @@
-"""What share of small faults in the source the tests catch.
+"""Measure the share of small faults in the source that the tests catch.
 
     python -m benchmarks.mutants --count 440 --save out/mutants/found.json
-    python -m benchmarks.mutants --again out/mutants/found.json    # the survivors alone
+    python -m benchmarks.mutants --again out/mutants/found.json    # only the survivors
     python -m benchmarks.mutants --areas proxy/core --count 100
 
-A sample of mutants of the router's core and wire and of the engine half's schedulers and policies.
-The tests run once under coverage.py, and out/mutants/reach keeps which lines each of them runs.
-Then each mutant is shown to the tests that run its line, first to those of the module's own file
-of tests. A mutant that no test fails on has survived.
+The mutants are a sample of the router's core and wire and of the engine half's schedulers and
+policies. The tests run once under coverage.py, and out/mutants/reach records the lines of each
+test. Then the tests that run a mutant's line are run on it, first those of the module's own test
+file. A mutant that no test fails on has survived.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PLAIN = "not engine and not browser and not compiled"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print a line per survivor and a table."""
-    args = _arguments(argv)
+    """Print each survivor and a table of shares."""
+    args = _parse_args(argv)
     folder = ROOT / "out" / "mutants"
     _measure_reach(folder / "reach", args.areas, args.jobs)
     lines, took = reach.read(folder / "reach"), reach.seconds(folder / "reach")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_reach(folder: Path, areas: Sequence[str], jobs: int) -> None:
-    """Run the tests of these areas that were not run yet, and note which lines each runs."""
+    """Run the tests of these areas that have no recorded lines yet."""
     missing = [
         tests
         for tests in dict.fromkeys(chain.from_iterable(AREAS[area] for area in areas))
@@ -98,14 +98,14 @@ def _table(found: Sequence[tuple[Case, bool]]) -> str:
     return "\n".join([f"{'':24} {'all':>5} {'caught':>5} {'share':>8}", *rows])
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--count", type=int, default=440)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--save", type=Path)
-    parser.add_argument("--again", type=Path, metavar="FILE", help="the survivors of that run")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="rerun the survivors of a run")
     return parser.parse_args(argv)
 
 

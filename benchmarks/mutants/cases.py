@@ -1,4 +1,4 @@
-"""The cases of a run: a sample of mutants, each with the tests that are to catch it."""
+"""The cases of a run: a sample of mutants, each with the tests that may catch it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.mutants import trial
 from benchmarks.mutants.operators import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
-# The folders of source, and the tests that are to catch what is wrong in them.
+# Source folders and the tests that should catch their faults.
 ROUTER_TESTS = (
     "tests/proxy/wire", "tests/proxy/core", "tests/proxy/http", "tests/proxy/metrics",
     "tests/proxy/batches", "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config",
@@ -27,15 +27,15 @@ AREAS = {
     "vllm_sched/engine": ENGINE_TESTS,
     "vllm_sched/policies": ENGINE_TESTS,
 }
-LEAST_LIMIT_S, LIMIT_FACTOR = 20.0, 5.0
-# A mutant that the near tests miss is shown to the quickest others, so long together.
+MIN_LIMIT_S, LIMIT_FACTOR = 20.0, 5.0
+# Total time of the far tests, the quickest others, which run if the near tests pass.
 MAX_FAR_S = 60.0
 NEAR_FILES, NEAR_TESTS = 3, 60
 
 
 @dataclass(frozen=True)
 class Case:
-    """One mutant, and the tests that run its line: those that are likely to fail come first."""
+    """One mutant and the tests that run its line; `near` tests are most likely to fail."""
 
     area: str
     path: str
@@ -55,7 +55,7 @@ def cases(
     lines: dict[Path, dict[int, frozenset[str]]],
     took: dict[str, float],
 ) -> Iterator[Case]:
-    """Draw an equal share of each area."""
+    """Draw the same number of mutants from each area."""
     for area in areas:
         rng = random.Random(f"{seed} {area}")
         every = [
@@ -93,11 +93,11 @@ def _ordered(
 
 
 def _limit_s(tests: Sequence[str], took: dict[str, float]) -> float:
-    return LEAST_LIMIT_S + LIMIT_FACTOR * sum(took.get(each, 0.0) for each in tests)
+    return MIN_LIMIT_S + LIMIT_FACTOR * sum(took.get(each, 0.0) for each in tests)
 
 
 def caught(trees: Path, case: Case) -> bool:
-    """Tell whether a test fails on it, or never ends."""
+    """Return whether a test fails on the mutant or times out."""
     tree = trees / str(multiprocessing.current_process().pid)
     if not tree.exists():
         trial.copy_tree(ROOT, tree)

@@ -1,4 +1,4 @@
-"""Mutations of one module: small edits of its source, each with the line it changes."""
+"""Mutations of one module: small edits of its source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# Texts for people: a changed one is no fault of the code's.
+# A changed log text is not a fault.
 SKIPPED_CALLS = {"debug", "info", "warning", "error", "exception", "log"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit: the text between two places of a source is replaced."""
+    """One edit, which replaces the text between two offsets of a source."""
 
     line: int
     start: int
@@ -31,7 +31,7 @@ class Mutant:
     kind: str
 
     def apply(self, source: bytes) -> bytes:
-        """Return the source with this edit."""
+        """Return the edited source."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Mutant:
 
 
 def mutants_of(source: bytes) -> list[Mutant]:
-    """Return every mutant of a module's source, in the order of their places."""
+    """Return every mutant of a module's source, ordered by offset."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -60,17 +60,17 @@ Edit = tuple[Node, ast.AST | str, str]
 
 
 def _edits(tree: ast.Module) -> Iterator[Edit]:
-    left: list[ast.AST] = [tree]
-    while left:
-        node = left.pop()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.expr | ast.stmt):
             yield from _edits_of(node)
-        left.extend(_children(node))
+        pending.extend(_children(node))
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what runs: no annotation, decorator, f-string (3.11 gives no places) or log call."""
-    if isinstance(node, ast.JoinedStr) or _is_for_people(node):
+    """Yield executed nodes: no annotation, decorator, f-string (no offsets in 3.11) or log call."""
+    if isinstance(node, ast.JoinedStr) or _is_log_or_repr(node):
         return
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
@@ -87,7 +87,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     yield from (each for each in ast.iter_child_nodes(node) if each not in skipped)
 
 
-def _is_for_people(node: ast.AST) -> bool:
+def _is_log_or_repr(node: ast.AST) -> bool:
     match node:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))):
             return name in SKIPPED_CALLS
@@ -117,7 +117,7 @@ def _edits_of(node: Node) -> Iterator[Edit]:
             yield test, ast.UnaryOp(ast.Not(), test), "condition negated"
         case ast.Call(func=ast.Name(id=name)) if name in CALLS:
             yield node.func, CALLS[name], "other function"
-        case ast.Expr(value=ast.Call() | ast.Await()) if not _is_for_people(node):
+        case ast.Expr(value=ast.Call() | ast.Await()) if not _is_log_or_repr(node):
             yield node, "pass", "statement removed"
         case ast.AugAssign(target=target, op=op, value=value) if type(op) in ARITHMETIC:
             yield node, ast.AugAssign(target, ARITHMETIC[type(op)](), value), "arithmetic"

@@ -1,7 +1,7 @@
-"""Which tests reach which lines: a pytest plugin that writes it, and how it is read.
+"""A pytest plugin that records which tests run which lines, and the reader of its files.
 
-Each test is a context of coverage.py's, so that a mutant is shown to the tests that run its line
-and to no others. Tests that start processes of their own reach no line here.
+Each test is a coverage.py context, so only the tests that run a mutant's line need to run. Lines
+that run in child processes are not recorded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import coverage
 import pytest
 
-FOLDER = "MUTANTS_REACH"  # the variable that names where each process writes
+FOLDER = "MUTANTS_REACH"  # environment variable with the output folder
 
 
 class Reach:
-    """Measure one process of a test run."""
+    """The recorder of one process of a test run."""
 
     def __init__(self, folder: Path, sources: list[str]) -> None:
         self._seconds: dict[str, float] = {}
@@ -32,29 +32,29 @@ class Reach:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Note what runs under this test's name."""
+        """Record lines and duration under the test's name."""
         self._coverage.switch_context(item.nodeid)
-        began = time.monotonic()
+        started = time.monotonic()
         result = yield
-        self._seconds[item.nodeid] = time.monotonic() - began
+        self._seconds[item.nodeid] = time.monotonic() - started
         self._coverage.switch_context("")
         return result
 
     def pytest_sessionfinish(self) -> None:
-        """Write it."""
+        """Write the records."""
         self._coverage.stop()
         self._coverage.save()
         self._seconds_file.write_text(json.dumps(self._seconds))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start before anything of ours is imported."""
+    """Start the recorder before our modules are imported."""
     sources = [str(Path(name).resolve()) for name in ("proxy", "vllm_sched")]
     config.pluginmanager.register(Reach(Path(os.environ[FOLDER]), sources))
 
 
 def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
-    """Return for each file and line the tests that run it."""
+    """Return the tests that run each line of each file."""
     found: dict[Path, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for file in folder.glob("*/reach.*"):
         data = coverage.CoverageData(str(file))
@@ -69,7 +69,7 @@ def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
 
 
 def seconds(folder: Path) -> dict[str, float]:
-    """Return how long each test took."""
+    """Return the duration of each test."""
     found: dict[str, float] = {}
     for file in folder.glob("*/seconds.*"):
         found |= json.loads(file.read_text())

@@ -1,6 +1,6 @@
-"""A mutant on trial: the tests that reach its line run on a copy of the tree that has it.
+"""Run tests on a copy of the tree that has a mutant.
 
-A process that has loaded the libraries is forked for each trial: what costs is the tests alone.
+Each trial forks a process that has loaded the libraries, so it costs only the tests.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ ENGINE_LIBRARIES = (
     "torch", "vllm", "vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.engine.core", "vllm.engine.arg_utils", "vllm.config",
 )  # fmt: skip
-LEFT_OUT = (".git", ".venv", "out", "__pycache__", ".pytest_cache", ".mypy_cache", ".hypothesis")
+EXCLUDED = (".git", ".venv", "out", "__pycache__", ".pytest_cache", ".mypy_cache", ".hypothesis")
 OPTIONS = (
     "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
 
 
-def copy_tree(root: Path, place: Path) -> None:
+def copy_tree(root: Path, target: Path) -> None:
     """Copy the sources and the tests."""
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(root, place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-    (place / ".venv").symlink_to(root / ".venv")
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(root, target, ignore=shutil.ignore_patterns(*EXCLUDED), symlinks=True)
+    (target / ".venv").symlink_to(root / ".venv")
 
 
 def load(libraries: Sequence[str]) -> None:
-    """Load what trials need, and nothing of ours."""
+    """Import the libraries of the trials, and none of our modules."""
     for name in libraries:
         with suppress(ImportError):
             import_module(name)
     ours = [name for name in sys.modules if name.partition(".")[0] in ("proxy", "vllm_sched")]
-    assert not ours, f"loaded before the mutant is there: {ours}"
+    assert not ours, f"imported before the mutant is in place: {ours}"
 
 
 def run(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
-    """Return whether all of these tests pass in the tree within the time."""
+    """Return whether all of these tests pass in the tree within the time limit."""
     child = os.fork()
     if not child:
         os.setsid()
@@ -73,31 +73,31 @@ def _pytest(tree: Path, tests: Sequence[str]) -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     files = dict.fromkeys(each.partition("::")[0] for each in tests)
-    ended = pytest.main([*OPTIONS, *files], [Chosen(tests)])
+    status = pytest.main([*OPTIONS, *files], [SelectedTests(tests)])
     sys.stdout.flush()
-    return int(ended)
+    return int(status)
 
 
-class Chosen:
-    """Run the tests that are named, in that order, of all that their files have."""
+class SelectedTests:
+    """A pytest plugin that runs only the given tests, in their order."""
 
     def __init__(self, tests: Sequence[str]) -> None:
-        self._place = {each: place for place, each in enumerate(tests)}
+        self._position = {each: position for position, each in enumerate(tests)}
 
     def pytest_collection_modifyitems(self, items: list[object]) -> None:
-        """Leave the others out."""
-        places = self._place
+        """Select and sort the tests."""
+        positions = self._position
         items[:] = sorted(
-            (each for each in items if each.nodeid in places),  # type: ignore[attr-defined]
-            key=lambda each: places[each.nodeid],  # type: ignore[attr-defined]
+            (each for each in items if each.nodeid in positions),  # type: ignore[attr-defined]
+            key=lambda each: positions[each.nodeid],  # type: ignore[attr-defined]
         )
 
 
 def _wait(child: int, limit_s: float) -> int:
-    ends_at = time.monotonic() + limit_s
-    while time.monotonic() < ends_at:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return status
         time.sleep(0.02)
     os.killpg(child, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""What each policy was promised to do, and what it does on real workers here."""
+"""Each policy's targets, measured on real workers."""

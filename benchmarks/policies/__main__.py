@@ -1,9 +1,9 @@
-"""Play each policy's trial on real workers and hold it to what was promised of it.
+"""Run each policy's trial on real workers and compare it with its targets.
 
     python -m benchmarks.policies rotation chunk_budget lanes deferred_prefill --rounds 3
 
-All sides of a trial are alive at once and take turns. `deferred_prefill` has eight workers: 18 GB
-of memory. Nothing else should run.
+All workers of a trial run at once and take turns. `deferred_prefill` has eight: 18 GB of memory.
+Nothing else should run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when a request failed."""
-    args = _arguments(argv)
+    """Print all figures; return 1 if a request failed."""
+    args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 180)
     model = args.model or str(tiny_model())
     failed = False
@@ -46,11 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="policies", description="what policies were promised")
-    parser.add_argument("trials", nargs="*", metavar="TRIAL", help=f"{', '.join(TRIALS)}; all")
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="policies", description="compare policies with their targets"
+    )
+    parser.add_argument(
+        "trials", nargs="*", metavar="TRIAL", help=f"{', '.join(TRIALS)}; default: all"
+    )
     parser.add_argument("--model", help="a model vLLM can serve (default: a tiny random Llama)")
-    parser.add_argument("--rounds", type=int, default=3, help="that count")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
     args = parser.parse_args(argv)
     args.trials = args.trials or list(TRIALS)

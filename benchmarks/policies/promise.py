@@ -1,4 +1,4 @@
-"""A promise beside what was measured."""
+"""A measured figure and its bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Promise:
-    """A figure with a bound; both are of one unit, which `what` names."""
+    """A figure and its bound, in the unit that `what` names."""
 
     what: str
     measured: float | None
@@ -21,7 +21,7 @@ class Promise:
 
     @property
     def kept(self) -> bool:
-        """Whether it holds; what could not be measured does not."""
+        """True if the figure was measured and is within its bound."""
         if self.measured is None:
             return False
         above = self.at_most is not None and self.measured > self.at_most
@@ -30,18 +30,18 @@ class Promise:
 
     @property
     def bound(self) -> str:
-        """The bound in words."""
+        """The bound as text."""
         limits = (("at most", self.at_most), ("at least", self.at_least))
         return ", ".join(f"{words} {limit:.3g}" for words, limit in limits if limit is not None)
 
 
 def to_json(promises: Sequence[Promise]) -> list[dict[str, Any]]:
-    """Write promises down."""
+    """Return promises as JSON objects."""
     return [{**asdict(each), "kept": each.kept} for each in promises]
 
 
 def table(title: str, promises: Sequence[Promise]) -> Table:
-    """Lay promises out."""
+    """Return the table of promises."""
     layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "measured", "promised", ""):
         layout.add_column(heading, justify="right" if heading == "measured" else "left")
@@ -51,7 +51,7 @@ def table(title: str, promises: Sequence[Promise]) -> Table:
             each.what,
             "-" if each.measured is None else f"{each.measured:.3g}",
             each.bound,
-            verdict if each.bound else "",  # a figure beside the others promises nothing
+            verdict if each.bound else "",  # a figure for comparison
             style=None if not each.bound else "green" if each.kept else "red",
         )
     return layout

@@ -1,4 +1,4 @@
-"""The trials: which workers, which load, and what follows from the rounds. One function each."""
+"""The trials, one function each: workers, load and promises."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
 from vllm_sched.workers.launch import Side
 
-# Chunks of vLLM's own scheduler, between whose outer two the target of `chunk_budget` lies.
+# Chunk sizes of vLLM's scheduler; the target of `chunk_budget` lies between the first and the last.
 FIXED: Final = (128, 256, 512, 1024, 2048)
 DEPARTURES: Final = (1, 2, 4, 8, 16)
-# Long prompts of the chunks' trial, and how long after one the next comes.
+# Long prompts of the chunk_budget trial, and their interval.
 LONGS, LONG_EVERY_S = 6, 1.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial found."""
+    """The results of a trial."""
 
     table: Table
     promises: Sequence[Promise]
@@ -47,7 +47,7 @@ Trial = Callable[[str, int, int, ProgressReporter], Awaitable[Verdict]]
 
 
 async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
-    """Let eight equal prompts come together: all are to be read at about the same time."""
+    """Send eight equal prompts at once: all prefills should end at about the same time."""
     plan = ComparisonPlan(model, workloads.equal_prompts(seed=seed), rounds, lone_samples=0)
     sides = [_side("default", plan), _side("rotation", plan)]
     contest = await _contest(sides, plan, narrator)
@@ -62,9 +62,9 @@ async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporte
 
 
 async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
-    """Set a target between what small and large chunks do to the gaps of running decodes.
+    """Set a target between the decode gaps of small and of large chunks.
 
-    Only gaps in which a long prompt was being read count: the others are within any target.
+    Only gaps during a long prefill count, because all others are within any target.
     """
     workload = _one_by_one(workloads.long_blocks_short(longs=LONGS, seed=seed))
     plan = ComparisonPlan(model, workload, rounds, lone_samples=0)
@@ -96,7 +96,7 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
 
 
 async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
-    """Let chats come alone, batch alone, and both, to one worker with lanes."""
+    """Send chats alone, batch alone, and both, to one worker with lanes."""
     both = workloads.chat_beside_batch(seed=seed)
     loads = {"chats alone": SHORT, "batch alone": BATCH, "both": None}
     plans = {
@@ -119,7 +119,7 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
     ttft = report.ratio_of(
         *(report.percentile(report.ttfts(r, SHORT), 99) for r in (together, chats))
     )
-    # The strictest reading of what chats leave over is all of it: as if they cost nothing.
+    # The strictest target for batch ignores the cost of the chats.
     spans = [_span(each, SHORT) for each in together]
     beside = [_rate_within(each, BATCH, span) for each, span in zip(together, spans, strict=True)]
     alone = [_rate_within(each, BATCH, span) for each, span in zip(batch, spans, strict=True)]
@@ -134,10 +134,10 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
 async def deferred_prefill(
     model: str, rounds: int, seed: int, narrator: ProgressReporter
 ) -> Verdict:
-    """Keep 32 slots full: auto against every fixed threshold, and against none.
+    """Keep 32 slots full, and compare auto with fixed thresholds and with the default.
 
-    The best of several noisy figures is too good by itself, so the best threshold is found in odd
-    rounds and played against in even ones. A second worker with auto says what chance does.
+    The best of several noisy figures is biased, so odd rounds select the threshold and even rounds
+    compare it. A second worker with auto shows the noise.
     """
     plan = ComparisonPlan(model, workloads.saturated(seed=seed), max(rounds, 2), lone_samples=0)
     count = len(DEPARTURES) + 3
@@ -198,7 +198,7 @@ def _side(
 async def _contest(
     sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
 ) -> Contest:
-    """Start all, and measure them in turns."""
+    """Start all workers and measure them in turns."""
     async with running([each.worker for each in sides], narrator):
         await measure(sides, plan, narrator)
     return Contest(plan, sides)
@@ -207,7 +207,7 @@ async def _contest(
 async def _midway(
     small: Contender, large: Contender, plan: ComparisonPlan, narrator: ProgressReporter
 ) -> float:
-    """Tell the gap that lies between two fixed chunks' p99."""
+    """Return the mean of two fixed chunk sizes' p99 gaps."""
     once = ComparisonPlan(plan.model, plan.workload, 1, lone_samples=0)
     ends = [Contender(each.role, each.label, each.worker) for each in (small, large)]
     async with running([each.worker for each in ends], narrator):
@@ -221,7 +221,7 @@ def _only(workload: Workload, klass: str) -> Workload:
 
 
 def _one_by_one(workload: Workload) -> Workload:
-    """Let long prompts come one after the other."""
+    """Return the workload with its long prompts LONG_EVERY_S apart."""
     longs = itertools.count()
     arrivals = tuple(
         replace(each, at=next(longs) * LONG_EVERY_S) if each.klass == LONG else each
@@ -236,14 +236,14 @@ def _share_within(each: Contender, target_s: float) -> float:
 
 
 def _gaps_beside(played: Round) -> list[float]:
-    """Gaps of the background while some long prompt was read."""
-    reads = [(r.sent, r.first_token) for r in played.records if r.klass == LONG]
+    """Return the background's gaps during a long prefill."""
+    prefills = [(r.sent, r.first_token) for r in played.records if r.klass == LONG]
     return [
         later - sooner
         for record in played.records
         if record.klass == BACKGROUND
         for sooner, later in itertools.pairwise(record.ticks)
-        if any(sent < later and (first is None or sooner < first) for sent, first in reads)
+        if any(sent < later and (first is None or sooner < first) for sent, first in prefills)
     ]
 
 
@@ -252,13 +252,13 @@ def _mean_ttft(each: Contender) -> float:
 
 
 def _span(played: Round, klass: str) -> tuple[float, float]:
-    """From when the first of a class was sent until the last was done."""
+    """Return when the first request of a class was sent, and when the last one ended."""
     records = [r for r in played.records if r.klass == klass]
     return min(r.sent for r in records), max(r.end for r in records)
 
 
 def _rate_within(played: Round, klass: str, span: tuple[float, float]) -> float | None:
-    """Tokens per second of a class in that time, prompts with their first tokens."""
+    """Return a class's tokens per second in a span; prompts count with their first tokens."""
     since, until = span
     records = [r for r in played.records if r.klass == klass and r.first_token is not None]
     until = min(until, max((r.ticks[0] for r in records), default=0.0))  # no tail

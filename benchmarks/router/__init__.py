@@ -1,1 +1,1 @@
-"""What a router costs beside the Rust ones: `make bench-router`."""
+"""The cost of our router and of the Rust routers: `make bench-router`."""

@@ -1,12 +1,11 @@
-"""`make bench-router`: what our router costs beside the Rust ones, against the targets.
+"""Measure the cost of our router and of the Rust routers: `make bench-router`.
 
     python -m benchmarks.router --quick --without-peers
     python -m benchmarks.router --only 1kb-c32 chunks --rounds 9 --save out/bench-router/run.json
 
-Load, mock workers and routers run on this machine, over loopback. With two CPUs or more the
-routers have the last one to themselves and everything else has the others, so that requests/s
-compares what each router does with one CPU; `--unpinned` leaves that to the kernel. The CPU time
-is that of the router's whole process tree during the window.
+Load, mock workers and routers run on this machine, over loopback. With two CPUs or more the routers
+run on the last one and everything else on the others, so requests/s compares routers on one CPU;
+`--unpinned` leaves that to the kernel. CPU time is that of the router's process tree in the window.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from vllm_sched.errors import VllmSchedError
 DECISION = "decision"
 WORKERS, DECISIONS = 1000, 2000
 FOLDER = Path("out/bench-router")
-BUSY = 1.0  # load average above which the figures are worth little
-LONGEST_S = 3600.0
+MAX_LOAD_AVERAGE = 1.0  # above it figures are unreliable
+TIMEOUT_S = 3600.0
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when a request through our router failed, or nothing could be run."""
-    args = _arguments(argv)
+    """Print all figures; return 1 if a request through our router or the setup failed."""
+    args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 175)
     peers = [] if args.without_peers else [*opponents.ROUND_ROBIN, opponents.HANDING_OVER]
     if args.cache_aware and peers:
         peers += opponents.CACHE_AWARE
     loads = [name for name in measure.LOADS if name in args.only]
     cpus = Cpus() if args.unpinned else Cpus.apart()
-    busy = os.getloadavg()[0]
+    load_average = os.getloadavg()[0]
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
         with console.status("preparing", refresh_per_second=1) as status:
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     found = report.figures(results, decision_us)
     wrong = report.errors(results.samples)
-    facts = _facts(args, cpus, busy)
+    facts = _facts(args, cpus, load_average)
     names = [*dict.fromkeys(side.name for side in sides)] or [OURS]
     console.print(report.table(found, names, _title(facts)))
     for side, kinds in wrong.items():
@@ -82,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(OURS in wrong)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench-router", description="what our router costs beside the Rust ones"
+        prog="bench-router", description="measure the cost of our router and of the Rust routers"
     )
     parser.add_argument("--rounds", type=int, help="default: 5, with --quick 1")
-    parser.add_argument("--quick", action="store_true", help="short windows, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="short windows, as a smoke test")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -96,9 +95,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="some of the measurements; default: all",
     )
     parser.add_argument("--without-peers", action="store_true", help="needs no network")
-    parser.add_argument("--cache-aware", action="store_true", help="the peers' other policy too")
-    parser.add_argument("--unpinned", action="store_true", help="let everything run on any CPU")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write all of it as JSON")
+    parser.add_argument(
+        "--cache-aware", action="store_true", help="also the peers' cache-aware policy"
+    )
+    parser.add_argument("--unpinned", action="store_true", help="no CPU affinity")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write all samples as JSON")
     args = parser.parse_args(argv)
     if args.rounds is None:
         args.rounds = 1 if args.quick else 5
@@ -114,9 +115,9 @@ async def _run(
     peers: Sequence[opponents.Opponent],
     cpus: Cpus,
     args: argparse.Namespace,
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> tuple[list[Side], measure.Results]:
-    """Put everything in place, measure, and take it away again."""
+    """Start all processes, measure, and stop them."""
     if not loads:
         return [], measure.Results([], {})
     times = measure.QUICK if args.quick else measure.Times()
@@ -124,21 +125,22 @@ async def _run(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # routers inherit it
     with running_on(cpus.others):
         async with (
-            asyncio.timeout(LONGEST_S),
+            asyncio.timeout(TIMEOUT_S),
             stage(
                 FOLDER,
                 peers,
                 cpus,
-                tell,
-                whole=not all(measure.LOADS[name].hands_over for name in loads),
+                report_progress,
+                combined=not all(measure.LOADS[name].hands_over for name in loads),
                 hands_over=any(measure.LOADS[name].hands_over for name in loads),
             ) as sides,
         ):
-            return sides, await measure.measure(sides, loads, args.rounds, times, tell)
+            results = await measure.measure(sides, loads, args.rounds, times, report_progress)
+            return sides, results
 
 
 def _facts(args: argparse.Namespace, cpus: Cpus, load_average: float) -> dict[str, Any]:
-    """Say what the figures depend on."""
+    """Return what the figures depend on."""
     return {
         "rounds": args.rounds,
         "quick": args.quick,
@@ -153,15 +155,17 @@ def _facts(args: argparse.Namespace, cpus: Cpus, load_average: float) -> dict[st
 
 
 def _title(facts: dict[str, Any]) -> str:
-    """Write the same for people."""
-    where = "all on any CPU"
+    """Return the title of the table."""
+    affinity = "all on any CPU"
     if facts["routers_on"]:
-        where = "routers on CPU {routers_on}, load and mock workers on {others_on}".format(**facts)
+        affinity = "routers on CPU {routers_on}, load and mock workers on {others_on}".format(
+            **facts
+        )
     load = facts["load_average_before"]
-    warning = " (BUSY: measure again)" if load > BUSY else ""
+    warning = " (BUSY: measure again)" if load > MAX_LOAD_AVERAGE else ""
     modules = "compiled" if facts["compiled"] else "plain"
     before = f"load average before: {load:.1f}{warning}"
-    return f"Medians of {facts['rounds']} rounds; {modules} modules; {where}; {before}"
+    return f"Medians of {facts['rounds']} rounds; {modules} modules; {affinity}; {before}"
 
 
 def _save(

@@ -1,4 +1,4 @@
-"""Reads HTTP answers strictly: what a router cut, changed or made up is no answer."""
+"""Strict parsers of HTTP answers, which refuse anything a router cut or changed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ EVENT_END = b"\n\n"
 
 
 class BadAnswerError(Exception):
-    """Bytes that are no whole, good answer."""
+    """The bytes are not a complete and correct answer."""
 
 
 class Answer:
-    """Reads one answer from pieces of a connection's bytes."""
+    """An incremental parser of one answer."""
 
     __slots__ = ("_chunked", "_held", "_left", "closes", "complete", "status")
 
@@ -27,7 +27,7 @@ class Answer:
         self._left = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Return the part of the body in this piece; `complete` tells when it was the last."""
+        """Return the part of the body in this piece; `complete` is set with the last one."""
         if self.complete:
             raise BadAnswerError("bytes after the end of an answer")
         if self._held:
@@ -45,7 +45,7 @@ class Answer:
         try:
             self.status = int(head[9:12])
         except ValueError:
-            raise BadAnswerError(f"no HTTP: {head[:20]!r}") from None
+            raise BadAnswerError(f"not HTTP: {head[:20]!r}") from None
         fields = head.lower()
         self.closes = b"\r\nconnection: close\r\n" in fields
         if found := LENGTH.search(head):
@@ -53,7 +53,7 @@ class Answer:
         elif b"\r\ntransfer-encoding: chunked\r\n" in fields:
             self._chunked = True
         else:
-            raise BadAnswerError("an answer without a length")
+            raise BadAnswerError("answer without a length")
 
     def _feed_fixed(self, data: bytes) -> bytes:
         self._left -= len(data)
@@ -70,7 +70,7 @@ class Answer:
             if len(data) < end + len(CRLF):
                 break
             if data[end : end + len(CRLF)] != CRLF:
-                raise BadAnswerError("a chunk longer than it said")
+                raise BadAnswerError("chunk longer than its size")
             pieces.append(data[begin:end])
             at = end + len(CRLF)
             self.complete = not size
@@ -81,7 +81,7 @@ class Answer:
 
     def _hold(self, data: bytes) -> None:
         if len(data) > MAX_HELD_BYTES:
-            raise BadAnswerError("a head or chunk without an end")
+            raise BadAnswerError("head or chunk without an end")
         self._held = data
 
 
@@ -89,11 +89,11 @@ def _chunk_size(line: bytes) -> int:
     try:
         return int(line, 16)
     except ValueError:
-        raise BadAnswerError(f"a bad chunk size: {line[:20]!r}") from None
+        raise BadAnswerError(f"bad chunk size: {line[:20]!r}") from None
 
 
 class Events:
-    """Counts a stream's events, each of which is to be just as the mock sent it."""
+    """Counts a stream's events, which must be exactly those of the mock."""
 
     __slots__ = ("_held", "count", "done")
 
@@ -103,16 +103,16 @@ class Events:
         self._held = b""
 
     def feed(self, data: bytes) -> int:
-        """Return how many events ended in this piece of the body."""
+        """Return the number of events that end in this piece of the body."""
         before = self.count
-        *whole, self._held = (self._held + data).split(EVENT_END)
-        for event in whole:
+        *complete, self._held = (self._held + data).split(EVENT_END)
+        for event in complete:
             if self.done:
-                raise BadAnswerError("an event after the last")
+                raise BadAnswerError("event after the last one")
             if event == EVENT[:-2]:
                 self.count += 1
             elif event == DONE[:-2]:
                 self.done = True
             else:
-                raise BadAnswerError(f"a strange event: {event[:80]!r}")
+                raise BadAnswerError(f"unknown event: {event[:80]!r}")
         return self.count - before

@@ -1,7 +1,7 @@
-"""The clients: connections that speak prebuilt bytes, and count what goes wrong.
+"""Clients that send prebuilt requests and count errors.
 
-A wrong status, a body that is cut short or not the mock's, a missing event, an answer that never
-comes: each is an error, and a measurement with errors says so.
+Errors are a wrong status, a body that is incomplete or not the mock's, a missing event and a
+missing answer.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from benchmarks.router.prompts import Prompts
 HOST = "127.0.0.1"
 OK = 200
 CONNECT_S = 5.0
-FINISH_S = 10.0  # for answers still due when a measurement is over
-PAUSE_S = 0.05  # before a new connection where one failed
-# One of the routers prints JSON anew where it hands over.
+FINISH_S = 10.0  # for outstanding answers after a measurement
+PAUSE_S = 0.05  # before a new connection after a failed one
+# One of the routers reformats JSON when it hands over.
 BODY_STARTS = (b'{"id": "chatcmpl-', b'{"id":"chatcmpl-')
 BODY_END = b"}}"
 
 
 @dataclass
 class Tally:
-    """What happened since it was made."""
+    """Counts of one window."""
 
-    done: int = 0  # whole good answers
+    done: int = 0  # complete and correct answers
     events: int = 0  # of streams
-    latencies: list[float] = field(default_factory=list)  # seconds, of answers
+    latencies: list[float] = field(default_factory=list)  # seconds
 
 
 class Exchange(asyncio.Protocol):
-    """A connection with at most one request under way; how it ended is in `ended`."""
+    """A connection with at most one request in flight; `ended` is set when it closes."""
 
     def __init__(self, load: Load) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -48,17 +48,17 @@ class Exchange(asyncio.Protocol):
         self._sent_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask at once."""
+        """Send the first request."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
-        self._ask()
+        self._send()
 
-    def _ask(self) -> None:
+    def _send(self) -> None:
         self._answer = Answer()
         self._sent_at = time.perf_counter()
         self._transport.writelines(self._load.prompts.next())
 
     def data_received(self, data: bytes) -> None:
-        """Read on; anything that is not the mock's answer ends the connection."""
+        """Parse the data; abort the connection if it is not the mock's answer."""
         try:
             if self._answer is None:
                 raise BadAnswerError("bytes without a request")
@@ -69,28 +69,28 @@ class Exchange(asyncio.Protocol):
     def _read(self, answer: Answer, body: bytes) -> None:
         raise NotImplementedError
 
-    def fail(self, why: str) -> None:
-        """Count an error and break off."""
+    def fail(self, reason: str) -> None:
+        """Count an error and abort the connection."""
         if not self.failed:
             self.failed = True
-            self._load.errors[why] += 1
+            self._load.errors[reason] += 1
             self._transport.abort()
 
     def close(self) -> None:
-        """Leave, all being well."""
+        """Close the connection without an error."""
         self._answer = None
         self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Count an answer that was not whole."""
+        """Count an incomplete answer as an error."""
         if self._answer is not None:
             self.fail(f"cut off: {error}" if error else "cut off")
         if not self.ended.done():
             self.ended.set_result(None)
 
 
-class Asker(Exchange):
-    """Asks again as soon as it has the answer."""
+class ClosedLoopExchange(Exchange):
+    """Sends the next request as soon as it has an answer."""
 
     _body = b""
 
@@ -110,11 +110,11 @@ class Asker(Exchange):
         if load.stopping or answer.closes:
             self.close()
         else:
-            self._ask()
+            self._send()
 
 
-class Listener(Exchange):
-    """Asks for one stream and follows it to its end."""
+class StreamExchange(Exchange):
+    """Reads one stream to its end."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
@@ -132,20 +132,20 @@ class Listener(Exchange):
         if not answer.complete:
             return
         if not events.done:
-            raise BadAnswerError("a stream without its end")
+            raise BadAnswerError("stream without its end")
         if events.count != load.prompts.events:
-            raise BadAnswerError(f"a stream of {events.count} events of {load.prompts.events}")
+            raise BadAnswerError(f"stream of {events.count} events of {load.prompts.events}")
         load.tally.done += 1
         self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """One fewer is open."""
+        """Count the stream as closed."""
         self._load.open -= bool(self._events.count)
         super().connection_lost(error)
 
 
 class Load:
-    """Many connections to one port; what they have seen is in `tally`, ever anew, and `errors`."""
+    """Connections to one port; `tally` counts the current window, `errors` the whole run."""
 
     def __init__(self, port: int, prompts: Prompts) -> None:
         self.port = port
@@ -153,16 +153,16 @@ class Load:
         self.tally = Tally()
         self.errors: Counter[str] = Counter()
         self.stopping = False
-        self.open = self.most_open = 0  # streams that have begun and not ended
+        self.open = self.most_open = 0  # streams in flight
         self.exchanges: set[Exchange] = set()
 
     async def connect(self, kind: type[Exchange]) -> None:
-        """Open a connection and see it to its end; what fails is counted."""
+        """Open a connection and wait for its end; count failures."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, exchange = await loop.create_connection(lambda: kind(self), HOST, self.port)
-        except OSError as error:  # a timeout is one too
+        except OSError as error:  # includes TimeoutError
             self.errors[f"no connection: {error or 'too slow'}"] += 1
             await asyncio.sleep(PAUSE_S)
             return
@@ -173,7 +173,7 @@ class Load:
             await asyncio.sleep(PAUSE_S)
 
     async def finish(self, tasks: Collection[asyncio.Task[None]]) -> None:
-        """Wait for answers that are due; those that do not come are errors."""
+        """Wait for outstanding answers; count those that do not arrive as errors."""
         self.stopping = True
         _, late = await asyncio.wait(tasks, timeout=FINISH_S)
         for exchange in [*self.exchanges]:
@@ -185,14 +185,14 @@ class Load:
 
 @asynccontextmanager
 async def closed_loop(port: int, prompts: Prompts, connections: int) -> AsyncIterator[Load]:
-    """Keep so many requests under way, each connection asking again when it has its answer."""
+    """Keep one request in flight on each connection."""
     load = Load(port, prompts)
 
-    async def keep_asking() -> None:
+    async def keep_connected() -> None:
         while not load.stopping:
-            await load.connect(Asker)
+            await load.connect(ClosedLoopExchange)
 
-    tasks = [asyncio.create_task(keep_asking()) for _ in range(connections)]
+    tasks = [asyncio.create_task(keep_connected()) for _ in range(connections)]
     try:
         yield load
     finally:
@@ -201,12 +201,12 @@ async def closed_loop(port: int, prompts: Prompts, connections: int) -> AsyncIte
 
 @asynccontextmanager
 async def streams(port: int, prompts: Prompts, count: int, over_s: float) -> AsyncIterator[Load]:
-    """Start so many streams, evenly over a time; leaving waits for the end of all."""
+    """Start `count` streams evenly over `over_s`; wait for their ends on exit."""
     load = Load(port, prompts)
 
     async def follow(number: int) -> None:
         await asyncio.sleep(number * over_s / count)
-        await load.connect(Listener)
+        await load.connect(StreamExchange)
 
     tasks = [asyncio.create_task(follow(number)) for number in range(count)]
     try:

@@ -1,8 +1,7 @@
-"""Plays the same load against every side in turns, and keeps what came of it.
+"""Run the same load against every side in turns.
 
-Sides take turns within each kind of load, in another order each round, so that a slow minute of
-the machine hits all of them. What a side did before its window opened is warm-up and not counted;
-its errors always are.
+Sides take turns within each kind of load, in another order each round, so that a slow minute of the
+machine affects all of them. Answers before a window are not counted; errors always are.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from vllm_sched.bench.compare.report import percentile
 
 KIB = 1024
 STREAM_BYTES = KIB
-TAIL_S = 0.5  # streams go on for so long after their window
+TAIL_S = 0.5  # that streams continue after their window
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Requests under way all the time, so many at once."""
+    """A closed loop."""
 
     body_bytes: int
     connections: int
@@ -36,11 +35,11 @@ class Closed:
 
 @dataclass(frozen=True)
 class Paced:
-    """Streams that all run at the same time."""
+    """Streams in parallel."""
 
     streams: int
     gap_ms: int
-    start_s: float  # they start one after the other within this time
+    start_s: float  # time over which the streams start
     hands_over: bool = False
 
 
@@ -53,18 +52,18 @@ LOADS: dict[str, Kind] = {
     "100kb-c32": Closed(100 * KIB, 32),
     "100kb-c256": Closed(100 * KIB, 256),
     ONE_BY_ONE: Closed(KIB, 1),
-    CHUNKS: Paced(64, gap_ms=25, start_s=0.025),  # a gap: chunks come evenly
+    CHUNKS: Paced(64, gap_ms=25, start_s=0.025),  # one gap, so that chunks come evenly
     MANY_STREAMS: Paced(2000, gap_ms=500, start_s=2.0),
     "pd-1kb-c32": Closed(KIB, 32, hands_over=True),
     "pd-100kb-c32": Closed(100 * KIB, 32, hands_over=True),
     "pd-chunks": Paced(64, gap_ms=25, start_s=0.025, hands_over=True),
 }
-ONCE = (MANY_STREAMS,)  # the others are played every round
+ONCE = (MANY_STREAMS,)  # only in the last round
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long things take, in seconds."""
+    """Durations in seconds."""
 
     warm_up: float = 0.4
     closed: float = 1.2
@@ -76,7 +75,7 @@ QUICK = Times(warm_up=0.2, closed=0.4, paced=1.0)
 
 @dataclass(frozen=True)
 class Sample:
-    """What one side did in one window."""
+    """The figures of one side in one window."""
 
     load: str
     side: str
@@ -87,13 +86,13 @@ class Sample:
     cpu_s: float
     p50_s: float | None
     p99_s: float | None
-    most_open: int  # streams at the same time
+    most_open: int  # parallel streams
     errors: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Results:
-    """All windows, and what the routers held in memory after them."""
+    """The samples of all windows, and the routers' memory after them."""
 
     samples: list[Sample]
     memory: dict[str, Memory]
@@ -104,9 +103,9 @@ async def measure(
     loads: Sequence[str],
     rounds: int,
     times: Times,
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> Results:
-    """Play every round; no stream is measured on the bare worker."""
+    """Run all rounds; streams are not measured on the bare worker."""
     samples = []
     for number in range(1, rounds + 1):
         for name in loads:
@@ -118,19 +117,19 @@ async def measure(
                 some = [side for side in some if side.name != DIRECT]
             shift = number % len(some) if some else 0
             for side in some[shift:] + some[:shift]:
-                tell(f"round {number} of {rounds}: {name}, {side.name}")
+                report_progress(f"round {number} of {rounds}: {name}, {side.name}")
                 samples.append(await play(side, name, number, times))
-    # Of two routers of one name it is the first that counts: what it did is the same in all runs.
+    # The first of two routers with one name counts, because its load is the same in all runs.
     held = {side.name: memory(pids) for side in reversed(sides) if (pids := side.pids())}
     return Results(samples, held)
 
 
 async def play(side: Side, name: str, number: int, times: Times) -> Sample:
-    """Put one load on one side and look at it through a window."""
+    """Run one load on one side and return the sample of its window."""
     kind = LOADS[name]
     seconds = times.closed if isinstance(kind, Closed) else times.paced
     seed = number << 8 | [*LOADS].index(name)
-    gc.collect()  # now rather than in the window, with answers piling up
+    gc.collect()  # not in the window
     pids = side.pids()
     async with _loaded(side, kind, seed, times) as load:
         gc.disable()
@@ -142,7 +141,7 @@ async def play(side: Side, name: str, number: int, times: Times) -> Sample:
             tally, load.tally = load.tally, Tally()
         finally:
             gc.enable()
-    assert side.pids() == pids  # or else some of the CPU time was not counted
+    assert side.pids() == pids  # otherwise CPU time is missing
     return Sample(
         name, side.name, number, took, tally.done, tally.events, used,
         percentile(tally.latencies, 50), percentile(tally.latencies, 99),
@@ -152,15 +151,15 @@ async def play(side: Side, name: str, number: int, times: Times) -> Sample:
 
 @asynccontextmanager
 async def _loaded(side: Side, kind: Kind, seed: int, times: Times) -> AsyncIterator[Load]:
-    """Bring the load up to strength."""
+    """Start the load and warm it up."""
     if isinstance(kind, Closed):
         prompts = Prompts(kind.body_bytes, seed=seed)
         async with closed_loop(side.port, prompts, kind.connections) as load:
             await asyncio.sleep(times.warm_up)
             yield load
         return
-    lasts = kind.start_s + times.warm_up + times.paced + TAIL_S
-    pace = Pace(max(2, round(lasts * 1000 / kind.gap_ms)), kind.gap_ms)
+    duration_s = kind.start_s + times.warm_up + times.paced + TAIL_S
+    pace = Pace(max(2, round(duration_s * 1000 / kind.gap_ms)), kind.gap_ms)
     prompts = Prompts(STREAM_BYTES, seed=seed, pace=pace)
     async with streams(side.port, prompts, kind.streams, kind.start_s) as load:
         await asyncio.sleep(kind.start_s + times.warm_up)

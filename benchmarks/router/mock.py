@@ -1,14 +1,13 @@
-"""Workers that cost next to nothing, so that what is measured is the router in front of them.
+"""Mock workers that use little CPU, so that the router in front of them is measured.
 
     python -m benchmarks.router.mock 9001 9002 --prefill 9003 --decode 9004
 
-They speak as much HTTP as routers do: one request at a time on a connection, bodies with a length.
-A completion with `"stream":true` in a body of at most `READ_BYTES` is paced: `max_tokens` events,
-one every so many milliseconds as its text says (`gap-25ms`: routers may drop fields, but not text).
-Larger bodies go by unread.
+A connection takes one request at a time, with a Content-Length. A body of at most `READ_BYTES` with
+`"stream":true` gets `max_tokens` events at the interval in its text (`gap-25ms`: routers may drop
+fields, but not text). Larger bodies are not parsed.
 
-Prefill and decode workers hand over as NIXL's do: the one's answer has parameters, the other takes
-them once. Where a body is read, they answer 409 to what is not as it should be.
+Prefill and decode workers hand over as with NIXL: a prefill response has parameters, which the
+decode worker accepts once. Other legs get 409 if their body is parsed.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ BLOCK_TOKENS = 16
 PREFILL_LEG = re.compile(rb'"do_remote_decode":\s*true')
 ONE_TOKEN = re.compile(rb'"max_(?:completion_)?tokens":\s*1\b')
 DECODE_LEG = re.compile(rb'"do_remote_prefill":\s*true.*"remote_request_id":\s*"([^"]+)"')
-NUMBER = b"0123456789"  # of a prefill, in what is answered
-NOT_AS_IT_SHOULD_BE = 409
+REQUEST_NUMBER = b"0123456789"  # placeholder in prefill responses
+CONFLICT = 409
 
 
 def chunk(payload: bytes) -> bytes:
@@ -74,7 +73,7 @@ def answer(body: bytes, status: int = 200, kind: bytes = b"application/json") ->
 
 @functools.lru_cache(maxsize=4096)
 def completion(body_bytes: int, *, prefill: bool = False) -> bytes:
-    """Answer a completion; its usage goes by the size of the request."""
+    """Return the response to a completion; its usage depends on the request's size."""
     prompt = body_bytes // BYTES_PER_TOKEN
     parameters = {"kv_transfer_params": transfer(prompt)} if prefill else {}
     message = {"role": "assistant", "content": "Sixteen tokens of the very same answer. " * 2}
@@ -98,13 +97,13 @@ def completion(body_bytes: int, *, prefill: bool = False) -> bytes:
 
 
 def transfer(prompt_tokens: int) -> dict[str, object]:
-    """Say where a prompt's blocks are, as a NIXL worker does."""
+    """Return a NIXL worker's transfer parameters for a prompt."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [[*range(1000, 1000 + prompt_tokens // BLOCK_TOKENS)]],
         "remote_engine_id": "5a0c3c0e-3f5e-4f0b-9d8c-6d1f5b5e7a11",
-        "remote_request_id": NUMBER.decode(),
+        "remote_request_id": REQUEST_NUMBER.decode(),
         "remote_host": "127.0.0.1",
         "remote_port": 5600,
         "tp_size": 1,
@@ -115,7 +114,7 @@ def transfer(prompt_tokens: int) -> dict[str, object]:
 
 @functools.cache
 def gauges() -> bytes:
-    """Make a page of metrics as long as a real worker's; only the first lines matter to anyone."""
+    """Return metrics of a real worker's length; routers read only the first lines."""
     label = f'{{engine="0",model_name="{MODEL}"}}'
     lines = [
         f"vllm:num_requests_running{label} 4.0",
@@ -128,7 +127,7 @@ def gauges() -> bytes:
     ]
     for number in range(24):
         name = f"vllm:made_up_{number}_seconds"
-        lines += [f"# HELP {name} Stands for the histograms.", f"# TYPE {name} histogram"]
+        lines += [f"# HELP {name} A histogram.", f"# TYPE {name} histogram"]
         lines += [
             f'{name}_bucket{{engine="0",le="{2**power / 1000}",model_name="{MODEL}"}} 1000.0'
             for power in range(20)
@@ -138,7 +137,7 @@ def gauges() -> bytes:
 
 
 def fixed(start: bytes) -> bytes:
-    """Answer whatever is not a completion, by the start of its request line."""
+    """Return the response to a request that is not a completion, by its request line."""
     if start.startswith(b"GET /health "):
         return answer(b"")
     if start.startswith(b"GET /metrics "):
@@ -157,8 +156,8 @@ class Worker(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport
         self._held = b""  # the beginning of a request
-        self._unread = 0  # bytes of a large body still to come
-        self._reply = b""  # given once they have come
+        self._unread = 0  # remaining bytes of a large body
+        self._reply = b""  # sent after the large body
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._gap_s = 0.0
         self._events_left = 0
@@ -182,7 +181,7 @@ class Worker(asyncio.Protocol):
             length = int(found[1]) if (found := LENGTH.search(data, 0, begin)) else 0
             if length > READ_BYTES:
                 self._reply = self._reply_to(data[:64], length)
-                data, self._unread = self._pass_by(data, begin + length)
+                data, self._unread = self._skip_body(data, begin + length)
             elif len(data) < begin + length:
                 break
             else:
@@ -190,8 +189,8 @@ class Worker(asyncio.Protocol):
                 data = data[begin + length :]
         self._held = data
 
-    def _pass_by(self, data: bytes, end: int) -> tuple[bytes, int]:
-        """Split off a large request; return what is after it, or how much of it is missing."""
+    def _skip_body(self, data: bytes, end: int) -> tuple[bytes, int]:
+        """Skip a large request; return the data after it and the number of missing bytes."""
         if len(data) < end:
             return b"", end - len(data)
         self._transport.write(self._reply)
@@ -207,12 +206,12 @@ class Worker(asyncio.Protocol):
             self._gap_s = int(gap[1]) / 1000 if gap else 0.0
             self._due = asyncio.get_running_loop().time()
             self._transport.write(STREAM_HEAD)
-            self._beat()
+            self._send_event()
         else:
             self._transport.write(self._reply_to(start, len(body)))
 
-    def _beat(self) -> None:
-        """Send one event; the next is due by the clock, however late this one was."""
+    def _send_event(self) -> None:
+        """Send one event and schedule the next by the clock, so that delays do not add up."""
         self._timer = None
         self._events_left -= 1
         if self._events_left <= 0:
@@ -220,51 +219,51 @@ class Worker(asyncio.Protocol):
             return
         self._transport.write(EVENT_CHUNK)
         self._due += self._gap_s
-        self._timer = asyncio.get_running_loop().call_at(self._due, self._beat)
+        self._timer = asyncio.get_running_loop().call_at(self._due, self._send_event)
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
-        """Stop streaming to somebody who left."""
+        """Stop streaming."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 class Prefill(Worker):
-    """One connection to a worker that prefills for others."""
+    """One connection to a prefill worker."""
 
     numbers = itertools.count(1)
-    given: set[bytes] = set()  # noqa: RUF012 - of all connections of this process
+    open_transfers: set[bytes] = set()  # noqa: RUF012 - of all connections of this process
 
     def _reply_to(self, start: bytes, body_bytes: int) -> bytes:
         if not start.startswith(COMPLETIONS):
             return fixed(start)
         number = b"%010d" % next(self.numbers)
         if body_bytes <= READ_BYTES:
-            self.given.add(number)
-        return completion(body_bytes, prefill=True).replace(NUMBER, number)
+            self.open_transfers.add(number)
+        return completion(body_bytes, prefill=True).replace(REQUEST_NUMBER, number)
 
     def _serve(self, start: bytes, body: bytes) -> None:
         leg = PREFILL_LEG.search(body) and ONE_TOKEN.search(body) and not STREAM.search(body)
         if start.startswith(COMPLETIONS) and not leg:
-            self._transport.write(answer(b'{"error":"no prefill"}', NOT_AS_IT_SHOULD_BE))
+            self._transport.write(answer(b'{"error":"no prefill"}', CONFLICT))
         else:
             super()._serve(start, body)
 
 
 class Decode(Worker):
-    """One connection to a worker that decodes what another prefilled."""
+    """One connection to a decode worker."""
 
     def _serve(self, start: bytes, body: bytes) -> None:
         if start.startswith(COMPLETIONS):
             leg = DECODE_LEG.search(body)
-            if leg is None or leg[1] not in Prefill.given:
-                self._transport.write(answer(b'{"error":"no decode"}', NOT_AS_IT_SHOULD_BE))
+            if leg is None or leg[1] not in Prefill.open_transfers:
+                self._transport.write(answer(b'{"error":"no decode"}', CONFLICT))
                 return
-            Prefill.given.discard(leg[1])
+            Prefill.open_transfers.discard(leg[1])
         super()._serve(start, body)
 
 
 async def serve(ports: dict[type[Worker], Sequence[int]]) -> None:
-    """Be a worker of its kind on each of these ports until told to stop."""
+    """Serve each kind of worker on its ports until SIGINT or SIGTERM."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, stop.set)
@@ -279,7 +278,7 @@ async def serve(ports: dict[type[Worker], Sequence[int]]) -> None:
 
 
 def main() -> None:
-    """Read the ports and serve."""
+    """Serve on the given ports."""
     parser = argparse.ArgumentParser(description="mock vLLM workers")
     parser.add_argument("ports", type=int, nargs="*")
     parser.add_argument("--prefill", type=int, nargs="+", default=[])

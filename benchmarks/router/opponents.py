@@ -1,7 +1,7 @@
-"""The routers to measure ours against, in an environment of their own.
+"""The peer routers, installed in a separate environment.
 
-They are started as their own documentation starts them for a plain fleet, with their defaults for
-retries, circuit breakers and metrics; only the policy, the log level and the ports are given.
+They are started as their documentation says, with their defaults for retries, circuit breakers and
+metrics; only the policy, the log level and the ports are set.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ INSTALL_S = 300.0
 
 
 class OpponentError(VllmSchedError):
-    """The opponents can't be had."""
+    """The peer routers could not be installed."""
 
 
 @dataclass(frozen=True)
 class Opponent:
-    """A router and how it is to route."""
+    """A peer router and its routing policy."""
 
     name: str
     script: str
@@ -33,16 +33,16 @@ class Opponent:
     hands_over: bool = False  # from the first worker to the second
 
     def command(self, folder: Path, workers: Sequence[str], ports: tuple[int, int]) -> list[str]:
-        """Return what starts it on a port, its metrics on another."""
+        """Return the command that serves on the first port, and metrics on the second."""
         port, metrics_port = map(str, ports)
-        where = ["--host", HOST, "--port", port]
+        addresses = ["--host", HOST, "--port", port]
         if self.hands_over:
-            where += ["--prefill", workers[0], "--decode", workers[1]]
+            addresses += ["--prefill", workers[0], "--decode", workers[1]]
         else:
-            where += ["--worker-urls", *workers]
+            addresses += ["--worker-urls", *workers]
         metrics = ["--prometheus-host", HOST, "--prometheus-port", metrics_port]
         program = str(folder / "bin" / self.script)
-        return [program, *self.arguments, *where, *metrics, "--log-level", "error"]
+        return [program, *self.arguments, *addresses, *metrics, "--log-level", "error"]
 
 
 VLLM_ROUTER = Opponent("vllm-router", "vllm-router", ("--policy", "round_robin"))
@@ -54,7 +54,7 @@ CACHE_AWARE = (
     Opponent("vllm-router cache-aware", "vllm-router", ("--policy", "cache_aware")),
     Opponent("sglang-router cache-aware", "sglang-router", ("launch", "--policy", "cache_aware")),
 )
-# The other one hands over between SGLang's workers only.
+# sglang-router hands over only between SGLang workers.
 HANDING_OVER = Opponent(
     "vllm-router",
     "vllm-router",
@@ -64,12 +64,12 @@ HANDING_OVER = Opponent(
 
 
 def peers(folder: Path) -> Path:
-    """Return the place of their environment in the benchmark's folder."""
+    """Return the path of the peers' environment in the benchmark's folder."""
     return folder.absolute() / "peers"
 
 
 def install(folder: Path) -> None:
-    """Build their environment, unless these very versions are there already."""
+    """Create the peers' environment, unless it has these versions."""
     folder = peers(folder)
     stamp = folder / "pins.txt"
     if stamp.is_file() and stamp.read_text().split() == [*PINS]:
@@ -83,7 +83,7 @@ def install(folder: Path) -> None:
 
 
 def _run(*command: str) -> None:
-    remedy = "go without them with --without-peers"
+    remedy = "leave the peers out with --without-peers"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""What a process and its children have used, and where they may run."""
+"""CPU time, memory and CPU affinity of a process and its children."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 KIB = 1024
-# Linux: the clock of another process's CPU time is its inverted id with this in the low bits. It
-# counts what utime and stime of /proc/PID/stat do, in nanoseconds instead of hundredths.
+# Linux: the CPU clock of a process is its inverted id with this in the low bits. It counts utime
+# and stime of /proc/PID/stat, in nanoseconds.
 CPU_CLOCK = 2
 
 
@@ -22,7 +22,7 @@ class Memory:
     """Resident bytes of a process tree."""
 
     rss: int
-    pss: int  # pages shared with others count in part
+    pss: int  # shared pages count in part
 
 
 def tree(pid: int) -> list[int]:
@@ -32,7 +32,7 @@ def tree(pid: int) -> list[int]:
         try:
             text = path.read_text()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process ended
         parent = int(text.rpartition(")")[2].split()[1])
         children[parent].append(int(path.parent.name))
     found = [pid]
@@ -42,12 +42,12 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the CPU time that these processes have used so far; it takes microseconds."""
+    """Return the CPU time of these processes so far; the call takes microseconds."""
     return sum(time.clock_gettime((~pid << 3) | CPU_CLOCK) for pid in pids)
 
 
 def memory(pids: Iterable[int]) -> Memory:
-    """Return what these processes hold now."""
+    """Return the current memory of these processes."""
     total = {"Rss": 0, "Pss": 0}
     for pid in pids:
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
@@ -59,7 +59,7 @@ def memory(pids: Iterable[int]) -> Memory:
 
 @contextmanager
 def running_on(cpus: frozenset[int] | None) -> Iterator[None]:
-    """Run this thread, and what it starts meanwhile, on these CPUs; None leaves all as it is."""
+    """Run this thread and its new children on these CPUs; None changes nothing."""
     before = os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)

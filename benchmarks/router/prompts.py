@@ -1,4 +1,4 @@
-"""Chat requests as prebuilt bytes: the same for every router, none like the one before it."""
+"""Prebuilt chat requests: the same for every router, each one different."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.router.mock import MODEL
 
-# What OpenAI's own client sends, more or less. One Host for all: the bytes are to be the same.
+# About what OpenAI's client sends. One Host, so that all routers get the same bytes.
 HEAD = (
     "POST /v1/chat/completions HTTP/1.1\r\n"
     "Host: bench.local\r\n"
@@ -25,11 +25,11 @@ HEAD = (
     "Content-Length: {}\r\n\r\n"
 )
 NONCE = "0" * 16
-SHARED_EVERY = 4  # one request in four begins like earlier ones
+SHARED_EVERY = 4  # one request in four has a shared prefix
 SHARED_PREFIXES = 8
 SHARED_PART = 0.75  # of its text
 
-# Quotes, newlines and letters beyond ASCII cost a parser more than the rest.
+# Quotes, newlines and non-ASCII letters are the most expensive to parse.
 TEXT = (
     'the worker "short" answers;\n while a long prompt waits nobody notices. Zürich: 12 °C '
     "router queue token\t cache block prefix of decode step it is to batch and"
@@ -39,31 +39,31 @@ WORDS = TEXT.split(" ")
 
 @dataclass(frozen=True)
 class Pace:
-    """A streamed answer: so many events, so far apart."""
+    """The number and interval of a streamed answer's events."""
 
     events: int
     gap_ms: int
 
 
 class Prompts:
-    """An endless supply of requests with bodies of `size` bytes; a seed never repeats another's."""
+    """An endless sequence of requests with bodies of `size` bytes, different for each seed."""
 
     def __init__(self, size: int, *, seed: int, pace: Pace | None = None) -> None:
-        self.events = pace.events if pace else 0  # in each answer
+        self.events = pace.events if pace else 0  # per answer
         self._numbers = itertools.count(seed << 32)
         unique = [_template(size, pace, "")] * (SHARED_EVERY - 1)
         shared = [_template(size, pace, f"Manual {n}. ") for n in range(SHARED_PREFIXES)]
         self._templates = itertools.cycle([t for s in shared for t in (*unique, s)])
 
     def next(self) -> tuple[bytes, bytes, bytes]:
-        """Return the next request in three pieces, to be written one after the other."""
+        """Return the next request in three pieces."""
         before, after = next(self._templates)
         return before, b"%016x" % next(self._numbers), after
 
 
 @functools.cache
 def _template(size: int, pace: Pace | None, title: str) -> tuple[bytes, bytes]:
-    """Return a request's bytes before and after its number, which a shared part goes before."""
+    """Return a request's bytes before and after its number; a shared prefix is in the first."""
     room = size - len(_body("", "", pace))
     rng = random.Random(title)
     shared = title + _filler(int(room * SHARED_PART) - len(title), rng) if title else ""
@@ -88,7 +88,7 @@ def _body(shared: str, text: str, pace: Pace | None) -> bytes:
 
 
 def _filler(size: int, rng: random.Random) -> str:
-    """Make text that takes exactly so many bytes of JSON."""
+    """Return text that takes exactly `size` bytes of JSON."""
     text = ""
     while (length := _encoded(word := rng.choice(WORDS) + " ")) <= size:
         text += word

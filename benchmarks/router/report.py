@@ -1,6 +1,6 @@
-"""From windows to figures, each beside its target, in one table.
+"""Compute figures from windows, and print them beside their targets.
 
-A side's figure is the median of its rounds; a ratio is the median of the rounds' own ratios.
+A side's figure is the median of its rounds; a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from benchmarks.router.stage import DIRECT, OURS
 RIVAL = VLLM_ROUTER.name
 MICRO, MILLI, MEGA = 1e6, 1e3, 1e-6
 
-Measure = Callable[[Sample, Mapping[str, Sample]], float | None]  # others: of the same round
+# A sample and the samples of all sides in the same round.
+Measure = Callable[[Sample, Mapping[str, Sample]], float | None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What ours must reach: a value of its own, or a multiple of the rival's."""
+    """A limit for our router: a value, or a multiple of the rival's value."""
 
     limit: float
     relative: bool = True
@@ -45,7 +46,7 @@ class Target:
         return f"{sign} {self.limit:g}" + (f"x {RIVAL}" if self.relative else "")
 
     def met_by(self, value: float) -> bool:
-        """Whether a value or ratio is good enough."""
+        """Return whether a value or ratio is within the limit."""
         reaches = operator.ge if self.at_least else operator.le
         return bool(reaches(value, self.limit))
 
@@ -65,7 +66,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None without one, or where it was not measured."""
+        """True if the target is met; None without a target or a value."""
         if self.target is None:
             return None
         value = self.ratio if self.target.relative else self.values.get(OURS)
@@ -74,7 +75,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Line:
-    """How a figure is computed from a load's windows."""
+    """The definition of a figure."""
 
     load: str
     title: str
@@ -84,23 +85,23 @@ class Line:
 
 
 def cpu_per_request(sample: Sample, _: Mapping[str, Sample]) -> float | None:
-    """Microseconds of the router's CPU for each answer."""
+    """Return the router's CPU microseconds per answer."""
     routed = sample.done and sample.side != DIRECT
     return sample.cpu_s / sample.done * MICRO if routed else None
 
 
 def cpu_per_chunk(sample: Sample, _: Mapping[str, Sample]) -> float | None:
-    """Microseconds of the router's CPU for each event of a stream."""
+    """Return the router's CPU microseconds per stream event."""
     return sample.cpu_s / sample.events * MICRO if sample.events else None
 
 
 def rate(sample: Sample, _: Mapping[str, Sample]) -> float | None:
-    """Answers per second."""
+    """Return answers per second."""
     return sample.done / sample.seconds
 
 
 def added(percent: int) -> Measure:
-    """Milliseconds that a router adds to a percentile, over the bare worker in the same round."""
+    """Return a measure: milliseconds that a router adds to a percentile of the bare worker."""
 
     def measure(sample: Sample, others: Mapping[str, Sample]) -> float | None:
         alone = others.get(DIRECT)
@@ -113,12 +114,12 @@ def added(percent: int) -> Measure:
 
 
 def latency(sample: Sample, _: Mapping[str, Sample]) -> float | None:
-    """Milliseconds in the median."""
+    """Return the median latency in milliseconds."""
     return None if sample.p50_s is None else sample.p50_s * MILLI
 
 
-def gone_wrong(sample: Sample, _: Mapping[str, Sample]) -> float:
-    """Streams that failed, or never ran beside all the others."""
+def failed_streams(sample: Sample, _: Mapping[str, Sample]) -> float:
+    """Return the streams that failed or were never open beside all others."""
     load = LOADS[sample.load]
     missing = load.streams - sample.most_open if isinstance(load, Paced) else 0
     return max(missing, sum(sample.errors.values()))
@@ -138,7 +139,7 @@ LINES = (
     Line(ONE_BY_ONE, "added p99, c=1", "ms", added(99)),
     Line(CHUNKS, "CPU per chunk, 64 streams", "us", cpu_per_chunk, NO_MORE),
     Line(MANY_STREAMS, "CPU per chunk, 2,000 streams", "us", cpu_per_chunk),
-    Line(MANY_STREAMS, "2,000 streams: gone wrong", "", gone_wrong, Target(0, relative=False)),
+    Line(MANY_STREAMS, "2,000 streams: failed", "", failed_streams, Target(0, relative=False)),
     Line("pd-1kb-c32", "P/D: CPU per request, 1 KB, c=32", "us", cpu_per_request, Target(0.66)),
     Line("pd-1kb-c32", "P/D: requests/s, 1 KB, c=32", "1/s", rate, Target(1.5, at_least=True)),
     Line("pd-100kb-c32", "P/D: CPU per request, 100 KB, c=32", "us", cpu_per_request, Target(0.66)),
@@ -148,9 +149,9 @@ LINES = (
 
 
 def figures(results: Results, decision_us: float | None) -> list[Figure]:
-    """Everything that was measured, in the order of the table."""
-    played = {sample.load for sample in results.samples}
-    found = [_figure(line, results.samples) for line in LINES if line.load in played]
+    """Return all measured figures, in the order of the table."""
+    measured = {sample.load for sample in results.samples}
+    found = [_figure(line, results.samples) for line in LINES if line.load in measured]
     if results.memory:
         rss, pss = (
             {side: getattr(held, part) * MEGA for side, held in results.memory.items()}
@@ -187,7 +188,7 @@ def _figure(line: Line, samples: Iterable[Sample]) -> Figure:
 
 
 def errors(samples: Iterable[Sample]) -> dict[str, Counter[str]]:
-    """Count what went wrong on each side, by load and kind."""
+    """Count the errors of each side, by load and kind."""
     found: dict[str, Counter[str]] = {}
     for sample in samples:
         for kind, count in sample.errors.items():
@@ -196,14 +197,14 @@ def errors(samples: Iterable[Sample]) -> dict[str, Counter[str]]:
 
 
 def show(value: float | None) -> str:
-    """Format for people: three digits, and no decimals where there are more."""
+    """Format with three significant digits, and large values without decimals."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def table(lines: Sequence[Figure], sides: Sequence[str], title: str) -> Table:
-    """Lay the figures out."""
+    """Return the table of figures."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     layout.add_column("", no_wrap=True)
     for heading in ("", *sides, f"ours / {RIVAL}"):

@@ -1,6 +1,6 @@
-"""Puts everything in place: two mock workers, our router over them, and the opponents over them.
+"""Start the mock workers, our router and the peer routers.
 
-For hand-overs, the same once more over a prefill and a decode worker.
+For hand-overs, the routers are started a second time, over a prefill and a decode worker.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from benchmarks.router.prompts import Prompts
 from vllm_sched.workers.launch import Worker, WorkerError, free_port
 
 DIRECT, OURS = "direct", "vllm-sched"
-READY_S = 60.0
-REHEARSAL_S = 0.2
-GRACE_S = 3.0
+READY_TIMEOUT_S = 60.0
+TRIAL_S = 0.2
+STOP_GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Cpus:
-    """Who runs where; None: anywhere."""
+    """CPU affinities; None means any CPU."""
 
     routers: frozenset[int] | None = None
     others: frozenset[int] | None = None
 
     @classmethod
     def apart(cls) -> Cpus:
-        """Give routers a CPU of their own, if there are two."""
+        """Return the last CPU for routers and the rest for others, if there are two."""
         *others, last = sorted(os.sched_getaffinity(0))
         return cls(frozenset({last}), frozenset(others)) if others else cls()
 
 
 @dataclass(frozen=True)
 class Side:
-    """Something that answers requests, to be measured."""
+    """A router or the bare worker, to be measured."""
 
     name: str
     port: int
@@ -52,7 +52,7 @@ class Side:
     hands_over: bool = False
 
     def pids(self) -> list[int]:
-        """Return its processes; where the router died, raise with what it said last."""
+        """Return the router's processes; raise with the end of its log if it died."""
         if self.router is None:
             return []
         self.router.check()
@@ -65,23 +65,23 @@ async def stage(
     folder: Path,
     opponents: Sequence[Opponent],
     cpus: Cpus,
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
     *,
-    whole: bool = True,
+    combined: bool = True,
     hands_over: bool = False,
 ) -> AsyncIterator[list[Side]]:
-    """Start all, wait until each answers, and yield the sides; the bare worker is the first."""
+    """Start all processes and yield the sides, the bare worker first, once they serve."""
     ports = [free_port() for _ in range(4)]
     urls = [f"http://{HOST}:{port}" for port in ports]
     mocks = [*map(str, ports[:2]), "--prefill", str(ports[2]), "--decode", str(ports[3])]
     command = [sys.executable, mock.__file__, *mocks]
     routers: list[tuple[Worker, bool]] = []
-    for over, wanted, pair in ((False, whole, urls[:2]), (True, hands_over, urls[2:])):
+    for over, wanted, pair in ((False, combined, urls[:2]), (True, hands_over, urls[2:])):
         if wanted:
-            theirs = [_theirs(folder, each, pair) for each in opponents if each.hands_over is over]
-            routers += [(each, over) for each in (our_router(folder, pair, over), *theirs)]
+            their = [_their_router(folder, o, pair) for o in opponents if o.hands_over is over]
+            routers += [(each, over) for each in (our_router(folder, pair, over), *their)]
     async with AsyncExitStack() as stack:
-        tell("starting the mock workers")
+        report_progress("starting the mock workers")
         with processes.running_on(cpus.others):
             await stack.enter_async_context(_process("mock workers", command, ports[0]))
         sides = [Side(DIRECT, ports[0])]
@@ -90,16 +90,16 @@ async def stage(
                 stack.push_async_callback(asyncio.to_thread, router.stop)
                 router.start()
         for router, over in routers:
-            tell(f"waiting for {router.name}")
+            report_progress(f"waiting for {router.name}")
             await _wait_served(router)
             sides.append(Side(router.name, router.port, router, over))
         yield sides
 
 
 def our_router(folder: Path, urls: Sequence[str], hands_over: bool = False) -> Worker:
-    """Describe our router as its users start it: with its defaults.
+    """Return our router with its defaults.
 
-    By itself it would leave out hand-overs that are worth as little as those between mock workers.
+    `disaggregate_above: auto` would not hand over between mock workers, so it is set to 1.
     """
     port = free_port()
     first, second = ("prefill", "decode") if hands_over else ("short", "long")
@@ -119,28 +119,30 @@ def our_router(folder: Path, urls: Sequence[str], hands_over: bool = False) -> W
     return _process(OURS, [str(script), "router", str(path.absolute())], port)
 
 
-def _theirs(folder: Path, opponent: Opponent, urls: Sequence[str]) -> Worker:
+def _their_router(folder: Path, opponent: Opponent, urls: Sequence[str]) -> Worker:
     port = free_port()
     command = opponent.command(peers(folder), urls, (port, free_port()))
     return _process(opponent.name, command, port)
 
 
 def _process(name: str, command: Sequence[str], port: int) -> Worker:
-    """Describe a process with no proxy between it and loopback."""
+    """Return a process whose environment names no HTTP proxy."""
     env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-    return Worker(command, port=port, name=name, env=env, deadline_s=READY_S, grace_s=GRACE_S)
+    return Worker(
+        command, port=port, name=name, env=env, deadline_s=READY_TIMEOUT_S, grace_s=STOP_GRACE_S
+    )
 
 
 async def _wait_served(router: Worker) -> None:
-    """Wait until completions come back; being healthy is not yet having workers."""
+    """Wait until the router serves completions: a healthy router may not have its workers yet."""
     await asyncio.to_thread(router.wait_ready)
-    give_up = time.monotonic() + READY_S
+    deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         router.check()
         async with closed_loop(router.port, Prompts(1024, seed=0), connections=2) as load:
-            await asyncio.sleep(REHEARSAL_S)
+            await asyncio.sleep(TRIAL_S)
         if load.tally.done and not load.errors:
             return
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             errors = ", ".join(load.errors)
             raise WorkerError(f"{router.name} is healthy, but serves no completions: {errors}")

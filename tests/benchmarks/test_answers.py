@@ -45,10 +45,10 @@ def test_truncated_answer_is_not_complete(raw: bytes) -> None:
     [
         (WHOLE + b"x", "after the end"),
         (CHUNKED + b"x", "after the end"),
-        (b"SSH-2.0-OpenSSH_9.6 \r\n\r\n", "no HTTP"),
+        (b"SSH-2.0-OpenSSH_9.6 \r\n\r\n", "not HTTP"),
         (b"HTTP/1.1 200 OK\r\n\r\n", "without a length"),
         (STREAM_HEAD + b"zz\r\n", "bad chunk size"),
-        (STREAM_HEAD + b"2\r\nabcd\r\n", "longer than it said"),
+        (STREAM_HEAD + b"2\r\nabcd\r\n", "longer than its size"),
         (b"x" * (2 << 20), "without an end"),
     ],
 )

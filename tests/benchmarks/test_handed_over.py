@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.handed_over import APART, LONG, LONG_TOKENS, SCENES, SHORT, STREAM, Scene, play, row
+from benchmarks.handed_over import (
+    LONG,
+    LONG_TOKENS,
+    PREFILL_DECODE,
+    SCENES,
+    SHORT,
+    STREAM,
+    Scene,
+    play,
+    row,
+)
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.types import Request
 
@@ -33,6 +43,6 @@ def test_unanswered_requests_are_in_the_row() -> None:
 
 def test_requests_of_every_scene_are_in_time_order() -> None:
     for scene in SCENES:
-        times = [each.at for each in scene.asked]
+        times = [each.at for each in scene.requests]
         assert times == sorted(times)
-        assert (scene.roles == APART) == ("general" not in scene.longs)
+        assert (scene.roles == PREFILL_DECODE) == ("general" not in scene.longs)

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.isolation import identical, moved, stage, verdict
+from benchmarks.isolation import identical, stage, transfers, verdict
 from benchmarks.isolation.__main__ import main
 from benchmarks.isolation.identical import Pass, Route
 from benchmarks.policies import promise
@@ -35,23 +35,23 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_pairs_use_the_same_two_processors(tmp_path: Path) -> None:
     config = stage.fleet()
-    workers = stage.started(config, tmp_path)
+    workers = stage.workers(config, tmp_path)
     assert [worker.cpus for worker in workers] == [(2,), (5,), (2,), (5,)]
     moved = ["--kv-transfer-config" in worker.command for worker in workers]
     assert moved == [False, False, True, True]
 
 
 def test_trial_changes_the_launch_of_prefill_and_decode_workers(tmp_path: Path) -> None:
-    trial = stage.Trial(
+    trial = stage.HandoverOptions(
         prefill=("--max-num-seqs=8",),
         decode=("--max-num-batched-tokens=256",),
         policies={"chunk_budget": {"itl_ms": 20}},
         mode="push",
     )
     *general, prefill, decode = (
-        worker.command for worker in stage.started(stage.fleet(trial), tmp_path)
+        worker.command for worker in stage.workers(stage.fleet(trial), tmp_path)
     )
-    defaults = [worker.command for worker in stage.started(stage.fleet(), tmp_path)]
+    defaults = [worker.command for worker in stage.workers(stage.fleet(), tmp_path)]
     assert [len(command) for command in general] == [len(command) for command in defaults[:2]]
     assert prefill[-1] == "--max-num-seqs=8"
     assert "--max-num-batched-tokens=256" in decode
@@ -117,7 +117,7 @@ def test_prefills_are_judged_by_the_slowest() -> None:
     assert (slowest.ratio, slowest.kept) == (pytest.approx(1.2), False)
     by_what = {each.what: each for each in verdict.verdicts(compared)}
     assert by_what[slowest.what] == slowest
-    assert half.what.startswith("those that wait for no other (3; 3)")
+    assert half.what.startswith("long prompts that wait for no other (3; 3)")
 
 
 def sent_at(*times: float, took: float = 5.0, error: str = "") -> Round:
@@ -175,26 +175,26 @@ def decision(predicted_s: float, seen_s: float | None, tokens: int = 12_000) -> 
     return {"prefill_worker": "prefill-0", "prompt_tokens": tokens, **times}
 
 
-def moved_by(**changed: Any) -> moved.Moved:
+def transfers_with(**changed: Any) -> transfers.Transfers:
     """Return a good run, with these changes."""
     counts = {"transferred": 8, "timed": 8, "tokens": 96_000, "bytes": 9.6e6} | changed
     usual = [*[decision(0.01, 0.05)] * LONGS, *[decision(0.045, 0.04)] * LONGS]
     decisions = counts.pop("decisions", usual)
-    before = moved.Counts(connections=counts.pop("connections", 1))
-    return moved.Moved(before, moved.Counts(1, **counts), 8, LONGS, decisions, 100)
+    before = transfers.Counts(connections=counts.pop("connections", 1))
+    return transfers.Transfers(before, transfers.Counts(1, **counts), 8, LONGS, decisions, 100)
 
 
 def test_promises_of_a_good_run_are_kept() -> None:
-    found = moved_by().promises
+    found = transfers_with().promises
     assert [each.kept for each in found] == [True] * 6
     handed, timed, predicted, moved_bytes, made, first = (each.measured for each in found)
     assert (handed, timed, made) == (8, 8, 1)
     assert predicted == pytest.approx(0.045 / 0.04)  # of the measured rounds
     assert moved_bytes == pytest.approx(1.0)
     assert first == pytest.approx(0.05 / 0.04)
-    assert "as predicted (45 ms), beside that seen (40 ms)" in found[2].what
+    assert "predicted median transfer (45 ms), to the measured one (40 ms)" in found[2].what
     assert "(1.2 MB each)" in found[3].what
-    assert not moved_by().missing
+    assert not transfers_with().missing
 
 
 SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
@@ -217,7 +217,7 @@ SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
     ],
 )
 def test_promises_of_a_bad_run_are_missed(changed: dict[str, Any], missed: set[int]) -> None:
-    run = moved_by(**changed)
+    run = transfers_with(**changed)
     kept = [each.kept for each in run.promises]
     assert {index for index, each in enumerate(kept) if not each} == missed
     assert run.missing == (0 in missed)
@@ -226,8 +226,8 @@ def test_promises_of_a_bad_run_are_missed(changed: dict[str, Any], missed: set[i
 async def test_counts_and_decisions_are_read_from_the_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moved, "PAUSE_S", 0.0)
-    monkeypatch.setattr(moved, "SETTLED_S", 0.0)
+    monkeypatch.setattr(transfers, "POLL_S", 0.0)
+    monkeypatch.setattr(transfers, "SETTLE_S", 0.0)
     numbers = iter([(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 0, 0), (8, 1, 96_000, 2e8)])
     wanted: list[dict[str, str]] = []
 
@@ -243,11 +243,11 @@ async def test_counts_and_decisions_are_read_from_the_router(
     app.router.add_get("/admin/decisions", decisions)
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        before = await moved.connected(url)
+        before = await transfers.wait_connected(url)
         plan = ComparisonPlan("tiny", stage.workload(longs=LONGS), 1)
-        found = await moved.told(url, url, before, plan, 2048)
-    assert before == moved.Counts(connections=1, bytes=1000)
-    assert found.after == moved.Counts(1, 8, 8, 96_000, 2e8 + 1000)
+        found = await transfers.fetch(url, url, before, plan, 2048)
+    assert before == transfers.Counts(connections=1, bytes=1000)
+    assert found.after == transfers.Counts(1, 8, 8, 96_000, 2e8 + 1000)
     assert [each["transfer_s"] for each in found.handed_over] == [4.0, 1.0]  # oldest first
     assert (found.sent, found.warming, found.token_bytes) == (8, 4, 2048)
     assert wanted == [{"reason": "handover", "limit": "1000"}]
@@ -262,7 +262,7 @@ def test_admin_url_is_read_from_the_routers_file(tmp_path: Path) -> None:
 
 def test_verdicts_and_promises_can_be_saved_as_json() -> None:
     verdicts = verdict.to_json(verdict.verdicts(canned_comparison()))
-    promises = promise.to_json(moved_by().promises)
+    promises = promise.to_json(transfers_with().promises)
     assert {each["kept"] for each in promises} == {True}
     assert json.loads(json.dumps(verdicts))[0]["at_most"] == 0.15
 
@@ -285,14 +285,17 @@ def seen_requests() -> list[tuple[str, str]]:
 async def servers(seen_requests: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]:
     """Serve equal answers, answers with other tokens, and with other logprobs."""
 
-    def answering(tokens: list[int], likely: float) -> web.Application:
+    def answering(tokens: list[int], logprob: float) -> web.Application:
         settings = {"route": "", "fetches": "0"}
         fetched = [0]
 
         async def answer(request: web.Request) -> web.Response:
             seen_requests.append((request.path, request.headers.get("X-Explain", "")))
             body = await request.json()
-            choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"token_logprobs": [likely]}}
+            choice: dict[str, Any] = {
+                "token_ids": tokens,
+                "logprobs": {"token_logprobs": [logprob]},
+            }
             assert body["temperature"] == 0
             fetched[0] += int(settings["fetches"])
             return web.json_response({"choices": [choice]}, headers={"X-Route": settings["route"]})
@@ -336,7 +339,7 @@ TWICE = (Pass("cold"), Pass("warm"))
 
 async def test_different_answers_are_counted_per_pass(servers: dict[str, str]) -> None:
     routes = [Route(name, url, TWICE) for name, url in servers.items()]
-    found = await identical.differing(routes, [[1], [2]], "m")
+    found = await identical.compare(routes, [[1], [2]], "m")
     assert {each.route: each.differ for each in found} == {
         "right, cold": 0, "right, warm": 0, "near, cold": 0, "near, warm": 0,
         "other, cold": 2, "other, warm": 2, "far, cold": 2, "far, warm": 2,
@@ -349,7 +352,7 @@ async def test_caches_are_reset_before_a_pass(
 ) -> None:
     url = servers["right"]
     route = Route("r", url, (Pass("cold", (url,)), Pass("warm")))
-    await identical.differing([route], [[1]], "m")
+    await identical.compare([route], [[1]], "m")
     paths = [path for path, explain in seen_requests]
     assert paths == ["/reset_prefix_cache", "/v1/completions", "/v1/completions"]
     assert [explain for _, explain in seen_requests] == ["", "1", "1"]
@@ -362,14 +365,14 @@ async def test_caches_are_reset_before_a_pass(
 async def test_route_without_hand_overs_is_wrong(
     servers: dict[str, str], monkeypatch: pytest.MonkeyPatch, by: str, fetches: int, wrong: bool
 ) -> None:
-    monkeypatch.setattr(identical, "PAUSE_S", 0.0)
+    monkeypatch.setattr(identical, "POLL_S", 0.0)
     settings = {"route": by, "fetches": str(fetches)}
     url = servers["right"]
     query = "?" + "&".join(f"{key}={value}" for key, value in settings.items())
     async with aiohttp.ClientSession() as session:
         await session.post(f"{url}/tell{query}")
     route = Route("handed over", url, TWICE, decode=url)
-    found = await identical.differing([route], [[1], [2]], "m")
+    found = await identical.compare([route], [[1], [2]], "m")
     assert [each.wrong for each in found] == [wrong, wrong]
     assert [each.fetched for each in found] == [2 * fetches] * 2
     assert found[0].handed_over == (2 if "prefill" in by else 0)

@@ -110,8 +110,8 @@ SORRY = b'data: {"error": {"message": "worker died"}}\n\n'
 @pytest.mark.parametrize(
     ("reply", "then_close", "error"),
     [
-        (STREAM_HEAD + chunk(EVENT) * 4 + LAST_CHUNKS, False, "a stream of 4 events of 5"),
-        (STREAM_HEAD + chunk(EVENT) * 5 + b"0\r\n\r\n", False, "a stream without its end"),
+        (STREAM_HEAD + chunk(EVENT) * 4 + LAST_CHUNKS, False, "stream of 4 events of 5"),
+        (STREAM_HEAD + chunk(EVENT) * 5 + b"0\r\n\r\n", False, "stream without its end"),
         (STREAM_HEAD + chunk(EVENT) * 5 + chunk(DONE), True, "cut off"),
         (STREAM_HEAD + chunk(EVENT) + chunk(SORRY), False, "worker died"),
         (answer(b"{}", 429), False, "HTTP 429"),

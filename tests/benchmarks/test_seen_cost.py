@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.seen_cost import step_seconds, whole_step_s, writing_seconds
+from benchmarks.seen_cost import step_seconds, whole_step_s, write_seconds
 from vllm_sched import SyncPolicyScheduler, metrics_folder
 
 
 def test_steps_and_writes_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(metrics_folder.METRICS_VARIABLE, str(tmp_path))
-    unseen_s, added_s = step_seconds(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
-    assert unseen_s > 0
+    bare_s, added_s = step_seconds(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
+    assert bare_s > 0
     assert math.isfinite(added_s)
-    assert writing_seconds(SyncPolicyScheduler, {"lanes": {}}, between=2) > 0
+    assert write_seconds(SyncPolicyScheduler, {"lanes": {}}, between=2) > 0
 
 
 def test_disabled_metrics_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

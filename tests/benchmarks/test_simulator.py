@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from benchmarks.simulator import BUDGET, COSTS, Pair, cases, order, tell
+from benchmarks.simulator import BUDGET, COSTS, Pair, cases, order, print_comparison
 from proxy.config import parse
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.fleet.models import worker_models
@@ -33,7 +33,9 @@ def test_large_differences_are_counted(capsys: pytest.CaptureFixture[str]) -> No
         Pair("default", played(3.0), played(3.3)),
         Pair("long_prompt", played(1.0), played(1.0, 1.3)),
     ]
-    assert tell(pairs, Console(width=120)) == 4  # the four figures of long prompts, by 30 %
+    assert (
+        print_comparison(pairs, Console(width=120)) == 4
+    )  # the four figures of long prompts, by 30 %
     out = capsys.readouterr().out
     assert "+30%" in out
     assert "['long_prompt', 'default']: the same" in out
@@ -43,7 +45,7 @@ def test_different_order_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     pairs = [Pair("a", played(1.0), played(2.0)), Pair("b", played(2.0), played(1.0))]
     assert order(pairs, "real") == ["a", "b"]
     assert order(pairs, "simulated") == ["b", "a"]
-    tell(pairs, Console(width=120))
+    print_comparison(pairs, Console(width=120))
     assert "NOT the same" in capsys.readouterr().out
 
 

@@ -38,17 +38,17 @@ async def test_process_is_stopped_and_continued(
     pid = present(parent.process).pid
     await eventually(lambda: soak.children_of(pid), within=20.0)
     [child] = soak.children_of(pid)
-    monkeypatch.setattr(soak, "STILL_S", (60.0, 60.0))
-    standing = asyncio.create_task(parent.stand_still(random.Random(1)))
+    monkeypatch.setattr(soak, "STALL_S", (60.0, 60.0))
+    stalling = asyncio.create_task(parent.stall_member(random.Random(1)))
     await eventually(lambda: state(child) == "T", within=20.0)
     assert state(pid) != "T"
-    standing.cancel()
-    await asyncio.gather(standing, return_exceptions=True)
+    stalling.cancel()
+    await asyncio.gather(stalling, return_exceptions=True)
     await eventually(lambda: state(child) != "T", within=20.0)
-    assert parent.stills == 1
+    assert parent.stalls == 1
 
 
 def test_kill_interval_beyond_the_duration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         soak.main(["--minutes", "1", "--processes", "2", "--kill-member", "30"])
-    assert "none would be killed" in capsys.readouterr().err
+    assert "no process would be killed" in capsys.readouterr().err

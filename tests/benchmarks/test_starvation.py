@@ -14,16 +14,16 @@ from benchmarks.starvation import (
     NEVER_S,
     SCENES,
     SLOTS,
-    Page,
-    Played,
-    Told,
+    MetricsPoller,
+    SceneResult,
     Waits,
-    add,
-    added_up,
-    page_says,
-    table,
+    WorkerMetrics,
+    add_rows,
+    failures,
+    format_metrics,
+    make_table,
+    sum_of,
     waits_of,
-    wrongs,
 )
 from vllm_sched.bench.client.wire import Address, Wire
 from vllm_sched.bench.results.engine_trace import PREFILL, WAITING, Phase
@@ -39,21 +39,21 @@ vllm_sched_starvation_releases_total{engine="0",policy="long_prompt"} 1.0
 vllm_sched_requests_waiting{engine="0",lane="urgent",policy="lanes"} 30.0
 vllm_sched_requests_waiting{engine="0",lane="batch",policy="lanes"} 4.0
 """
-TOTALS = Told(released=2, held_s=8.2, held=2, fewest_waiting=12, most_running=20)
-KEPT = Played({"long": Waits("long", waited_s=[4.02, 4.3])}, TOTALS)
-NEVER = Played({"long": Waits("long", still_s=[10.0])}, Told(most_running=20))
+TOTALS = WorkerMetrics(released=2, held_s=8.2, held=2, fewest_waiting=12, most_running=20)
+KEPT = SceneResult({"long": Waits("long", waited_s=[4.02, 4.3])}, TOTALS)
+NEVER = SceneResult({"long": Waits("long", still_s=[10.0])}, WorkerMetrics(most_running=20))
 
 
-def complaints(bounded: Played = KEPT, unbounded: Played = NEVER) -> str:
+def complaints(bounded: SceneResult = KEPT, unbounded: SceneResult = NEVER) -> str:
     """Return all complaints as one string."""
-    return "; ".join(wrongs("scene", bounded, unbounded, 4.0))
+    return "; ".join(failures("scene", bounded, unbounded, 4.0))
 
 
 def test_metrics_are_summed_by_labels() -> None:
-    assert added_up(PAGE, "vllm_sched_starvation_releases_total") == 3
-    assert added_up(PAGE, "vllm_sched_starvation_releases_total", policy="lanes") == 2
-    assert added_up(PAGE, "vllm_sched_requests_waiting", policy="lanes", lane="urgent") == 30
-    assert added_up(PAGE, "vllm_sched_hold_seconds_sum") == 0
+    assert sum_of(PAGE, "vllm_sched_starvation_releases_total") == 3
+    assert sum_of(PAGE, "vllm_sched_starvation_releases_total", policy="lanes") == 2
+    assert sum_of(PAGE, "vllm_sched_requests_waiting", policy="lanes", lane="urgent") == 30
+    assert sum_of(PAGE, "vllm_sched_hold_seconds_sum") == 0
 
 
 def test_wait_ends_with_the_first_computing_step() -> None:
@@ -75,20 +75,20 @@ def test_kept_bound_has_no_complaints() -> None:
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        (Waits("long", [4.0, 5.2]), "one waited 5.20 s, the bound is 4 s"),
-        (Waits("long", [0.4, 4.1]), "one waited 0.40 s, so it was not held"),
-        (Waits("long", [4.0, 4.1], [11.0]), "1 were never let in"),
-        (Waits("long", [4.1]), "the worker says that 2 of 1 were released"),
+        (Waits("long", [4.0, 5.2]), "waited 5.20 s, the bound is 4 s"),
+        (Waits("long", [0.4, 4.1]), "waited only 0.40 s, so it was not held"),
+        (Waits("long", [4.0, 4.1], [11.0]), "1 never started"),
+        (Waits("long", [4.1]), "/metrics count 2 of 1 as released"),
     ],
 )
 def test_broken_bound_is_reported(kind: Waits, complaint: str) -> None:
-    assert complaint in complaints(Played({"long": kind}, TOTALS))
+    assert complaint in complaints(SceneResult({"long": kind}, TOTALS))
 
 
 def test_shorts_that_hold_no_request_are_reported() -> None:
-    let_in = Played({"long": Waits("long", waited_s=[6.0])}, Told(released=1))
-    complaint = complaints(unbounded=let_in)
-    assert "without a bound 1 were let in" in complaint
+    started = SceneResult({"long": Waits("long", waited_s=[6.0])}, WorkerMetrics(released=1))
+    complaint = complaints(unbounded=started)
+    assert "1 started without a bound" in complaint
     assert "released 1 without a bound" in complaint
 
 
@@ -99,7 +99,7 @@ def test_possible_wait_for_a_slot_is_reported() -> None:
 
 def test_idle_moment_is_reported() -> None:
     idle = replace(KEPT, told=replace(TOTALS, fewest_waiting=0))
-    assert "at times none of the shorts waited" in complaints(idle)
+    assert "at times no short request waited" in complaints(idle)
 
 
 async def test_falling_counter_is_an_error() -> None:
@@ -112,20 +112,20 @@ async def test_falling_counter_is_an_error() -> None:
     app.router.add_get("/metrics", metrics)
     async with TestServer(app) as server:
         with closing(Wire(Address.parse(str(server.make_url("/"))), {})) as wire:
-            page = Page(wire, SCENES["lanes"])
-            assert (await page.look()).released == 2
+            poller = MetricsPoller(wire, SCENES["lanes"])
+            assert (await poller.poll()).released == 2
             with pytest.raises(VllmSchedError, match="fell to 1"):
-                await page.look()
+                await poller.poll()
 
 
 def test_scene_becomes_table_lines() -> None:
-    layout, console = table(4.0), Console(width=120)
-    add(layout, "long_prompt", KEPT, NEVER)
+    layout, console = make_table(4.0), Console(width=120)
+    add_rows(layout, "long_prompt", KEPT, NEVER)
     with console.capture() as shown:
         console.print(layout)
     for figure in ("4.02 s", "4.16 s", "4.30 s", "1 wait after 10.0 s"):
         assert figure in shown.get()
-    assert "2 starvation_releases, hold_seconds of 2 with a mean of 4.10 s" in page_says(
+    assert "2 starvation_releases, hold_seconds of 2 with a mean of 4.10 s" in format_metrics(
         "x", TOTALS
     )
 

@@ -14,7 +14,16 @@ import pytest
 from rich.console import Console
 
 from benchmarks import two_tools
-from benchmarks.two_tools import EXACTLY, LATENCIES, RATES, Figure, Load, added, figures, table
+from benchmarks.two_tools import (
+    EXACTLY,
+    LATENCIES,
+    RATES,
+    Figure,
+    Load,
+    figures,
+    read_rounds,
+    table,
+)
 from tests.bench.fake_openai import FakeOpenAI
 from tests.cli.bench.test_bench import running
 
@@ -53,12 +62,12 @@ def test_every_figure_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rounds_are_added_to_rounds_of_the_same_load(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
-    assert added(path, LOAD) == {"ours": [], "theirs": []}
+    assert read_rounds(path, LOAD) == {"ours": [], "theirs": []}
     kept = {"ours": [figures_of(1.0)], "theirs": [figures_of(2.0)]}
     path.write_text(json.dumps({"load": asdict(LOAD), "rounds": kept}))
-    assert added(path, LOAD) == kept
+    assert read_rounds(path, LOAD) == kept
     with pytest.raises(SystemExit, match="of another load"):
-        added(path, Load("", "tiny", 100, 20.0, 200, 32))
+        read_rounds(path, Load("", "tiny", 100, 20.0, 200, 32))
 
 
 @pytest.mark.parametrize("loop", [["--request-rate", "100"], ["--concurrency", "2"]])

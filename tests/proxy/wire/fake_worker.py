@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
         self._buffer += data
         if (slow := self.worker.slow_wire) is not None:
             self._stop_reading()
-            asyncio.get_running_loop().call_later(slow.gap_s, self._read_on)
+            asyncio.get_running_loop().call_later(slow.gap_s, self._resume_reading)
         if self.worker.cuts_left and len(self._buffer) > self.worker.cut_after:
             self.worker.cuts_left -= 1
             self.reset()

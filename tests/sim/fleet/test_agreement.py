@@ -11,14 +11,14 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.agreement import (
+    CASES,
     FAR_ON,
     GROWING,
     TIME,
-    WAYS,
-    both,
     by_job,
-    crowd,
+    draw_jobs,
     figures,
+    play_both,
 )
 from tests.sim.making import ends, firsts, run, worker
 from vllm_sched.sim.engines.exact_engine import ExactEngine
@@ -26,11 +26,11 @@ from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.types import Job
 
 
-@pytest.mark.parametrize("name", [*WAYS, *FAR_ON])
+@pytest.mark.parametrize("name", [*CASES, *FAR_ON])
 def test_fluid_engine_is_close_to_a_real_scheduler(name: str) -> None:
-    way = (WAYS | FAR_ON)[name]
-    exact, plain = both(way)
-    assert plain == pytest.approx(exact, rel=way.near)
+    case = (CASES | FAR_ON)[name]
+    exact, fluid = play_both(case)
+    assert fluid == pytest.approx(exact, rel=case.tolerance)
 
 
 CHUNKS = ("chunk_budget",)
@@ -66,7 +66,7 @@ def test_merged_steps_keep_gaps_within_the_target(
         (apart * at, replace(each, prompt_tokens=2 * each.prompt_tokens, shared=shared))
         if each.prompt_tokens >= 4000
         else (apart * at, each)
-        for at, each in crowd(100)
+        for at, each in draw_jobs(100)
     ]
     truly = run(ExactEngine(model), jobs)
     exact, ticks = figures(truly, jobs), by_job(truly).values()
