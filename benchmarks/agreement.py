@@ -85,13 +85,19 @@ H100_CURVE: Final = of_profile("h100-8b")
 H100: Final = replace(H100_CURVE, time=LINEAR_8B)
 FAR_ON = {
     "8B on an H100, long_prompt": PolicyCase(0.35, LONGS, machine=H100, longer=10, apart=6),
-    "8B on an H100, and chunk_budget": PolicyCase(0.1, CHUNKS_TOO, machine=H100, longer=10, apart=6),
-    "8B on an H100 as fitted, long_prompt": PolicyCase(0.5, LONGS, machine=H100_CURVE, longer=10, apart=6),
+    "8B on an H100, and chunk_budget": PolicyCase(
+        0.1, CHUNKS_TOO, machine=H100, longer=10, apart=6
+    ),
+    "8B on an H100 as fitted, long_prompt": PolicyCase(
+        0.5, LONGS, machine=H100_CURVE, longer=10, apart=6
+    ),
     "8B on an H100 as fitted, and chunk_budget": PolicyCase(
         0.1, CHUNKS_TOO, machine=H100_CURVE, longer=10, apart=6
     ),
     "more to read again, long_prompt": PolicyCase(0.35, LONGS, machine=LATER, longer=2, apart=2),
-    "more to read again, and chunk_budget": PolicyCase(0.2, CHUNKS_TOO, machine=LATER, longer=2, apart=2),
+    "more to read again, and chunk_budget": PolicyCase(
+        0.2, CHUNKS_TOO, machine=LATER, longer=2, apart=2
+    ),
 }
 
 

@@ -139,7 +139,7 @@ async def draw(scheme: str) -> bytes:
         async with browser() as page:
             await page.prefer(color_scheme=scheme)
             await page.goto(app.admin_url)
-            await page.until("statusPage.state === 'up'")
+            await page.wait_until("statusPage.state === 'up'")
             requests = set()
             loop = asyncio.get_running_loop()
             end = loop.time() + LOAD_S

@@ -114,7 +114,7 @@ async def test_killed_process_of_two_is_restarted_under_load(tmp_path: Path) -> 
         assert clients.wrong == []
         assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
         assert clients.outcomes[TORN] <= 2 * CLIENTS
-        assert await soak.calm(port) <= 0
+        assert await soak.wait_idle(port) <= 0
         router.terminate()
         assert await asyncio.wait_for(router.wait(), READY_S) == 0
         assert "Traceback" not in log.read_text()
