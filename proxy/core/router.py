@@ -294,7 +294,7 @@ class Router:
         if free:  # few: the last attempt is whole
             return None
         if len(tried) >= self.settings.max_attempts:
-            why = "it has used all its attempts (router.attempts)"
+            why = "it has used all its attempts (router.retries.attempts)"
             return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
         if self._failed_with_worker(ask, now, tried, after) or self._retries.spend(now):
             return None

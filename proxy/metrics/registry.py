@@ -184,7 +184,7 @@ class Metrics:
         self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
 
     def handover_ended(self, outcome: str) -> None:
-        """Count the outcome of a hand-over or of abandoned blocks; `how` has few values."""
+        """Count the outcome of a hand-over or of abandoned blocks. `outcome` is a label."""
         self.handovers.ended(outcome)
 
     def model_label(self, model: str) -> str:

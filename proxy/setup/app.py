@@ -32,7 +32,7 @@ from proxy.metrics.handovers import FallbackLog
 from proxy.metrics.recent import RecentRequest, RecentRequests
 from proxy.metrics.registry import Metrics
 from proxy.net.tls import ServedContext, check_tls, to_worker
-from proxy.setup.restart_only import as_started, takes_a_restart
+from proxy.setup.restart_only import as_started, restart_only_changes
 from proxy.setup.secrets import SecretKeys
 from proxy.setup.settings import router_settings, specs, wire_settings, worker_spec
 from proxy.setup.tenancy import refuse_anonymous_access, take_tenants
@@ -268,7 +268,7 @@ class App:
 
         `keys` are the file's keys if they are already read.
         """
-        changed = takes_a_restart(config, self._started_with)
+        changed = restart_only_changes(config, self._started_with)
         follows = self.siblings is not None and not self.leads
         try:
             check_tls(config, str(self.source))

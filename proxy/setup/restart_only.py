@@ -68,7 +68,7 @@ def _shown(now: TlsConfig | None, before: TlsConfig | None) -> TlsConfig | None:
     return now
 
 
-def takes_a_restart(config: FleetConfig, started: FleetConfig) -> list[str]:
+def restart_only_changes(config: FleetConfig, started: FleetConfig) -> list[str]:
     """Return the paths of changed settings that need a restart."""
     effective = as_started(config, started)
     changed = [

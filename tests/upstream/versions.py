@@ -1,6 +1,6 @@
 """Run the engine's tests and vLLM's scheduler suites on each tested vLLM, and print a table.
 
-    python -m tests.upstream.versions           # all of seams.TESTED_RELEASES
+    python -m tests.upstream.versions           # all of vllm_compat.TESTED_RELEASES
     python -m tests.upstream.versions 0.33.0
 
 Every version gets an environment in out/versions: vLLM's Python files from its source release, and

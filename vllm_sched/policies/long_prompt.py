@@ -126,7 +126,7 @@ class LongPrompt(Policy):
         # As in V0, in every step; by default only in steps with a long prompt.
         self._shorts_share = settings.max_num_partial_prefills is not None
         self._places = settings.max_long_partial_prefills
-        # An overdue long needs only one of all places.
+        # An overdue long prompt needs one place among all prompts.
         self._places_overdue = max(settings.sharing, self._places + 1)
         self.pace = StepPace()
         self._pacing = LongPacing(settings.long_step_stretch)
@@ -144,7 +144,7 @@ class LongPrompt(Policy):
         self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
         self._prompts = StepPrompts()
         self._division = self._divide()
-        # Counts of held requests are current, or do not matter.
+        # False if the gates must be asked before held requests are counted.
         self._counts_are_current = True
         self._overdue: set[str] = set()  # fronts that may enter after max_wait_s
 

@@ -112,7 +112,7 @@ class LeaseBook:
             ask.bill.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
-        """Return whether its usage may teach."""
+        """Return whether sizes may be learnt from its usage."""
         return now >= lease.worker.pace.end_due
 
     def wants_usage(self, lease: Lease, now: float) -> bool:
@@ -156,7 +156,7 @@ class LeaseBook:
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
         may_learn = self.may_learn(lease, now)
         if usage is not None:
-            # Tenants must not use up each other's chances.
+            # One tenant's requests must not delay learning for another.
             if may_learn or self._sizer.knows_little(lease.ask):
                 self._sizer.learn(lease.ask, usage)
             if may_learn:

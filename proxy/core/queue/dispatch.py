@@ -158,6 +158,6 @@ class DispatchRound:
             if (ended := self._end(ticket)) is not None:
                 return ticket, ended
             misses[place] = misses.get(place, 0) + 1
-            # Batch may have failed for its reserve. Higher classes were tried before.
+            # A batch request may lack only the slots kept free for higher classes.
             least[place] = min(least.get(place, maxsize), needs)
         return None

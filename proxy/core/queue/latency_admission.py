@@ -18,7 +18,7 @@ from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.queue.queue import Queue
 from proxy.core.tenants.tenants import Rank
 
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +62,5 @@ def _judged(target_s: float, wait_s: float, own_s: float) -> Refusal | None:
     for_wait_s = target_s - own_s if own_s < target_s else target_s
     if wait_s <= for_wait_s:
         return None
-    retry_s = min(max(wait_s - for_wait_s, MIN_RETRY_S), MAX_RETRY_S)
+    retry_s = min(max(wait_s - for_wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
     return refusals.too_slow(wait_s + own_s, target_s, retry_s)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import ceil, inf
-from typing import TYPE_CHECKING
 
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts
 from proxy.core.model.types import RequestInfo
@@ -30,11 +29,8 @@ from proxy.core.queue.request_fifo import Place, Turn
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
-if TYPE_CHECKING:
-    pass
-
 RATE_SAMPLE_S = 5.0  # per sample of freed slots
-MAX_RETRY_S = 120
+MAX_RETRY_AFTER_S = 120
 SPARE_DEADLINES = 64  # outdated deadlines before a sweep
 RANKS = tuple(Rank)
 BATCH = Rank.BATCH
@@ -259,4 +255,4 @@ class Queue:
     def retry_after_s(self, now: float) -> int:
         wait = self.wait_s(now, self.length)
         wait = self.max_wait_s if wait is None else wait
-        return min(max(ceil(wait), 1), MAX_RETRY_S)
+        return min(max(ceil(wait), 1), MAX_RETRY_AFTER_S)

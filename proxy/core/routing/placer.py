@@ -151,7 +151,7 @@ class Placer:
     ) -> Decision | None:
         """Choose for a request that waited long for a decode worker."""
         ask, view.candidates = view.ask, candidates
-        # For a mere slot: as a whole request it would wait for the same slot, then stall decodes.
+        # Without the hand-over it would wait for the same slot, and then stall decodes.
         handing.stands = True
         if (decision := self._choose(view)) is not None:
             one_is_ahead = decision.handover is not None and handing.prefill.prefill_tokens > 0

@@ -127,7 +127,7 @@ class Attempt:
         if status == OK and self.handover is None:
             self._head = head  # the body may be one piece
             return
-        if status >= BAD_REQUEST and self._is_retried(now, head):
+        if status >= BAD_REQUEST and self._retry_after_error(now, head):
             return
         handover, cached_tokens = self.handover, None
         if handover is not None:
@@ -143,8 +143,8 @@ class Attempt:
             self._error_body = b""
         self.response = writer_for(owner, head, cached_tokens)
 
-    def _is_retried(self, now: float, head: ResponseHead) -> bool:
-        """Retry after an error; False if the error goes to the client."""
+    def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
+        """Retry after an error. Return False if the error goes to the client."""
         owner, status, handover = self._owner, head.status, self.handover
         if (status >= SERVER_ERROR or status == TOO_MANY_REQUESTS) and status not in NOT_SUPPORTED:
             retry_after_s = head.retry_after_s
@@ -180,7 +180,7 @@ class Attempt:
         handover = self.handover
         if handover is not None and handover.waits and response.status == OK:
             first = handover.first_of(body, ended, self.connection)
-            if first is None or (says_failed(first) and not self._is_final(now)):
+            if first is None or (says_failed(first) and self._retry_failed_transfer(now)):
                 return
             body = first
         if self._error_body is not None:
@@ -224,14 +224,14 @@ class Attempt:
             self._passage = fast_path(owner, lease, response, stream)
         connection.open_fast_path(self._passage)
 
-    def _is_final(self, now: float) -> bool:
-        """Retry a failed transfer as after a 500; True if no worker is left."""
+    def _retry_failed_transfer(self, now: float) -> bool:
+        """Retry as after a 500. Return False if no worker is left."""
         failed, self.response = self.response, None
         refusal = self._owner.try_another(now, Outcome.ERRED, WorkerError.STATUS)
         if refusal is None:
-            return False
+            return True
         self.response, self._owner.last_refusal = failed, refusal
-        return True
+        return False
 
     def _retry_too_long(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
         """Collect a 400, and retry a request that exceeded the worker's context.
@@ -297,7 +297,7 @@ class Attempt:
                 failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
             owner.refuse(now, failed)
             return
-        if self.ends_whole(now):
+        if self.end_complete_stream(now):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
@@ -317,8 +317,8 @@ class Attempt:
 
     # The end
 
-    def ends_whole(self, now: float) -> bool:
-        """End a stream if the client has its last event."""
+    def end_complete_stream(self, now: float) -> bool:
+        """End a stream whose last event the client has. Return whether it is one."""
         owner, response = self._owner, self.response
         if response is None or not response.is_whole:
             return False

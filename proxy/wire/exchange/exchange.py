@@ -229,7 +229,7 @@ class Exchange(AttemptOwner):
     def cut(self, now: float) -> None:
         """End: the router stops."""
         attempt = self._attempt
-        if attempt is not None and attempt.ends_whole(now):
+        if attempt is not None and attempt.end_complete_stream(now):
             return
         self._stop(now)
         response = None if attempt is None else attempt.response
@@ -241,7 +241,7 @@ class Exchange(AttemptOwner):
     def expire(self, now: float) -> None:
         """End the exchange at its time limit."""
         attempt = self._attempt
-        if attempt is not None and attempt.ends_whole(now):
+        if attempt is not None and attempt.end_complete_stream(now):
             return
         self._stop(now)
         refusal = refusals.request_timeout(self._limit_s)

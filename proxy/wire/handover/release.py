@@ -173,7 +173,7 @@ def release_blocks(
     *,
     healthy: bool = True,
 ) -> None:
-    """Free the blocks through this decode worker; if not `well`, through another."""
+    """Free the blocks through this decode worker; if it is not healthy, through another."""
     body = wire.connector.release(taken) if wire.connector is not None else None
     if body is None:
         if taken.params is not None:

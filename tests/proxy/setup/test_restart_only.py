@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.config import FleetConfig, parse
-from proxy.setup.restart_only import as_started, takes_a_restart
+from proxy.setup.restart_only import as_started, restart_only_changes
 
 FLEET = "model: m\nworkers: [{name: a, url: 'http://h:1'}]\n"
 
@@ -22,7 +22,7 @@ def tls(name: str, *, clients: bool = False) -> str:
 def test_unchanged_file_needs_no_restart() -> None:
     started = fleet(f"port: 5, tls: {tls('a')}, admin: {{key_file: /k}}, batches: {{path: /b}}")
     assert as_started(started, started) == started
-    assert takes_a_restart(started, started) == []
+    assert restart_only_changes(started, started) == []
 
 
 def test_changes_that_need_a_restart_are_named() -> None:
@@ -34,7 +34,7 @@ def test_changes_that_need_a_restart_are_named() -> None:
     assert (held.port, held.processes, held.admin.port) == (5, 1, 8001)
     assert (str(held.batches.path), held.batches.concurrency, held.drain_s) == ("/b", 7, 3)
     late = ["router.port", "router.admin", "router.processes", "router.batches.path"]
-    assert takes_a_restart(later, started) == late
+    assert restart_only_changes(later, started) == late
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_certificates_change_at_reload_client_ca_at_restart(
     for block, name in (("tls: {}", "router.tls"), ("admin: {{tls: {}}}", "router.admin")):
         started, later = fleet(block.format(before)), fleet(block.format(now))
         assert as_started(later, started) == fleet(block.format(held))
-        assert takes_a_restart(later, started) == ([] if now == held else [name])
+        assert restart_only_changes(later, started) == ([] if now == held else [name])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_certificates_change_at_reload_client_ca_at_restart(
 def test_admin_key_source_changes_at_reload(before: str, now: str, held: str) -> None:
     started, later = (fleet(f"admin: {{{block}}}") for block in (before, now))
     assert as_started(later, started) == fleet(f"admin: {{{held}}}")
-    assert takes_a_restart(later, started) == ([] if now == held else ["router.admin"])
+    assert restart_only_changes(later, started) == ([] if now == held else ["router.admin"])
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_launch_settings_of_a_worker_change_at_restart(
         return FleetConfig.model_validate({"model": "m", "workers": [worker | rest]})
 
     late = [] if field is None else [f"workers[0].{field}"]
-    assert takes_a_restart(fleet_with(**change), fleet_with()) == late
+    assert restart_only_changes(fleet_with(**change), fleet_with()) == late

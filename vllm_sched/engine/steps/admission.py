@@ -23,7 +23,7 @@ OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
 
 
 class Admission:
-    """The waiting queue, and its rules by the policies."""
+    """The waiting queue, with the rules of the policies."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Admission:
 
     def ask_gates(self) -> None:
         """Count the held requests of each lane, unless the counts are recent."""
-        # They are if vLLM looked for a request in the step before. With one policy with gates no
-        # request is held by another policy.
+        # Counts are recent if vLLM looked for a request in the last step. With a single policy
+        # that has gates, no other policy holds a request.
         if (
             len(self._hooks.gate) > 1
             and not self.queue.offered
