@@ -1,9 +1,8 @@
-"""Tests side by side: `--processes N` forks this process once all tests are collected.
+"""Parallel tests: `--processes N` forks this process after all tests are collected.
 
-Collecting takes half a minute of a processor, once, however many processes there are. Each process
-takes small groups of tests, of one file each, from a pipe. It reports through another pipe.
-One more process runs the tests that are marked `engine` or `browser`, which share what they start:
-engines are mostly idle.
+Collection takes half a minute of CPU time, once for all processes. Each process reads the numbers
+of small groups of tests from a pipe, and sends its reports through another pipe. Tests marked
+`engine` or `browser` run afterwards in this process, alone on the machine.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import struct
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
 from typing import Any
 
 import pytest
 
-GROUP_TESTS = 16  # at most, so that none is long
+MAX_GROUP_TESTS = 16  # short groups end at about the same time
 ALONE = ("engine", "browser")
 NUMBER = struct.Struct("I")
 
@@ -32,61 +30,57 @@ Group = list[pytest.Item]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption("--processes", type=int, default=0, help="run tests in so many processes")
+    parser.addoption("--processes", type=int, default=0, help="number of processes")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the tests of engines and browsers in one process, and the others in `count` more."""
+    """Run the parallel tests, then the others one by one."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    left = session.items
-    while left:
-        alone: Group = []
-        shared: Group = []
-        for each in left:
-            (alone if any(map(each.get_closest_marker, ALONE)) else shared).append(each)
-        queues = [Queue([alone], 1)] if alone else []
-        if shared:
-            queues.append(Queue(list(groups(shared)), count))
-        reported = run(session, queues)
-        # The tests that a process had taken when it died are left.
-        left = [each for each in left if each.nodeid not in reported]
-        assert reported, "processes die outside of tests; their output says why"
+    alone = [item for item in session.items if any(map(item.get_closest_marker, ALONE))]
+    excluded = set(alone)
+    shared = [item for item in session.items if item not in excluded]
+    while shared:
+        reported = run(session, list(groups(shared)), count)
+        # A process that died leaves the rest of its group.
+        shared = [item for item in shared if item.nodeid not in reported]
+        assert reported, "processes die outside of tests; see their output"
+    for item, following in zip_longest(alone, alone[1:]):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        stop_if_requested(session)
     return True
 
 
-def stop_where_asked(session: pytest.Session) -> None:
-    """End the session where a failure or a signal asks for it, as pytest's own loop does."""
+def stop_if_requested(session: pytest.Session) -> None:
+    """End the session after a failure or a signal, as pytest's own loop does."""
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
         raise session.Interrupted(session.shouldstop)
 
 
-@dataclass(frozen=True)
-class Queue:
-    """Groups of tests, and the processes that take them."""
-
-    groups: list[Group]
-    processes: int
-
-
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
-    """Divide tests into groups of one file each."""
-    for _, some in groupby(items, lambda item: item.path):
-        while group := list(islice(some, GROUP_TESTS)):
+    """Yield groups of tests, each of one file."""
+    for _, tests in groupby(items, lambda item: item.path):
+        while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
 
 
-def run(session: pytest.Session, queues: Sequence[Queue]) -> set[str]:
-    """Run all groups, report as each test ends, and return the tests that were reported."""
-    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
+def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set[str]:
+    """Run groups in `count` processes, report each test, and return the ids of all that ran."""
+    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # shared by all
+    numbers, feed = os.pipe()
     gc.collect()
     gc.freeze()
-    running = [process for queue in queues for process in start(session, queue)]
+    running = [
+        Process(session, all_groups, numbers, feed) for _ in range(min(count, len(all_groups)))
+    ]
+    os.close(numbers)
     try:
+        os.write(feed, b"".join(map(NUMBER.pack, range(len(all_groups)))))
+        os.close(feed)
         with selectors.DefaultSelector() as selector:
             for process in running:
                 selector.register(process.reports, selectors.EVENT_READ, process)
@@ -94,7 +88,7 @@ def run(session: pytest.Session, queues: Sequence[Queue]) -> set[str]:
                 for key, _ in selector.select():
                     if not key.data.read(session):
                         selector.unregister(key.fileobj)
-                stop_where_asked(session)
+                stop_if_requested(session)
         return {nodeid for process in running for nodeid in process.reported}
     finally:
         gc.unfreeze()
@@ -102,36 +96,27 @@ def run(session: pytest.Session, queues: Sequence[Queue]) -> set[str]:
             process.end()
 
 
-def start(session: pytest.Session, queue: Queue) -> list[Process]:
-    """Start the processes of a queue and give them its numbers."""
-    numbers, feed = os.pipe()
-    count = min(queue.processes, len(queue.groups))
-    started = [Process(session, queue, numbers, feed) for _ in range(count)]
-    os.close(numbers)
-    os.write(feed, b"".join(map(NUMBER.pack, range(len(queue.groups)))))
-    os.close(feed)
-    return started
-
-
 class Process:
-    """A forked process, as this one sees it."""
+    """The parent's side of a forked process."""
 
-    def __init__(self, session: pytest.Session, queue: Queue, numbers: int, feed: int) -> None:
+    def __init__(
+        self, session: pytest.Session, all_groups: Sequence[Group], numbers: int, feed: int
+    ) -> None:
         self.reported: set[str] = set()
         self._running: tuple[str, Any] | None = None
         self._received = b""
         self._ended = False
-        reports, told = os.pipe()
+        reports, output = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(feed)
             os.close(reports)
-            Child(session, queue, numbers, told).run()
-        os.close(told)
+            Child(session, all_groups, numbers, output).run()
+        os.close(output)
         self.reports = reports
 
     def read(self, session: pytest.Session) -> bool:
-        """Pass on what it reports; return False when there is no more."""
+        """Pass on reports; return False after the last report."""
         read = os.read(self.reports, 1 << 16)
         *lines, self._received = (self._received + read).split(b"\n")
         for line in lines:
@@ -151,7 +136,7 @@ class Process:
                 self._running = (data, tuple(location))
                 config.hook.pytest_runtest_logstart(nodeid=data, location=self._running[1])
             case "report":
-                if isinstance(data["longrepr"], list):  # of a skipped test, to JSON
+                if isinstance(data["longrepr"], list):  # a tuple before JSON, for a skipped test
                     data["longrepr"] = tuple(data["longrepr"])
                 report = config.hook.pytest_report_from_serializable(config=config, data=data)
                 config.hook.pytest_runtest_logreport(report=report)
@@ -160,7 +145,7 @@ class Process:
                 self._running = None
 
     def end(self) -> None:
-        """Wait for its end, after an interrupt where it has not reported everything."""
+        """Wait for the process to end; interrupt it first if it still runs."""
         if not self._ended:
             os.kill(self.pid, signal.SIGINT)
         os.close(self.reports)
@@ -168,20 +153,22 @@ class Process:
 
 
 class Child:
-    """The forked process itself."""
+    """The forked process's own side."""
 
-    def __init__(self, session: pytest.Session, queue: Queue, numbers: int, told: int) -> None:
+    def __init__(
+        self, session: pytest.Session, all_groups: Sequence[Group], numbers: int, output: int
+    ) -> None:
         self._session = session
-        self._queue = queue
+        self._all_groups = all_groups
         self._numbers = numbers
-        self._told = os.fdopen(told, "wb")
+        self._output = os.fdopen(output, "wb")
 
     def run(self) -> None:
-        """Run groups until there are no more, then end."""
+        """Run groups until none is left, then exit."""
         plugins = self._session.config.pluginmanager
         status = 1
         try:
-            # What it prints is captured by itself, and reported by the other process.
+            # This process captures its own output; the parent process reports it.
             capture = plugins.getplugin("capturemanager")
             capture.stop_global_capturing()
             capture.start_global_capturing()
@@ -196,7 +183,7 @@ class Child:
 
     def _run_groups(self) -> None:
         hook, last = self._session.config.hook, None
-        # The next test is known before one ends, so that fixtures both use are kept.
+        # pytest needs the next test, to keep the fixtures that both tests use.
         for item in self._items():
             if last is not None:
                 hook.pytest_runtest_protocol(item=last, nextitem=item)
@@ -206,23 +193,23 @@ class Child:
 
     def _items(self) -> Iterator[pytest.Item]:
         while number := os.read(self._numbers, NUMBER.size):
-            yield from self._queue.groups[NUMBER.unpack(number)[0]]
+            yield from self._all_groups[NUMBER.unpack(number)[0]]
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        """Tell which test begins."""
-        self._tell("start", nodeid, location)
+        """Send the start of a test."""
+        self._send("start", nodeid, location)
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        """Tell that it has ended."""
-        self._tell("finish", nodeid, location)
+        """Send the end of a test."""
+        self._send("finish", nodeid, location)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tell how a part of it ended."""
+        """Send the report of one phase of a test."""
         config = self._session.config
-        self._tell(
+        self._send(
             "report", config.hook.pytest_report_to_serializable(config=config, report=report)
         )
 
-    def _tell(self, *message: Any) -> None:
-        self._told.write(json.dumps(message).encode() + b"\n")
-        self._told.flush()
+    def _send(self, *message: Any) -> None:
+        self._output.write(json.dumps(message).encode() + b"\n")
+        self._output.flush()
