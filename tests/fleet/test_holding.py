@@ -31,7 +31,7 @@ async def routed(worker: Worker) -> AsyncIterator[tuple[AsyncOpenAI, Known]]:
     app = App(parse(json.dumps(fleet), "fleet.yaml"))
     await app.start()
     try:
-        [known] = app.fleet
+        [known] = app.fleet.roster
         async with asyncio.timeout(DEADLINE_S):
             while not known.up or not known.kv_capacity:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.02)

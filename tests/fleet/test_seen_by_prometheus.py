@@ -80,16 +80,16 @@ FAULTS = {
 }
 
 
-def excused() -> set[str]:
+def excused_expressions() -> set[str]:
     """Return the queries that are excused here."""
     (row,) = (row for row in engine.BOARD.rows if row.title == "Single policies")
     others = [panel for panel in row.panels if not panel.title.startswith("long_prompt:")]
     others += [panel for panel in engine.BOARD.panels() if panel.title in ("Chunk budget", "K")]
-    queries = {query.expr for panel in others for query in panel.queries}
+    expressions = {query.expr for panel in others for query in panel.queries}
     for name, value in VARIABLES.items():
-        queries = {expr.replace(name, value) for expr in queries}
+        expressions = {expr.replace(name, value) for expr in expressions}
     faults = [plain(e) for e in queries() if any(part in plain(e) for part in FAULTS)]
-    return {*map(plain, queries), *faults}
+    return {*map(plain, expressions), *faults}
 
 
 class RealScene(Scene):
@@ -148,7 +148,7 @@ async def scene(
 
 
 async def test_every_panel_rule_and_alert_has_data_of_real_workers(scene: Scene) -> None:
-    excuses = excused()
+    excuses = excused_expressions()
     left = {expr: panel for expr, panel in queries().items() if plain(expr) not in excuses}
     assert len(left) > 150
     alerts = {
