@@ -1,8 +1,8 @@
 """Step time with a curve over the tokens of a step.
 
-A step reads the weights once for all its tokens, of prefills and decodes alike. That part bends: at
-few tokens memory is the limit (each expert's weights, in a mixture), at many tokens compute. It is
-linear between the `knots` and after the last; the other terms are `StepTime`'s.
+A step reads the weights once for all its tokens, of prefills and decodes alike. That part is a
+curve: at few tokens memory is the limit (each expert's weights, in a mixture), at many compute. It
+is linear between the `knots` and after the last; the other terms are `StepTime`'s.
 
 How it fails: kernels take up to twice as long one token after a full tile; the curve goes between.
 """
@@ -66,9 +66,7 @@ class CurvedStepTime(StepTime):
         prefill, decodes = shape.prefill_tokens, shape.decodes
         if not prefill and not decodes:
             return 0.0
-        tokens = prefill + decodes
-        at = bisect_right(self.knots, tokens) - 1
-        total = self.knots_s[at] + self._slopes[at] * (tokens - self.knots[at])
+        total = self.tokens_s(prefill + decodes)
         if decodes:
             total += self.decode_fixed_s + self.decode_s * decodes
             total += self.context_s * shape.context_tokens
@@ -109,17 +107,17 @@ class CurvedStepTime(StepTime):
         return StepTime.chunk_seconds(self, chunk) + rise
 
     def near(self, decodes: int, tokens: int) -> StepTime:
-        some = max(decodes, 2)
-        one, low = self.tokens_s(1), self.tokens_s(some)
-        each = max((low - one) / (some - 1), 0.0)
+        decodes = max(decodes, 2)
+        decodes_s = self.tokens_s(decodes)
+        per_decode_s = max((decodes_s - self.tokens_s(1)) / (decodes - 1), 0.0)
         prefill = max(tokens, 1)
-        with_prefill = self.tokens_s(some + prefill)
+        prefill_s = max(self.tokens_s(decodes + prefill) - decodes_s, 0.0)
         return StepTime(
-            decode_fixed_s=self.decode_fixed_s + max(low - each * some, 0.0),
-            decode_s=self.decode_s + each,
+            decode_fixed_s=self.decode_fixed_s + max(decodes_s - per_decode_s * decodes, 0.0),
+            decode_s=self.decode_s + per_decode_s,
             context_s=self.context_s,
-            prefill_fixed_s=self.prefill_fixed_s + low,
-            prefill_s=self.prefill_s + max(with_prefill - low, 0.0) / prefill,
+            prefill_fixed_s=self.prefill_fixed_s + decodes_s,
+            prefill_s=self.prefill_s + prefill_s / prefill,
             pair_s=self.pair_s,
             mixed_s=self.mixed_s,
             floor_s=self.floor_s,

@@ -4,7 +4,7 @@
 with the errors of each fit. `ASSUMED` holds two linear models of publications: both omit attention,
 so do not use them for long prompts.
 
-How it fails: the source adds up the kernels of a step. What a mixed step costs beside them (0 to
+How it fails: the source adds up the kernels of a step. What a mixed step costs besides them (0 to
 six decode steps) is unknown: measure it (`calibrate`) or set `--mixed-ms`.
 """
 
@@ -60,7 +60,7 @@ class NotBuiltInError(UsageError):
 class WorkerSize:
     gpus: int = 1
     gpu_bytes: int  # memory of a GPU
-    other_bytes: int  # of them, for weights and all else beside the KV cache
+    other_bytes: int  # of them, for weights and all else besides the KV cache
     gpu_token_bytes: int  # KV of a token on each GPU
     kv_token_bytes: int  # KV of a token, as transferred between workers
     kv_pieces: int  # contiguous pieces per block

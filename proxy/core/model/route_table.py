@@ -31,7 +31,7 @@ class PromptFields(IntEnum):
 
 
 class ErrorFormat(StrEnum):
-    """The API whose clients read an endpoint's errors."""
+    """The API that defines an endpoint's errors."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"

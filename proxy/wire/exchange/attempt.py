@@ -318,7 +318,7 @@ class Attempt:
     # The end
 
     def end_complete_stream(self, now: float) -> bool:
-        """End a stream whose last event the client has. Return whether it is one."""
+        """End a stream if the client has its last event. Return whether it was ended."""
         owner, response = self._owner, self.response
         if response is None or not response.is_whole:
             return False
