@@ -63,6 +63,21 @@ class Lease:
     `__init__` would not be compiled.
     """
 
+    ahead_tokens: float = 0.0  # prefill tokens ahead, estimated
+    behind_long: float = 0.0  # of these, those of long requests
+    trial: bool = False  # sent on trial to an open breaker
+    decoding_before: int = 0  # samples decoding at the first token
+    seen_tokens: int = 0  # of all samples
+    first_token_at: float | None = None
+    begun_at: float | None = None  # first byte of a tenant's response
+    released: bool = False
+    decoding: int = 0  # samples counted as decoding
+    kv_coming: int = 0  # cache tokens charged until the first token
+    holds: PrefixNode | None = None  # end of the prompt in `Worker.running_prefixes`
+    prefill: Lease | None = None  # prefill leg of a hand-over
+    sent: bool = True  # False on a decode worker until the prefill is done
+    pins: bool = False  # the prefill worker holds blocks
+
     def __init__(
         self,
         ask: RequestInfo,
@@ -82,20 +97,6 @@ class Lease:
         self.prefill_tokens = prefill_tokens  # 0 after the first token
         self.decode_tokens = decode_tokens  # output to come
         self.kv_tokens = kv_tokens  # less the shared part
-        self.ahead_tokens = 0.0  # prefill tokens ahead, estimated
-        self.behind_long = 0.0  # of these, those of long requests
-        self.trial = False  # sent on trial to an open breaker
-        self.decoding_before = 0  # samples decoding at the first token
-        self.seen_tokens = 0  # of all samples
-        self.first_token_at: float | None = None
-        self.begun_at: float | None = None  # first byte of a tenant's response
-        self.released = False
-        self.decoding = 0  # samples counted as decoding
-        self.kv_coming = 0  # cache tokens charged until the first token
-        self.holds: PrefixNode | None = None  # end of the prompt in `Worker.running_prefixes`
-        self.prefill: Lease | None = None  # prefill leg of a hand-over
-        self.sent = True  # False on a decode worker until the prefill is done
-        self.pins = False  # the prefill worker holds blocks
 
     @property
     def under_way(self) -> Lease:
