@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 0.1
 MAX_CONCURRENT = 8
 TRIES, PAUSE_S, LEG_TIMEOUT_S = 3, 1.0, 20.0
+# Between its legs, a try that is cut leaves blocks on the prefill worker until their lease ends.
+FINISH_S = 3.0
 ROUTE = "completions"
 MAX_RESPONSE_BYTES = 8 << 20
 KEY_REQUIRED = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
@@ -96,6 +98,7 @@ class Warmup:
         self._version = -1  # of the fleet, at the last check
         self._left: dict[str, tuple[object, list[Link]]] = {}  # unconnected, by model
         self._again: dict[Link, LinkRetry] = {}  # failed pairs
+        self._tries: set[asyncio.Task[str]] = set()  # in flight
         router.placer.links.are_made = connector.connects
 
     async def run(self) -> None:
@@ -112,9 +115,10 @@ class Warmup:
                             tasks[pair] = asyncio.create_task(self._warm(*pair, session))
                     await asyncio.sleep(CHECK_INTERVAL_S)
             finally:
-                for task in tasks.values():
-                    task.cancel()
-                await asyncio.gather(*tasks.values(), return_exceptions=True)
+                await _cancelled(tasks.values())
+                if self._tries:
+                    await asyncio.wait(self._tries, timeout=FINISH_S)
+                await _cancelled(self._tries)
 
     def _cold(self, now: float) -> Iterator[Link]:
         """Yield the pairs to connect; list all pairs only when the pool changed."""
@@ -152,7 +156,7 @@ class Warmup:
             why = ""
             async with self._room:  # per try, so that a hung worker blocks few others
                 try:
-                    outcome = await self._once(prefill, decode, session)
+                    outcome = await self._shielded(self._once(prefill, decode, session))
                 except NoKeyError as error:
                     outcome, why = NO_KEY, str(error)
                 except HARMLESS as error:
@@ -176,6 +180,13 @@ class Warmup:
             links.unmade(prefill, decode)
             self._counts.barred(prefill.name, decode.name)
         self._log(prefill, decode, outcome, why, self.clock() - started)
+
+    async def _shielded(self, once: Coroutine[Any, Any, str]) -> str:
+        """Run a try that continues if its caller is cancelled."""
+        attempt = asyncio.create_task(once)
+        self._tries.add(attempt)
+        attempt.add_done_callback(self._tries.discard)
+        return await asyncio.shield(attempt)
 
     def _log(self, prefill: Worker, decode: Worker, outcome: str, why: str, seconds: float) -> None:
         link = f"{prefill.name} to {decode.name}"
@@ -245,6 +256,13 @@ class Warmup:
             await _post(session, decode, body, b"warmup")
         except (LegError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return  # a refusal is expected; otherwise the blocks expire
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = [*tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _session() -> aiohttp.ClientSession:

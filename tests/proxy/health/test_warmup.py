@@ -338,7 +338,21 @@ async def test_hung_worker_delays_only_its_own_try(monkeypatch: pytest.MonkeyPat
             assert site.counts.warmups == {"failed": 1, "done": 1}
 
 
-async def test_stop_does_not_wait_for_a_hung_worker() -> None:
+@pytest.mark.parametrize(("name", "role"), [("p0", "prefill"), ("d0", "decode")])
+async def test_stop_lets_a_try_finish(name: str, role: str) -> None:
+    """Otherwise the prefill worker holds the blocks until their lease ends."""
+    opening = asyncio.Event()
+    async with start_site() as site:
+        fake = site.fakes[name]
+        fake.always(scripts.gated(opening, site.kv.worker(fake, role)))
+        async with site.running():
+            await fake.got(1)
+            asyncio.get_running_loop().call_later(0.2, opening.set)
+        assert site.kv.ends() == ["read"]
+
+
+async def test_stop_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FINISH_S", 0.2)
     async with start_site() as site:
         site.kv.inject("d0", *[Faults(before=scripts.stall)] * 2)
         async with asyncio.timeout(10.0), site.running():

@@ -197,7 +197,10 @@ class _Player:
                     return
                 if pause_s:
                     await asyncio.sleep(pause_s)
-                retry_after_s = await self._one(wire, job[0], self._now(), job[1])
+                at = self._now()  # the body or the pause may have taken longer than planned
+                if end is not None and at >= end:
+                    return
+                retry_after_s = await self._one(wire, job[0], at, job[1])
                 pause_s = 0.0 if retry_after_s is None else max(retry_after_s, MIN_RETRY_PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
