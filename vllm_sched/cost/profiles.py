@@ -82,6 +82,7 @@ class Profile:
     errors: Mapping[Kind, FitError] = field(default_factory=dict)  # by kind of step
     key: ProfileKey | None = None
     remark: str = ""
+    flags: tuple[str, ...] = ()  # of vLLM, that the step times hold for
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
@@ -98,6 +99,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
             for kind, e in profile.errors.items()
         },
         **({"remark": profile.remark} if profile.remark else {}),
+        **({"flags": list(profile.flags)} if profile.flags else {}),
     }
 
 
@@ -137,6 +139,7 @@ def measured() -> dict[ProfileKey, Profile]:
                 {kind: FitError(**error) for kind, error in each["errors"].items()},
                 key,
                 each.get("remark", ""),
+                tuple(each.get("flags", ())),
             )
     return found
 
@@ -197,20 +200,46 @@ USAGE: Final = (
 
 def parse_key(text: str) -> ProfileKey | None:
     """Return the key of `model=M,system=S,tp=N,dtype=D`; None for a plain name."""
-    if "=" not in text:
-        return None
-    given = dict(DEFAULTS)
+    return _key(text) if "=" in text else None
+
+
+def _key(text: str) -> ProfileKey:
+    given = DEFAULTS | _parts(text)
+    for name in KEYS:
+        if name not in given:
+            raise UsageError(f"profile {text}: {name} is missing; valid: {_values(name)}")
+    return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
+
+
+def named_by(text: str) -> list[str]:
+    """Return the built-in profiles of `model=M,system=S`; each tp and dtype unless given.
+
+    Another text is returned as it is.
+    """
+    if "=" not in text or (given := _parts(text)).keys() >= set(KEYS):
+        return [text]
+    key = _key(text)
+    found = [
+        each.name
+        for each in measured()
+        if all(str(getattr(each, name)) == value for name, value in given.items())
+    ]
+    if not found:
+        raise UsageError(f"profile {text}: {_mismatch(key, list(measured()))}")
+    return found
+
+
+def _parts(text: str) -> dict[str, str]:
+    given: dict[str, str] = {}
     for part in text.replace(",", " ").split():
         name, _, value = part.partition("=")
         if name not in KEYS or not value:
             raise UsageError(f"profile {text}: {part!r} is not KEY=VALUE of {', '.join(KEYS)}")
         given[name] = value
-    for name in KEYS:
-        if name not in given:
-            raise UsageError(f"profile {text}: {name} is missing; valid: {_values(name)}")
-    if not (given["tp"].isascii() and given["tp"].isdigit() and int(given["tp"])):
-        raise UsageError(f"profile {text}: tp={given['tp']} is not a number of GPUs")
-    return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
+    tp = given.get("tp", "1")
+    if not (tp.isascii() and tp.isdigit() and int(tp)):
+        raise UsageError(f"profile {text}: tp={tp} is not a number of GPUs")
+    return given
 
 
 def find(text: str) -> Profile:

@@ -86,6 +86,7 @@ class WorkerModel:
     kv_pieces: int = 64  # contiguous pieces per block: layers x 2
     transfer: TransferTime = field(default_factory=TransferTime)  # from another worker
     assumed: tuple[str, ...] = ()  # names of sizes with default values
+    flags: tuple[str, ...] = ()  # of vLLM, that `time` holds for
     unread: tuple[str, ...] = ()  # flags that are not simulated
 
     def transfer_s(self, tokens: int) -> float:

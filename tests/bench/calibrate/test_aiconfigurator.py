@@ -117,7 +117,10 @@ def test_a_built_in_one_is_not_sampled_again() -> None:
 
 def test_experts_are_divided_as_they_can_be() -> None:
     found = find_profile("model=acme/Experts,system=h100,tp=2")
-    assert found.what == "acme/Experts on 2 H100, bf16, --enable-expert-parallel"
+    assert found.what == "acme/Experts on 2 H100, bf16"
+    assert found.flags == ("--enable-expert-parallel",)
+    quantized = find_profile("model=acme/Experts,system=h100,tp=2,dtype=fp8")
+    assert quantized.flags == ("--quantization=fp8", "--enable-expert-parallel")
 
 
 @pytest.mark.parametrize(

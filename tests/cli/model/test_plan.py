@@ -120,8 +120,8 @@ def test_exact_plan_uses_real_schedulers_and_prints_no_vllm_logs() -> None:
     words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
     code = (
         "import sys; from vllm_sched.cli.main import main; "
-        "from vllm_sched.sim.planning import plan, trials; "
-        f"plan.MAX_EXACT_REQUESTS = 300; vars(trials).update({SHORT_RUNS}); "
+        "from vllm_sched.sim.planning import exact_check, trials; "
+        f"exact_check.MAX_EXACT_REQUESTS = 300; vars(trials).update({SHORT_RUNS}); "
         "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
@@ -210,6 +210,16 @@ def test_plan_with_a_trace_name_that_is_not_utf8_is_saved(tmp_path: Path) -> Non
         (["--goodput", "speed:1"], "--goodput speed:1: unknown target"),
         ([*TARGETS, "--save", "/nowhere/at/all.yaml"], "there is no folder"),
         ([*TARGETS, "--save", "/"], "/: is a folder; name a file in it"),
+        ([*TARGETS, "--plot", "plan.png"], "the picture is an SVG"),
+        (
+            [*TARGETS, "--profile", "model=llama-3.1-8b,system=b300"],
+            "no built-in profile has system=b300; valid here: a100, b200, h100, h200",
+        ),
+        (
+            [*TARGETS, "--profile", "model=llama-3.1-8b,system=h100,dtype=fp4"],
+            "no built-in profile has dtype=fp4; valid here: bf16, fp8",
+        ),
+        ([*TARGETS, "--profile", "model=llama-3.1-8b"], "system is missing; valid: a100, b200"),
     ],
 )
 def test_invalid_plan_is_refused_in_one_line(
@@ -223,6 +233,54 @@ def test_invalid_plan_is_refused_in_one_line(
     ]
     assert line.startswith("vllm-sched plan: ")
     assert error in line
+
+
+def test_several_machines_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, picture = tmp_path / "fleet.yaml", tmp_path / "plan.svg"
+    names = ["h100-llama-3.1-8b-fp8-tp2", "h100-llama-3.1-8b-fp8-tp1"]
+    files = ["--save", str(path), "--plot", str(picture)]
+    assert main([*PLAN, "--profile", *names, "--policies", "default", *files, *TARGETS]) == 0
+    text = printed(capsys)
+    _, _, table = text.partition("machines, compared coarsely req./s")
+    table, _, rest = table.partition("best: ")
+    assert all(name in table for name in names)
+    assert "all of one profile: h100-llama-3.1-8b-fp8-tp1" in text
+    assert "fp8 weights change a model's responses a little" in text
+    assert re.search(r"GPUs req./s per GPU fleet .* 1 [\d.]+ [\d.]+ 1 general", rest)
+    content = path.read_text()
+    assert f"--gpus=2 --quick --profile {' '.join(names)} --policies default" in content
+    assert "- --quantization=fp8" in content
+    assert "<svg" in picture.read_text()
+    assert f"saved {picture}" in text
+
+
+def test_fewest_gpus_for_a_rate_are_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    asked = ["--workload", "2000x20", "--quick", "--policies", "default", *TARGETS]
+    words = ["plan", "--min-gpus", "--profile", "h100-8b", *asked]
+    assert main(words) == 2
+    assert "--min-gpus: give the rate to serve" in capsys.readouterr().err
+    assert main([*words, "--request-rate", "20", "--save", str(path)]) == 0
+    text = printed(capsys)
+    served = re.search(r"best ([\d.]+) \d+", text)
+    fewer = re.search(r"one GPU fewer: ([\d.]+) requests/s|there is no such fleet", text)
+    assert served
+    assert fewer
+    assert float(served[1]) >= 20
+    assert float(fewer[1] or 0) < 20
+    assert "--min-gpus --profile=h100-8b --request-rate=20" in path.read_text()
+
+
+def test_number_of_gpus_or_min_gpus_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes, error in (([], "one of the arguments --gpus --min-gpus is required"), (
+        ["--gpus", "1", "--min-gpus"], "not allowed with argument --gpus"
+    )):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", "--profile", "h100-8b", *sizes, *TARGETS])
+        assert caught.value.code == 2
+        assert error in capsys.readouterr().err
 
 
 def test_workers_with_several_gpus_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,10 +377,10 @@ def test_interrupted_plan_prints_the_best_so_far(
 def test_interrupted_exact_run_prints_the_fluid_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_sched.sim.planning import plan
+    from vllm_sched.sim.planning import exact_check
 
     monkeypatch.setattr(
-        plan, "play_exactly", interrupting(plan.play_exactly, signal.SIGINT, after=1)
+        exact_check, "play_exactly", interrupting(exact_check.play_exactly, signal.SIGINT, after=1)
     )
     words = ["--policies", "default", "--exact", *TARGETS]
     assert main([*PLAN, *words]) == 130

@@ -104,6 +104,11 @@ def test_unmodelled_flags_are_listed() -> None:
     )
     assert unread("--port", "8001", "-dp=1", "--dtype", "bfloat16", "--no-async-scheduling") == ()
     assert read({})["w0"].unread == ()
+    # A flag that the profile's step times hold for is simulated.
+    assert unread("--quantization=fp8") == ("--quantization",)
+    launch = {"args": ["--quantization=fp8"]}
+    fp8 = {"profile": "h100-llama-3.1-8b-fp8-tp1", "launch": launch}
+    assert read(fp8)["w0"].unread == ()
 
 
 def test_long_prefill_token_threshold_flag_is_read() -> None:

@@ -127,3 +127,10 @@ def test_merged_results_keep_the_worst_queue_growth() -> None:
     assert (whole.all.arrived, whole.all.met, whole.growth) == (20, 16, 0.05)
     assert whole.classes["long"].arrived == 2
     assert (whole.span_s, whole.duration_s, whole.rate) == (2.0, 4.0, 10.0)
+
+
+def test_start_far_below_the_rate_takes_few_runs() -> None:
+    draws = Draws(dict.fromkeys(range(1, 7), 100.0))
+    found = present(draws.highest(20.0))  # 54 rungs below
+    assert 100.0 / RUNG_RATIO < found.rate <= 100.0
+    assert len(draws.played) < 25

@@ -23,7 +23,8 @@ from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
-from vllm_sched.sim.planning import plan as planning
+from vllm_sched.sim.planning import exact_check
+from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import (
     BOTH,
     CHUNKS,
@@ -38,7 +39,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
-from vllm_sched.sim.planning.plan import machine_of, plan, workers_of, write
+from vllm_sched.sim.planning.plan import machine_of, plan
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
@@ -56,7 +57,7 @@ def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
         "source": find(workload),
-        "machine": replace(machine_of("h100-8b")[0], time=LINEAR_8B, transfer=link),
+        "machine": replace(machine_of("h100-8b"), time=LINEAR_8B, transfer=link),
         "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.2, "draws": 3,
     }  # fmt: skip
     return PlanQuestion(**settings | given)
@@ -76,7 +77,7 @@ def assert_no_split_is_better(search: FleetSearch, best: ServedRate, *splits: Fl
 
 
 def test_one_pool_is_best_for_short_prompts() -> None:
-    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2), 3, 1)
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2), 3)
     assert families(found.ranking) == [ONE_POOL, PREFILL_DECODE]  # no boundary to try
     assert found.best.shape.pools == {Role.GENERAL: 3}
     assert present(found.fewer).rate < found.best.rate < present(found.more).rate
@@ -96,7 +97,8 @@ def test_few_very_long_prompts_get_their_own_pool() -> None:
         *(FleetShape(short=3 - n, long=n, short_limit=limit) for n in (1, 2) for limit in limits),
     )  # fmt: skip
     (one_pool,) = (served for served in ranking if served.shape.family == ONE_POOL)
-    assert best.rate > 1.3 * one_pool.rate
+    assert best.rate > 1.2 * one_pool.rate
+    assert one_pool.shares == ()  # far behind: a rough rate, which may be a tenth too high
 
 
 def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
@@ -221,24 +223,22 @@ def test_returned_rate_holds_for_other_draws() -> None:
 def test_search_for_one_more_worker_requires_a_higher_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     search = FleetSearch(question("300x60", "ttft:500"))
     best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
-    calls: list[tuple[str, float, float]] = []
+    tried: list[str] = []
+    rates = {(2, 1): 9.9, (1, 2): 12.0}
 
-    def judged(
-        _search: FleetSearch, shape: FleetShape, start: float, *, least: float = 0.0
+    def served(
+        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
     ) -> ServedRate | None:
-        calls.append((str(shape).partition(";")[0], start, least))
-        return replace(best, shape=shape, rate=12.0) if shape.decode == serves else None
+        tried.append(str(shape).partition(";")[0])
+        rate = rates[shape.prefill, shape.decode]
+        return replace(best, shape=shape, rate=rate) if rate >= least else None
 
-    monkeypatch.setattr(FleetSearch, "judged", judged)
-    serves = 2
+    monkeypatch.setattr(FleetSearch, "rate_of", served)
+    monkeypatch.setattr(FleetSearch, "judged", served)
     found = present(search.more(best, (0.0, 1.0)))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
-    assert calls[:2] == [
-        ("2 prefill + 1 decode", 15.0, 10.0),
-        ("1 prefill + 2 decode", 15.0, 10.0),
-    ]
-    assert all(least > 12.0 for _, _, least in calls[2:])
-    serves = 99
+    assert tried[:2] == ["2 prefill + 1 decode", "1 prefill + 2 decode"]
+    rates[1, 2] = 10.0
     assert search.more(best, (0.0, 1.0)) is None
 
 
@@ -261,10 +261,10 @@ def test_few_long_prompts_are_judged_with_tolerance() -> None:
 # Refusals
 
 
-def refusal(asked: PlanQuestion, gpus: int = 2, gpus_each: int = 1, **given: Any) -> str:
+def refusal(asked: PlanQuestion, gpus: int = 2, **given: Any) -> str:
     """Return the message of the refusal; check that it is one line."""
     with pytest.raises(UsageError) as caught:
-        plan(asked, gpus, gpus_each, **given)
+        plan(asked, gpus, **given)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -346,7 +346,7 @@ def test_rate_beyond_the_gpus_is_refused_with_the_number_needed() -> None:
 
 def test_too_few_gpus_for_a_worker_are_refused() -> None:
     with pytest.raises(UsageError, match="--gpus 3: a worker of h100-70b-tp4 takes 4; give 4"):
-        workers_of(3, 4, "h100-70b-tp4")
+        plan(question("300x60", "ttft:500", machine=machine_of("h100-70b-tp4")), 3)
 
 
 def test_requests_beyond_every_context_are_refused() -> None:
@@ -359,9 +359,9 @@ def test_missing_targets_are_refused() -> None:
 
 
 def test_exact_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "find_spec", lambda _name: None)
+    monkeypatch.setattr(exact_check, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="vLLM is not installed"):
-        planning.require_vllm()
+        exact_check.require_vllm()
 
 
 @pytest.fixture(scope="module")
@@ -382,12 +382,12 @@ def test_exact_run_overrules_the_fluid_ranking(
             return FlowResult(ClassFigures(arrived=1), {}, 0, 1.0, 1.0, QuantileSketch())
         return truly(search, shape, rate)
 
-    truly = planning.play_exactly
+    truly = exact_check.play_exactly
     asked, ranking = plain_plan
-    monkeypatch.setattr(planning, "play_exactly", slower)
-    monkeypatch.setattr(planning, "MAX_EXACT_REQUESTS", 300)
+    monkeypatch.setattr(exact_check, "play_exactly", slower)
+    monkeypatch.setattr(exact_check, "MAX_EXACT_REQUESTS", 300)
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
-    found = plan(asked, 2, 1, exact=True)
+    found = plan(asked, 2, exact=True)
     # The best family of the fluid engine served nothing with real schedulers.
     assert families(found.ranking) == [ONE_POOL]
     (one_pool,) = (each for each in ranking if each.shape.family == ONE_POOL)
@@ -413,7 +413,7 @@ def test_exact_run_uses_fresh_requests_and_reports_progress(
 
     monkeypatch.setattr(PlanQuestion, "schedule", drawn)
     search.tell("before", 0.7)
-    run = planning.play_exactly(search, FleetShape(general=1), 10.0)
+    run = exact_check.play_exactly(search, FleetShape(general=1), 10.0)
     assert run.all.done == 300
     assert draws == [search.question.draws + 1]  # neither a search draw nor a judging draw
     assert {share for _, share in seen} == {0.7}
@@ -435,9 +435,9 @@ def test_exact_run_judges_long_prompts_too(
         )
 
     asked, ranking = plain_plan
-    monkeypatch.setattr(planning, "play_exactly", lambda _search, shape, _rate: starving(shape))
+    monkeypatch.setattr(exact_check, "play_exactly", lambda _search, shape, _rate: starving(shape))
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
-    found = plan(asked, 2, 1, exact=True)
+    found = plan(asked, 2, exact=True)
     assert families(found.ranking) == [ONE_POOL]
     proofs = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
     assert proofs == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
@@ -454,7 +454,7 @@ def test_outcomes_are_counted_as_in_the_search() -> None:
         ticks = [10 + ttft, 10 + ttft + gap]
         return Outcome(10.0, "", prompt, 2, ticks=ticks, completed=2, error=error)
 
-    run = planning.count_outcomes(
+    run = exact_check.count_outcomes(
         search,
         [
             answered(300, 0.2), answered(300, 0.3), answered(300, 0.2, error="gone"),
@@ -472,7 +472,7 @@ def test_outcomes_are_counted_as_in_the_search() -> None:
 
 def test_exact_run_that_serves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = FlowResult(ClassFigures(arrived=1), {}, 1, 1.0, 1.0, QuantileSketch())
-    monkeypatch.setattr(planning, "play_exactly", lambda *_: nothing)
+    monkeypatch.setattr(exact_check, "play_exactly", lambda *_: nothing)
     asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
     assert "none of the best fleets has 90% of all" in refusal(asked, 1, exact=True)
 
@@ -489,13 +489,27 @@ LEAST = {ONE_POOL: 1, SHORT_LONG: 2, PREFILL_DECODE: 2, SHORT_APART: 3}
 @pytest.mark.parametrize("family", LEAST)
 @pytest.mark.parametrize("workers", [1, 2, 3, 40])
 def test_shapes_use_all_workers(family: str, workers: int) -> None:
-    tried = list(shapes(family, workers, SEEN, (DEFAULT, BOTH), 50))
+    tried = list(shapes(family, workers, SEEN, 50))
     assert len(set(tried)) == len(tried)
     assert bool(tried) == (workers >= LEAST[family])
     for shape in tried:
         assert shape.workers == workers
         assert shape.family == family
         assert all(count > 0 for count in shape.pools.values())
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 5, 6, 9, 24, 161])
+@pytest.mark.parametrize(("prefill_gpus", "decode_gpus"), [(1, 4), (4, 1), (2, 8)])
+def test_shapes_of_unequal_workers_fit_the_gpus(
+    gpus: int, prefill_gpus: int, decode_gpus: int
+) -> None:
+    seen = replace(SEEN, gpus=decode_gpus, prefill_gpus=prefill_gpus)
+    tried = list(shapes(PREFILL_DECODE, gpus, seen, 50))
+    assert bool(tried) == (gpus >= prefill_gpus + decode_gpus)
+    for shape in tried:
+        taken = shape.prefill * prefill_gpus + shape.decode * decode_gpus
+        assert gpus - decode_gpus < taken <= gpus
+        assert min(shape.prefill, shape.decode) > 0
 
 
 @pytest.mark.parametrize(
@@ -512,9 +526,9 @@ def test_shapes_use_all_workers(family: str, workers: int) -> None:
     ids=str,
 )
 def test_every_shape_is_a_valid_fleet_file(shape: FleetShape, tmp_path: Path) -> None:
-    machine, gpus = machine_of("h100-70b-tp4")
+    machine = machine_of("h100-70b-tp4")
     path = tmp_path / "fleet.yaml"
-    path.write_text(yaml.safe_dump(shape.to_fleet(machine, "m", gpus)))
+    path.write_text(yaml.safe_dump(shape.to_fleet("m", machine)))
     config = read(path)
     assert not [*narrow(config), *unshared(config)]
     placed = shape.placed(machine)
@@ -554,7 +568,7 @@ def test_policy_without_effect_is_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(FleetSearch, "rate_of", rough)
     monkeypatch.setattr(FleetSearch, "judged", exact)
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    (best,) = search.family(ONE_POOL, 2, (0, 1))
+    best, *_ = search.family(ONE_POOL, 2, (0, 1))
     assert best.shape.policy == DEFAULT
 
 
@@ -580,7 +594,7 @@ def test_best_policy_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # Only policies close to the best are judged, each with its best shape.
     assert best.shape.policy == CHUNKS
-    assert {each.policy for each in judged} == {LONG_PROMPT, CHUNKS, BOTH}
+    assert {each.policy for each in judged} == {CHUNKS, BOTH}
     assert len(judged) <= 5
 
 
@@ -593,7 +607,7 @@ def test_traffic_statistics_match_the_requests() -> None:
 
 
 def test_written_fleet_file_has_its_targets_and_command(tmp_path: Path) -> None:
-    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1), 1, 1)
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1), 1)
     assert [each.shape.family for each in found.ranking] == [ONE_POOL]
     assert found.fewer is None
     path = tmp_path / "fleet.yaml"
@@ -649,15 +663,16 @@ def test_too_many_gpus_are_refused_with_the_largest_number(
 
     monkeypatch.setattr(FleetSearch, "check", begun)
     asked = question("1500x60", "ttft:30000", effort=effort)
+    asked = replace(asked, machine=replace(asked.machine, gpus=gpus_each))
     with pytest.raises(UsageError, match="one simulation") as caught:
-        plan(asked, 1_000_000, gpus_each)
+        plan(asked, 1_000_000)
     named = present(re.search(r"plan for ([\d,]+) at most", str(caught.value)))
     fits = int(named[1].replace(",", ""))
     assert fits % gpus_each == 0
     with pytest.raises(BegunError):
-        plan(asked, fits, gpus_each)
+        plan(asked, fits)
     with pytest.raises(UsageError, match=f"plan for {fits:,} at most"):
-        plan(asked, fits + gpus_each, gpus_each)
+        plan(asked, fits + gpus_each)
     # The plan also plays one more worker.
     search = FleetSearch(asked)
     most = (fits // gpus_each + 1) * search.trials.traffic.most_each
@@ -713,10 +728,10 @@ def test_plan_uses_a_calibration_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     time = {"decode_fixed_s": 0.02, "prefill_fixed_s": 0.02, "prefill_s": 1e-4}
     path.write_text(json.dumps({"step_time": time, "kv_tokens": 50_000}))
-    machine, gpus = machine_of(str(path))
-    assert (gpus, machine.kv_tokens, machine.time.prefill_s) == (1, 50_000, 1e-4)
+    machine = machine_of(str(path))
+    assert (machine.gpus, machine.kv_tokens, machine.time.prefill_s) == (1, 50_000, 1e-4)
     asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.1), machine=machine)
-    found = plan(asked, 1, 1)
+    found = plan(asked, 1)
     fleet = tmp_path / "fleet.yaml"
     write(found, fleet, model="", command="", traffic="")
     assert read(fleet).workers[0].profile == str(path)

@@ -27,6 +27,7 @@ PACKAGE: Final = "aiconfigurator-core"
 BACKEND: Final = "vllm"
 BF16, FP8 = "bf16", "fp8"
 DTYPES: Final = (BF16, FP8)
+EXPERTS: Final = "--enable-expert-parallel"
 MAX_BATCH: Final = 256
 SIZES: Final = (1, 2, 4, 8)  # of a worker, in GPUs
 ExpertLayout: TypeAlias = tuple[int, int] | None  # tensor and expert parallel
@@ -177,12 +178,13 @@ def _profile(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> 
     time = fit(sampled)
     return Profile(
         key.name,
-        _what(key, checkpoint, experts),
+        _what(key, checkpoint),
         f"{PACKAGE} {version()}, {backend(key.system)}",
         time,
         size,
         errors(time, sampled),
         key,
+        flags=_flags(key, checkpoint, experts),
     )
 
 
@@ -206,10 +208,19 @@ def _check(key: ProfileKey) -> None:
         raise UsageError(f"dtype={key.dtype}: unknown; valid: {', '.join(DTYPES)}")
 
 
-def _what(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> str:
+def _what(key: ProfileKey, checkpoint: Checkpoint) -> str:
     on = key.system.upper() if key.tp == 1 else f"{key.tp} {key.system.upper()}"
-    what = f"{checkpoint.name} on {on}, {key.dtype}"
-    return f"{what}, --enable-expert-parallel" if experts and experts[1] > 1 else what
+    return f"{checkpoint.name} on {on}, {key.dtype}"
+
+
+def _flags(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> tuple[str, ...]:
+    """Return vLLM's flags for this worker; an fp8 model is a bf16 checkpoint, if there is one."""
+    if key.model in MODELS:
+        converted = key.dtype == FP8 and BF16 in MODELS[key.model]
+    else:
+        converted = key.dtype == FP8 and not checkpoint.quantized
+    quantized = ("--quantization=fp8",) if converted else ()
+    return (*quantized, EXPERTS) if experts and experts[1] > 1 else quantized
 
 
 def _expert_layouts(checkpoint: Checkpoint, tp: int) -> list[ExpertLayout]:

@@ -1,75 +1,70 @@
-"""`vllm-sched plan`: find the best fleet for a workload and a number of GPUs."""
+"""`vllm-sched plan`: find the best fleet for a workload and a number of GPUs, or for a rate."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.results import goodput
-from vllm_sched.bench.results.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
-from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
-from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.bench import chart
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.model.simulate import EXACT, FLUID, MIXED_HELP
+from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
+from vllm_sched.cli.model.simulate import MIXED_HELP
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
 from vllm_sched.sim.planning import plan as planning
+from vllm_sched.sim.planning.exact_check import require_vllm
+from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
-from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, PlanQuestion
-from vllm_sched.sim.planning.search import SAME
+from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, QUICK_EFFORT, PlanQuestion
 
 if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import TrafficSource
-    from vllm_sched.sim.planning.plan import FleetPlan
     from vllm_sched.sim.planning.search import Tell
 
-EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
 MAX_GPUS: Final = 1_000_000
-UNEVEN_TRACE_RATIO: Final = 1.5  # how much heavier a part of a trace must be for a warning
-# How the judging draws relate to the draws of the search.
-NEW_DRAWS_NOTE: Final = "none of them used in the search"
-TRACE_DRAWS_NOTE: Final = (
-    "which differ only in their gaps and in where they begin in the trace; they share lines with "
-    "each other and with the search"
-)
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "plan",
-        help="find the best fleet for a workload and a number of GPUs",
+        help="find the best fleet for a workload and a number of GPUs, or for a rate",
         description=(
-            "Search by simulation for the pools, sizes, thresholds and policies with which this "
-            "number of GPUs serves the most requests in time."
+            "Search by simulation for the pools, sizes, thresholds and policies with which a "
+            "number of GPUs serves the most requests in time, or for the fewest GPUs that serve a "
+            "rate."
         ),
         allow_abbrev=False,
     )
     add = command.add_argument
     add("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
-    add("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    size = command.add_mutually_exclusive_group(required=True)
+    size.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
+    size.add_argument(
+        "--min-gpus", action="store_true", help="find the fewest GPUs that serve --request-rate"
+    )
     add(
         "--profile",
+        nargs="+",
         required=True,
         metavar="NAME|FILE",
-        help=f"a worker's cost model: {profiles.USAGE}, or a file of `calibrate`",
+        help=f"cost models of workers: {profiles.USAGE}, or files of `calibrate`; of several the "
+        "best is taken; model=M,system=S tries each tp and dtype that is built in, and different "
+        "tp for prefill and decode",
     )
     add(
         "--goodput",
@@ -107,6 +102,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add("--seed", type=int, default=0, help="seed of lengths and times")
     add("--save", type=Path, metavar="FLEET.yaml", help="write the best fleet")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the rate by number of GPUs")
     add("--model", default="", metavar="NAME", help="the model name in the fleet file")
     command.set_defaults(func=run_plan)
 
@@ -114,17 +110,17 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run_plan(args: argparse.Namespace) -> int:
     """Run the command; Ctrl-C shows and saves the best fleet so far."""
     _check(args)
-    machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
+    machines = planning.machines_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
     question = PlanQuestion(
         source=find(args.workload, block_tokens=args.block_tokens),
-        machine=machine,
+        machine=machines[0],
         targets=goodput.parse(args.goodput),
         burstiness=args.burstiness,
         scale=args.scale,
         prefix_hit=args.prefix_hit,
         seed=args.seed,
         policies=tuple(name for name in POLICIES if name in args.policies),
-        effort=1 / 3 if args.quick else 1.0,
+        effort=QUICK_EFFORT if args.quick else 1.0,
         draws=FEW_DRAWS if args.quick else DRAWS,
     )
     console = Console(markup=False)
@@ -132,24 +128,32 @@ def run_plan(args: argparse.Namespace) -> int:
         found = planning.plan(
             question,
             args.gpus,
-            gpus_each,
+            machines=machines,
             rate=args.request_rate,
             exact=args.exact,
             tell=tell,
         )
-    _show(console, found, args)
+    show(console, found, args)
     if args.save:
         command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
-        traffic = shlex.join(_simulate_options(args, found, exact=found.exactly))
+        traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
         with writing(args.save):
-            planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
+            write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        with writing(args.plot):
+            write_whole(args.plot, chart.draw(chart_of(found)))
+        console.print(f"saved {args.plot}", style="dim", highlight=False)
     return 0 if found.stopped_at is None else INTERRUPTED
 
 
 def _check(args: argparse.Namespace) -> None:
-    require_folders(args.save)
-    if abs(args.gpus) > MAX_GPUS:
+    require_folders(args.save, args.plot)
+    if args.plot:
+        chart.check_suffix(args.plot)
+    if args.min_gpus and args.request_rate is None:
+        raise UsageError("--min-gpus: give the rate to serve, as in --request-rate 20")
+    if args.gpus is not None and abs(args.gpus) > MAX_GPUS:
         raise UsageError(f"--gpus: must be at most {MAX_GPUS:,}; give a smaller number")
     for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
@@ -159,46 +163,32 @@ def _check(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )
     if args.exact:
-        planning.require_vllm()
+        require_vllm()
         # vLLM's warnings on this machine do not apply to the simulated one.
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def _plan_options(args: argparse.Namespace) -> list[str]:
-    said = [f"--workload={args.workload}", f"--gpus={args.gpus}", f"--profile={args.profile}"]
+    said = [f"--workload={args.workload}"]
+    said.append("--min-gpus" if args.min_gpus else f"--gpus={args.gpus}")
+    if len(args.profile) == 1:
+        said.append(f"--profile={args.profile[0]}")
     said += [
         f"--{name.replace('_', '-')}={value:g}"
         for name in ("request_rate", "burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
-    said += _lengths(args)
+    said += length_options(args)
     if args.seed:
         said.append(f"--seed={args.seed}")
     said += [f"--{name}" for name in ("exact", "quick") if getattr(args, name)]
+    if len(args.profile) > 1:
+        said += ["--profile", *args.profile]
     if tuple(args.policies) != POLICIES:
         said += ["--policies", *args.policies]
     if args.model:
         said.append(f"--model={args.model}")
     return [*said, "--goodput", *args.goodput]
-
-
-def _simulate_options(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
-    count = EXACT_REQUESTS if exact else found.requests
-    said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
-    said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
-    said += [
-        f"--{name.replace('_', '-')}={value:g}"
-        for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
-        if (value := getattr(args, name)) is not None
-    ]
-    return [*said, *_lengths(args), "--goodput", *args.goodput]
-
-
-def _lengths(args: argparse.Namespace) -> list[str]:
-    said = [] if args.scale == 1 else [f"--scale={args.scale:g}"]
-    if args.block_tokens != BLOCK_TOKENS:
-        said.append(f"--block-tokens={args.block_tokens}")
-    return said
 
 
 @contextmanager
@@ -219,214 +209,3 @@ def _watched(console: Console, question: PlanQuestion) -> Iterator[Tell]:
     with Progress(*columns, console=place, transient=True) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda what, share: progress.update(task, description=what, completed=share)
-
-
-# What is shown
-
-
-def _show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
-    if found.stopped_at is not None:
-        console.print(
-            f"interrupted at {found.stopped_at:.0%}: these are the best fleets so far; others may "
-            "serve more",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(
-        f"{found.question.source.name}, prompts of {found.prompt:,.0f} and outputs of "
-        f"{found.output:,.0f} tokens on average, on {format_count(args.gpus, 'GPU')} as "
-        f"{format_count(found.best.shape.workers, 'worker')}, all of one profile: "
-        f"{found.question.machine.profile}",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for line, style in _of_trace(found.question.source):
-        console.print(line, style=style, highlight=False, soft_wrap=True)
-    for at, served in enumerate(found.ranking):
-        line = f"{_place(at) + ':':<11}{served.shape}"
-        console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
-    console.print(_fleets(found))
-    rates = [served.rate for served in found.ranking]
-    if rates != sorted(rates, reverse=True):
-        console.print(
-            f"rates within {SAME:.0%} count as equal: the simpler fleet comes first",
-            style="dim",
-            highlight=False,
-        )
-    if left := args.gpus - found.best.shape.workers * found.gpus_each:
-        console.print(
-            f"{left} of {args.gpus} GPUs are unused: a worker takes {found.gpus_each}",
-            style="yellow",
-            highlight=False,
-        )
-    for line in _otherwise(found, args.request_rate):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(_capacity(found))
-    machine = found.question.machine
-    if machine.assumed:
-        taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
-        console.print(
-            f"{machine.profile} does not contain these sizes; assumed: {taken}; add them "
-            "to the file",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
-    for line in _judged_by(found, args):
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
-
-
-def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
-    """Yield lines on how the fleets were judged, and the command that checks the best."""
-    question = found.question
-    if not found.exactly:
-        of_trace = isinstance(question.source, Sampled)
-        seen = TRACE_DRAWS_NOTE if of_trace else NEW_DRAWS_NOTE
-        yield (
-            f"each rate is the highest with {question.share:.0%} in time in each of "
-            f"{question.draws} draws of {found.requests:,} requests, {seen}"
-        )
-        yield (
-            f"a further draw{' of this trace' * of_trace} has the same share in time with a "
-            f"probability of about {question.draws} in {question.draws + 1}"
-            + ("; this does not cover another day's traffic" if of_trace else "")
-        )
-    yield (
-        f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
-        "simulators and of real machines differ, most of all near the limit: see "
-        "docs/evaluation.md"
-    )
-    if found.exactly:
-        yield (
-            "order and rates are from vLLM's own schedulers (the exact engine), with one more "
-            "draw; those for a worker more or fewer are plain, with the same correction"
-        )
-        return
-    fleet = args.save or "FLEET.yaml"
-    command = ["vllm-sched", "simulate", str(fleet), *_simulate_options(args, found, exact=True)]
-    saved = "" if args.save else " (--save FLEET.yaml writes it)"
-    what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
-    asked = "vLLM's own schedulers were not used"
-    if found.exact:
-        asked = "vLLM's own schedulers were not used for all fleets"
-    yield f"{asked}; to play the best fleet with them{what}{saved}:"
-    yield f"    {shlex.join(command)}"
-
-
-def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
-    """Yield lines on the part of a trace that was played; none for other workloads."""
-    if not isinstance(source, Sampled):
-        return
-    yield (
-        f"{source.held:,} of its {source.lines:,} lines, in stretches from all parts of the file; "
-        "the gaps between requests are drawn (--burstiness), not those of the trace",
-        "dim",
-    )
-    if source.heaviest >= UNEVEN_TRACE_RATIO:
-        yield (
-            f"the load of {source.name} varies: requests in the heaviest fifth of the file are "
-            f"{source.heaviest:.2g} times the mean, and need that much more at the same rate; to "
-            "be safe, plan for that part alone",
-            "yellow",
-        )
-
-
-def _fleets(found: FleetPlan) -> Table:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    layout.add_column("")
-    layout.add_column("req./s", justify="right")
-    drawn = any(served.shares for served in found.ranking)
-    layout.add_column("in time,\neach draw" if drawn else "in time", justify="right")
-    for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
-        layout.add_column(name, justify="right")
-    for at, served in enumerate(found.ranking):
-        figures, gaps = served.run.all, served.run.gaps
-        layout.add_row(
-            _place(at),
-            f"{served.rate:.3g}",
-            _spread(*served.spread),
-            _pair(figures.ttft.quantile(0.5), figures.ttft.quantile(0.99)),
-            _pair(figures.tpot.quantile(0.5), figures.tpot.quantile(0.99)),
-            _pair(gaps.quantile(0.99), gaps.most),
-            style="bold" if not at else "",
-        )
-    return layout
-
-
-def _place(at: int) -> str:
-    return ("best", "runner-up")[at] if at < 2 else "then"
-
-
-def _spread(worst: float, best: float) -> str:
-    """Return a range of shares, or a single share if both ends are equal."""
-    low, high = _percent_rounded_down(worst), _percent_rounded_down(best)
-    return high if low == high else f"{low.removesuffix(' %')}-{high}"
-
-
-def _percent_rounded_down(share: float) -> str:
-    """Return a share rounded down, so that 100 % means that no request was late."""
-    return f"{math.floor(100 * share + 1e-9)} %"
-
-
-def _pair(one: float, other: float) -> str:
-    """Return two latencies with one unit, to keep lines within 80 columns."""
-    unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
-    return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
-
-
-def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
-    each = found.gpus_each
-    unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
-    best = found.best
-    without = {
-        "more": "no fleet here serves more with it; it can stay idle",
-        "fewer": "there is no such fleet",
-    }
-    for what, other in (("more", found.more), ("fewer", found.fewer)):
-        if other is None:
-            yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
-            continue
-        change = other.rate / best.rate - 1
-        size = f"{change:+.0%}" if abs(change) > SAME else "below the search's resolution"
-        yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
-    if each > 1:
-        yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
-    if rate is not None:
-        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of the best fleet's rate"
-    for shape, proof in found.exact.items():
-        least = found.question.share
-        short = " (too few)" if proof.share < least else ""
-        if proof.longest < least:
-            longest = _percent_rounded_down(proof.longest)
-            short += f" ({longest} of the longest prompts, which starve)"
-        yield (
-            f"with vLLM's own schedulers {_percent_rounded_down(proof.share)} of "
-            f"{proof.requests:,} in time at {proof.rate:.3g} req./s{short}: {shape}"
-        )
-
-
-def _capacity(found: FleetPlan) -> Table:
-    capacity, size = found.capacity, found.question.machine.kv_token_bytes
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
-    layout.title = "one worker, calculated"
-    layout.title_style = "bold"
-    layout.add_column("")
-    layout.add_column("", justify="right")
-    limiting = capacity.limiting_prompt
-    where = "never" if limiting is None else f"prompts from {limiting:,} tokens"
-    for name, text in (
-        ("KV cache", f"{capacity.kv_tokens:,} tokens of {size / 1024:.0f} KiB"),
-        ("requests of mean length that fit", f"{capacity.held:,}"),
-        ("prefill of a mean prompt", milliseconds(capacity.prefill_s * 1000)),
-        ("decode step of a full worker", milliseconds(capacity.step_s * 1000)),
-        ("requests/s by its compute", f"{capacity.requests_per_s:.3g}"),
-        ("KV written by its prefill", f"{capacity.kv_bytes_per_s / 1e9:.3g} GB/s"),
-        ("KV moved by its link", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
-        ("transfer of a mean prompt", milliseconds(capacity.transfer_s * 1000)),
-        ("transfer is slower than prefill", where),
-        ("KV of all prompts at the best rate", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
-    ):
-        layout.add_row(name, text)
-    return layout

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -144,6 +144,7 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
             kv_token_bytes=size.kv_token_bytes,
             kv_pieces=size.kv_pieces,
             transfer=transfer_of(size.gpus),
+            flags=found.flags,
         )
     places = [folder / profile for folder in folders or (Path(),)]
     return _calibrated(profile, next((each for each in places if each.exists()), places[-1]))
@@ -226,7 +227,7 @@ def model_of(
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
-        unread=_unread(flags),
+        unread=_unread(flags, machine.flags),
     )
     model = assuming(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
@@ -285,11 +286,12 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
         )
 
 
-def _unread(flags: Mapping[str, str]) -> tuple[str, ...]:
+def _unread(flags: Mapping[str, str], of_profile: Collection[str]) -> tuple[str, ...]:
     named: dict[str, None] = {}
+    known = HARMLESS_FLAGS.union(of_profile)
     for flag, value in flags.items():
         name = flag.partition(".")[0]  # "--object.key"
-        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & HARMLESS_FLAGS:
+        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & known:
             named[name] = None
     return tuple(named)
 

@@ -87,7 +87,12 @@ class CapacitySearch:
             if rung == bottom:
                 return None
             failed, rung, stride = rung, max(rung - stride, bottom), 2 * stride
-        while rung < begin and failed - rung > 1:
+        while rung >= begin and rung + stride < failed:
+            if play(rung + stride, first) is None:
+                failed = rung + stride
+            else:
+                rung, stride = rung + stride, 2 * stride
+        while failed - rung > 1 and failed <= top:
             middle = (rung + failed) // 2
             rung, failed = (rung, middle) if play(middle, first) is None else (middle, failed)
         return self._from(rung, bottom, failed - 1, play)

@@ -24,7 +24,7 @@ def check_feasible(trials: FleetTrials) -> None:
     if fits < question.share:
         raise UsageError(
             f"{question.source.name}: {1 - fits:.0%} of the requests are longer than the "
-            f"{holds:,} tokens that a worker of {question.machine.profile} holds; use a "
+            f"{holds:,} tokens that a worker of {question.profiles} holds; use a "
             "larger machine or a --scale below 1"
         )
     run = trials.play_idle()
@@ -52,7 +52,7 @@ def _infeasible(question: PlanQuestion, run: FlowResult) -> str:
     # Each target may be met, but not all together.
     wanted = f"{' '.join(missed)} at the least" if missed else "looser targets"
     return (
-        f"--goodput: no number of {question.machine.profile} meets it: on an idle worker "
+        f"--goodput: no number of {question.profiles} meets it: on an idle worker "
         f"{math.floor(100 * met)}% of {subject} are in time, and {share:.0%} should be; "
         f"ask for {wanted}"
     )

@@ -87,21 +87,28 @@ class FleetShape:
             return whole
         return min(-(-HEADROOM * self.short_limit // CONTEXT_STEP) * CONTEXT_STEP, whole)
 
-    def placed(self, machine: WorkerModel) -> list[PlacedWorker]:
-        return [
-            PlacedWorker(
-                replace(
-                    machine,
-                    name=f"{role.value}-{index}",
-                    max_model_len=self.context_of(role, machine.max_model_len),
-                    policies=self.policies_of(role),
-                    transfers=role in (Role.PREFILL, Role.DECODE),
-                ),
-                role,
+    def placed(
+        self, machine: WorkerModel, prefill_machine: WorkerModel | None = None
+    ) -> list[PlacedWorker]:
+        """Return the workers; `prefill_machine` is for prefill workers, if it differs."""
+        found: list[PlacedWorker] = []
+        for role, count in self.pools.items():
+            model = prefill_machine or machine if role is Role.PREFILL else machine
+            model = replace(
+                model,
+                max_model_len=self.context_of(role, model.max_model_len),
+                policies=self.policies_of(role),
+                transfers=role in (Role.PREFILL, Role.DECODE),
             )
-            for role, count in self.pools.items()
-            for index in range(count)
-        ]
+            found += [
+                PlacedWorker(replace(model, name=f"{role.value}-{index}"), role)
+                for index in range(count)
+            ]
+        return found
+
+    def gpus(self, machine: WorkerModel, prefill_machine: WorkerModel | None = None) -> int:
+        each = (prefill_machine or machine).gpus
+        return self.prefill * each + (self.workers - self.prefill) * machine.gpus
 
     def settings(self) -> RouterSettings:
         return RouterSettings(
@@ -110,15 +117,17 @@ class FleetShape:
             disaggregate_above=self.disaggregate_above,
         )
 
-    def to_fleet(self, machine: WorkerModel, model: str, gpus: int) -> dict[str, Any]:
+    def to_fleet(
+        self, model: str, machine: WorkerModel, prefill_machine: WorkerModel | None = None
+    ) -> dict[str, Any]:
         workers = [
             {
                 "name": each.model.name,
                 "role": each.role.value,
-                "profile": machine.profile,
-                "launch": _launch(each.model, gpus),
+                "profile": each.model.profile,
+                "launch": _launch(each.model),
             }
-            for each in self.placed(machine)
+            for each in self.placed(machine, prefill_machine)
         ]
         routing: dict[str, Any] = {"policy": "adaptive", "short_limit": self.short_limit}
         if self.prefill and self.disaggregate_above is not None:
@@ -127,9 +136,10 @@ class FleetShape:
         return {"model": model, **transfer, "workers": workers, "routing": routing}
 
 
-def _launch(model: WorkerModel, gpus: int) -> dict[str, Any]:
-    args = [f"--tensor-parallel-size={gpus}"] if gpus > 1 else []
+def _launch(model: WorkerModel) -> dict[str, Any]:
+    args = [f"--tensor-parallel-size={model.gpus}"] if model.gpus > 1 else []
     args += [
+        *model.flags,
         f"--max-model-len={model.max_model_len}",
         f"--max-num-batched-tokens={model.max_num_batched_tokens}",
         f"--max-num-seqs={model.max_num_seqs}",
@@ -144,41 +154,40 @@ def _launch(model: WorkerModel, gpus: int) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficHints:
     boundaries: Mapping[int, float]  # tokens -> share of the work above
-    prefill_share: float  # of the work
+    prefill_share: float  # of the GPUs' work
+    gpus: int = 1  # of a worker
+    prefill_gpus: int = 1  # of a prefill worker
 
 
-def shapes(
-    family: str, workers: int, seen: TrafficHints, policies: tuple[str, ...], itl_ms: int
-) -> Iterator[FleetShape]:
-    """Yield the promising shapes of a family, the likeliest first."""
+def shapes(family: str, gpus: int, seen: TrafficHints, itl_ms: int) -> Iterator[FleetShape]:
+    """Yield the promising splits of a family into pools, the likeliest first."""
+    workers = gpus // seen.gpus
     if family == ONE_POOL:
-        splits = [FleetShape(general=workers, itl_ms=itl_ms)]
+        if workers:
+            yield FleetShape(general=workers, itl_ms=itl_ms)
+    elif family == PREFILL_DECODE:
+        most = (gpus - seen.gpus) // seen.prefill_gpus  # leaves a decode worker
+        if most > 0:
+            for prefills in _near(seen.prefill_share * gpus / seen.prefill_gpus, most + 1):
+                decodes = (gpus - prefills * seen.prefill_gpus) // seen.gpus
+                yield FleetShape(prefill=prefills, decode=decodes, itl_ms=itl_ms)
     elif workers < 2:
         return
     elif family == SHORT_LONG:
-        splits = [
-            FleetShape(short=workers - longs, long=longs, short_limit=limit, itl_ms=itl_ms)
-            for limit, share in seen.boundaries.items()
-            for longs in _near(share * workers, workers)
-        ]
-    elif family == SHORT_APART:
-        # Only two counts per pool: this family has many shapes and is rarely the best.
-        splits = [
-            FleetShape(
-                short=workers - rest, prefill=prefills, decode=rest - prefills,
-                short_limit=limit, itl_ms=itl_ms,
-            )
-            for limit, share in seen.boundaries.items()
-            for rest in [each for each in _near(share * workers, workers) if each > 1][:2]
-            for prefills in _near(seen.prefill_share * rest, rest)[:2]
-        ]  # fmt: skip
+        for limit, share in seen.boundaries.items():
+            for longs in _near(share * workers, workers):
+                yield FleetShape(
+                    short=workers - longs, long=longs, short_limit=limit, itl_ms=itl_ms
+                )
     else:
-        splits = [
-            FleetShape(prefill=prefills, decode=workers - prefills, itl_ms=itl_ms)
-            for prefills in _near(seen.prefill_share * workers, workers)
-        ]
-    for policy in policies:
-        yield from (replace(split, policy=policy) for split in splits)
+        # Only two counts per pool: this family has many shapes and is rarely the best.
+        for limit, share in seen.boundaries.items():
+            for rest in [each for each in _near(share * workers, workers) if each > 1][:2]:
+                for prefills in _near(seen.prefill_share * rest, rest)[:2]:
+                    yield FleetShape(
+                        short=workers - rest, prefill=prefills, decode=rest - prefills,
+                        short_limit=limit, itl_ms=itl_ms,
+                    )  # fmt: skip
 
 
 def _near(wanted: float, workers: int) -> list[int]:

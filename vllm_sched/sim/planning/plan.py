@@ -1,4 +1,4 @@
-"""Plan a fleet for a traffic, a number of GPUs and targets.
+"""Plan a fleet for a traffic, targets, and a number of GPUs or a rate.
 
 The search uses fluid engines (`search`). With vLLM installed, the best fleets may be played again
 and ranked with real schedulers.
@@ -7,67 +7,51 @@ and ranked with real schedulers.
 from __future__ import annotations
 
 import math
-import os
-import shlex
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import yaml
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.compare.report import format_count
-from vllm_sched.bench.results.goodput import Targets
-from vllm_sched.bench.results.trend import Trend
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
+from vllm_sched.cost.profiles import named_by
 from vllm_sched.errors import UsageError
-from vllm_sched.files import write_whole
-from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import assuming, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
+from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly, require_vllm
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
-from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
-from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
+from vllm_sched.sim.planning.machine_choice import (
+    Candidate,
+    compare_machines,
+    fewest,
+    highest,
+    rate_on,
+)
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate
+from vllm_sched.sim.planning.smallest import fewest_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.sim.planning.fleet_shapes import FleetShape
     from vllm_sched.sim.planning.question import PlanQuestion
     from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
-MODEL_NAMES: Final = {
-    "-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "-13b": "facebook/opt-13b",
-    "-70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-}
-# Progress after the search, the exact runs, and the run with one more worker.
-SEARCH_DONE, EXACT_DONE, MORE_DONE = 0.7, 0.8, 0.9
-EXACT_REQUESTS, MAX_EXACT_REQUESTS, EXACT_DURATION_S = 300, 1500, 30.0
-EXACT_TRIES, EXACT_STEP = 5, 0.85
-
-
-class ExactProof(NamedTuple):
-    rate: float
-    share: float  # in time
-    longest: float  # share of the longest prompts, in time or tolerably late
-    requests: int
+# Progress of several machines' comparison, and of the search for the fewest GPUs.
+COMPARED, SIZED = 0.3, 0.5
+# Progress of a plan after the search, the exact runs, and the runs with one worker more and fewer.
+SEARCH_DONE, EXACT_DONE, MORE_DONE, FEWER_DONE = 0.7, 0.8, 0.9, 0.95
+FRONTIER: Final = (0.25, 0.5, 0.75)  # sizes, of the best fleet's
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     question: PlanQuestion
-    gpus_each: int
+    gpus: int
     ranking: list[ServedRate]  # the best of each family, best first
     more: ServedRate | None  # with one more worker; None if it serves no more
     fewer: ServedRate | None  # with one worker fewer; None if there is no such fleet
+    smaller: list[ServedRate]  # fleets of the same kind, much smaller
+    candidates: list[Candidate]  # the machines that were compared, if several were named
     capacity: Capacity
     prompt: float
     output: float
@@ -76,107 +60,70 @@ class FleetPlan:
     exact: dict[str, ExactProof]  # by shape
     exactly: bool = False  # rates are from real schedulers
     stopped_at: float | None = None  # progress at which the user stopped the search
+    by_gpus: bool = False  # the candidates' results are numbers of GPUs, not rates
 
     @property
     def best(self) -> ServedRate:
         return self.ranking[0]
 
     @property
+    def frontier(self) -> list[tuple[int, ServedRate]]:
+        """Fleets of several sizes with their numbers of GPUs, the smallest first."""
+        found = [*self.smaller, self.fewer, self.best, self.more]
+        sized = [(self.gpus_of(each), each) for each in found if each is not None]
+        return sorted(sized, key=lambda pair: pair[0])
+
+    @property
     def prefill_bytes_per_s(self) -> float:
         """Bytes/s of hand-overs at the best rate, if every prompt is handed over."""
         return self.best.rate * self.prompt * self.question.machine.kv_token_bytes
 
+    def gpus_of(self, served: ServedRate) -> int:
+        return served.shape.gpus(*self.question.machines)
+
 
 def machine_of(
     profile: str, bandwidth: float | None = None, mixed_s: float | None = None
-) -> tuple[WorkerModel, int]:
-    machine = assuming(of_profile(profile), bandwidth, mixed_s)
-    return machine, machine.gpus
+) -> WorkerModel:
+    return assuming(of_profile(profile), bandwidth, mixed_s)
 
 
-def workers_of(gpus: int, gpus_each: int, profile: str) -> int:
-    if gpus < gpus_each:
-        raise UsageError(
-            f"--gpus {gpus}: a worker of {profile} takes {gpus_each}; give {gpus_each} or more, or "
-            "another --profile"
-        )
-    return gpus // gpus_each
+def machines_of(
+    profiles: Sequence[str], bandwidth: float | None = None, mixed_s: float | None = None
+) -> list[WorkerModel]:
+    """Return the machines of profiles; `model=M,system=S` names one for each tp and dtype."""
+    names = dict.fromkeys(name for each in profiles for name in named_by(each))
+    return [machine_of(name, bandwidth, mixed_s) for name in names]
 
 
-def plan(
-    question: PlanQuestion,
-    gpus: int,
-    gpus_each: int,
-    *,
-    rate: float | None = None,
-    exact: bool = False,
-    tell: Tell = lambda _what, _share: None,
-) -> FleetPlan:
-    """Return the best fleet, or raise a `UsageError`.
+class ProgressParts:
+    """Passes on progress, and knows the latest."""
 
-    Ctrl-C returns the best fleet so far, if there is one.
-    """
-    if not question.targets:
-        raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
-    workers = workers_of(gpus, gpus_each, question.machine.profile)
-    search = FleetSearch(question, tell)
-    _check_size(search, workers, gpus, gpus_each)
-    known, stopped_at = _Known(), None
-    try:
-        search.tell("an idle worker", 0.0)
-        search.check()
-        known.plainly = search.best(workers, (0.02, SEARCH_DONE))
-        if not known.plainly:
-            raise UsageError(
-                f"--goodput: no fleet of {workers} {question.machine.profile} serves "
-                f"{question.source.name} at any rate; give looser targets"
-            )
-        if rate is not None:
-            _check_rate(rate, known.plainly[0], gpus, gpus_each, question.machine.profile)
-        if exact:
-            require_vllm()
-            known.exactly = _exactly(search, known.plainly, known.proofs)
-        _otherwise(search, known, workers)
-        search.tell("done", 1.0)
-    except KeyboardInterrupt:
-        known.plainly = known.plainly or search.so_far(workers)
-        if not known.plainly:
-            raise
-        stopped_at = search.done
-    plain = known.plain
-    # These rates are from fluid engines: scale them like the best fleet's rate.
-    off = known.ranking[0].rate / plain.rate
-    more, fewer = (
-        each and replace(each, rate=each.rate * off) for each in (known.more, known.fewer)
-    )
-    traffic = search.trials.traffic
-    return FleetPlan(
-        question,
-        gpus_each,
-        known.ranking,
-        more,
-        fewer,
-        replace(
-            Capacity.of(question.machine, traffic.prompt, traffic.output),
-            requests_per_s=traffic.most_each,
-        ),
-        traffic.prompt,
-        traffic.output,
-        search.trials.runs,
-        search.trials.count(plain.rate, fine=True),
-        known.proofs,
-        bool(known.exactly),
-        stopped_at,
-    )
+    def __init__(self, tell: Tell) -> None:
+        self.done = 0.0
+        self._tell = tell
+
+    def part(self, low: float, high: float) -> Tell:
+        """Return a function for the progress of a part."""
+
+        def tell(what: str, share: float) -> None:
+            self.done = low + share * (high - low)
+            self._tell(what, self.done)
+
+        return tell
 
 
 @dataclass(slots=True)
 class _Known:
+    """What is known of one machine's fleets."""
+
+    search: FleetSearch
     plainly: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
     exactly: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
     proofs: dict[str, ExactProof] = field(default_factory=dict)
     more: ServedRate | None = None
     fewer: ServedRate | None = None
+    smaller: list[ServedRate] = field(default_factory=list)
 
     @property
     def ranking(self) -> list[ServedRate]:
@@ -190,24 +137,196 @@ class _Known:
         return replace(best, rate=rate)
 
 
-def _otherwise(search: FleetSearch, known: _Known, workers: int) -> None:
-    plain = known.plain
+def plan(
+    question: PlanQuestion,
+    gpus: int | None = None,
+    *,
+    machines: Sequence[WorkerModel] = (),
+    rate: float | None = None,
+    exact: bool = False,
+    tell: Tell = lambda _what, _share: None,
+) -> FleetPlan:
+    """Return the best fleet, or raise a `UsageError`.
+
+    It has `gpus` GPUs, or as few as serve `rate`. Of several machines the best is taken. Ctrl-C
+    returns the best fleet so far, if there is one.
+    """
+    if not question.targets:
+        raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
+    progress = ProgressParts(tell)
+    if exact:
+        require_vllm()
+    if gpus is not None:
+        machines = _that_fit(machines or [question.machine], gpus)
+    compared = COMPARED if len(machines) > 1 else 0.0
+    candidates, chosen = _choose(question, machines, gpus, rate, progress.part(0.0, compared))
+    begin, sized = compared, gpus is None
+    if gpus is None:
+        if rate is None:
+            raise UsageError("give --gpus, or --min-gpus with a --request-rate")
+        begin = SIZED
+        chosen, gpus = _smallest(chosen, rate, progress.part(compared, SIZED))
+    found: list[_Known] = []
+    stopped_at: float | None = None
+    width = (SEARCH_DONE - begin) / len(chosen)
+    try:
+        for at, each in enumerate(chosen):
+            part = progress.part(begin + at * width, begin + (at + 1) * width)
+            found.append(_Known(FleetSearch(each.question, part)))
+            _find(found[-1], gpus)
+        known = _best(found)
+        while sized and rate is not None and known.plain.rate < rate:
+            gpus += known.search.question.machine.gpus  # not all that serve it were judged
+            _find(known, gpus)
+        if rate is not None:
+            _check_rate(rate, known, gpus)
+        known.search.told = progress.part(0.0, 1.0)
+        if exact:
+            part_done = SEARCH_DONE, EXACT_DONE
+            known.exactly = rank_exactly(known.search, known.plainly, known.proofs, part_done)
+        _find_others(known, gpus)
+        known.search.tell("done", 1.0)
+    except KeyboardInterrupt:
+        if not any(each.plainly for each in found):
+            raise
+        stopped_at = progress.done
+    return replace(_plan_of(_best(found), gpus, candidates, stopped_at), by_gpus=sized)
+
+
+def _best(found: Sequence[_Known]) -> _Known:
+    return max((each for each in found if each.plainly), key=lambda each: each.plain.rate)
+
+
+def _find(known: _Known, gpus: int) -> None:
+    """Find the best fleets of one machine; after Ctrl-C those so far."""
+    search = known.search
+    question = search.question
+    _check_size(search, gpus)
+    try:
+        search.tell("an idle worker", 0.0)
+        search.check()
+        known.plainly = search.best(gpus, (0.02, 1.0))
+    except KeyboardInterrupt:
+        known.plainly = search.so_far(gpus)
+        raise
+    if not known.plainly:
+        raise UsageError(
+            f"--goodput: no fleet of {gpus // question.machine.gpus} {question.profiles} serves "
+            f"{question.source.name} at any rate; give looser targets"
+        )
+
+
+def _find_others(known: _Known, gpus: int) -> None:
+    """Find fleets of other sizes."""
+    search, plain = known.search, known.plain
+    workers, each = plain.shape.workers, search.question.machine.gpus
     known.more = search.more(plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE))
-    known.fewer = search.fewer(plain, (MORE_DONE, 1.0))
-    if known.fewer is None and workers > 1:  # two pools need two workers
-        known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE_DONE, 1.0))), None)
+    known.fewer = search.fewer(plain, (MORE_DONE, FEWER_DONE))
+    if known.fewer is None and workers > 1 and search.question.prefill_machine is None:
+        # Two pools need two workers.
+        fewer = search.family(ONE_POOL, gpus - each, (MORE_DONE, FEWER_DONE))
+        known.fewer = next(iter(fewer), None)
+    sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
+    for size in sorted(sizes):
+        search.tell(f"{format_count(size, 'worker')}", FEWER_DONE)
+        if (served := search.at_size(plain, size - workers)) is not None:
+            known.smaller.append(served)
 
 
-def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) -> None:
+def _plan_of(
+    known: _Known, gpus: int, candidates: list[Candidate], stopped_at: float | None
+) -> FleetPlan:
+    search, plain = known.search, known.plain
+    # These rates are from fluid engines: scale them like the best fleet's rate.
+    off = known.ranking[0].rate / plain.rate
+    more, fewer, *smaller = (
+        each and replace(each, rate=each.rate * off)
+        for each in (known.more, known.fewer, *known.smaller)
+    )
+    traffic = search.trials.traffic
+    capacity = Capacity.of(search.question.machine, traffic.prompt, traffic.output)
+    return FleetPlan(
+        search.question,
+        gpus,
+        known.ranking,
+        more,
+        fewer,
+        [each for each in smaller if each is not None],
+        candidates,
+        replace(capacity, requests_per_s=traffic.most_each),
+        traffic.prompt,
+        traffic.output,
+        search.trials.runs,
+        search.trials.count(plain.rate, fine=True),
+        known.proofs,
+        bool(known.exactly),
+        stopped_at,
+    )
+
+
+# Machines and sizes
+
+
+def _choose(
+    question: PlanQuestion,
+    machines: Sequence[WorkerModel],
+    gpus: int | None,
+    rate: float | None,
+    tell: Tell,
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return all machines as candidates, if there are several, and those to plan in full."""
+    if len(machines) < 2:
+        machine = machines[0] if machines else question.machine
+        return [], [Candidate(replace(question, machine=machine))]
+    if gpus is not None:
+        coarse, best_of = rate_on(gpus), highest
+    elif rate is not None:
+        coarse, best_of = partial(fewest_gpus, rate=rate), fewest
+    else:
+        raise UsageError("give --gpus, or --min-gpus with a --request-rate")
+    candidates = compare_machines(question, machines, coarse, best_of, tell)
+    chosen = best_of(candidates)
+    if not chosen:
+        reasons = "\n".join(f"  {each.question.profiles}: {each.why}" for each in candidates)
+        raise UsageError(f"no machine can serve this traffic:\n{reasons}")
+    return candidates, chosen
+
+
+def _smallest(chosen: Sequence[Candidate], rate: float, tell: Tell) -> tuple[list[Candidate], int]:
+    """Return the machine that needs the fewest GPUs for a rate, and their number."""
+    found: list[tuple[int, Candidate]] = []
+    for at, each in enumerate(chosen):
+        search = FleetSearch(each.question, tell)
+        search.tell("an idle worker", at / len(chosen))
+        search.check()
+        found.append((fewest_gpus(search, rate, int(each.result)), each))
+    gpus, best = min(found, key=lambda pair: pair[0])
+    return [best], gpus
+
+
+def _that_fit(machines: Sequence[WorkerModel], gpus: int) -> list[WorkerModel]:
+    found = [each for each in machines if each.gpus <= gpus]
+    if not found:
+        least = min(each.gpus for each in machines)
+        names = ", ".join(each.profile for each in machines)
+        raise UsageError(
+            f"--gpus {gpus}: a worker of {names} takes {least}; give {least} or more, or another "
+            "--profile"
+        )
+    return found
+
+
+def _check_size(search: FleetSearch, gpus: int) -> None:
     """Refuse a fleet that is too large to simulate, before the search starts."""
-    largest = workers + 1  # the plan includes one more worker
+    each = search.question.machine.gpus
+    largest = gpus // each + 1  # the plan includes one more worker
     most = largest * search.trials.traffic.most_each
     if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MAX_REQUESTS:
         return
-    fits = (largest * MAX_REQUESTS // count - 1) * gpus_each
+    fits = (largest * MAX_REQUESTS // count - 1) * each
     remedy = (
         f"plan for {fits:,} at most, and deploy that fleet several times"
-        if fits >= gpus_each
+        if fits >= each
         else "give a shorter --goodput ttft"
     )
     raise UsageError(
@@ -216,171 +335,14 @@ def _check_size(search: FleetSearch, workers: int, gpus: int, gpus_each: int) ->
     )
 
 
-def _check_rate(rate: float, best: ServedRate, gpus: int, gpus_each: int, profile: str) -> None:
+def _check_rate(rate: float, known: _Known, gpus: int) -> None:
+    best, question = known.plain, known.search.question
     if best.rate >= rate:
         return
     # Linear: larger fleets are at least as efficient.
-    wanted = -(-best.shape.workers * rate // best.rate)
+    wanted = int(-(-best.shape.workers * rate // best.rate)) * question.machine.gpus
     raise UsageError(
-        f"--request-rate {rate:g}: {format_count(gpus, 'GPU')} of {profile} can serve "
-        f"{best.rate:.3g} requests/s ({best.shape}); give about --gpus {int(wanted) * gpus_each}, "
-        "looser targets, or no rate to see that plan"
+        f"--request-rate {rate:g}: {format_count(gpus, 'GPU')} of {question.profiles} can serve "
+        f"{best.rate:.3g} requests/s ({best.shape}); give about --gpus {wanted}, looser targets, "
+        "or no rate to see that plan; --min-gpus finds the number"
     )
-
-
-# With real schedulers
-
-
-def has_vllm() -> bool:
-    return find_spec("vllm") is not None
-
-
-def require_vllm() -> None:
-    if not has_vllm():
-        raise UsageError(
-            "--exact: the exact engine steps vLLM's own schedulers, and vLLM is not installed; "
-            "install it (pip install 'vllm-sched[vllm]') or leave --exact out"
-        )
-
-
-def _exactly(
-    search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
-) -> list[ServedRate]:
-    again: list[ServedRate] = []
-    for at, served in enumerate(ranking):
-        done = SEARCH_DONE + (EXACT_DONE - SEARCH_DONE) * at / len(ranking)
-        search.tell(f"exactly: {served.shape}", done)
-        rate = served.rate
-        run = play_exactly(search, served.shape, rate)
-        for _ in range(EXACT_TRIES - 1):
-            if search.trials.enough(run, brief=True):
-                break
-            rate *= EXACT_STEP
-            run = play_exactly(search, served.shape, rate)
-        proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
-        played[str(served.shape)] = proof
-        if search.trials.enough(run, brief=True):
-            again.append(ServedRate(served.shape, rate, run))
-    if not again:
-        lowest = ", ".join(
-            f"{each.rate:.3g} ({each.share:.0%}, {each.longest:.0%})" for each in played.values()
-        )
-        raise UsageError(
-            f"--exact: with vLLM's own schedulers none of the best fleets has "
-            f"{search.question.share:.0%} of all and of the longest requests in time, at {lowest} "
-            "requests/s; give looser targets, or leave --exact out"
-        )
-    return rank_fleets(again)
-
-
-def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
-    """Play a fleet with real schedulers and a draw that the search has not used."""
-    from proxy.config import FleetConfig
-    from vllm_sched.sim.engines.exact_engine import ExactEngine
-    from vllm_sched.sim.fleet.fleet import SimulatedFleet
-
-    question = search.question
-    config = FleetConfig(**shape.to_fleet(question.machine, "model", question.machine.gpus))
-    models = {each.model.name: each.model for each in shape.placed(question.machine)}
-    fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
-    count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
-
-    def told(_now: float, _sent: int, done: int) -> None:
-        search.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
-
-    told(0.0, 0, 0)
-    played = fleet.play(question.schedule(rate, count, question.draws + 1), told)
-    return count_outcomes(search, played.outcomes, played.duration)
-
-
-def count_outcomes(
-    search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
-) -> FlowResult:
-    total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
-    for each in outcomes:
-        of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
-        for figures in (total, of_class):
-            _count(figures, each, search)
-        for gap in each.itls if each.good else ():
-            gaps.add(gap)
-    span, trend = max((each.at for each in outcomes), default=0.0), Trend()
-    for each in outcomes:
-        if each.good and each.at >= WARM_SHARE * span:
-            trend.add(each.at, each.ttft)
-    refused = total.arrived - total.done
-    return FlowResult(total, classes, refused, span, duration_s, gaps, trend.growth)
-
-
-def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None:
-    figures.arrived += 1
-    if not outcome.good:
-        return
-    targets = search.question.targets
-    met = targets.met_by(outcome)
-    borne = Targets(search.trials.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
-    figures.done += 1
-    figures.met += met
-    figures.kept += met or borne.met_by(outcome)
-    figures.prompt_tokens += outcome.prompt_tokens
-    figures.output_tokens += outcome.completed
-    figures.ttft.add(outcome.ttft)
-    if targets.e2el is not None:
-        figures.e2el.add(outcome.latency)
-    if outcome.tpot is not None:
-        figures.tpot.add(outcome.tpot)
-        figures.longest.add(max(outcome.itls))
-
-
-# Fleet file
-
-
-def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
-    """Return the content of the best fleet's file, which will be in `folder`."""
-    machine = found.question.machine
-    named = (name for part, name in MODEL_NAMES.items() if part in machine.profile)
-    machine = replace(machine, profile=_seen_from(folder, machine.profile))
-    return found.best.shape.to_fleet(machine, model or next(named, "model"), found.gpus_each)
-
-
-def _seen_from(folder: Path, profile: str) -> str:
-    if not profile.endswith(".json") or Path(profile).is_absolute():
-        return profile
-    # Resolve links: `..` of a linked folder is the parent of its target.
-    path = Path(profile)
-    return os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
-
-
-def _unfinished(found: FleetPlan) -> list[str]:
-    if found.stopped_at is None:
-        return []
-    return [
-        f"# The search was interrupted at {found.stopped_at:.0%}: the best that it had judged.",
-        "#",
-    ]
-
-
-def write(found: FleetPlan, path: Path, *, model: str, command: str, traffic: str) -> None:
-    targets = " ".join(
-        f"{name}:{value:g}"
-        for name, value in found.question.targets.as_ms().items()
-        if value is not None
-    )
-    file = shlex.quote(str(path))
-    head = [
-        f"# {found.best.shape}",
-        "#",
-        *_unfinished(found),
-        f"# Planned for {found.question.source.name} within {targets}: serves about "
-        f"{found.best.rate:.3g} requests/s. By",
-        f"#     {command}",
-        "#",
-        f"#     vllm-sched check {file}",
-        f"#     vllm-sched simulate {file} {traffic}",
-        "#",
-        "# To run it give each worker the url where it listens; or, with all GPUs in this machine,",
-        "# its own of them under launch.env (CUDA_VISIBLE_DEVICES), and `vllm-sched up`.",
-    ]
-    content = yaml.safe_dump(fleet_of(found, model, path.parent), sort_keys=False, width=100)
-    text = "\n".join(head) + "\n" + content
-    # The command may contain file names with arbitrary bytes.
-    write_whole(path, text, errors="backslashreplace")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 DRAWS, FEW_DRAWS = 6, 3
+QUICK_EFFORT: Final = 1 / 3  # with few draws
 # Distance between the seeds of draws, far from the seeds that users replay a plan with.
 SEEDS_APART: Final = 1_000_003
 
@@ -27,6 +28,7 @@ SEEDS_APART: Final = 1_000_003
 class PlanQuestion:
     source: TrafficSource
     machine: WorkerModel
+    prefill_machine: WorkerModel | None = None  # of prefill workers, if it differs
     targets: Targets
     burstiness: float | None = None
     scale: float = 1.0
@@ -42,6 +44,21 @@ class PlanQuestion:
         # Sample a trace from the whole file, without end.
         source = without_end(self.source, random.Random(self.seed))
         object.__setattr__(self, "source", source)
+
+    @property
+    def prompt_machine(self) -> WorkerModel:
+        """The machine that computes long prompts."""
+        return self.prefill_machine or self.machine
+
+    @property
+    def machines(self) -> tuple[WorkerModel, WorkerModel | None]:
+        return self.machine, self.prefill_machine
+
+    @property
+    def profiles(self) -> str:
+        if self.prefill_machine is None:
+            return self.machine.profile
+        return f"{self.prefill_machine.profile} for prefill, {self.machine.profile} for decode"
 
     def schedule(self, rate: float, count: int, draw: int = 0) -> Schedule:
         """Return requests at a rate; draw 0 is for the rough search."""

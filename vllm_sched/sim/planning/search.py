@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.sim.planning import capacity_bound
-from vllm_sched.sim.planning.capacity_search import RUNG_RATIO, CapacitySearch
+from vllm_sched.sim.planning.capacity_search import CapacitySearch
 from vllm_sched.sim.planning.feasibility import check_feasible
 from vllm_sched.sim.planning.fleet_shapes import (
     FAMILIES,
@@ -24,6 +24,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
+from vllm_sched.sim.planning.question import FEW_DRAWS, QUICK_EFFORT
 from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials
 
 if TYPE_CHECKING:
@@ -57,21 +58,17 @@ class FleetSearch:
     def __init__(self, question: PlanQuestion, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question
         self.trials = FleetTrials(question, self.note)
-        self._told, self._done = tell, 0.0
-        self._roughly: dict[int, float] = {}  # best rough rate, by number of workers
+        self.told, self._done = tell, 0.0
+        self._roughly: dict[int, float] = {}  # best rough rate, by number of GPUs
         self._judged: list[ServedRate] = []
         self._judge = CapacitySearch(question.draws, self._served_of, self.trials.enough)
 
     def tell(self, what: str, share: float) -> None:
         self._done = share
-        self._told(what, share)
-
-    @property
-    def done(self) -> float:
-        return self._done
+        self.told(what, share)
 
     def note(self, what: str) -> None:
-        self._told(what, self._done)
+        self.told(what, self._done)
 
     def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
         run = self.trials.play(shape, rate, fine=True, draw=draw)
@@ -121,6 +118,9 @@ class FleetSearch:
         self._judged.append(served)
         return served
 
+    def _gpus(self, shape: FleetShape) -> int:
+        return shape.gpus(*self.question.machines)
+
     def _most(self, shape: FleetShape) -> float:
         return shape.workers * self.trials.traffic.most_each
 
@@ -131,57 +131,104 @@ class FleetSearch:
 
     def seen(self) -> TrafficHints:
         traffic, machine = self.trials.traffic, self.question.machine
-        time = machine.time.near(32, machine.max_num_batched_tokens)
+        prompt_machine = self.question.prompt_machine
+        time, prompt_time = (
+            each.time.near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
+        )
         largest = traffic.totals[-1]
         boundaries: dict[int, float] = {}
         for share in BOUNDARY_QUANTILES:
             limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
             if traffic.totals[0] <= limit < min(largest, machine.max_model_len):
                 boundaries[limit] = traffic.above(limit)
-        prefill = capacity_bound.prefill_work(time, traffic.prompt, machine.max_num_batched_tokens)
+        prefill = prompt_machine.gpus * capacity_bound.prefill_work(
+            prompt_time, traffic.prompt, prompt_machine.max_num_batched_tokens
+        )
         steps = max(traffic.output - 1, 0)
         # A decode step is shared by a few tens of requests.
-        decode = steps * (
-            time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32
+        decode = (
+            machine.gpus
+            * steps
+            * (time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32)
         )
         whole = prefill + decode
-        return TrafficHints(boundaries=boundaries, prefill_share=prefill / whole if whole else 0.5)
-
-    def family(self, family: str, workers: int, share: tuple[float, float]) -> list[ServedRate]:
-        """Return the judged fleets of a family, best first; `share` is the range of progress."""
-        tried = shapes(family, workers, self.seen(), self.question.policies, self._itl_ms())
-        # This family has many shapes and is rarely the best: drop it early.
-        floor = self._roughly.get(workers, 0.0) if family == SHORT_APART else 0.0
-        found = self._of_kind(list(tried), share, floor)
-        return rank_fleets(
-            [*found, *(each for best in found[:1] for each in self._thresholds(best))]
+        return TrafficHints(
+            boundaries=boundaries,
+            prefill_share=prefill / whole if whole else 0.5,
+            gpus=machine.gpus,
+            prefill_gpus=prompt_machine.gpus,
         )
 
-    def _of_kind(
+    def family(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
+        """Return the judged fleets of a family, best first; `share` is the range of progress."""
+        half = (share[0] + share[1]) / 2
+        rough = self.roughly(family, gpus, (share[0], half))
+        return self._judge_family(rough, (half, share[1]))
+
+    def roughly(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
+        """Return the rough rates of a family's fleets.
+
+        Each split is tried with the last policy, and the best splits with the others.
+        """
+        splits = list(shapes(family, gpus, self.seen(), self._itl_ms()))
+        # This family has many shapes and is rarely the best: drop it early.
+        floor = self._roughly.get(gpus, 0.0) if family == SHORT_APART else 0.0
+        *others, last = self.question.policies
+        half = (share[0] + share[1]) / 2
+        found = self._tried(
+            [replace(each, policy=last) for each in splits], (share[0], half), floor
+        )
+        best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
+        if not best and not floor:
+            best = splits  # none serves anything with that policy
+        again = [replace(shape, policy=policy) for policy in others for shape in best]
+        floor = max((each.rate for each in found), default=floor)
+        return found + self._tried(again, (half, share[1]), floor)
+
+    def _tried(
         self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
     ) -> list[ServedRate]:
-        """Judge the finalists by rough rate; drop fleets well below `floor`."""
+        """Return rough rates, without those of fleets below `floor` or the best of them."""
         found: list[ServedRate] = []
-        width = (share[1] - share[0]) / (2 * max(len(tried), 1))
         for at, shape in enumerate(tried):
-            self.tell(str(shape), share[0] + at * width)
+            self.tell(str(shape), share[0] + at * (share[1] - share[0]) / len(tried))
             best = max((each.rate for each in found), default=floor)
-            least = best * (1 - SAME)
+            least = max(best, floor) * (1 - SAME)
             start = least or self.trials.worker_rate * shape.workers * 0.5
             if (served := self.rate_of(shape, start, least=least)) is not None:
                 found.append(served)
-                most = max(self._roughly.get(shape.workers, 0.0), served.rate)
-                self._roughly[shape.workers] = most
-        # Simplest first: the others must exceed its rate by `SAME`.
-        finalists = sorted(_finalists(found), key=_plainness)
-        half, judged = (share[0] + share[1]) / 2, list[ServedRate]()
+                gpus = self._gpus(shape)
+                self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
+        return found
+
+    def _judged_of(
+        self, rough: list[ServedRate], share: tuple[float, float], floor: float = 0.0
+    ) -> list[ServedRate]:
+        """Judge the finalists above `floor`, by falling rough rate.
+
+        The rest must exceed the best rate by `SAME`, or be simpler and equal to it.
+        """
+        finalists, judged = _finalists(rough), list[ServedRate]()
+        best: ServedRate | None = None
         for at, each in enumerate(finalists):
-            self.tell(str(each.shape), half + (share[1] - half) * at / len(finalists))
-            least = max((one.rate for one in judged), default=0.0) * (1 + SAME)
+            self.tell(str(each.shape), share[0] + (share[1] - share[0]) * at / len(finalists))
+            least = floor
+            if best is not None:
+                simpler = _plainness(each)[:2] < _plainness(best)[:2]
+                least = best.rate * (1 - SAME if simpler else 1 + SAME)
             again = self.judged(each.shape, least or each.rate * MAX_ROUGH_RATIO, least=least)
             if again is not None:
                 judged.append(again)
+                best = rank_fleets(judged)[0]
         return rank_fleets(judged)
+
+    def _judge_family(
+        self, rough: list[ServedRate], share: tuple[float, float]
+    ) -> list[ServedRate]:
+        found = self._judged_of(rough, share)
+        return rank_fleets(
+            [*found, *(each for best in found[:1] for each in self._thresholds(best))]
+        )
 
     def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
         if not served.shape.prefill:
@@ -198,42 +245,76 @@ class FleetSearch:
         wanted = targets.itl or targets.tpot
         return 100 if wanted is None else max(round(wanted * 1000), 1)
 
-    def best(self, workers: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
+    def best(self, gpus: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
+        """Return the best fleet of each family, best first.
+
+        A family that is far from the best keeps its rough rate, which has no shares by draw.
+        """
         families = self.question.families
-        width = (share[1] - share[0]) / len(families)
-        found = []
+        half = (share[0] + share[1]) / 2
+        width = (half - share[0]) / len(families)
+        rough: list[list[ServedRate]] = []
         for at, family in enumerate(families):
             start = share[0] + at * width
-            found += self.family(family, workers, (start, start + width))[:1]
-        return rank_fleets(found)
+            rough.append(self.roughly(family, gpus, (start, start + width)))
+        promising = sorted(filter(None, rough), key=lambda found: -_most(found))
+        judged: list[ServedRate] = []
+        far: list[ServedRate] = []
+        for at, found in enumerate(promising):
+            start = half + at * width
+            if _most(found) * MAX_ROUGH_RATIO < _most(judged) * (1 - SAME):
+                far.append(max(found, key=lambda each: each.rate))
+            else:
+                judged += self._judge_family(found, (start, start + width))[:1]
+        return rank_fleets(judged) + rank_fleets(far)
 
-    def so_far(self, workers: int) -> list[ServedRate]:
+    def so_far(self, gpus: int) -> list[ServedRate]:
         best: dict[str, ServedRate] = {}
-        for each in rank_fleets([each for each in self._judged if each.shape.workers == workers]):
+        for each in rank_fleets([each for each in self._judged if self._gpus(each.shape) <= gpus]):
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
     def fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
-        return next(iter(self._of_kind(self._alike(served.shape, -1), share)), None)
+        """Return the rate of the same kind of fleet with one worker fewer."""
+        return next(iter(self._of_size(served, -1, share, 0.0)), None)
 
     def more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
-        best: ServedRate | None = None
-        tried = self._alike(served.shape, 1)
-        start = served.rate * (served.shape.workers + 1) / served.shape.workers
-        for at, shape in enumerate(tried):
-            self.tell(str(shape), share[0] + (share[1] - share[0]) * at / len(tried))
-            # Asking for one rung more lets most other shapes fail in one run.
-            least = served.rate if best is None else best.rate * RUNG_RATIO
-            found = self.judged(shape, start if best is None else least, least=least)
-            best = found or best
-        return best
+        found = self._of_size(served, 1, share, served.rate)
+        return next((each for each in found if each.rate > served.rate), None)
+
+    def _of_size(
+        self, served: ServedRate, change: int, share: tuple[float, float], floor: float
+    ) -> list[ServedRate]:
+        half = (share[0] + share[1]) / 2
+        rough = self._tried(self._alike(served.shape, change), (share[0], half), floor)
+        return self._judged_of(rough, (half, share[1]), floor)
+
+    def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
+        """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
+        question = self.question
+        fewer = replace(question, effort=question.effort * QUICK_EFFORT, draws=FEW_DRAWS)
+        search = FleetSearch(fewer, self.told)
+        rough = search._tried(search._alike(served.shape, change), (self._done, self._done))
+        best = max(rough, key=lambda each: each.rate, default=None)
+        return best and search.judged(best.shape, best.rate)
+
+    def serving(self, gpus: int, rate: float) -> ServedRate | None:
+        """Return a fleet that serves a rate, with the last policy; None if no split does."""
+        policy = self.question.policies[-1]
+        for family in self.question.families:
+            for split in shapes(family, gpus, self.seen(), self._itl_ms()):
+                shape = replace(split, policy=policy)
+                self.note(f"{gpus} GPUs: {shape}")
+                if rate > self._most(shape) or self.trials.serves(shape, rate) is None:
+                    continue
+                if (served := self.judged(shape, rate, least=rate)) is not None:
+                    return served
+        return None
 
     def _alike(self, shape: FleetShape, change: int) -> list[FleetShape]:
         """Return fleets of the same kind with `change` more workers, the nearest shapes first."""
-        workers = shape.workers + change
-        if workers < 1:
-            return []
+        gpus = self._gpus(shape) + change * self.question.machine.gpus
         seen, limit = self.seen(), shape.short_limit
         if limit in seen.boundaries:
             seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
@@ -243,8 +324,8 @@ class FleetSearch:
             if count + change > 0
         ]
         others = [
-            replace(each, disaggregate_above=shape.disaggregate_above)
-            for each in shapes(shape.family, workers, seen, (shape.policy,), shape.itl_ms)
+            replace(each, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
+            for each in shapes(shape.family, gpus, seen, shape.itl_ms)
         ]
         return list(dict.fromkeys([*nearest, *others]))
 
@@ -259,6 +340,10 @@ def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
         left.remove(first)
         best_first.append(first)
     return best_first
+
+
+def _most(found: list[ServedRate]) -> float:
+    return max((each.rate for each in found), default=0.0)
 
 
 def _finalists(found: list[ServedRate]) -> list[ServedRate]:

@@ -29,10 +29,12 @@ class TrafficStats:
     most_each: float  # requests/s that one worker can compute with a perfect cache
 
     @classmethod
-    def of(cls, sample: Sequence[Request], machine: WorkerModel) -> TrafficStats:
+    def of(cls, sample: Sequence[Request], *machines: WorkerModel) -> TrafficStats:
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
-        cache = CachedPrefixes(UNLIMITED_TOKENS if machine.prefix_caching else 0)
-        seconds = least_seconds(machine, [_sizes(each, cache) for each in sample])
+        cached = any(machine.prefix_caching for machine in machines)
+        cache = CachedPrefixes(UNLIMITED_TOKENS if cached else 0)
+        sizes = [_sizes(each, cache) for each in sample]
+        seconds = min(least_seconds(machine, sizes) for machine in machines)
         return cls(
             sum(each.prompt_tokens for each in sample) / len(sample),
             sum(each.output_tokens for each in sample) / len(sample),

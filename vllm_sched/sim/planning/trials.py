@@ -47,11 +47,12 @@ class FleetTrials:
     def __init__(self, question: PlanQuestion, note: Callable[[str], None]) -> None:
         self.question = question
         source, machine = question.source, question.machine
+        prompt_machine = question.prompt_machine
         some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
         sample = list(islice(question.shapes(), some))
         if not sample:
             raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
-        self.traffic = traffic = TrafficStats.of(sample, machine)
+        self.traffic = traffic = TrafficStats.of(sample, machine, prompt_machine)
         self.runs = 0
         # Requests/s of one worker, in closed form.
         self.worker_rate = capacity_bound.Capacity.of(
@@ -64,7 +65,7 @@ class FleetTrials:
         @lru_cache(maxsize=65_536)
         def borne_s(prompt: int) -> float:
             alone = capacity_bound.prefill_seconds(
-                machine.time, prompt, machine.max_num_batched_tokens
+                prompt_machine.time, prompt, prompt_machine.max_num_batched_tokens
             )
             return TOLERATED_TTFT_RATIO * alone
 
@@ -101,8 +102,8 @@ class FleetTrials:
         return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
 
     def _flow(self, shape: FleetShape) -> AggregateFlow:
-        machine, targets = self.question.machine, self.question.targets
-        return AggregateFlow(shape.placed(machine), shape.settings(), targets, self.borne_s)
+        workers = shape.placed(*self.question.machines)
+        return AggregateFlow(workers, shape.settings(), self.question.targets, self.borne_s)
 
     def _requests(self, draw: int) -> DrawnRequests:
         if draw not in self._drawn:
@@ -138,7 +139,9 @@ class FleetTrials:
         total = self.count(rate, fine=True)
         requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
         self.runs += 1
-        return self._flow(FleetShape(general=1)).play(requests)
+        split = self.question.prefill_machine is not None
+        shape = FleetShape(prefill=1, decode=1) if split else FleetShape(general=1)
+        return self._flow(shape).play(requests)
 
 
 def _short_to(prompts: Sequence[int]) -> int:

@@ -1,0 +1,320 @@
+"""What `vllm-sched plan` prints and draws."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sched.bench.compare.report import format_count
+from vllm_sched.bench.results.summary import milliseconds
+from vllm_sched.bench.traffic.sampled import Sampled
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.bench import chart
+from vllm_sched.cli.model.simulate import EXACT, FLUID
+from vllm_sched.sim.planning.search import SAME
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import TrafficSource
+    from vllm_sched.sim.planning.plan import FleetPlan
+
+EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
+UNEVEN_TRACE_RATIO: Final = 1.5  # how much heavier a part of a trace must be for a warning
+MAX_SHOWN: Final = 10  # machines
+# How the judging draws relate to the draws of the search.
+NEW_DRAWS_NOTE: Final = "none of them used in the search"
+TRACE_DRAWS_NOTE: Final = (
+    "which differ only in their gaps and in where they begin in the trace; they share lines with "
+    "each other and with the search"
+)
+
+
+def show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
+    if found.stopped_at is not None:
+        console.print(
+            f"interrupted at {found.stopped_at:.0%}: these are the best fleets so far; others may "
+            "serve more",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for line in _head(found):
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+    if found.candidates:
+        console.print(_machines(found))
+    for line, style in _of_trace(found.question.source):
+        console.print(line, style=style, highlight=False, soft_wrap=True)
+    for at, served in enumerate(found.ranking):
+        line = f"{_place(at) + ':':<11}{served.shape}"
+        console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
+    console.print(_fleets(found))
+    rates = [served.rate for served in found.ranking]
+    if rates != sorted(rates, reverse=True):
+        console.print(
+            f"rates within {SAME:.0%} count as equal: the simpler fleet comes first",
+            style="dim",
+            highlight=False,
+        )
+    if left := found.gpus - found.gpus_of(found.best):
+        each = found.question.machine.gpus
+        console.print(
+            f"{left} of {found.gpus} GPUs are unused: a worker takes {each}",
+            style="yellow",
+            highlight=False,
+        )
+    for line in _otherwise(found, args.request_rate):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_frontier(found))
+    console.print(_capacity(found))
+    machine = found.question.machine
+    if machine.assumed:
+        taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
+        console.print(
+            f"{machine.profile} does not contain these sizes; assumed: {taken}; add them "
+            "to the file",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for line in _judged_by(found, args):
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def _head(found: FleetPlan) -> Iterator[str]:
+    question = found.question
+    one = "" if question.prefill_machine else "all of one profile: "
+    yield (
+        f"{question.source.name}, prompts of {found.prompt:,.0f} and outputs of "
+        f"{found.output:,.0f} tokens on average, on {format_count(found.gpus, 'GPU')} as "
+        f"{format_count(found.best.shape.workers, 'worker')}, {one}{question.profiles}"
+    )
+    if "--quantization=fp8" in question.machine.flags:
+        yield (
+            "fp8 weights change a model's responses a little: check their quality, or give "
+            "dtype=bf16"
+        )
+
+
+def _machines(found: FleetPlan) -> Table:
+    """Return the machines that were compared, by their coarse results."""
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    layout.add_column("machines, compared coarsely", overflow="fold")
+    layout.add_column("GPUs" if found.by_gpus else "req./s", justify="right")
+    order = sorted(
+        found.candidates,
+        key=lambda each: (bool(each.why), each.result if found.by_gpus else -each.result),
+    )
+    for each in order[:MAX_SHOWN]:
+        ours = each.question.machines == found.question.machines
+        result = "-" if each.why else f"{each.result:.3g}"
+        layout.add_row(each.question.profiles, result, style="bold" if ours else "")
+    return layout
+
+
+def _frontier(found: FleetPlan) -> Table:
+    """Return the rates of fleets of several sizes."""
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("GPUs", "req./s", "per GPU"):
+        layout.add_column(name, justify="right")
+    layout.add_column("fleet")
+    for gpus, served in found.frontier:
+        layout.add_row(
+            str(gpus), f"{served.rate:.3g}", f"{served.rate / gpus:.3g}", str(served.shape),
+            style="bold" if served is found.best else "",
+        )  # fmt: skip
+    return layout
+
+
+def chart_of(found: FleetPlan) -> chart.Chart:
+    points = [(float(gpus), served.rate) for gpus, served in found.frontier]
+    return chart.Chart(
+        title="Requests in time by number of GPUs",
+        x="GPUs",
+        y="requests/s in time",
+        series=[
+            chart.Series(found.question.profiles, [(0.0, 0.0), *points]),
+            chart.Series("the planned fleet", [(float(found.gpus), found.best.rate)], dots=True),
+        ],
+        subtitle=f"{found.question.source.name}; {found.best.shape}",
+    )
+
+
+def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
+    """Yield lines on how the fleets were judged, and the command that checks the best."""
+    question = found.question
+    if not found.exactly:
+        of_trace = isinstance(question.source, Sampled)
+        seen = TRACE_DRAWS_NOTE if of_trace else NEW_DRAWS_NOTE
+        yield (
+            f"each rate is the highest with {question.share:.0%} in time in each of "
+            f"{question.draws} draws of {found.requests:,} requests, {seen}"
+        )
+        yield (
+            f"a further draw{' of this trace' * of_trace} has the same share in time with a "
+            f"probability of about {question.draws} in {question.draws + 1}"
+            + ("; this does not cover another day's traffic" if of_trace else "")
+        )
+    yield (
+        f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
+        "simulators and of real machines differ, most of all near the limit: see "
+        "docs/evaluation.md"
+    )
+    if found.exactly:
+        yield (
+            "order and rates are from vLLM's own schedulers (the exact engine), with one more "
+            "draw; those for a worker more or fewer are plain, with the same correction"
+        )
+        return
+    fleet = args.save or "FLEET.yaml"
+    command = ["vllm-sched", "simulate", str(fleet), *simulate_options(args, found, exact=True)]
+    saved = "" if args.save else " (--save FLEET.yaml writes it)"
+    what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
+    asked = "vLLM's own schedulers were not used"
+    if found.exact:
+        asked = "vLLM's own schedulers were not used for all fleets"
+    yield f"{asked}; to play the best fleet with them{what}{saved}:"
+    yield f"    {shlex.join(command)}"
+
+
+def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
+    """Yield lines on the part of a trace that was played; none for other workloads."""
+    if not isinstance(source, Sampled):
+        return
+    yield (
+        f"{source.held:,} of its {source.lines:,} lines, in stretches from all parts of the file; "
+        "the gaps between requests are drawn (--burstiness), not those of the trace",
+        "dim",
+    )
+    if source.heaviest >= UNEVEN_TRACE_RATIO:
+        yield (
+            f"the load of {source.name} varies: requests in the heaviest fifth of the file are "
+            f"{source.heaviest:.2g} times the mean, and need that much more at the same rate; to "
+            "be safe, plan for that part alone",
+            "yellow",
+        )
+
+
+def _fleets(found: FleetPlan) -> Table:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    layout.add_column("")
+    layout.add_column("req./s", justify="right")
+    drawn = any(served.shares for served in found.ranking)
+    layout.add_column("in time,\neach draw" if drawn else "in time", justify="right")
+    for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
+        layout.add_column(name, justify="right")
+    for at, served in enumerate(found.ranking):
+        figures, gaps = served.run.all, served.run.gaps
+        layout.add_row(
+            _place(at),
+            f"{served.rate:.3g}",
+            _spread(*served.spread),
+            _pair(figures.ttft.quantile(0.5), figures.ttft.quantile(0.99)),
+            _pair(figures.tpot.quantile(0.5), figures.tpot.quantile(0.99)),
+            _pair(gaps.quantile(0.99), gaps.most),
+            style="bold" if not at else "",
+        )
+    return layout
+
+
+def _place(at: int) -> str:
+    return ("best", "runner-up")[at] if at < 2 else "then"
+
+
+def _spread(worst: float, best: float) -> str:
+    """Return a range of shares, or a single share if both ends are equal."""
+    low, high = _percent_rounded_down(worst), _percent_rounded_down(best)
+    return high if low == high else f"{low.removesuffix(' %')}-{high}"
+
+
+def _percent_rounded_down(share: float) -> str:
+    """Return a share rounded down, so that 100 % means that no request was late."""
+    return f"{math.floor(100 * share + 1e-9)} %"
+
+
+def _pair(one: float, other: float) -> str:
+    """Return two latencies with one unit, to keep lines within 80 columns."""
+    unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
+    return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
+
+
+def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
+    each = found.question.machine.gpus
+    unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
+    if found.question.prefill_machine is not None:
+        unit = "one worker"
+    best = found.best
+    without = {
+        "more": "no fleet here serves more with it; it can stay idle",
+        "fewer": "there is no such fleet",
+    }
+    for what, other in (("more", found.more), ("fewer", found.fewer)):
+        if other is None:
+            yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
+            continue
+        change = other.rate / best.rate - 1
+        size = f"{change:+.0%}" if abs(change) > SAME else "below the search's resolution"
+        yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
+    if each > 1:
+        yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
+    if rate is not None:
+        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of the best fleet's rate"
+    for shape, proof in found.exact.items():
+        least = found.question.share
+        short = " (too few)" if proof.share < least else ""
+        if proof.longest < least:
+            longest = _percent_rounded_down(proof.longest)
+            short += f" ({longest} of the longest prompts, which starve)"
+        yield (
+            f"with vLLM's own schedulers {_percent_rounded_down(proof.share)} of "
+            f"{proof.requests:,} in time at {proof.rate:.3g} req./s{short}: {shape}"
+        )
+
+
+def _capacity(found: FleetPlan) -> Table:
+    capacity, size = found.capacity, found.question.machine.kv_token_bytes
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
+    layout.title = "one worker, calculated"
+    layout.title_style = "bold"
+    layout.add_column("")
+    layout.add_column("", justify="right")
+    limiting = capacity.limiting_prompt
+    where = "never" if limiting is None else f"prompts from {limiting:,} tokens"
+    for name, text in (
+        ("KV cache", f"{capacity.kv_tokens:,} tokens of {size / 1024:.0f} KiB"),
+        ("requests of mean length that fit", f"{capacity.held:,}"),
+        ("prefill of a mean prompt", milliseconds(capacity.prefill_s * 1000)),
+        ("decode step of a full worker", milliseconds(capacity.step_s * 1000)),
+        ("requests/s by its compute", f"{capacity.requests_per_s:.3g}"),
+        ("KV written by its prefill", f"{capacity.kv_bytes_per_s / 1e9:.3g} GB/s"),
+        ("KV moved by its link", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
+        ("transfer of a mean prompt", milliseconds(capacity.transfer_s * 1000)),
+        ("transfer is slower than prefill", where),
+        ("KV of all prompts at the best rate", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
+    ):
+        layout.add_row(name, text)
+    return layout
+
+
+def simulate_options(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
+    count = EXACT_REQUESTS if exact else found.requests
+    said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
+    said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
+    said += [
+        f"--{name.replace('_', '-')}={value:g}"
+        for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
+        if (value := getattr(args, name)) is not None
+    ]
+    return [*said, *length_options(args), "--goodput", *args.goodput]
+
+
+def length_options(args: argparse.Namespace) -> list[str]:
+    said = [] if args.scale == 1 else [f"--scale={args.scale:g}"]
+    if args.block_tokens != BLOCK_TOKENS:
+        said.append(f"--block-tokens={args.block_tokens}")
+    return said

@@ -1,0 +1,135 @@
+"""The best fleets of a plan, played again with vLLM's own schedulers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.trend import Trend
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
+from vllm_sched.sim.planning.search import ServedRate, rank_fleets
+from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_sched.bench.results.outcome import Outcome
+    from vllm_sched.sim.planning.fleet_shapes import FleetShape
+    from vllm_sched.sim.planning.search import FleetSearch
+
+EXACT_REQUESTS, MAX_EXACT_REQUESTS, EXACT_DURATION_S = 300, 1500, 30.0
+EXACT_TRIES, EXACT_STEP = 5, 0.85
+
+
+class ExactProof(NamedTuple):
+    rate: float
+    share: float  # in time
+    longest: float  # share of the longest prompts, in time or tolerably late
+    requests: int
+
+
+def has_vllm() -> bool:
+    return find_spec("vllm") is not None
+
+
+def require_vllm() -> None:
+    if not has_vllm():
+        raise UsageError(
+            "--exact: the exact engine steps vLLM's own schedulers, and vLLM is not installed; "
+            "install it (pip install 'vllm-sched[vllm]') or leave --exact out"
+        )
+
+
+def rank_exactly(
+    search: FleetSearch,
+    ranking: list[ServedRate],
+    played: dict[str, ExactProof],
+    progress: tuple[float, float],
+) -> list[ServedRate]:
+    """Return the fleets that serve their rates, or lower ones, with vLLM's own schedulers."""
+    again: list[ServedRate] = []
+    for at, served in enumerate(ranking):
+        done = progress[0] + (progress[1] - progress[0]) * at / len(ranking)
+        search.tell(f"exactly: {served.shape}", done)
+        rate = served.rate
+        run = play_exactly(search, served.shape, rate)
+        for _ in range(EXACT_TRIES - 1):
+            if search.trials.enough(run, brief=True):
+                break
+            rate *= EXACT_STEP
+            run = play_exactly(search, served.shape, rate)
+        proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
+        played[str(served.shape)] = proof
+        if search.trials.enough(run, brief=True):
+            again.append(ServedRate(served.shape, rate, run))
+    if not again:
+        lowest = ", ".join(
+            f"{each.rate:.3g} ({each.share:.0%}, {each.longest:.0%})" for each in played.values()
+        )
+        raise UsageError(
+            f"--exact: with vLLM's own schedulers none of the best fleets has "
+            f"{search.question.share:.0%} of all and of the longest requests in time, at {lowest} "
+            "requests/s; give looser targets, or leave --exact out"
+        )
+    return rank_fleets(again)
+
+
+def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
+    """Play a fleet with real schedulers and a draw that the search has not used."""
+    from proxy.config import FleetConfig
+    from vllm_sched.sim.engines.exact_engine import ExactEngine
+    from vllm_sched.sim.fleet.fleet import SimulatedFleet
+
+    question = search.question
+    config = FleetConfig(**shape.to_fleet("model", *question.machines))
+    models = {each.model.name: each.model for each in shape.placed(*question.machines)}
+    fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
+    count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
+
+    def told(_now: float, _sent: int, done: int) -> None:
+        search.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
+
+    told(0.0, 0, 0)
+    played = fleet.play(question.schedule(rate, count, question.draws + 1), told)
+    return count_outcomes(search, played.outcomes, played.duration)
+
+
+def count_outcomes(
+    search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
+) -> FlowResult:
+    total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
+    for each in outcomes:
+        of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
+        for figures in (total, of_class):
+            _count(figures, each, search)
+        for gap in each.itls if each.good else ():
+            gaps.add(gap)
+    span, trend = max((each.at for each in outcomes), default=0.0), Trend()
+    for each in outcomes:
+        if each.good and each.at >= WARM_SHARE * span:
+            trend.add(each.at, each.ttft)
+    refused = total.arrived - total.done
+    return FlowResult(total, classes, refused, span, duration_s, gaps, trend.growth)
+
+
+def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None:
+    figures.arrived += 1
+    if not outcome.good:
+        return
+    targets = search.question.targets
+    met = targets.met_by(outcome)
+    borne = Targets(search.trials.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
+    figures.done += 1
+    figures.met += met
+    figures.kept += met or borne.met_by(outcome)
+    figures.prompt_tokens += outcome.prompt_tokens
+    figures.output_tokens += outcome.completed
+    figures.ttft.add(outcome.ttft)
+    if targets.e2el is not None:
+        figures.e2el.add(outcome.latency)
+    if outcome.tpot is not None:
+        figures.tpot.add(outcome.tpot)
+        figures.longest.add(max(outcome.itls))

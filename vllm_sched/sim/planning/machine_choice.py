@@ -1,0 +1,120 @@
+"""Which machines to plan with, of profiles that differ in tensor parallelism and precision.
+
+Each machine gets a coarse rate from a few short runs: one pool, and prefill and decode pools. Of
+the best precision, pairs of machines are tried too, one for prefill and one for decode workers. The
+best are then planned in full.
+
+How it fails: a machine that is good only with pools for short and long prompts may be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.planning.fleet_shapes import ONE_POOL, PREFILL_DECODE
+from vllm_sched.sim.planning.question import QUICK_EFFORT
+from vllm_sched.sim.planning.search import FleetSearch
+
+if TYPE_CHECKING:
+    from vllm_sched.sim.planning.question import PlanQuestion
+    from vllm_sched.sim.planning.search import Tell
+    from vllm_sched.sim.types import WorkerModel
+
+COARSE_FAMILIES: Final = (ONE_POOL, PREFILL_DECODE)
+CLOSE: Final = 0.85  # of the best coarse rate, to be planned in full
+MAX_PLANNED: Final = 2
+QUANTIZATION: Final = "--quantization"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A machine for all workers, or a pair of machines, with its coarse result."""
+
+    question: PlanQuestion
+    result: float = 0.0  # requests/s, or GPUs
+    why: str = ""  # why it serves nothing
+
+
+def compare_machines(
+    question: PlanQuestion,
+    machines: Sequence[WorkerModel],
+    coarse: Callable[[FleetSearch], float],
+    best_of: Callable[[Sequence[Candidate]], list[Candidate]],
+    tell: Tell,
+) -> list[Candidate]:
+    """Return every machine with its result by `coarse`, and pairs of the best precision.
+
+    `coarse` may raise a `UsageError` for a machine that can't serve the traffic.
+    """
+    asked = [replace(question, machine=each) for each in machines]
+    found: list[Candidate] = []
+    for at, each in enumerate(asked):
+        tell(each.profiles, at / (2 * len(asked)))
+        found.append(_compared(each, coarse))
+    if PREFILL_DECODE not in question.families or not (best := best_of(found)):
+        return found
+    wanted = precision(best[0].question.machine)
+    able = [each.question.machine for each in found if not each.why]
+    able = [each for each in able if precision(each) == wanted]
+    pairs = [(one, other) for one in able for other in able if one.gpus != other.gpus]
+    for at, (prefill, decode) in enumerate(pairs):
+        pair = replace(
+            question, machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,)
+        )
+        tell(pair.profiles, (1 + at / len(pairs)) / 2)
+        found.append(_compared(pair, coarse))
+    return found
+
+
+def _compared(question: PlanQuestion, coarse: Callable[[FleetSearch], float]) -> Candidate:
+    families = tuple(each for each in question.families if each in COARSE_FAMILIES)
+    rough = replace(
+        question,
+        effort=question.effort * QUICK_EFFORT,
+        policies=question.policies[-1:],
+        families=families or question.families,
+        draws=1,
+    )
+    try:
+        search = FleetSearch(rough)
+        search.check()
+        return Candidate(question, coarse(search))
+    except UsageError as error:
+        return Candidate(question, why=str(error))
+
+
+def rate_on(gpus: int) -> Callable[[FleetSearch], float]:
+    """Return a function for the coarse rate on a number of GPUs."""
+
+    def rate(search: FleetSearch) -> float:
+        rough = [
+            served.rate
+            for family in search.question.families
+            for served in search.roughly(family, gpus, (0.0, 1.0))
+        ]
+        if not rough:
+            raise UsageError("it serves no rate in time")
+        return max(rough)
+
+    return rate
+
+
+def highest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates to plan in full, by rate."""
+    ordered = sorted((each for each in candidates if not each.why), key=lambda each: -each.result)
+    return [each for each in ordered if each.result >= CLOSE * ordered[0].result][:MAX_PLANNED]
+
+
+def fewest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates to plan in full, by the number of GPUs."""
+    ordered = sorted((each for each in candidates if not each.why), key=lambda each: each.result)
+    return [each for each in ordered if CLOSE * each.result <= ordered[0].result][:MAX_PLANNED]
+
+
+def precision(machine: WorkerModel) -> tuple[object, ...]:
+    """Return what machines that exchange KV blocks have in common."""
+    flags = [flag for flag in machine.flags if flag.startswith(QUANTIZATION)]
+    return machine.kv_token_bytes, machine.kv_pieces, *flags
