@@ -256,7 +256,7 @@ def _plan_of(
         replace(capacity, requests_per_s=traffic.most_each),
         traffic.prompt,
         traffic.output,
-        search.trials.runs,
+        search.runs,
         search.trials.count(plain.rate, fine=True),
         known.proofs,
         bool(known.exactly),

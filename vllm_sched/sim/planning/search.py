@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.sim.planning import capacity_bound
@@ -66,6 +67,12 @@ class FleetSearch:
     def tell(self, what: str, share: float) -> None:
         self._done = share
         self.told(what, share)
+
+    @property
+    def runs(self) -> int:
+        """Return the number of simulations."""
+        quick = vars(self).get("_quick")
+        return self.trials.runs + (quick.trials.runs if quick else 0)
 
     def note(self, what: str) -> None:
         self.told(what, self._done)
@@ -248,7 +255,7 @@ class FleetSearch:
     def best(self, gpus: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
         """Return the best fleet of each family, best first.
 
-        A family that is far from the best keeps its rough rate, which has no shares by draw.
+        A family that is far from the best is judged by fewer runs.
         """
         families = self.question.families
         half = (share[0] + share[1]) / 2
@@ -263,7 +270,7 @@ class FleetSearch:
         for at, found in enumerate(promising):
             start = half + at * width
             if _most(found) * MAX_ROUGH_RATIO < _most(judged) * (1 - SAME):
-                far.append(max(found, key=lambda each: each.rate))
+                far += self._judged_quickly(found)
             else:
                 judged += self._judge_family(found, (start, start + width))[:1]
         return rank_fleets(judged) + rank_fleets(far)
@@ -292,12 +299,22 @@ class FleetSearch:
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
+        rough = self._quick._tried(self._alike(served.shape, change), (self._done, self._done))
+        return next(iter(self._judged_quickly(rough)), None)
+
+    @cached_property
+    def _quick(self) -> FleetSearch:
+        """A search with fewer and shorter runs."""
         question = self.question
-        fewer = replace(question, effort=question.effort * QUICK_EFFORT, draws=FEW_DRAWS)
-        search = FleetSearch(fewer, self.told)
-        rough = search._tried(search._alike(served.shape, change), (self._done, self._done))
+        draws = min(question.draws, FEW_DRAWS)
+        quick = replace(question, effort=question.effort * QUICK_EFFORT, draws=draws)
+        return FleetSearch(quick, lambda what, _share: self.note(what))
+
+    def _judged_quickly(self, rough: list[ServedRate]) -> list[ServedRate]:
+        """Judge the fleet with the highest rough rate."""
         best = max(rough, key=lambda each: each.rate, default=None)
-        return best and search.judged(best.shape, best.rate)
+        found = best and self._quick.judged(best.shape, best.rate)
+        return [found] if found else []
 
     def serving(self, gpus: int, rate: float) -> ServedRate | None:
         """Return a fleet that serves a rate, with the last policy; None if no split does."""
