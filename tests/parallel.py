@@ -7,6 +7,7 @@ of small groups of tests from a pipe, and sends its reports through another pipe
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ import selectors
 import signal
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice, zip_longest
@@ -24,6 +26,8 @@ import pytest
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
 ALONE = ("engine", "browser")
 NUMBER = struct.Struct("I")
+INTERRUPTED_S = 5.0  # for a process to end after an interrupt
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 Group = list[pytest.Item]
 
@@ -93,7 +97,10 @@ def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set
     finally:
         gc.unfreeze()
         for process in running:
-            process.end()
+            process.interrupt()
+        give_up = time.monotonic() + INTERRUPTED_S
+        for process in running:
+            process.wait(give_up)
 
 
 class Process:
@@ -144,12 +151,18 @@ class Process:
                 config.hook.pytest_runtest_logfinish(nodeid=data, location=tuple(location))
                 self._running = None
 
-    def end(self) -> None:
-        """Wait for the process to end; interrupt it first if it still runs."""
+    def interrupt(self) -> None:
+        """Interrupt the process if it still runs."""
         if not self._ended:
             os.kill(self.pid, signal.SIGINT)
         os.close(self.reports)
-        os.waitpid(self.pid, 0)
+
+    def wait(self, give_up: float) -> None:
+        """Wait for the process to end, and kill it if it does not."""
+        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > give_up:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 class Child:
@@ -165,6 +178,7 @@ class Child:
 
     def run(self) -> None:
         """Run groups until none is left, then exit."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed
         plugins = self._session.config.pluginmanager
         status = 1
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,8 +52,19 @@ def test_dies():
 """
 
 
-def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
-    """Run pytest there, in two processes, and return its status and what it prints."""
+HANGS = """
+import os, pathlib, signal, time, pytest
+
+@pytest.mark.parametrize("number", range(32))
+def test_hangs(number):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    time.sleep(60)
+"""
+
+
+def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
+    """Start pytest there, in two processes."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(SETTINGS)
     for name, text in files.items():
@@ -63,10 +76,17 @@ def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
         "options = ['-ra', '-p', 'no:cacheprovider', '--processes', '2', *sys.argv[1:]]\n"
         "sys.exit(pytest.main(options))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options], cwd=folder, capture_output=True, text=True
-    )
-    return done.returncode, done.stdout + done.stderr
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *options],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
+    """Run pytest there, and return its status and what it prints."""
+    running = start(folder, *options, **files)
+    printed, _ = running.communicate()
+    return running.returncode, printed
 
 
 def test_each_test_runs_once_and_is_reported_as_in_one_process(tmp_path: Path) -> None:
@@ -89,3 +109,26 @@ def test_it_stops_at_the_first_failure_where_that_is_asked_for(tmp_path: Path) -
     status, printed = run(tmp_path, "-x", dies=DIES, shared=SHARED)
     assert status == pytest.ExitCode.TESTS_FAILED, printed
     assert "stopping after 1 failures" in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupt_leaves_no_process_behind(tmp_path: Path, number: int) -> None:
+    give_up = time.monotonic() + 60.0
+    with start(tmp_path, hangs=HANGS) as running:
+        while len(begun := [*tmp_path.glob("pid-*")]) < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        running.send_signal(number)
+        running.wait(timeout=30)
+    for each in begun:
+        while is_running(int(each.name.removeprefix("pid-"))):
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "\nState:\tZ" not in status
