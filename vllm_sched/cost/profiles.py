@@ -30,6 +30,7 @@ DISTSERVE: Final = (
     "simdistserve/estimators/profile_data/profiler-a100-80g.vllm.json"
 )
 ASSUMPTION: Final = "an assumption (no publication known)"
+QUANTIZED: Final = "--quantization=fp8"  # a bf16 checkpoint, on load
 EXTRA: Final = "vllm-sched[aiconfigurator]"
 KEYS: Final = ("model", "system", "dtype", "tp")
 DEFAULTS: Final = {"dtype": "bf16", "tp": "1"}

@@ -19,7 +19,7 @@ from typing import Any, Final, Self, TypeAlias
 
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.cost.profile_fit import SampledStep, errors, fit, sample_shapes
-from vllm_sched.cost.profiles import EXTRA, MEMORY_SHARE, Profile, ProfileKey, WorkerSize
+from vllm_sched.cost.profiles import EXTRA, MEMORY_SHARE, QUANTIZED, Profile, ProfileKey, WorkerSize
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.errors import UsageError
 
@@ -219,7 +219,7 @@ def _flags(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> tu
         converted = key.dtype == FP8 and BF16 in MODELS[key.model]
     else:
         converted = key.dtype == FP8 and not checkpoint.quantized
-    quantized = ("--quantization=fp8",) if converted else ()
+    quantized = (QUANTIZED,) if converted else ()
     return (*quantized, EXPERTS) if experts and experts[1] > 1 else quantized
 
 

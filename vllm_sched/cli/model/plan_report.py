@@ -18,6 +18,7 @@ from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.bench import chart
 from vllm_sched.cli.model.simulate import EXACT, FLUID
+from vllm_sched.cost.profiles import QUANTIZED
 from vllm_sched.sim.planning.search import SAME
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _head(found: FleetPlan) -> Iterator[str]:
         f"{found.output:,.0f} tokens on average, on {format_count(found.gpus, 'GPU')} as "
         f"{format_count(found.best.shape.workers, 'worker')}, {one}{question.profiles}"
     )
-    if "--quantization=fp8" in question.machine.flags:
+    if QUANTIZED in question.machine.flags:
         yield (
             "fp8 weights change a model's responses a little: check their quality, or give "
             "dtype=bf16"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from vllm_sched.cost.profiles import QUANTIZED
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL, PREFILL_DECODE
 from vllm_sched.sim.planning.question import QUICK_EFFORT
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 COARSE_FAMILIES: Final = (ONE_POOL, PREFILL_DECODE)
 CLOSE: Final = 0.85  # of the best coarse rate, to be planned in full
 MAX_PLANNED: Final = 2
-QUANTIZATION: Final = "--quantization"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,6 @@ def fewest(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [each for each in ordered if CLOSE * each.result <= ordered[0].result][:MAX_PLANNED]
 
 
-def precision(machine: WorkerModel) -> tuple[object, ...]:
+def precision(machine: WorkerModel) -> tuple[int, int, bool]:
     """Return what machines that exchange KV blocks have in common."""
-    flags = [flag for flag in machine.flags if flag.startswith(QUANTIZATION)]
-    return machine.kv_token_bytes, machine.kv_pieces, *flags
+    return machine.kv_token_bytes, machine.kv_pieces, QUANTIZED in machine.flags

@@ -228,7 +228,7 @@ def _find_others(known: _Known, gpus: int) -> None:
         known.fewer = next(iter(fewer), None)
     sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
     for size in sorted(sizes):
-        search.tell(f"{format_count(size, 'worker')}", FEWER_DONE)
+        search.tell(format_count(size, "worker"), FEWER_DONE)
         if (served := search.at_size(plain, size - workers)) is not None:
             known.smaller.append(served)
 

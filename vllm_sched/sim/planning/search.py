@@ -189,7 +189,7 @@ class FleetSearch:
         if not best and not floor:
             best = splits  # none serves anything with that policy
         again = [replace(shape, policy=policy) for policy in others for shape in best]
-        floor = max((each.rate for each in found), default=floor)
+        floor = _most(found) or floor
         return found + self._tried(again, (half, share[1]), floor)
 
     def _tried(
@@ -199,8 +199,7 @@ class FleetSearch:
         found: list[ServedRate] = []
         for at, shape in enumerate(tried):
             self.tell(str(shape), share[0] + at * (share[1] - share[0]) / len(tried))
-            best = max((each.rate for each in found), default=floor)
-            least = max(best, floor) * (1 - SAME)
+            least = max(_most(found), floor) * (1 - SAME)
             start = least or self.trials.worker_rate * shape.workers * 0.5
             if (served := self.rate_of(shape, start, least=least)) is not None:
                 found.append(served)

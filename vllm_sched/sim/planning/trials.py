@@ -52,7 +52,7 @@ class FleetTrials:
         sample = list(islice(question.shapes(), some))
         if not sample:
             raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
-        self.traffic = traffic = TrafficStats.of(sample, machine, prompt_machine)
+        self.traffic = traffic = TrafficStats.of(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.
         self.worker_rate = capacity_bound.Capacity.of(
