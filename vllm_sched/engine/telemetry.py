@@ -130,7 +130,7 @@ class SchedulerStats:
         for request, (since, lanes) in queue.entered.items():
             self._lanes[request.request_id] = lanes
             for policy, lane in zip(self.policies, lanes, strict=True):
-                written.admitted(policy.name, lane or ALL)
+                written.admitted(policy.name, label_of(lane))
             if lanes in self._held:
                 for number, held in self._held[lanes].items():
                     if seconds := held.since(since):
@@ -226,16 +226,17 @@ class SchedulerStats:
         waiting, oldest = gauges["requests_waiting"], gauges["oldest_wait_seconds"]
         for policy, counts in zip(self.policies, queue.counts, strict=True):
             for lane, count in counts.items():
-                waiting[policy.name, lane or ALL] = count.requests
-                oldest[policy.name, lane or ALL] = 0.0
+                key = policy.name, label_of(lane)
+                waiting[key] = waiting.get(key, 0.0) + count.requests
+                oldest[key] = 0.0
         for lanes, waited in queue.waits():
             for policy, lane in zip(self.policies, lanes, strict=True):
-                key = policy.name, lane or ALL
+                key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)
         running = gauges["requests_running"] = defaultdict(float)
         for lanes, requests in Counter(came_from).items():
             for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
-                running[policy.name, lane or ALL] += requests
+                running[policy.name, label_of(lane)] += requests
         none: dict[tuple[str, ...], float] = {
             (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
         }
@@ -246,7 +247,7 @@ class SchedulerStats:
                 held[policy.name, policy.held_reason(lanes[number])] += waiting_here
         backlog = gauges["prefill_backlog_tokens"]
         for lane, count in queue.counts[self._classing or 0].items():
-            name = ALL if self._classing is None else lane
+            name = ALL if self._classing is None else label_of(lane)
             backlog[name,] = backlog.get((name,), 0) + count.tokens
 
     @property
@@ -261,10 +262,15 @@ class SchedulerStats:
             if not request.is_prefill_chunk:
                 continue
             lanes = self._lanes.get(request.request_id)
-            name = lanes[self._classing] if self._classing is not None and lanes else ALL
+            name = label_of(lanes[self._classing]) if self._classing is not None and lanes else ALL
             left = request.num_tokens - request.num_computed_tokens
             backlog[name,] = backlog.get((name,), 0) + left
             count[name,] = count.get((name,), 0) + 1
+
+
+def label_of(lane: str) -> str:
+    """Return the name of a lane for metrics: `long` for `long/15`, and ALL for a single lane."""
+    return lane.partition("/")[0] or ALL
 
 
 class SchedulerTelemetry(InstrumentedScheduler):

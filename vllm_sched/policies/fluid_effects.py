@@ -19,14 +19,11 @@ class LongPromptLimits:
 
     above_tokens: int  # left to compute, above which a prompt is long
     places: int  # long prompts in prefill at once
-    prompts_per_step: int
+    places_overdue: int  # once a long prompt has waited for max_wait_s
     share: float | None  # of the budget for long prompts; None = by step time
-    stretch: float  # longest step over a step without prefill
-    max_wait_s: float  # after which a long prompt enters above the limit
-    min_step_s: float  # shorter steps are not divided
-    quiet_s: float  # without a short prompt, until steps may be longer
-    quiet_stretch: float
-    max_short_steps: int  # in a row without a long chunk
+    itl_s: float  # gap above which chunks may lose more time
+    max_wait_s: float
+    quiet_s: float  # without decodes and shorts, until longs have whole steps
 
 
 @dataclass(frozen=True, slots=True)

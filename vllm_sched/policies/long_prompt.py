@@ -1,40 +1,35 @@
 """Limits on long prompts, with a fast lane for short ones.
 
-Idea: a prompt is long while more than a threshold of its tokens is left to compute. A second long
-prompt waits, and short prompts pass it. A short prompt that arrives waits for the step in progress,
-so a long chunk stretches a step to at most `long_step_stretch` times a step without prefill. A step
-that serves short prompts has no long chunk, at most four times in a row. By default a step without
-a long prompt is vLLM's own. With classes of service, the limits apply per class.
+Idea: a prompt is long while more than a threshold of its tokens is left to compute, and stays long
+until it is computed. A second long prompt waits, and short prompts pass it. Of waiting longs, the
+one enters first that would end first had each begun when it arrived. While other requests are
+present, a long prompt's chunk is the smallest without notable loss, found by comparing step times
+(`long_prompts.chunk_size`). Shorts are computed before it. With classes of service, the limits
+apply per class.
 Source: concurrent partial prefills of vLLM V0 (`max_num_partial_prefills`), which V1 lacks.
 Cost per step: O(running prefills).
-How it fails: if the stretch is too small, the fixed cost of many steps slows long prompts. Several
-long prompts share one limit and finish together.
+How it fails: the work of shorts that pass delays longs by as much, so under a steady load of shorts
+longs are later than with vLLM's scheduler.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
-from vllm_sched.cost.pace import StepPace
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
+from vllm_sched.policies.long_prompts.chunk_size import ChunkSize
 from vllm_sched.policies.long_prompts.division import (
-    DivisionRules,
-    NoLongChunk,
+    LongChunk,
     StepDivision,
     StepPrompts,
+    count_together,
 )
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
-from vllm_sched.policies.long_prompts.pacing import (
-    QUIET_S,
-    QUIET_STRETCH,
-    SHORTEST_STEP_S,
-    STAND_BACK,
-    LongPacing,
-)
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -48,62 +43,62 @@ from vllm_sched.policies.types import (
 )
 
 SHORT, LONG = "short", "long"
-
-V0_THRESHOLD_SHARE = 0.04  # of max_model_len
-DEFAULT_SHARING = 4
+THRESHOLD_SHARE: Final = 0.04  # of max_model_len
+MIN_OVERDUE_PLACES: Final = 4
+# Without decodes and shorts for this time, a long prompt has whole steps.
+QUIET_S: Final = 1.0
 EMPTY = LaneCount()
 
 
 class LongPromptSettings(Settings):
-    max_num_partial_prefills: int | None = Field(
-        None,
-        ge=1,
-        description="prompts that share each step's budget, as in V0; None = 4 share steps with a"
-        " long prompt, and other steps are vLLM's own; 1 turns the limits off",
-    )
-    max_long_partial_prefills: int = Field(
-        1, ge=1, description="maximum long prompts in prefill; short prompts are never held"
-    )
     long_prefill_token_threshold: int = Field(
         0,
         ge=0,
         description="tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len,"
-        " at least max_num_batched_tokens",
+        " at least max_num_batched_tokens; lower it if prompts that fit a step still delay chats",
     )
-    long_prefill_share: float | Literal["auto"] = Field(
-        "auto",
-        description="share of a step's budget for long prompts while other requests are present;"
-        " auto = sized by measured step times",
+    max_long_partial_prefills: int = Field(
+        1,
+        ge=1,
+        description="long prompts in prefill at once; raise it if longs should progress together"
+        " rather than one after the other",
     )
-    long_step_stretch: float = Field(
-        12.0,
-        ge=2.0,
-        le=1000.0,
-        description="with share auto: time of a step with a long chunk over one without prefill",
+    itl_ms: float = Field(
+        100.0,
+        gt=0,
+        description="gap between two tokens above which chunks of long prompts may lose twice as"
+        " much time to become smaller; lower it if streams stutter",
     )
     max_wait_s: float = Field(
         60.0,
         gt=0,
-        description="wait after which a long prompt enters beyond max_long_partial_prefills",
+        description="wait after which a long prompt enters beyond max_long_partial_prefills;"
+        " lower it if longs starve",
     )
+    # Former settings.
+    max_num_partial_prefills: int | None = Field(
+        None, ge=1, description="former; 1 turns the policy off"
+    )
+    long_prefill_share: float | Literal["auto"] = Field(
+        "auto", description="former; share of a step's budget for long prompts"
+    )
+    long_step_stretch: float | None = Field(
+        None, ge=2.0, le=1000.0, description="former; without effect"
+    )
+    former: ClassVar[Mapping[str, str]] = {
+        "max_num_partial_prefills": "short prompts are no longer limited; 1 turns the policy off,"
+        " as does leaving it out, and other values limit overdue long prompts",
+        "long_prefill_share": "chunks are sized by measured step times; a share fixes them",
+        "long_step_stretch": "it has no effect, because chunks are sized by what smaller ones lose;"
+        " see itl_ms",
+    }
 
-    @property
-    def sharing(self) -> int:
-        return self.max_num_partial_prefills or DEFAULT_SHARING
-
-    @model_validator(mode="after")
-    def _consistent(self) -> LongPromptSettings:
-        if self.max_long_partial_prefills > self.sharing:
-            raise ValueError(
-                f"max_long_partial_prefills={self.max_long_partial_prefills} must not exceed "
-                f"max_num_partial_prefills={self.sharing}"
-            )
-        share = self.long_prefill_share
-        if share != "auto" and not 0 < share <= 1:
-            raise ValueError(
-                f"long_prefill_share={share} is out of range: give 'auto' or 0 < share <= 1"
-            )
-        return self
+    @field_validator("long_prefill_share")
+    @classmethod
+    def _in_range(cls, share: float | str) -> float | str:
+        if isinstance(share, float | int) and not 0 < share <= 1:
+            raise ValueError("give 'auto' or 0 < share <= 1")
+        return share
 
 
 class LongPrompt(Policy):
@@ -122,34 +117,34 @@ class LongPrompt(Policy):
                 f"give 0 to {facts.max_model_len}"
             )
         budget = facts.max_num_batched_tokens
-        self.arranges = self._active = settings.sharing > 1
-        # As in V0, in every step; by default only in steps with a long prompt.
-        self._shorts_share = settings.max_num_partial_prefills is not None
+        self.arranges = self._active = settings.max_num_partial_prefills != 1
         self._places = settings.max_long_partial_prefills
         # An overdue long prompt needs one place among all prompts.
-        self._places_overdue = max(settings.sharing, self._places + 1)
-        self.pace = StepPace()
-        self._pacing = LongPacing(settings.long_step_stretch)
-        # V0's threshold, but at least a step's budget.
-        default = max(int(facts.max_model_len * V0_THRESHOLD_SHARE), budget)
+        most = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
+        self._places_overdue = max(most, self._places + 1)
+        # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
+        default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
-        self._rules = DivisionRules(
-            settings.sharing, settings.long_prefill_share, self._lookups, self._pacing
-        )
+        self.size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
         self._prefilling: list[str] = []  # when the step began
-        self._entered_long: set[str] = set()  # prompts in prefill that were long on admission
+        self._longs: set[str] = set()  # prompts in prefill that were long on admission
+        self._short_at = -math.inf  # when a short was last seen
         self._releases = 0
 
         # Of the current step.
         self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
         self._prompts = StepPrompts()
+        self._chunk: LongChunk | None = None
         self._division = self._divide()
         # False if the gates must be asked before held requests are counted.
         self._counts_are_current = True
         self._overdue: set[str] = set()  # fronts that may enter after max_wait_s
 
     def resolved(self) -> dict[str, object]:
-        return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
+        settings = self.settings
+        unused = settings.former.keys() - settings.model_fields_set
+        shown = settings.model_dump(exclude=set(unused))
+        return shown | {"long_prefill_token_threshold": self._lookups.threshold}
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
@@ -159,37 +154,41 @@ class LongPrompt(Policy):
         return FluidEffects(
             longs=LongPromptLimits(
                 above_tokens=self._lookups.threshold,
-                places=settings.max_long_partial_prefills,
-                prompts_per_step=settings.sharing,
+                places=self._places,
+                places_overdue=self._places_overdue,
                 share=None if share == "auto" else share,
-                stretch=settings.long_step_stretch,
+                itl_s=settings.itl_ms / 1000,
                 max_wait_s=settings.max_wait_s,
-                min_step_s=SHORTEST_STEP_S,
                 quiet_s=QUIET_S,
-                quiet_stretch=QUIET_STRETCH,
-                max_short_steps=STAND_BACK,
             )
         )
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the lane of long or of short prompts; cached tokens do not count."""
+        """Return the lane of short prompts, or of longs of one size; cached tokens do not count."""
         lookups = self._lookups
         # A preempted request with output is short: shorts would take its KV blocks.
         if request.num_tokens <= lookups.threshold or request.num_output_tokens or not self._active:
             return SHORT
-        return LONG if lookups.waits_as_long(request, cached, self._step.now) else SHORT
+        left = lookups.left_if_long(request, cached, self._step.now)
+        if left is None:
+            return SHORT
+        if self.facts.orders_by_priority:
+            return LONG
+        return f"{LONG}/{left.bit_length()}"
+
+    def urgency(self, lane: str, head: RequestView, waited: float) -> float:
+        """Return when the prompt would end had it begun on arrival; overdue ones come first."""
+        if self.facts.orders_by_priority:
+            return 0.0
+        _, _, bits = lane.partition("/")
+        if not bits or waited >= self.settings.max_wait_s:
+            return -waited
+        return self.size.token_s * (1 << int(bits)) - waited
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Divide the budget between long and short prompts."""
         if not self._active:
             return
-        before = self._division
-        self._pacing.end_step(
-            self._step.now,
-            shorts_waited=before.shorts_waited,
-            stood_back=before.no_long_chunk is NoLongChunk.SHORTS_FIRST,
-            probed=before.no_long_chunk is NoLongChunk.PROBE,
-        )
         self._step = step
         self._lookups.begin_step()
         self._overdue.clear()
@@ -198,15 +197,26 @@ class LongPrompt(Policy):
         if prefilling != self._prefilling:
             self._lookups.cache_changed(step.now)
             self._prefilling = prefilling
-        self._entered_long.intersection_update(prefilling)
-        waiting_longs, waiting_shorts = lanes.get(LONG, EMPTY), lanes.get(SHORT, EMPTY)
-        longs = self._longs_in_prefill()
+        self._longs.intersection_update(prefilling)
+        shorts = [r for r in step.prefills if r.request_id not in self._longs]
+        waiting_shorts = lanes.get(SHORT, EMPTY)
+        waiting_longs = count_together([lanes[name] for name in lanes if name != SHORT])
+        if shorts or waiting_shorts.asking:
+            self._short_at = step.now
+        longs = [r for r in step.prefills if r.request_id in self._longs]
+        self._chunk = self._chunk_of_longs() if longs or waiting_longs.requests else None
+        # A long that this step completes leaves its place to the next one.
+        most = step.budget if self._chunk is None else self._chunk.tokens
+        ending = {r.request_id for r in longs if r.num_tokens - r.num_computed_tokens <= most}
+        classes = [step.class_of(r) for r in longs if r.request_id not in ending]
         overdue = waiting_longs.waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        free_places = max(min(places - len(longs), step.free_slots), 0)
+        free_places = max(min(places - len(classes), step.free_slots), 0)
         self._prompts = prompts = StepPrompts(
             longs,
-            [step.class_of(r) for r in longs],
+            shorts,
+            ending,
+            classes,
             waiting_shorts,
             waiting_longs,
             free_places,
@@ -216,18 +226,18 @@ class LongPrompt(Policy):
         self._counts_are_current = step.free_slots <= 0 or not may_enter
         self._division = self._divide()
 
-    def _longs_in_prefill(self) -> list[RequestView]:
-        is_long = self._lookups.is_long
-        return [r for r in self._step.prefills if is_long(r, r.num_computed_tokens)]
+    def _chunk_of_longs(self) -> LongChunk | None:
+        step = self._step
+        if not step.decodes and step.now - self._short_at > QUIET_S:
+            return None
+        share, block = self.settings.long_prefill_share, self.facts.block_tokens
+        if share == "auto":
+            return LongChunk(*self.size.plan(), block)
+        tokens = max(int(step.budget * share), 1)
+        return LongChunk(tokens, tokens, block)
 
     def _divide(self) -> StepDivision:
-        return StepDivision(
-            self._rules,
-            self.pace,
-            self._step,
-            self._prompts,
-            cuts=self._shorts_share or bool(self._entered_long),
-        )
+        return StepDivision(self._step, self._prompts, self._chunk, self._lookups.threshold)
 
     def _update_division(self) -> None:
         """Divide again if other policies hold other requests than before, or pause decodes."""
@@ -238,7 +248,6 @@ class LongPrompt(Policy):
         entering = min(prompts.waiting_longs.asking, prompts.free_places)
         prompts.entering = entering or self._count_passing()
         if (prompts.waiting_shorts.asking, prompts.entering, self._step.decodes) != before:
-            prompts.longs = self._longs_in_prefill()
             self._division = self._divide()
 
     def _one_may_pass(self) -> bool:
@@ -256,7 +265,7 @@ class LongPrompt(Policy):
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
-        if lane != LONG:
+        if lane == SHORT:
             return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
@@ -278,12 +287,12 @@ class LongPrompt(Policy):
 
     def stays(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""
-        return lane == LONG or self._lookups.is_still_short(head)
+        return lane != SHORT or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
         self._lookups.admitted(request.request_id)
         if self._lookups.is_long(request, request.num_computed_tokens):
-            self._entered_long.add(request.request_id)
+            self._longs.add(request.request_id)
             self._prompts.classes.append(self._step.class_of(request))
         self._releases += request.request_id in self._overdue
 
@@ -297,11 +306,10 @@ class LongPrompt(Policy):
             self._update_division()
         division = self._division
         if self._step.budget < division.budget:
-            division.shrink(self._longs_in_prefill())
-        # A request that entered as short stays short, so that it does not block shorts behind it.
+            division.reserve()
         name = request.request_id
-        may_be_long = name in self._lookups or name in self._prefilling
-        as_long = may_be_long and self._lookups.is_long(request, computed)
+        newcomer = name not in self._prefilling and name in self._lookups
+        as_long = name in self._longs or (newcomer and self._lookups.is_long(request, computed))
         return division.grant(request, computed, tokens, as_long=as_long)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
@@ -315,19 +323,15 @@ class LongPrompt(Policy):
         """
         if request.num_output_tokens:
             return -1.0
-        if request.num_preemptions:
-            return 0.0
-        return float(self._lookups.is_long(request, request.num_computed_tokens))
+        return float(request.request_id in self._longs and not request.num_preemptions)
 
     def observe(self, result: StepResult) -> None:
-        self.pace.observe(result.seconds, result.chunks)
-        self._pacing.observe(result)
+        self.size.observe(result)
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the longs in prefill and the longest step that a chunk may cause."""
+        """Return the longs in prefill and the size of their chunks."""
         shown = {"long_prefills": float(len(self._prompts.classes))}
-        limit_s = self._division.limit_s
-        return shown if limit_s is None else shown | {"step_limit_seconds": limit_s}
+        return shown | {"long_chunk_tokens": float(self.size.tokens)}
 
     def counters(self) -> Mapping[str, float]:
         """Return the longs admitted beyond the limit after `max_wait_s`."""

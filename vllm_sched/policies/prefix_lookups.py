@@ -17,6 +17,7 @@ class Lookup(NamedTuple):
 
     changes: int  # cache changes before the look-up
     again_at: float  # earliest time of the next look-up
+    tokens: int  # cached
 
 
 class PrefixLookups:
@@ -36,8 +37,12 @@ class PrefixLookups:
         found = self._found.get(name)
         return found is not None and (found.changes == self._changes or now < found.again_at)
 
+    def tokens(self, name: str) -> int:
+        """Return the cached tokens that the last look-up found."""
+        return self._found[name].tokens
+
     def add(self, name: str, cached: int, now: float) -> None:
-        self._found[name] = Lookup(self._changes, now + LOOK_AGAIN_S * cached)
+        self._found[name] = Lookup(self._changes, now + LOOK_AGAIN_S * cached, cached)
 
     def discard(self, name: str) -> None:
         self._found.pop(name, None)

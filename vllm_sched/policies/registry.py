@@ -65,8 +65,9 @@ def settings_of(name: str, given: object) -> Settings:
         )
     for key in given:
         if key not in kind.model_fields:
+            valid = [field for field in kind.model_fields if field not in kind.former]
             raise UsageError(
-                f"unknown key {name}.{key}; valid: {', '.join(kind.model_fields)}; "
+                f"unknown key {name}.{key}; valid: {', '.join(valid)}; "
                 "correct the name or leave it out"
             )
     try:
@@ -119,6 +120,17 @@ def _parse_value(text: str) -> Any:
         with suppress(ValueError):
             return read(text)
     return text
+
+
+def former_settings(config: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Return a warning for each setting that a newer one replaces."""
+    return [
+        f"{name}.{key}: {kind.former[key]}"
+        for name, given in config.items()
+        for kind in (find(name).settings_type,)
+        for key in given
+        if key in kind.former
+    ]
 
 
 def build(config: object, facts: EngineFacts) -> list[Policy]:

@@ -85,6 +85,8 @@ def no_request() -> None:
     """Return None: no request can enter."""
 
 
+DEFAULT_BLOCK_TOKENS: Final = 16  # vLLM's
+
 # The best class of service; greater values are worse.
 FIRST_CLASS: Final = 0.0
 
@@ -147,6 +149,8 @@ class Settings(BaseModel):
     """A policy's settings. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    # Settings that still work, with a warning that says what to do instead.
+    former: ClassVar[Mapping[str, str]] = {}
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,6 +163,13 @@ class EngineFacts:
     kv_cache: KvCache | None = None  # None before the cache is allocated
     cuts_prompts: bool = True  # chunked prefill is enabled
     pipeline_stages: int = 1  # a request decodes once in this many steps
+    orders_by_priority: bool = False  # --scheduling-policy priority
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens of the smallest KV block."""
+        groups = self.kv_cache.groups if self.kv_cache is not None else ()
+        return min((group.block for group in groups), default=DEFAULT_BLOCK_TOKENS)
 
     def kv_share(self, request: RequestView) -> float:
         """Return the share of the KV cache that the request needs; 0 if the size is unknown."""

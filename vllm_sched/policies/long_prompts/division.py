@@ -5,175 +5,126 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Literal
+from typing import Final
 
-from vllm_sched.cost.pace import StepPace, cut_chunk
-from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
-from vllm_sched.policies.long_prompts.pacing import LongPacing
 from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 
-
-@dataclass(frozen=True, slots=True)
-class DivisionRules:
-    """What all divisions of an engine have in common."""
-
-    sharing: int  # prompts that share a step
-    share: float | Literal["auto"]  # share of the step for long prompts
-    lookups: LongPromptLookups
-    pacing: LongPacing
+# Shorts leave this share of the step to longs.
+LEAST_OF_STEP: Final = 1 / 4
+# Prompts of one class of service among which its share of a step is divided.
+MAX_PARTS: Final = 4
+# Chunks of at least this many blocks end at a block boundary.
+MIN_WHOLE_BLOCKS: Final = 32
 
 
 @dataclass(slots=True)
 class StepPrompts:
     """The prompts of one step: in prefill, and waiting."""
 
-    longs: list[RequestView] = field(default_factory=list)  # in prefill when the step began
-    classes: list[float] = field(default_factory=list)  # of longs, including newcomers
+    longs: list[RequestView] = field(default_factory=list)
+    shorts: list[RequestView] = field(default_factory=list)
+    ending: set[str] = field(default_factory=set)  # longs that the step may complete
+    classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
     waiting_shorts: LaneCount = field(default_factory=LaneCount)
     waiting_longs: LaneCount = field(default_factory=LaneCount)
     free_places: int = 0  # for waiting longs
     entering: int = 0  # waiting longs that may enter
 
 
-class NoLongChunk(Enum):
-    """Why the long prompts of a step get no tokens."""
+@dataclass(frozen=True, slots=True)
+class LongChunk:
+    """The limit of all long prompts' tokens in one step."""
 
-    SHORTS_FIRST = auto()
-    PROBE = auto()  # the step measures decoding alone
-
-
-@dataclass(slots=True)
-class ClassChunks:
-    """The chunks of one step by class of service."""
-
-    longs_behind: list[float]  # classes of longs without their chunk
-    shorts_took: dict[float, int] = field(default_factory=dict)  # tokens
+    tokens: int
+    least: int  # with the tokens of short prompts taken from it
+    block: int  # tokens
 
 
 class StepDivision:
     """The tokens for each prompt of one step."""
 
     def __init__(
-        self, rules: DivisionRules, pace: StepPace, step: Step, prompts: StepPrompts, *, cuts: bool
+        self, step: Step, prompts: StepPrompts, chunk: LongChunk | None, threshold: int
     ) -> None:
-        self._pace = pace
         self._step = step
         self._prompts = prompts
-        shorts_wait = prompts.waiting_shorts.asking
+        self._chunk = chunk
         self.decodes = step.decodes
-        self.shorts_waited = shorts_wait > 0
-        self.no_long_chunk: NoLongChunk | None = None
-        self.limit_s: float | None = None  # the longest step that one prefill may cause
-        best = min(prompts.classes, default=math.inf)
-        is_long = rules.lookups.is_long
-        # Shorts of a lower class than the longs come after the longs.
-        shorts = sum(
-            step.class_of(r) <= best for r in step.prefills if not is_long(r, r.num_computed_tokens)
-        )
-        self._shorts = shorts + min(shorts_wait, max(step.free_slots, 0))
+        best = min(prompts.classes, default=None)
+        # Shorts of a lower class come after the longs, those of a higher class before them.
+        better = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
+        own = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
+        waiting = prompts.waiting_shorts
+        asking = min(waiting.asking, max(step.free_slots, 0))
+        self._num_shorts = len(better) + len(own) + asking
+        # Tokens of waiting requests include cached ones.
+        expected = waiting.tokens * asking // max(waiting.requests, 1)
+        self._needed = _tokens_left(own) + min(expected, asking * threshold)
+        self._needed_first = _tokens_left(better)
         self._longs_due = len(prompts.classes) + prompts.entering  # longs without their chunk
-        self._sharing = max(min(self._shorts + self._longs_due, rules.sharing), 1)
-        self._slot = max(step.budget // self._sharing, 1)  # tokens of one prefill
-        self._cuts = cuts or self._longs_due > 0
+        self._parts = max(min(self._num_shorts + self._longs_due, MAX_PARTS), 1)
         self._last_was_long = False
-        self._computed = step.decodes  # tokens of decodes and granted chunks
-        classes = step.class_of is not one_class
-        self._by_class = ClassChunks(prompts.classes.copy()) if classes else None
-        self.long_left = self._for_longs(rules)  # tokens for all longs together
-        self._reserve()
+        # Of each class of service: longs without their chunk, and tokens of shorts.
+        self._behind = prompts.classes.copy() if step.class_of is not one_class else None
+        self._shorts_took: dict[float, int] = {}
+        self.reserve()
 
-    def _for_longs(self, rules: DivisionRules) -> int:
-        step, share = self._step, rules.share
-        if self._shorts + self._longs_due <= 1 and not step.decodes:
-            return step.budget
-        if share != "auto":
-            return max(int(step.budget * share), self._longs_due, 1)
-        pacing, longs = rules.pacing, self._prompts.classes
-        if longs and self._shorts and pacing.stands_back(self._pace, step, self._slot):
-            self.no_long_chunk = NoLongChunk.SHORTS_FIRST
-            self._sharing = min(self._shorts, self._sharing)
-            self._slot = max(step.budget // self._sharing, 1)
-        self.limit_s = pacing.limit_s(
-            self._pace, step.now, sharing=self._sharing, shorts_wait=self.shorts_waited
-        )
-        undisturbed = bool(longs and not self._shorts and step.decodes)
-        if undisturbed and pacing.probe_due(step.now):
-            self.no_long_chunk = NoLongChunk.PROBE
-        return step.budget if self.no_long_chunk is None else 0
-
-    def _reserve(self) -> None:
-        step, prompts = self._step, self._prompts
+    def reserve(self) -> None:
+        """Divide the step's budget, which a later policy may have reduced."""
+        step, prompts, chunk = self._step, self._prompts, self._chunk
         self.budget = step.budget
         room = max(step.budget - step.decodes, 0)
-        if self._shorts:
-            reserved = max(room // self._sharing, min(room, 1))
-            self.long_left = min(self.long_left, room - reserved)
-        else:
-            # With one token left, the engine tries a barred request again.
-            reserved = int(prompts.waiting_shorts.barred > 0 and step.free_slots > 0)
-            self.long_left = min(self.long_left, max(room - reserved, 1))
+        # With one token left, the engine tries a barred request again.
+        barred = prompts.waiting_shorts.barred > 0 and step.free_slots > 0
+        first = min(self._needed_first, room)
+        most = room - int((room - first) * LEAST_OF_STEP)
+        needed = min(first + max(self._needed, int(barred)), most)
+        left = room - needed
+        if chunk is not None:
+            left = min(left, max(chunk.tokens - needed, chunk.least, self._longs_due))
+        self.long_left = max(left, min(room - first, 1))  # tokens for all longs together
         has_place = prompts.free_places > prompts.entering
         self._for_barred_long = int(prompts.waiting_longs.barred > 0 and has_place)
         # Shorts run before longs, so the longs' tokens must be reserved.
-        due = sum(self._fit(r, r.num_computed_tokens, step.budget) for r in prompts.longs)
+        due = _tokens_left(prompts.longs)
         self._reserved_for_longs = min(due, self.long_left)
         self._short_left = max(room - self._reserved_for_longs, 1)
-
-    def shrink(self, longs: Sequence[RequestView]) -> None:
-        """Divide the rest of a budget that a later policy has reduced."""
-        self._prompts.longs = list(longs)
-        self._slot = max(self._step.budget // self._sharing, 1)
-        self._reserve()
 
     def grant(self, request: RequestView, computed: int, tokens: int, *, as_long: bool) -> int:
         """Return the tokens that a prefill gets; longs also share one limit."""
         self._last_was_long = as_long
-        granted = self._fit(request, computed, tokens)
-        if self._by_class is not None:
-            part = self._part_of_share(self._by_class, request, computed, tokens)
-            granted = min(granted, part)
-        if as_long:
-            left = max(self.long_left - self._for_barred_long, min(self.long_left, 1))
-            granted = min(granted, math.ceil(left / max(self._longs_due, 1)))
-            if self.limit_s is not None and granted < request.num_tokens - computed:
-                granted = cut_chunk(granted, self._computed, computed)
-            self.long_left -= granted
-            self._longs_due -= 1
-        else:
+        left = request.num_tokens - computed
+        granted = min(tokens, left)
+        if self._behind is not None:
+            granted = min(granted, self._part_of_class(self._behind, request, left, tokens))
+        if not as_long:
             granted = min(granted, self._short_left)
-            self._short_left -= granted
             self._count_short(request, granted)
-        self._computed += granted
+            return granted
+        share = max(self.long_left - self._for_barred_long, min(self.long_left, 1))
+        ends = request.request_id in self._prompts.ending
+        granted = min(granted, share if ends else math.ceil(share / max(self._longs_due, 1)))
+        if self._chunk is not None and granted < left:
+            granted = _whole_blocks(granted, self._chunk.block)
+        self.long_left -= granted
+        self._longs_due -= not ends
         return granted
 
     def take_back(self, request: RequestView, tokens: int) -> None:
         """Return tokens of the last chunk to prompts of the same length."""
-        self._computed -= tokens
         if self._last_was_long:
             self.long_left += tokens
         else:
-            self._short_left += tokens
             self._count_short(request, -tokens)
 
     def _count_short(self, request: RequestView, tokens: int) -> None:
-        if self._by_class is not None:
+        self._short_left -= tokens
+        if self._behind is not None:
             own = self._step.class_of(request)
-            took = self._by_class.shorts_took
-            took[own] = took.get(own, 0) + tokens
+            self._shorts_took[own] = self._shorts_took.get(own, 0) + tokens
 
-    def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
-        tokens = min(tokens, request.num_tokens - computed)
-        if not self._cuts:
-            return tokens
-        tokens = min(tokens, self._slot)
-        if self.limit_s is None:
-            return tokens
-        fitting = self._pace.chunk_within(self.limit_s, computed)
-        return tokens if fitting is None else min(tokens, max(fitting, 1))
-
-    def _part_of_share(
-        self, chunks: ClassChunks, request: RequestView, computed: int, tokens: int
+    def _part_of_class(
+        self, behind: list[float], request: RequestView, left: int, tokens: int
     ) -> int:
         """Divide the tokens of a class of service that has only a share of the step.
 
@@ -181,12 +132,31 @@ class StepDivision:
         `tokens` completes leaves nothing to longs.
         """
         own = self._step.class_of(request)
-        if self._last_was_long and own in chunks.longs_behind:
-            chunks.longs_behind.remove(own)
-        if tokens >= min(request.num_tokens - computed, self._step.budget - self._computed):
+        if self._last_was_long and own in behind:
+            behind.remove(own)
+        if tokens >= min(left, self._step.budget - self.decodes):
             return tokens
-        slot = (tokens + chunks.shorts_took.get(own, 0)) // self._sharing
+        part = (tokens + self._shorts_took.get(own, 0)) // self._parts
         if self._last_was_long:
-            return max(slot, 1) if self._shorts else tokens
-        longs = min(chunks.longs_behind.count(own), self._sharing - 1)
-        return max(tokens - min(longs * slot, self._reserved_for_longs), 0)
+            return max(part, 1) if self._num_shorts else tokens
+        longs = min(behind.count(own), self._parts - 1)
+        return max(tokens - min(longs * part, self._reserved_for_longs), 0)
+
+
+def _tokens_left(requests: Sequence[RequestView]) -> int:
+    return sum(request.num_tokens - request.num_computed_tokens for request in requests)
+
+
+def _whole_blocks(tokens: int, block: int) -> int:
+    return tokens - tokens % block if tokens >= MIN_WHOLE_BLOCKS * block else tokens
+
+
+def count_together(counts: Sequence[LaneCount]) -> LaneCount:
+    """Return the requests of several lanes, with the longest wait."""
+    return LaneCount(
+        sum(count.requests for count in counts),
+        sum(count.tokens for count in counts),
+        max((count.waited for count in counts), default=0.0),
+        sum(count.held for count in counts),
+        sum(count.barred for count in counts),
+    )

@@ -25,21 +25,23 @@ class LongPromptLookups:
         """Look long prompts up again."""
         self._long.changed(now)
 
-    def waits_as_long(self, request: RequestView, cached: Callable[[], int], now: float) -> bool:
-        """Return whether a waiting prompt above the threshold is long."""
+    def left_if_long(
+        self, request: RequestView, cached: Callable[[], int], now: float
+    ) -> int | None:
+        """Return the tokens left of a waiting prompt above the threshold; None if it is short."""
         name = request.request_id
         if self._long.holds(name, now):
-            return True
+            return request.num_tokens - self._long.tokens(name)
         if (found := self._short.get(name)) is not None and now < found[0]:
-            return False
+            return None
         known = cached()
         if request.num_tokens - known <= self.threshold:
             self._long.discard(name)
             self._short[name] = now + LOOK_AGAIN_S * known, cached
-            return False
+            return None
         self._short.pop(name, None)
         self._long.add(name, known, now)
-        return True
+        return request.num_tokens - known
 
     def is_still_short(self, head: RequestView) -> bool:
         """Look a short prompt up again before it enters, since blocks may have been evicted."""

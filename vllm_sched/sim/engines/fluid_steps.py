@@ -7,10 +7,12 @@ without arrivals and departures.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.cost.pace import cut_chunk, min_chunk_tokens
+from vllm_sched.cost.chunk_loss import best_chunk
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.fluid_effects import AdmissionHold
 from vllm_sched.sim.engines.deferral import Deferral
@@ -87,7 +89,6 @@ class FluidSteps:
         self._forming, self._members = True, 0
         self._paused_since: float | None = None
         self._last_short = -math.inf
-        self._stood_back = 0
         self._refused = False
         self._hog = False  # one prompt takes the whole budget
         self._left_s = math.inf  # of the step's time, for prompts
@@ -115,8 +116,14 @@ class FluidSteps:
         elif longs:
             self._last_short = task.since
         task.holds = task.job.leg is DECODE
-        queue = self._holding if task.holds else self._longs if task.long else self._shorts
-        queue.append(task)
+        if task.long and not task.holds:
+            # The policy admits first what would end first, had each begun on arrival.
+            insort(self._longs, task, key=self._end_from_arrival)
+        else:
+            (self._holding if task.holds else self._shorts).append(task)
+
+    def _end_from_arrival(self, task: Task) -> float:
+        return task.since + self._learned.prefill_s * task.left
 
     def drop(self, task: Task) -> None:
         self._settle(task, task.left)
@@ -294,69 +301,65 @@ class FluidSteps:
     # Long prompts apart
 
     def _places(self, limits: LongPromptLimits) -> int:
-        taken = sum(task.left > limits.above_tokens for task in self._prefills)
-        return limits.places - taken
+        return limits.places - sum(task.long for task in self._prefills)
 
     def _by_size(
         self, limits: LongPromptLimits, left: int, now: float, step: int
     ) -> tuple[Parts, int]:
-        n, share = self.decoding, limits.share
+        running = next((task for task in self._prefills if not task.long), None)
         while self._next(now, step) is not None:
             pass
         while self._longs and self._long_may_enter(limits, now) and not self._hold.on:
             if self._admit(self._longs, step) is None:
                 break
-        longs = [task for task in self._prefills if task.left > limits.above_tokens]
-        shorts = [task for task in self._prefills if task.left <= limits.above_tokens]
+        longs = [task for task in self._prefills if task.long]
+        shorts = [task for task in self._prefills if not task.long]
         if not longs and not shorts:
             return [], FOREVER
-        sharing = min(len(longs) + len(shorts), limits.prompts_per_step)
-        slot = max(left // sharing, 1)
-        alone = len(longs) + len(shorts) == 1 and not n
-        time = self._learned
-        base = time.seconds(StepShape(decodes=max(n, 1), context_tokens=self.context))
-        quiet = limits.quiet_stretch if now - self._last_short > limits.quiet_s else 1.0
-        most_s = max(limits.stretch * quiet * base, limits.min_step_s)
-        fit_s = base + (most_s - base) / sharing
-        parts: Parts = []
+        n = self.decoding
+        if shorts:
+            self._last_short = now
+            if running is not None and self._left_s < math.inf:
+                # Running shorts are computed first, with few earlier tokens to read.
+                left = self._learned.prefill_within(self._left_s, n, self.context, running.done)
+                left = min(max(left, self._min_chunk), self.model.max_num_batched_tokens - n)
         before = left
-        self._stood_back = self._stood_back + 1 if shorts and longs else 0
-        stands_back = 0 < self._stood_back <= limits.max_short_steps
-        if stands_back:
-            slot = max(left // min(len(shorts), limits.prompts_per_step), 1)
-        for task in shorts:
-            part = self._in_time(task, min(task.left, slot, left), not parts)
-            if part > 0:
-                parts.append((task, part))
-                left -= part
-        if stands_back:
-            return parts, 1
-        self._stood_back = 0
-        for task in longs:
-            # Compute at least as long as reading the context again, as in `StepPace`.
-            least_s = base + 2 * time.read_s * task.done
-            fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
-            if share is None:
-                part = max(fitting, min_chunk_tokens(task.done), 1)
-            else:
-                part = max(int(before * share), 1)
-            part = min(task.left, left, left if alone else min(slot, part))
-            if part < task.left and share is None and not alone:
-                part = cut_chunk(part, n + before - left, task.done)
-            part = self._in_time(task, part, not parts)
+        needed = min(sum(task.left for task in shorts), left - left // 4)
+        quiet = not n and now - self._last_short > limits.quiet_s
+        for_longs = left if quiet else self._long_chunk(limits, left, longs)
+        if shorts and limits.share is None:
+            for_longs = max(for_longs - needed, for_longs // 2)
+        for_longs = min(for_longs, before - needed)
+        due = min(sum(task.left for task in longs), for_longs)
+        parts: Parts = []
+        left = before - due
+        for number, task in enumerate((*shorts, *longs)):
+            if number == len(shorts):
+                left = for_longs
+            sharing = 1 if number < len(shorts) else len(shorts) + len(longs) - number
+            part = self._in_time(task, min(task.left, -(-left // sharing)), not parts)
             if part > 0:
                 parts.append((task, part))
                 left -= part
         if len(parts) == 1 and parts[0][0] in longs:
-            most = min(max(parts[0][0].left // parts[0][1], 1), QUIET_CHECK_STEPS)
-            if share is None and not alone:
-                most = min(most, steps_as_sized(time, parts, n, self.context))
-            return parts, most
+            most = max(parts[0][0].left // parts[0][1], 1)
+            return parts, most if n or quiet else min(most, QUIET_CHECK_STEPS)
         return parts, 1
+
+    def _long_chunk(self, limits: LongPromptLimits, left: int, longs: Sequence[Task]) -> int:
+        """Return the tokens of all long prompts in a step with other requests."""
+        if limits.share is not None:
+            return max(int(self.model.max_num_batched_tokens * limits.share), 1)
+        shape = StepShape(
+            decodes=self.decoding,
+            context_tokens=self.context,
+            read_tokens=longs[0].done if longs else 0,
+        )
+        most = self.model.max_num_batched_tokens
+        return min(best_chunk(self.model.time, shape, most, itl_s=limits.itl_s), left)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
         if self._places(limits) > 0:
             return True
         overdue = now - self._longs[0].since >= limits.max_wait_s
-        places = max(limits.prompts_per_step, limits.places + 1)
-        return overdue and len(self._prefills) < places
+        return overdue and len(self._prefills) < limits.places_overdue

@@ -1,0 +1,61 @@
+"""The comparison of policies on modelled GPUs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.frontier import report
+from benchmarks.frontier.cells import DEFAULT, UPSTREAM, VARIANTS, Cell, play_cell
+from benchmarks.frontier.loads import LOADS, prefill_s
+from benchmarks.frontier.play import Figures
+
+SMALL = Figures(1.0, 2.0, 0.1, 1000.0)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_load_is_the_same_for_a_seed(load: str) -> None:
+    model = Cell("B200 8B", 8192, load).model
+    first, again, other = (
+        sorted((at, job.id, job.prompt_tokens) for at, job in LOADS[load](model, random.Random(n)))
+        for n in (1, 1, 2)
+    )
+    assert first == again != other
+    assert all(tokens <= model.max_model_len for _, _, tokens in first)
+
+
+def test_prefill_alone_grows_with_the_context() -> None:
+    model = Cell("H100 8B", 2048, "agents").model
+    assert prefill_s(model, 4096) < prefill_s(model, 4096, context=50_000) < 1.0
+
+
+def test_figure_that_is_better_in_all_but_noise_dominates() -> None:
+    better = Figures(0.8, 2.0, 0.1, 1000.0)
+    assert better.dominates(SMALL, 0.05)
+    assert not SMALL.dominates(SMALL)
+    assert not Figures(0.8, 2.1, 0.1, 1000.0).dominates(SMALL)
+    assert Figures(0.5, None, None, 1000.0).dominates(Figures(1.0, None, None, 1000.0))
+
+
+def test_missed_targets_are_named() -> None:
+    found = {UPSTREAM: [SMALL], DEFAULT: [Figures(0.5, 2.2, 0.2, 900.0)]}
+    assert report.missed("bursts of 8", found) == [
+        "tokens/s x0.900",
+        "longs x1.10",
+        "ITL x2.00, 200 ms",
+        "shorts x0.50",
+    ]
+    assert report.missed("agents", {UPSTREAM: [SMALL], DEFAULT: [SMALL]}) == []
+
+
+def test_cell_is_played_by_all_variants() -> None:
+    cell = Cell("B200 8B", 8192, "saturated")
+    found = {name: [play_cell((cell, name, 1))] for name in VARIANTS}
+    assert report.ratios(found, UPSTREAM) == (1.0, 1.0, 1.0, 1.0)
+    short, _, _, rate = report.ratios(found, DEFAULT)
+    assert short is not None
+    assert short < 0.7
+    assert rate is not None
+    assert rate > 0.98
+    assert report.table(str(cell), found).row_count == len(VARIANTS)

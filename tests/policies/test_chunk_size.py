@@ -1,0 +1,164 @@
+"""The size of a long prompt's chunk, learnt from step times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from vllm_sched.cost.chunk_loss import LARGE_LOSS, SMALL_LOSS, best_chunk
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
+from vllm_sched.policies.long_prompts.chunk_size import MAX_INTERVAL, ChunkSize
+from vllm_sched.policies.types import StepResult
+
+BUDGET = 8192
+
+
+def play(
+    size: ChunkSize,
+    seconds: Callable[[int, int], float],
+    *,
+    steps: int = 400,
+    prompt: int = 32_000,
+    most: int = BUDGET,
+) -> list[int]:
+    """Compute long prompts in chunks; `seconds` has tokens and context. Return the chunks."""
+    computed, chunks = 0, []
+    for _ in range(steps):
+        tokens = min(size.plan()[0], most, prompt - computed)
+        chunks.append(tokens)
+        took = seconds(tokens, computed)
+        size.observe(StepResult(took, [Chunk(tokens, computed)], 8, 8))
+        computed = (computed + tokens) % prompt
+    return chunks
+
+
+def made(itl_s: float = 10.0, most: int = BUDGET) -> ChunkSize:
+    return ChunkSize(most, 16, itl_s)
+
+
+def linear(fixed: float, token: float = 2e-5) -> Callable[[int, int], float]:
+    return lambda tokens, _: fixed + token * tokens
+
+
+@pytest.mark.parametrize(
+    ("fixed", "size"),
+    [
+        (0.0, 128),  # nothing is lost: the smallest chunk
+        (0.0001, 128),
+        (0.0002, 256),
+        (0.001, 1024),
+        (0.002, 2048),
+        (0.01, 8192),
+        (1.0, 8192),  # every step takes equally long
+    ],
+)
+def test_chunk_is_the_smallest_whose_half_loses_more(fixed: float, size: int) -> None:
+    learnt = made()
+    play(learnt, linear(fixed))
+    assert learnt.tokens == size
+
+
+def test_chunk_is_that_of_a_known_step_time() -> None:
+    for fixed in (0.0002, 0.0007, 0.003):
+        time = StepTime(decode_fixed_s=fixed, prefill_s=2e-5, pair_s=1e-9, read_s=1e-7)
+        learnt = made()
+
+        def seconds(tokens: int, context: int, time: StepTime = time) -> float:
+            pairs = tokens * (context + tokens / 2)
+            return time.seconds(StepShape(tokens, pairs, 8, 0, 1, context))
+
+        play(learnt, seconds)
+        known = best_chunk(time, StepShape(decodes=8, read_tokens=16_000), BUDGET, itl_s=10.0)
+        assert learnt.tokens in (known, 2 * known, known // 2)
+
+
+def test_twice_the_loss_is_accepted_while_steps_exceed_the_target_gap() -> None:
+    strict, relaxed = made(itl_s=0.050), made(itl_s=10.0)
+    for each in (strict, relaxed):
+        play(each, linear(0.002))
+    # Half of 2,048 tokens lose 4.7 %, in steps of 43 ms.
+    assert (relaxed.tokens, strict.tokens) == (2048, 2048)
+    for each in (strict, relaxed):
+        play(each, linear(0.004), steps=5000)
+    # Half of 4,096 tokens lose 4.7 % too, in steps of 86 ms.
+    assert (relaxed.tokens, strict.tokens) == (4096, 2048)
+    assert SMALL_LOSS * 2 == LARGE_LOSS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_and_a_busy_machine_do_not_change_the_size(seed: int) -> None:
+    rng = random.Random(seed)
+    slow = [1.0]
+
+    def seconds(tokens: int, _: int) -> float:
+        if rng.random() < 0.01:
+            slow[0] = rng.choice([1.0, 1.5, 2.0])  # other programs come and go
+        noise = rng.lognormvariate(0, 0.1) + (rng.random() < 0.01) * 5
+        return (0.001 + 2e-5 * tokens) * slow[0] * noise
+
+    learnt = made()
+    play(learnt, seconds, steps=2000)
+    sizes = []
+    for _ in range(50):
+        play(learnt, seconds, steps=100)
+        sizes.append(learnt.tokens)
+    assert 512 <= sorted(sizes)[25] <= 2048
+
+
+def test_size_follows_a_change_of_the_machine() -> None:
+    learnt = made()
+    play(learnt, linear(0.0002))
+    assert learnt.tokens == 256
+    play(learnt, linear(0.01), steps=2000)
+    assert learnt.tokens == 8192
+
+
+def test_comparisons_become_rare() -> None:
+    learnt = made()
+    play(learnt, linear(0.001), steps=1500)
+    chunks = play(learnt, linear(0.001), steps=2000, prompt=512_000)
+    other = [chunk for chunk in chunks if chunk != learnt.tokens]
+    assert 0 < len(other) <= 2000 / MAX_INTERVAL + 20
+
+
+def test_first_chunk_is_a_quarter_of_the_budget() -> None:
+    assert made().tokens == BUDGET // 4
+    assert made(most=3).tokens >= 1
+    assert ChunkSize(1, 16, 0.1).plan() == (1, 1)
+
+
+def test_steps_of_other_prompts_are_not_compared() -> None:
+    """A second prompt has another context, and so other step times."""
+    learnt = made()
+    for number in range(300):
+        tokens, _ = learnt.plan()
+        context = 50_000 * (number % 2)
+        learnt.observe(StepResult(0.001 + 1e-7 * context, [Chunk(tokens, context)], 8, 8))
+    assert learnt.tokens == BUDGET // 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_step_without_a_duration_is_ignored(seconds: float) -> None:
+    learnt = made()
+    play(learnt, lambda *_: seconds, steps=50)
+    assert learnt.tokens == BUDGET // 4
+
+
+def test_seconds_per_token_are_learnt() -> None:
+    learnt = made()
+    play(learnt, linear(0.0))
+    assert learnt.token_s == pytest.approx(2e-5, rel=0.05)
+
+
+def test_shorts_in_every_step_do_not_stop_the_comparisons() -> None:
+    """Each step has more tokens of shorts than half of the first chunk, and lasts equally long."""
+    learnt, computed = made(most=64), 0
+    for _ in range(200):
+        tokens, least = learnt.plan()
+        chunk = max(tokens - 20, least)
+        chunks = [Chunk(20, 0), Chunk(chunk, computed)]
+        learnt.observe(StepResult(0.05, chunks, 8, 8))
+        computed += chunk
+    assert learnt.tokens == 64

@@ -1,0 +1,57 @@
+"""What a smaller chunk costs: every step has a part that does not depend on its chunk.
+
+A chunk of half the size needs two steps. Its loss is the extra time for the same tokens, relative
+to one step: near 0 where a chunk fills the device, and 1 where any step lasts equally long. With a
+loss of LARGE_LOSS, a tenth of the smaller step is fixed cost.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_sched.cost.step_time import StepShape, StepTime
+
+# Accepted loss of a halved chunk; the larger one while steps exceed the target gap.
+SMALL_LOSS: Final = 0.025
+LARGE_LOSS: Final = 0.05
+# Of the step's budget; smaller chunks are not considered.
+LEAST_SHARE: Final = 1 / 64
+
+
+def accepted_loss(step_s: float, itl_s: float) -> float:
+    """Return the loss for which a step of this length should be halved."""
+    return LARGE_LOSS if step_s > itl_s else SMALL_LOSS
+
+
+def loss_against_double(loss: float) -> float:
+    """Return the loss of a chunk against twice the chunk, given that of its half against it.
+
+    This holds where a step takes a fixed time and a time per token.
+    """
+    return loss / (2 - loss) if loss < 1 else 1.0
+
+
+def least_chunk(most: int, block: int) -> int:
+    """Return the smallest chunk to consider, at least a block."""
+    return max(int(most * LEAST_SHARE), min(block, most))
+
+
+def best_chunk(
+    time: StepTime, shape: StepShape, most: int, *, itl_s: float, block: int = 16
+) -> int:
+    """Return the chunk without notable loss, for a step like `shape` after `read_tokens`."""
+
+    def seconds(tokens: int) -> float:
+        pairs = tokens * (shape.read_tokens + tokens / 2)
+        return time.seconds(
+            StepShape(tokens, pairs, shape.decodes, shape.context_tokens, 1, shape.read_tokens)
+        )
+
+    size, least = most, least_chunk(most, block)
+    took = seconds(size)
+    while size // 2 >= least:
+        half_s = seconds(size // 2)
+        if 2 * half_s > took * (1 + accepted_loss(took, itl_s)):
+            break
+        size, took = size // 2, half_s
+    return size

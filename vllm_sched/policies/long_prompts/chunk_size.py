@@ -1,0 +1,146 @@
+"""The size of a long prompt's chunk, found by comparing step times.
+
+Now and then one step has half the chunk of the steps around it. The line through both shows the
+fixed time of a step, and so what a smaller chunk loses (see `cost.chunk_loss`), on this machine,
+with this context and under this load: both sides are equally slow on a busy machine. The size
+halves when the mean loss is surely within the accepted one. It doubles when this size probably
+loses too much against the double, because too large a chunk loses no time. The more often nothing
+changes, the rarer the comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final, NamedTuple
+
+from vllm_sched.cost.chunk_loss import accepted_loss, least_chunk, loss_against_double
+from vllm_sched.policies.types import StepResult
+
+# The first size is this share of the budget.
+FIRST_SHARE: Final = 1 / 4
+# Steps between two comparisons.
+MIN_INTERVAL, MAX_INTERVAL = 2, 32
+# Comparisons without a result after which they become rarer; some results are still under way.
+MAX_IN_VAIN: Final = 3
+# From this count on, older comparisons count less.
+MAX_COMPARED: Final = 256
+# Decisions before a size that was not worth it is tried again.
+RETRY_AFTER: Final = 16
+# The steps around the smaller one have at least this many times its tokens, and as many as planned
+# within a factor of two.
+MIN_RATIO: Final = 4 / 3
+# One stalled step says nothing about the chunk.
+MIN_LOSS, MAX_LOSS = -0.5, 1.0
+# Weight of the newest step.
+GAIN: Final = 0.1
+
+
+class LongStep(NamedTuple):
+    tokens: int  # of all prefills
+    seconds: float
+    end: int  # tokens computed of the long prompt
+
+
+class MeanLoss:
+    """The mean of the losses, and how uncertain it is."""
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self.mean = 0.0
+        self._squares = 0.0  # of the differences from the mean
+
+    def add(self, loss: float) -> None:
+        if self._count >= MAX_COMPARED:
+            self._count /= 2
+            self._squares /= 2
+        self._count += 1
+        before = loss - self.mean
+        self.mean += before / self._count
+        self._squares += before * (loss - self.mean)
+
+    @property
+    def error(self) -> float:
+        """Return the 95 % limit of the mean's error; infinite for a single loss."""
+        if (free := self._count - 1) < 1:
+            return math.inf
+        return (2 + 12 / free**2) * math.sqrt(self._squares / free / self._count)
+
+
+class ChunkSize:
+    """The present size, and the losses of half of it since it last changed."""
+
+    def __init__(self, most: int, block: int, itl_s: float) -> None:
+        self._most = most
+        self._least = least_chunk(most, block)
+        self._itl_s = itl_s
+        self.tokens = max(int(most * FIRST_SHARE), self._least)
+        self.token_s = 0.0  # seconds per token of a long prompt
+        self._recent: deque[LongStep] = deque(maxlen=3)
+        self._loss = MeanLoss()
+        self._interval = MIN_INTERVAL
+        self._steps = 0  # since the last comparison
+        self._in_vain = 0  # comparisons without a result, because other prompts filled the steps
+        self._unchanged = 0  # decisions to keep the size
+        self._not_worth = 0  # the double, when this size was found to lose little against it
+
+    def plan(self) -> tuple[int, int]:
+        """Return the chunk of the next step, and its least size with short prompts in the step."""
+        self._steps += 1
+        if self._steps < self._interval:
+            return self.tokens, -(-self.tokens // 2)
+        self._steps = 0
+        self._in_vain += 1
+        if self._in_vain > MAX_IN_VAIN:
+            self._interval = min(2 * self._interval, MAX_INTERVAL)
+        return max(self.tokens // 2, 1), 1
+
+    def observe(self, result: StepResult) -> None:
+        """Compare a step with its neighbours of the same prompt."""
+        recent = self._recent
+        if not result.chunks or not result.seconds > 0:
+            recent.clear()
+            return
+        # The long prompt is the one that is computed furthest.
+        end, context = max((chunk.context + chunk.tokens, chunk.context) for chunk in result.chunks)
+        if recent and recent[-1].end != context:
+            recent.clear()
+        recent.append(LongStep(result.shape.prefill_tokens, result.seconds, end))
+        if len(recent) < 3:
+            return
+        before, tried, after = recent
+        tokens, seconds = (before.tokens + after.tokens) / 2, (before.seconds + after.seconds) / 2
+        gain = GAIN if self.token_s else 1.0
+        self.token_s += gain * (seconds / tokens - self.token_s)
+        planned = self.tokens / 2 <= tokens <= 2 * self.tokens
+        if not planned or tokens < MIN_RATIO * tried.tokens:
+            return
+        fixed_s = (tried.seconds * tokens - seconds * tried.tokens) / (tokens - tried.tokens)
+        step_s = fixed_s + (seconds - fixed_s) / tokens * self.tokens
+        if step_s > 0:
+            self._in_vain = 0
+            self._loss.add(max(min(fixed_s / step_s, MAX_LOSS), MIN_LOSS))
+            self._decide(step_s)
+
+    def _decide(self, step_s: float) -> None:
+        loss, error = self._loss.mean, self._loss.error
+        accepted, of_double = (accepted_loss(s, self._itl_s) for s in (step_s, 2 * step_s))
+        double = 2 * self.tokens
+        loss_now = loss_against_double(loss - error / 2)
+        tried = double == self._not_worth and self._unchanged < RETRY_AFTER
+        if loss + error < accepted and self.tokens // 2 >= self._least:
+            self._not_worth = self.tokens
+            self._change(self.tokens // 2)
+        elif loss_now > of_double and double <= self._most and not tried:
+            self._change(double)
+        elif abs(loss - accepted) > error:
+            self._loss = MeanLoss()
+            self._unchanged += 1
+            self._interval = min(2 * self._interval, MAX_INTERVAL)
+
+    def _change(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._recent.clear()
+        self._loss = MeanLoss()
+        self._interval = MIN_INTERVAL
+        self._unchanged = 0
