@@ -59,8 +59,10 @@ def test_former_settings_are_not_offered() -> None:
     assert "long_step_stretch" not in str(caught.value)
 
 
-def test_a_policy_has_few_settings() -> None:
-    settings = registry.find("long_prompt").settings_type
+@pytest.mark.parametrize("name", registry.POLICIES)
+def test_a_policy_has_few_settings(name: str) -> None:
+    settings = registry.find(name).settings_type
+    assert settings.former.keys() <= settings.model_fields.keys()
     assert len(settings.model_fields.keys() - settings.former.keys()) <= 4
 
 

@@ -54,16 +54,29 @@ EMPTY: Final = LaneCount()
 
 class DeferredPrefillSettings(Settings):
     departures: int | Literal["auto"] = Field(
-        "auto", description="departures that a hold waits for; auto = chosen from measured costs"
+        "auto",
+        description="departures that a hold waits for; auto = chosen from measured costs; set it to"
+        " repeat a measurement",
     )
     itl_ms: float | None = Field(
-        None, gt=0, description="gap between tokens that a batch of prefills may cause"
+        None,
+        gt=0,
+        description="gap between tokens that a batch of prefills may cause; set it if streams"
+        " stutter",
     )
-    max_delay_ms: float = Field(1000.0, gt=0, description="maximum time that a request is held")
-    max_delay_steps: int = Field(512, ge=1, description="maximum length of a hold in steps")
+    max_delay_ms: float = Field(
+        1000.0,
+        gt=0,
+        description="maximum time that a request is held; lower it if first tokens are late",
+    )
     exclusive: bool = Field(
-        False, description="decodes pause while prompts are in prefill, as in the paper"
+        False,
+        description="decodes pause while prompts are in prefill; for engines whose mixed steps are"
+        " slow",
     )
+    # Former setting.
+    max_delay_steps: int = Field(512, ge=1, description="former; maximum length of a hold in steps")
+    former: ClassVar[Mapping[str, str]] = {"max_delay_steps": "use max_delay_ms"}
 
 
 class DeferredPrefill(Policy):

@@ -141,10 +141,7 @@ class LongPrompt(Policy):
         self._overdue: set[str] = set()  # fronts that may enter after max_wait_s
 
     def resolved(self) -> dict[str, object]:
-        settings = self.settings
-        unused = settings.former.keys() - settings.model_fields_set
-        shown = settings.model_dump(exclude=set(unused))
-        return shown | {"long_prefill_token_threshold": self._lookups.threshold}
+        return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings

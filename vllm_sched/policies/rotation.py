@@ -35,12 +35,22 @@ AFTER_NEWCOMERS: Final = 0.5
 
 
 class RotationSettings(Settings):
-    chunk: int = Field(0, ge=0, description="minimum tokens of a turn; 0 = the whole step")
+    chunk: int = Field(
+        0,
+        ge=0,
+        description="minimum tokens of a turn; 0 = the whole step; set it to let several prompts share"
+        " a step",
+    )
     order: Literal["rotate", "shortest"] = Field(
-        "rotate", description="rotate = round robin; shortest = fewest tokens left first"
+        "rotate",
+        description="rotate = round robin; shortest = fewest tokens left first; shortest lowers the"
+        " mean, and rotate treats prompts alike",
     )
     max_wait_s: float = Field(
-        10.0, gt=0, description="maximum time that a prompt is held or has no chunk"
+        10.0,
+        gt=0,
+        description="maximum time that a prompt is held or has no chunk; lower it if long prompts"
+        " starve",
     )
 
 

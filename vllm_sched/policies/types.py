@@ -152,6 +152,10 @@ class Settings(BaseModel):
     # Settings that still work, with a warning that says what to do instead.
     former: ClassVar[Mapping[str, str]] = {}
 
+    def shown(self) -> dict[str, object]:
+        """Return the settings, without former ones that were not given."""
+        return self.model_dump(exclude=set(self.former.keys() - self.model_fields_set))
+
 
 @dataclass(slots=True, frozen=True)
 class EngineFacts:
@@ -197,7 +201,7 @@ class Policy:
 
     def resolved(self) -> dict[str, object]:
         """Return the effective settings, for the log."""
-        return self.settings.model_dump()
+        return self.settings.shown()
 
     def fluid_effects(self) -> FluidEffects | None:
         """Return the effects on the simulator's fluid engine, which refuses a policy with None."""

@@ -1,0 +1,119 @@
+"""Compare policies and baselines on real workers of a tiny model.
+
+    python -m benchmarks.frontier.real --budgets 256 512 2048 --rounds 3
+
+The workers of a budget run at once and take turns on the same arrivals. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Final
+
+from rich.console import Console
+
+from benchmarks.frontier.baseline import HoldAndCapScheduler
+from benchmarks.frontier.cells import DEFAULT, UPSTREAM
+from benchmarks.frontier.play import Figures
+from benchmarks.frontier.report import table
+from vllm_sched.bench.compare.compare import (
+    ComparisonPlan,
+    ProgressReporter,
+    contender,
+    measure,
+    running,
+)
+from vllm_sched.bench.compare.report import itls, percentile, total_rate, ttfts
+from vllm_sched.bench.compare.runner import Round
+from vllm_sched.bench.compare.workloads import (
+    BACKGROUND,
+    LONG,
+    SHORT,
+    Workload,
+    long_blocks_short,
+)
+from vllm_sched.errors import VllmSchedError
+from vllm_sched.workers import launch
+from vllm_sched.workers.launch import Side
+from vllm_sched.workers.tiny_model import tiny_model
+
+CLASS: Final = f"{HoldAndCapScheduler.__module__}.{HoldAndCapScheduler.__name__}"
+SIDES: Final[Mapping[str, Side]] = {
+    UPSTREAM: Side.parse(launch.DEFAULT),
+    "35 lines": Side.parse(launch.DEFAULT, extra=(f"--scheduler-cls={CLASS}",)),
+    DEFAULT: Side.parse(DEFAULT),
+}
+BUDGETS: Final = (256, 512, 2048)
+
+
+def loads(seed: int) -> dict[str, Workload]:
+    """Return the loads; their lengths vary with the seed."""
+    tokens = 9_000 + 500 * (seed % 7)
+    return {
+        "one long prompt": long_blocks_short(longs=1, long_tokens=tokens, seed=seed),
+        "two long prompts": long_blocks_short(longs=2, long_tokens=tokens, seed=seed),
+        "eight long prompts": long_blocks_short(longs=8, long_tokens=tokens // 3, seed=seed),
+    }
+
+
+async def compare(
+    model: str, budget: int, rounds: int, seed: int, narrator: ProgressReporter
+) -> dict[str, dict[str, list[Figures]]]:
+    """Return the figures of each side by round, for each load."""
+    flags = ("--max-num-batched-tokens", str(budget), "--no-enable-prefix-caching")
+    plans = {
+        name: ComparisonPlan(model, replace(load, worker_flags=flags), rounds, lone_samples=0)
+        for name, load in loads(seed).items()
+    }
+    first = next(iter(plans.values()))
+    up = [contender(name, side, first, sharing=len(SIDES)) for name, side in SIDES.items()]
+    found: dict[str, dict[str, list[Figures]]] = {}
+    async with running([each.worker for each in up], narrator):
+        for name, plan in plans.items():
+            sides = [replace(each, rounds=[]) for each in up]
+            await measure(sides, plan, narrator)
+            found[name] = {each.role: [*map(figures, each.rounds)] for each in sides}
+            if failed := [each.role for each in sides if each.failed]:
+                raise VllmSchedError(f"requests to {', '.join(failed)} failed")
+    return found
+
+
+def figures(played: Round) -> Figures:
+    """Return the figures of one round."""
+    longs = ttfts([played], LONG)
+    return Figures(
+        percentile(ttfts([played], SHORT), 99),
+        fmean(longs) if longs else None,
+        percentile(itls([played], BACKGROUND), 99),
+        total_rate(played) or 0.0,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table for each budget and load; return 1 if a worker or a request failed."""
+    parser = argparse.ArgumentParser(prog="frontier.real", description=__doc__.splitlines()[0])
+    parser.add_argument("--budgets", nargs="+", type=int, default=list(BUDGETS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    model = str(tiny_model())
+    for budget in args.budgets:
+        try:
+            with ProgressReporter(console) as narrator:
+                found = asyncio.run(compare(model, budget, args.rounds, args.seed, narrator))
+        except VllmSchedError as error:
+            console.print(str(error), style="red", markup=False, highlight=False)
+            return 1
+        for load, of_load in found.items():
+            console.print(table(f"tiny model, budget {budget}, {load}", of_load))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
