@@ -387,6 +387,16 @@ def test_returning_tenant_starts_at_the_least_waiting_standing() -> None:
     assert late.standings[STANDARD] == 600.0
 
 
+def test_memory_of_shares_is_independent_of_the_charges() -> None:
+    floor: Any = fairness.ShareFloor()
+    floor.put(tenant("a"), 0.0)
+    busy = tenant("b")
+    for standing in range(1, 1000):
+        floor.put(busy, float(standing))
+    assert len(floor._heap) < 100
+    assert floor.least(-1.0) == 0.0
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Pushes, dispatches and removals of all classes at random."""
 
