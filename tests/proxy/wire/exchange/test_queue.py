@@ -113,17 +113,6 @@ async def test_placed_request_counts_its_wait(start: Start) -> None:
     assert waits[1] >= 25.0
 
 
-async def test_end_of_a_request_dispatches_the_queue(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 1)
-    site.wire.ticks.stop()
-    gate.set()
-    for client in clients:
-        assert (await client.answer()).status == 200
-    site.wire.ticks.start()
-
-
 async def test_request_that_leaves_the_queue_counts_its_wait(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     waits: list[float] = []
