@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ROUTER_TESTS = (
     "tests/proxy/wire", "tests/proxy/core", "tests/proxy/http", "tests/proxy/metrics",
     "tests/proxy/batches", "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config",
-    "tests/faults", "tests/fuzz",
+    "tests/proxy/setup", "tests/faults", "tests/fuzz",
 )  # fmt: skip
 ENGINE_TESTS = ("tests/engine", "tests/policies", "tests/sim")
 AREAS = {

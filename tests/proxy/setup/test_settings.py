@@ -6,8 +6,12 @@ import yaml
 
 from proxy.config import parse
 from proxy.config.tenants import AdmissionConfig
+from proxy.core.model.settings import RouterSettings
 from proxy.core.tenants.tenants import Rank
 from proxy.setup.settings import admission_settings, router_settings, wire_settings
+from proxy.wire.settings import WireSettings
+
+WORKERS = [{"name": "w", "url": "http://127.0.0.1:9001"}]
 
 
 def test_targets_of_classes() -> None:
@@ -18,6 +22,12 @@ def test_targets_of_classes() -> None:
     alone = admission_settings(AdmissionConfig(standard_ttft_s=3.0))
     assert alone is not None
     assert alone.ttft_s == {Rank.STANDARD: 3.0}
+
+
+def test_settings_of_a_fleet_file_without_options_are_the_defaults() -> None:
+    config = parse(yaml.safe_dump({"model": "m", "workers": WORKERS}), "fleet.yaml")
+    assert router_settings(config) == RouterSettings()
+    assert wire_settings(config) == WireSettings(refuses_pages=True)
 
 
 def test_settings_reach_the_router() -> None:
@@ -32,8 +42,7 @@ def test_settings_reach_the_router() -> None:
         "drain_notice_s": 7.0,
         "timeouts": {"idle_s": 8.0},
     }
-    workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
-    data = {"model": "m", "workers": workers, "tenants": [tenant], "router": router}
+    data = {"model": "m", "workers": WORKERS, "tenants": [tenant], "router": router}
     config = parse(yaml.safe_dump(data | {"routing": {"panic_threshold": 0.25}}), "fleet.yaml")
     settings = router_settings(config)
     assert (settings.client_priority, settings.client_arguments) == (True, False)

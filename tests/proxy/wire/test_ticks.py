@@ -9,10 +9,11 @@ from typing import Any
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router, RouterSettings
+from proxy.metrics.histogram import Histogram
 from proxy.metrics.registry import Metrics
 from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
-from proxy.wire.ticks import SHORT_TICK_S, SUSPENDED_LAG_S, SWEEP_INTERVAL_S
+from proxy.wire.ticks import SHORT_TICK_S, SUSPENDED_LAG_S, SWEEP_INTERVAL_S, Ticks
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import get
 from tests.proxy.wire.site import eventually
@@ -36,6 +37,19 @@ async def test_ticks_are_shorter_while_a_count_is_pending() -> None:
     wire.ticks.tick()
     assert wire.ticks.timer.when() - busy > SWEEP_INTERVAL_S / 2
     await wire.close()
+    assert wire.ticks.timer is None
+
+
+async def test_short_ticks_sweep_at_the_usual_interval() -> None:
+    now, sweeps = 100.0, list[bool]()
+    ticks = Ticks(lambda _, sweep: sweeps.append(sweep), lambda: True, lambda: now, Histogram(()))
+    ticks.start()
+    for _ in range(7):
+        ticks.stop()
+        ticks.tick()
+        now += 0.4 * SWEEP_INTERVAL_S
+    ticks.stop()
+    assert sweeps == [True, False, False, True, False, False, True]
 
 
 async def test_bytes_received_during_a_suspension_are_not_late(start: Start) -> None:

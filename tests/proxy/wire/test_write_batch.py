@@ -63,6 +63,16 @@ async def test_flush_writes_everything_once() -> None:
     assert len(log) == 2
 
 
+async def test_batch_holds_what_is_not_written_yet() -> None:
+    a, b = Transport("a", []), Transport("b", [])
+    batch: Any = WriteBatch()
+    batch.write(a, b"1")
+    batch.write(b, b"2")
+    assert (batch.holds(a), batch.holds(b)) == (False, True)
+    batch.flush()
+    assert not batch.holds(b)
+
+
 async def test_closing_connection_gets_no_writes() -> None:
     log: list[Any] = []
     gone, here = Transport("gone", log), Transport("here", log)

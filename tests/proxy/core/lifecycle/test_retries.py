@@ -65,6 +65,8 @@ def test_all_requests_of_a_failed_worker_are_spared() -> None:
     failures = WorkerFailureEvents()
     assert not failures.spare(W0, 1.0, 9.0, beside=8)  # the first failure takes from the budget
     assert all(failures.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
+    assert failures.spare(W0, 9.0, 9.0, beside=7)
+    assert not failures.spare(W0, 9.5, 9.6, beside=7)  # sent after the failure
 
 
 def test_worker_fails_again_only_after_the_window() -> None:

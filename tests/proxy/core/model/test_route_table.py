@@ -10,7 +10,15 @@ import pytest
 
 import proxy
 from proxy.core.model import route_table
-from proxy.core.model.route_table import BY_NAME, OWN, ROUTES, STORED, Route
+from proxy.core.model.route_table import (
+    BY_NAME,
+    OWN,
+    ROUTES,
+    STORED,
+    ErrorFormat,
+    PromptFields,
+    Route,
+)
 from proxy.http.error_formats import format_of
 
 # The modules that name an endpoint, and the fact that no column of the table holds.
@@ -38,8 +46,16 @@ def test_facts_of_a_route_agree(path: str) -> None:
     assert format_of(path) is route.error_format
     assert bool(route.output_limits) == route.may_be_split
     assert route.generates or not (route.ends_with_done or route.begins_with_token)
-    assert not route.countable or route.generates
+    text = route.shape in (PromptFields.CHAT, PromptFields.PROMPT)
+    assert not route.countable or (text and route.error_format is ErrorFormat.OPENAI)
+    assert not route.usage_by_option or route.ends_with_done
+    assert not route.generates or route.shape not in (PromptFields.INPUT, PromptFields.PAIRS)
     assert not (route.truncates and route.truncates_if_asked)
+
+
+def test_stored_responses_have_the_path_of_the_route_that_stores_them() -> None:
+    stores = {route.name for route in ROUTES.values() if route.stores}
+    assert stores == {name.partition("/")[0] for name in STORED}
 
 
 @pytest.mark.plain("reads sources")

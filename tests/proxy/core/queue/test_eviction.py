@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,11 +170,12 @@ def test_evicted_request_is_refused_and_not_charged() -> None:
     assert next_ticket in (first, single)
 
 
-def test_evicted_request_may_be_withdrawn_before_due() -> None:
+@pytest.mark.parametrize("withdrawn", [True, False])
+def test_evicted_request_may_be_withdrawn_before_due(withdrawn: bool) -> None:
     router = router_of(spec("w", most=1), queue_requests=1)
     flood = tenant("flood")
     placed(router.submit(of(flood), 0.0))
     ticket = waits(router.submit(of(flood), 0.0))
-    waits(router.submit(of(tenant("single", 10.0)), 0.0))
-    router.withdraw(ticket, 0.0)
-    assert router.due(0.0) == []
+    single = waits(router.submit(of(tenant("single", 10.0)), 0.0))
+    router.withdraw(ticket if withdrawn else single, 0.0)
+    assert [gone for gone, _ in router.due(0.0)] == ([] if withdrawn else [ticket])

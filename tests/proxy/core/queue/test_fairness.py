@@ -334,7 +334,7 @@ def test_any_ahead_of_ignores_lower_classes() -> None:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
-    """Counted in calls for one request that is pushed, dispatched and charged."""
+    """Counted in calls for requests that are pushed, dispatched and charged."""
 
     def calls(tenants: int) -> int:
         bench = QueueBench()
@@ -353,6 +353,7 @@ def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
             sys.setprofile(note)
             try:
                 bench.push(of(owners[n % tenants]))
+                bench.push(of(tenant(f"new{n}")))
                 [gone] = bench.place()
                 present(gone.ask.tenant).charge(10.0)
                 bench.place(0)

@@ -45,8 +45,9 @@ def test_no_refusal_before_the_pace_is_learnt() -> None:
         placed(router.submit(ask(50_000), 0.0))
 
 
-def test_slow_queue_is_429_with_retry_after() -> None:
-    router = make_router(most=1)
+@pytest.mark.parametrize("paced", [True, False])
+def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
+    router = make_router(most=1, paced=paced, standard=1.9)
     now = 0.0
     lease = placed(router.submit(ask(10), now))
     waits(router.submit(ask(10), now))

@@ -96,6 +96,18 @@ def test_retry_after_ignores_idle_times(capacity: int) -> None:
     assert queue.wait_s(start + 3600, 0) is None
 
 
+def test_wait_ignores_a_short_idle_time() -> None:
+    queue, now = make_queue(), 1e6
+    for idle_s in (0.0, 10.0):
+        now += idle_s
+        ticket = queue.push(ask(), now)
+        for _ in range(80):  # four a second
+            now += 0.25
+            queue.freed(now)
+            assert queue.wait_s(now, 0) == pytest.approx(0.25)
+        queue.remove(ticket)
+
+
 TENANTS = [Tenant(TenantSpec(name)) for name in "abcd"]
 
 

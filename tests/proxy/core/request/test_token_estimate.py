@@ -161,6 +161,8 @@ def test_query_counts_once_per_document() -> None:
     assert (extent.text, extent.prompts, extent.largest_text) == (2 + 1 + 2 + 3, 2, 5)
     extent = measure(PromptFields.PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]})
     assert (extent.text, extent.prompts) == (10, 2)
+    extent = measure(PromptFields.PAIRS, {"query": [1, 2], "documents": [[3], [4, 5, 6]]})
+    assert (extent.tokens, extent.prompts, extent.largest_tokens) == (2 + 1 + 2 + 3, 2, 5)
 
 
 def test_conversations_of_a_batch_count_as_prompts() -> None:

@@ -50,6 +50,14 @@ async def test_drain_ends_with_the_last_request(start: Start) -> None:
         await site.wire.drain(3600.0)
 
 
+async def test_close_ends_every_connection(start: Start) -> None:
+    site = await start()
+    client = await site.send(get("/health")[:10])
+    await eventually(lambda: site.wire.clients)
+    await site.wire.close()
+    assert await client.closed() == b""
+
+
 @asynccontextmanager
 async def notice_period(site: Site) -> AsyncIterator[None]:
     """Keep the router in its notice period."""

@@ -99,6 +99,20 @@ async def test_queued_request_gets_503_when_its_worker_goes_down(start: Start) -
     assert (await first.answer()).status == 200  # a running request continues
 
 
+async def test_placed_request_counts_its_wait(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    waits: list[float] = []
+    site.metrics.at_end = (lambda seen, *_: waits.append(seen.queue_s),)
+    gate = asyncio.Event()
+    clients = await fill(site, gate, 1)
+    site.skip(25.0)
+    gate.set()
+    for client in clients:
+        assert (await client.answer()).status == 200
+    assert waits[0] == 0.0
+    assert waits[1] >= 25.0
+
+
 async def test_request_that_leaves_the_queue_counts_its_wait(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     waits: list[float] = []

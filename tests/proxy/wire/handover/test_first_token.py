@@ -12,7 +12,7 @@ from proxy.wire.handover.two_legs import TwoLegExchange
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.kv import CHAT, DELTAS, OPENINGS, Faults
+from tests.proxy.wire.kv import CHAT, DELTAS, OPENINGS, RESPONSES, Faults
 from tests.proxy.wire.pairs import Pairs, ask, pairs
 from tests.proxy.wire.scripts import LAST_CHUNK, SSE, chunk
 from tests.proxy.wire.site import eventually
@@ -116,3 +116,20 @@ async def test_opening_passes_with_the_first_token(start: Start, path: str) -> N
     assert await client.body(head) == OPENINGS[path] + delta
     await here.settled()
     assert here.site.metrics.handovers.ends["transferred"] == 1
+
+
+async def test_opening_above_a_megabyte_passes_before_the_first_token(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    rest, instructions = asyncio.Event(), b'{"instructions":"%b"}' % (b"x" * 1_500_000)
+    opening = OPENINGS[RESPONSES].replace(b"{}", instructions, 1)
+
+    async def send_slowly(call: Call) -> None:
+        await call.send(STREAM + chunk(opening))
+        await rest.wait()
+        await call.send(chunk(DELTA) + LAST_CHUNK)
+
+    here.kv.inject("d0", Faults(during=send_slowly))
+    client = await here.send(body_of(RESPONSES), path=RESPONSES)
+    head = await client.head()
+    rest.set()
+    assert await client.body(head) == opening + DELTA

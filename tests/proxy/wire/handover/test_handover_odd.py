@@ -304,6 +304,7 @@ async def test_hung_prefill_leg_is_served_whole(start: Start, stream: bool) -> N
     assert words(await asking) == expected(body)
     await call.was_lost()
     await here.settled()
+    assert here.site.metrics.handovers.ends["prefill_failed"] == 1
     assert here.legs()[-2:][0] == "prefill p0"
     assert here.legs()[-1].startswith("whole d")
 

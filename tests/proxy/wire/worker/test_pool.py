@@ -340,6 +340,26 @@ def test_resume_before_a_response_restarts_the_first_byte_timeout(pool: Immediat
     assert connection.deadline == pool.now + SETTINGS.idle_s
 
 
+def test_connection_dropped_while_opening_is_closed(pool: ImmediatePool) -> None:
+    connection, transport = WorkerConnection(pool), FakeTransport()
+    connection.drop()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    assert transport.closed
+
+
+def test_pool_of_an_old_key_is_kept_until_its_requests_end(pool: ImmediatePool) -> None:
+    fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, ImmediateWrites())
+    pools._pools["w0"] = pool
+    _, idle, unused = pool.send_request()
+    _, _, used = pool.send_request()
+    idle.data_received(HEAD + b"abc")
+    keyed = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.GENERAL, "tiny", api_key="k"))
+    assert pools.of(keyed) is not pool
+    assert (unused.closed, used.closed) == (True, False)
+    pools.close()
+    assert used.closed
+
+
 def test_pools_follow_the_fleet() -> None:
     fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, ImmediateWrites())
     old = pools.of(fleet.roster.add(SPEC))
