@@ -362,7 +362,8 @@ def test_overdue_urgent_prompt_shares_steps_with_overdue_prompts() -> None:
     bench.add("b", 300, lane="batch")
     bench.add("v", 1900, lane="urgent")
     bench.now += 5
-    assert bench.steps(3) == [{"u": 32, "n": 32}, {"n": 32, "v": 32}, {"n": 32, "b": 32}]
+    steps = [bench.step(0.0) for _ in range(3)]
+    assert steps == [{"u": 32, "n": 32}, {"n": 32, "v": 32}, {"n": 32, "b": 32}]
     # Overdue prompts share one half, the older first.
     assert bench.steps(6) == [{"n": 32, "u": 32}] * 6
     assert bench.steps(2) == [{"n": 12, "b": 20, "u": 32}, {"b": 32, "u": 32}]
