@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.engine.stubs import STUBS
 from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine.parallel import dp_group
 from vllm_sched.engine.parallel.dp_group import (
     MAX_STEP_S,
     RANK_BYTES,
@@ -84,8 +87,31 @@ def test_step_without_a_result_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]
     assert reader.others_at(10.3) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "is_moe", "grouped"), [(2, True, True), (2, False, False), (1, True, False)]
+)
+def test_only_ranks_of_an_expert_model_form_a_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int, is_moe: bool, grouped: bool
+) -> None:
+    monkeypatch.setattr(dp_group, "MEMORY", tmp_path)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=is_moe),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=size,
+            data_parallel_rank=0,
+            data_parallel_master_ip="127.0.0.1",
+            data_parallel_master_port=1,
+        ),
+    )
+    assert (dp_group.group_of(config) is not None) is grouped
+
+
 def test_ring_holds_the_last_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
+    for number in range(RING_RECORDS):
+        writer.begin(number, number / 100, StepShape(number))
+    assert reader.others_at(0.005) == [StepShape(0)]
+    reader, writer = DpGroup(writer._path, 0, 2), DpGroup(writer._path, 1, 2)
     for number in range(3 * RING_RECORDS):
         writer.begin(number, float(number), StepShape(number))
         assert reader.others_at(number + 0.5) == [StepShape(number)]

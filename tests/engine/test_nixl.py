@@ -64,6 +64,20 @@ def test_nixl_without_the_setting_is_unchanged(
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
+def test_connectors_are_created_with_cpu_settings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, made = bindings.nixlAgentConfig, []
+
+    def create(*arguments: object) -> None:
+        made.append((arguments[1:], bindings.nixlAgentConfig is not plain))
+
+    monkeypatch.setattr(getattr(ours.nixl, name), "__init__", create)
+    getattr(ours, name)("config", "role", "cache")
+    assert made == [(("config", "role", "cache"), True)]
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
 def test_vllm_loads_our_connectors_by_its_names(name: str) -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

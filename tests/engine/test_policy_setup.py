@@ -8,16 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.sample.sampler import Sampler
 
 from tests.engine.schedulers import base_config, make_scheduler
 from vllm_sched import LongPromptScheduler, PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine import plugin, policy_setup, probes
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.policies.kv_cache import KvGroup
 from vllm_sched.workers.tiny_model import tiny_model
 
 
@@ -204,6 +207,41 @@ def test_engines_with_policies_compile_logprobs_at_start(
     executor: Any = SimpleNamespace(vllm_config=made, collective_rpc=calls.append)
     plugin._compiling_logprobs(lambda _: None)(executor)
     assert calls == ([plugin.compile_logprobs] if compiles else [])
+
+
+def test_logprobs_of_one_token_are_compiled_in_vllms_sampler_only() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class OtherSampler:
+        def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+            shapes.append(tuple(logits.shape))
+            return logits
+
+        def gather_logprobs(self, _: torch.Tensor, count: int, token: torch.Tensor) -> None:
+            shapes.append((count, *token.shape))
+
+    class VllmSampler(OtherSampler, Sampler):
+        __init__ = object.__init__
+
+    for kind in (OtherSampler, VllmSampler):
+        assert shapes == []
+        plugin.compile_logprobs(
+            SimpleNamespace(
+                model_runner=SimpleNamespace(sampler=kind()),
+                model_config=SimpleNamespace(get_vocab_size=lambda: 5),
+                device="cpu",
+            )
+        )
+    assert shapes == [(1, 5), (1, 1)]
+
+
+def test_mamba_layers_that_keep_all_states_need_a_block_for_each() -> None:
+    manager: Any = SimpleNamespace(
+        block_size=16,
+        kv_cache_spec=SimpleNamespace(mamba_cache_mode="all", num_speculative_blocks=2),
+    )
+    scheduler: Any = SimpleNamespace(max_model_len=100)
+    assert policy_setup._group(scheduler, manager) == KvGroup(16, 7 + 2, 2)
 
 
 @pytest.mark.usefixtures("_registered")

@@ -192,6 +192,7 @@ def test_paused_decodes_skip_the_step_and_continue(probed: MakeProbed, asynchron
     probe.pause = False
     assert step(scheduler) == {"0": 1, "new": 22}
     drain(scheduler)
+    assert [seen.paused_steps for seen in probe.steps[:5]] == [0, 0, 1, 2, 0]
 
 
 def test_decodes_are_not_paused_without_prefills(probed: MakeProbed) -> None:
@@ -301,6 +302,13 @@ def test_policy_without_hooks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert hooks.chunk == hooks.budget == hooks.observe == []
     for _ in range(30):
         assert step(with_policy) == step(upstream)
+
+
+def test_policy_that_does_not_arrange_keeps_vllms_order(probed: MakeProbed) -> None:
+    scheduler, _ = probed(300, 10, long_prefill_token_threshold=32)
+    step(scheduler)
+    step(scheduler)
+    assert names(scheduler.running) == ["0", "1"]  # the decode stays behind the prefill
 
 
 def test_results_of_steps_in_flight_are_matched(probed: MakeProbed) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor.abstract import Executor
 
 from vllm_sched import metrics_folder
 from vllm_sched.cli.main import main
-from vllm_sched.engine import plugin, policy_setup, server
+from vllm_sched.engine import plugin, policy_setup, server, trace
 from vllm_sched.engine.server import forward_signal
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 from vllm_sched.workers import launch
@@ -130,6 +131,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     )
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
     monkeypatch.setattr(Executor, "compile_or_warm_up_model", Executor.compile_or_warm_up_model)
+    monkeypatch.setattr(policy_setup, "check", lambda _config, _kind: None)
     monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "1")
     command = SimpleNamespace(main=vllm_command)
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", command)
@@ -170,7 +172,6 @@ def test_refusal_before_the_model_loads_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     upstream = EngineArgs.create_engine_config
-    monkeypatch.setattr(policy_setup, "check", lambda _config, _kind: None)
     assert COMMANDS[name]() == 0
     assert loaded == ["some"]
     monkeypatch.setattr(EngineArgs, "create_engine_config", upstream)
@@ -178,6 +179,32 @@ def test_refusal_before_the_model_loads_is_one_line(
     assert COMMANDS[name]() == 2
     assert loaded == ["some"]
     assert capsys.readouterr().err == f"{name}: what it will be is too little\n"
+
+
+@pytest.mark.usefixtures("loaded")
+def test_server_knows_its_version_as_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    server.serve(["some"])
+    assert importlib.metadata.version("vllm") == vllm.__version__
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("traced", [True, False])
+def test_server_forwards_the_signal_only_with_a_trace(
+    monkeypatch: pytest.MonkeyPatch, traced: bool
+) -> None:
+    handled: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
+    monkeypatch.setenv(trace.VARIABLE, "trace.json" if traced else "")
+    server.serve(["some"])
+    assert handled == [USR1] * traced
 
 
 def test_vllm_without_create_engine_config_is_refused(

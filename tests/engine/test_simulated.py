@@ -50,6 +50,11 @@ def test_queue_without_policies_is_upstreams() -> None:
     assert isinstance(make(policies={"lanes": {}}).scheduler.waiting, LaneQueue)
 
 
+def test_engine_has_a_connector_only_for_transfers() -> None:
+    assert make().scheduler.connector is None
+    assert make(transfers=True).scheduler.connector is not None
+
+
 def test_extra_args_reach_the_policies() -> None:
     engine = make(policies={"lanes": {}})
     engine.add(NewRequest("a", 10, 1, wishes={"lane": "batch"}), 0.0)

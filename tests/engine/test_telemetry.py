@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +267,8 @@ def test_last_write_shows_an_idle_engine(
     scheduler.add_request(make_request(500))
     step(scheduler)
     assert values(registry, "requests_running")["long_prompt", "long"] == 1
+    step(scheduler)
+    assert sum(values(registry, "steps_total").values()) == 1  # not due
     drain(scheduler)
     assert values(registry, "requests_running")["long_prompt", "long"] == 0
     assert sum(values(registry, "steps_total").values()) > 8
@@ -283,6 +286,7 @@ def test_abort_of_the_last_request_is_written(registry: CollectorRegistry) -> No
     assert values(registry, "requests_running")["long_prompt", "long"] == 0
     assert values(registry, "prefill_backlog_tokens")["long",] == 0
     assert values(registry, "steps_total")["empty",] == 1
+    assert values(registry, "step_tokens_total") == {("prefill",): 64}
 
 
 def test_scheduler_without_policies_has_metrics(registry: CollectorRegistry) -> None:
@@ -295,6 +299,26 @@ def test_scheduler_without_policies_has_metrics(registry: CollectorRegistry) -> 
     assert values(registry, "prefill_backlog_tokens") == {("all",): 36 + 50}
     drain(scheduler)
     assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 2}
+    step(scheduler)
+    assert values(registry, "steps_total")["empty",] == 1
+
+
+@pytest.mark.usefixtures("registry")
+def test_fit_that_can_predict_learns_from_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[StepShape] = []
+    monkeypatch.setattr(OnlineFit, "model", StepTime(decode_fixed_s=0.01))
+    monkeypatch.setattr(OnlineFit, "observe", lambda _, shape, __: learned.append(shape))
+    scheduler = make_scheduler(LONG)
+    scheduler.add_request(make_request(10, output=3 * telemetry.FIT_EVERY))
+    drain(scheduler)
+    assert len(learned) == 3
+
+
+@pytest.mark.parametrize(
+    ("served", "name"), [(["alias", "second"], "alias"), ("alias", "alias"), (None, "path")]
+)
+def test_metrics_have_the_model_name_of_vllms_metrics(served: object, name: str) -> None:
+    assert telemetry._model_name(SimpleNamespace(served_model_name=served, model="path")) == name
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,11 @@ def test_shown_chunk_never_exceeds_the_step_budget(settings: dict[str, object]) 
     assert max(shown) == 2048 - 4
 
 
+def test_decodes_that_fill_a_step_leave_prefill_one_token() -> None:
+    policy = Run({"itl_ms": 30.0}).policy
+    assert policy.budget(Step(0, 0.0, budget=8, decodes=8, prefills=[FakeRequest("a")])) == 8 + 1
+
+
 def test_first_chunks_are_small_and_grow() -> None:
     run = Run({"itl_ms": 200.0})
     run.decodes()

@@ -111,6 +111,13 @@ def test_no_request_is_held_while_the_engine_fills() -> None:
     assert driver.step(free=1, departed=1) is Gate.CLOSED
 
 
+def test_no_request_is_held_if_a_slot_stayed_free() -> None:
+    driver = Driver(built(departures=4))
+    assert driver.step(free=32) is Gate.OPEN
+    driver.admit(31)
+    assert driver.step(free=1) is Gate.OPEN
+
+
 def test_slots_left_after_a_release_stay_open() -> None:
     driver = holding()
     assert driver.step(free=4, departed=3) is Gate.OPEN
@@ -290,7 +297,7 @@ def test_decodes_pause_for_prefills_only_if_exclusive() -> None:
 
 def test_decodes_pause_at_most_max_delay_ms() -> None:
     policy = built(exclusive=True, max_delay_ms=500)
-    for paused_s, pauses in ((0.0, True), (0.4, True), (0.5, False), (0.6, False), (0.0, True)):
+    for paused_s, pauses in ((0.0, True), (0.4999, True), (0.5, False), (0.6, False), (0.0, True)):
         found = pauses_in_step(policy, 0.0, prefills=1, enters=False, paused_s=paused_s)
         assert found is pauses
 

@@ -141,6 +141,14 @@ def test_service_classes_of_decodes_are_cached() -> None:
     assert not classes._known
 
 
+def test_decodes_are_not_sorted_if_their_blocks_are_free() -> None:
+    bench = Bench(laned(), num_blocks=64)
+    bench.add("d", 10)
+    bench.step()
+    order = bench.scheduler._planner._order
+    assert [order._may_preempt(blocks / 64, []) for blocks in (1, 2)] == [True, False]
+
+
 def test_changed_service_class_takes_effect_at_once() -> None:
     """A released request has the first class; after a preemption another may get it."""
     bench = Bench(laned(reserve_kv=0, reserve_slots=0, batch_max_wait_s=5.0), num_blocks=200)
@@ -347,14 +355,15 @@ def test_overdue_prompt_begins_in_the_next_step(lane: str | None, key: str, kind
 
 
 def test_overdue_urgent_prompt_shares_steps_with_overdue_prompts() -> None:
-    bench = Bench(laned(urgent_max_wait_s=4.0, normal_max_wait_s=5.0, batch_max_wait_s=5.0))
+    bench = Bench(laned(urgent_max_wait_s=5.0, normal_max_wait_s=5.0, batch_max_wait_s=5.0))
     bench.add("u", 1900, lane="urgent")
     bench.step()
     bench.add("n", 300, output=1)
     bench.add("b", 300, lane="batch")
     bench.add("v", 1900, lane="urgent")
     bench.now += 5
-    assert bench.steps(3) == [{"u": 32, "n": 32}, {"n": 32, "v": 32}, {"n": 32, "b": 32}]
+    steps = [bench.step(0.0) for _ in range(3)]
+    assert steps == [{"u": 32, "n": 32}, {"n": 32, "v": 32}, {"n": 32, "b": 32}]
     # Overdue prompts share one half, the older first.
     assert bench.steps(6) == [{"n": 32, "u": 32}] * 6
     assert bench.steps(2) == [{"n": 12, "b": 20, "u": 32}, {"b": 32, "u": 32}]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
 from vllm_sched import PolicyScheduler
+from vllm_sched.policies.types import Step
 
 
 def first(**settings: object) -> dict[str, dict[str, object]]:
@@ -53,6 +55,13 @@ def test_decodes_pause_at_most_max_pause_s_under_a_stream_of_prompts(pause: bool
     assert gaps
     assert max(gaps) <= 1.0 + 0.2 + 1e-6
     assert bench["prefill_first"].counters()["starvation_releases"] >= 4
+
+
+@pytest.mark.parametrize(("paused_s", "pauses"), [(0.0, True), (0.99, True), (1.0, False)])
+def test_pause_ends_at_max_pause_s(paused_s: float, pauses: bool) -> None:
+    policy = Bench(first(max_pause_s=1.0))["prefill_first"]
+    step = Step(0, 0.0, 64, 1, prefills=[FakeRequest("new")], paused_s=paused_s)
+    assert policy.pauses_decodes(step) is pauses
 
 
 def test_decodes_do_not_wait_for_a_prompt_without_room() -> None:

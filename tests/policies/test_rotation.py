@@ -9,8 +9,11 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import make_request, make_scheduler
 from tests.engine.schedulers import step as take_step
+from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
-from vllm_sched.policies.types import Gate
+from vllm_sched.policies.kv_cache import KvCache, KvGroup
+from vllm_sched.policies.rotation import Rotation, RotationSettings
+from vllm_sched.policies.types import EngineFacts, Gate, Step
 
 
 def rotating(**settings: object) -> dict[str, dict[str, object]]:
@@ -57,6 +60,13 @@ def test_chunk_setting_splits_a_step_into_full_turns() -> None:
     assert got[2] == dict.fromkeys("CDEF", 16)
 
 
+def test_turn_above_the_budget_is_a_whole_step() -> None:
+    bench = Bench(rotating(chunk=100))
+    for name in "AB":
+        bench.add(name, 192)
+    assert scheduled_names(bench, 4) == ["A", "B", "A", "B"]
+
+
 def test_rest_of_a_turn_goes_to_the_next_prompt() -> None:
     bench = Bench(rotating())
     bench.add("A", 40)
@@ -98,6 +108,14 @@ def test_order_shortest_admits_a_shorter_prompt_first() -> None:
     assert scheduled_names(bench, 1) == ["B"]
     bench.add("s", 20)
     assert bench.step() == {"s": 20, "B": 44}
+
+
+def test_order_shortest_finishes_a_prompt_before_an_equal_newcomer() -> None:
+    bench = Bench(rotating(order="shortest"))
+    bench.add("A", 128)
+    bench.step()
+    bench.add("B", 64)
+    assert bench.step() == {"A": 64}
 
 
 def test_order_shortest_bounds_the_wait_of_a_long_prompt() -> None:
@@ -162,6 +180,27 @@ def test_prompt_waits_for_blocks_that_running_prefills_need() -> None:
     assert bench["rotation"].held_reason("") == "kv_of_prefills"
     bench.drain()
     assert bench.scheduler.kv_cache_manager.usage == 0
+
+
+def begun(*prefills: FakeRequest) -> Rotation:
+    """Return the policy in a step of 64 tokens, with a KV cache of ten blocks."""
+    cache = KvCache(10, [KvGroup(16, 100)])
+    policy = Rotation(EngineFacts(2000, 64, 16, cache), RotationSettings())
+    policy.begin_step(Step(1, 0.0, budget=64, decodes=0, prefills=prefills), {})
+    return policy
+
+
+@pytest.mark.parametrize(("tokens", "gate"), [(80, Gate.OPEN), (81, Gate.CLOSED)])
+def test_prompt_enters_if_the_cache_has_blocks_for_all(tokens: int, gate: Gate) -> None:
+    assert begun(FakeRequest("A", 80)).gate("", FakeRequest("B", tokens), 0.0) is gate
+
+
+def test_tokens_taken_back_go_to_the_next_prompt() -> None:
+    first, second = FakeRequest("A"), FakeRequest("B")
+    policy = begun(first, second)
+    assert policy.chunk(first, 0, 64) == 64
+    policy.taken_back(first, 20)
+    assert policy.chunk(second, 0, 64) == 20
 
 
 def test_overdue_prompt_stops_the_prompts_that_pass_it() -> None:

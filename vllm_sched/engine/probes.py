@@ -39,7 +39,6 @@ class ProbedEngine(SimulatedEngine):
     def add_prompts(self, *prompts: tuple[str, int, int]) -> None:
         """Add requests: name, tokens, priority."""
         for name, tokens, priority in prompts:
-            self.now += 1
             self.add(NewRequest(name, tokens, 400, priority=priority), self.now)
 
     def step(self) -> dict[str, int]:
@@ -112,17 +111,17 @@ def last_of_running_is_preempted() -> bool:
 
 
 def preempted_request_of_a_low_priority_waits() -> bool:
-    engine = _filled(SchedulingPolicy.PRIORITY, priorities=(1, 0))
+    engine = _filled(SchedulingPolicy.PRIORITY)
     waiting = [r.request_id for r in engine.scheduler.waiting]
     return [r.request_id for r in engine.scheduler.running] == ["b"] and waiting == ["a"]
 
 
-def _filled(policy: SchedulingPolicy, priorities: tuple[int, int] = (0, 0)) -> ProbedEngine:
+def _filled(policy: SchedulingPolicy) -> ProbedEngine:
     """Return an engine after a preemption: two decodes filled the KV cache."""
     engine = ProbedEngine(kv_tokens=128)
     engine.scheduler.policy = policy
     engine.scheduler.waiting = create_request_queue(policy)
-    engine.add_prompts(("a", 30, priorities[0]), ("b", 30, priorities[1]))
+    engine.add_prompts(("a", 30, 1), ("b", 30, 0))
     for _ in range(100):
         engine.step()
         if engine.preemptions:

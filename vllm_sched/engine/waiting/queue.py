@@ -121,7 +121,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
                 for request, step in self._turned_away.items()
                 if self._steps - step < RETRY_STEPS
             }
-        self._forget_offer()
 
     def end_offers(self) -> None:
         """Note that a policy gave the offered request no tokens, and end the scan."""
