@@ -68,7 +68,9 @@ def cases(
             own = [
                 each for each in took if each.partition("::")[0].endswith(f"/test_{path.stem}.py")
             ]
-            reached = lines.get(path, {}).get(mutant.line, frozenset())
+            of_module = lines.get(path, {})
+            # A line that runs at import belongs to no test: any test of the module may catch it.
+            reached = of_module.get(mutant.line) or frozenset().union(*of_module.values())
             near, far = _ordered(set(own), set(reached), took)
             limits = (_limit_s(near, took), _limit_s(far, took))
             yield Case(area, name, mutant, near, far, limits)

@@ -113,6 +113,8 @@ def _edits_of(node: Node) -> Iterator[Edit]:
             yield node, ast.Constant(value + 1), "number"
         case ast.IfExp(test=test, body=body, orelse=orelse):
             yield node, ast.IfExp(test, orelse, body), "branches exchanged"
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            pass  # changes no behaviour
         case ast.If(test=test) | ast.While(test=test) if not isinstance(test, ast.Constant):
             yield test, ast.UnaryOp(ast.Not(), test), "condition negated"
         case ast.Call(func=ast.Name(id=name)) if name in CALLS:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
         ('logger.info("%d", 1)', set()),
         ('x = f"{a + b}"', set()),
         ('"""Text."""', set()),
+        ("if TYPE_CHECKING:\n    import a", set()),
     ],
 )
 def test_mutants_of_a_source(source: str, edited: set[str]) -> None:
