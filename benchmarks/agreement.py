@@ -94,7 +94,7 @@ FAR_ON = {
     "8B on an H100 as fitted, and chunk_budget": PolicyCase(
         0.1, CHUNKS_TOO, machine=H100_CURVE, longer=10, apart=6
     ),
-    "more to read again, long_prompt": PolicyCase(0.35, LONGS, machine=LATER, longer=2, apart=2),
+    "more to read again, long_prompt": PolicyCase(0.45, LONGS, machine=LATER, longer=2, apart=2),
     "more to read again, and chunk_budget": PolicyCase(
         0.3, CHUNKS_TOO, machine=LATER, longer=2, apart=2
     ),

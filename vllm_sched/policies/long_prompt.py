@@ -198,7 +198,7 @@ class LongPrompt(Policy):
         shorts = [r for r in step.prefills if r.request_id not in self._longs]
         waiting_shorts = lanes.get(SHORT, EMPTY)
         waiting_longs = count_together([lanes[name] for name in lanes if name != SHORT])
-        if shorts or waiting_shorts.asking:
+        if shorts or (waiting_shorts.asking and step.free_slots > 0):
             self._short_at = step.now
         longs = [r for r in step.prefills if r.request_id in self._longs]
         self._chunk = self._chunk_of_longs() if longs or waiting_longs.requests else None

@@ -38,8 +38,8 @@ class RotationSettings(Settings):
     chunk: int = Field(
         0,
         ge=0,
-        description="minimum tokens of a turn; 0 = the whole step; set it to let several prompts share"
-        " a step",
+        description="minimum tokens of a turn; 0 = the whole step; set it to let several prompts"
+        " share a step",
     )
     order: Literal["rotate", "shortest"] = Field(
         "rotate",

@@ -25,6 +25,8 @@ MIN_INTERVAL, MAX_INTERVAL = 2, 32
 MAX_IN_VAIN: Final = 3
 # From this count on, older comparisons count less.
 MAX_COMPARED: Final = 256
+# After this many comparisons without a decision, either size will do.
+UNDECIDED: Final = 16
 # Decisions before a size that was not worth it is tried again.
 RETRY_AFTER: Final = 16
 # The steps around the smaller one have at least this many times its tokens, and as many as planned
@@ -46,25 +48,25 @@ class MeanLoss:
     """The mean of the losses, and how uncertain it is."""
 
     def __init__(self) -> None:
-        self._count = 0.0
+        self.count = 0
         self.mean = 0.0
         self._squares = 0.0  # of the differences from the mean
 
     def add(self, loss: float) -> None:
-        if self._count >= MAX_COMPARED:
-            self._count /= 2
+        if self.count >= MAX_COMPARED:
+            self.count //= 2
             self._squares /= 2
-        self._count += 1
+        self.count += 1
         before = loss - self.mean
-        self.mean += before / self._count
+        self.mean += before / self.count
         self._squares += before * (loss - self.mean)
 
     @property
     def error(self) -> float:
         """Return the 95 % limit of the mean's error; infinite for a single loss."""
-        if (free := self._count - 1) < 1:
+        if (free := self.count - 1) < 1:
             return math.inf
-        return (2 + 12 / free**2) * math.sqrt(self._squares / free / self._count)
+        return (2 + 12 / free**2) * math.sqrt(self._squares / free / self.count)
 
 
 class ChunkSize:
@@ -92,7 +94,7 @@ class ChunkSize:
         self._steps = 0
         self._in_vain += 1
         if self._in_vain > MAX_IN_VAIN:
-            self._interval = min(2 * self._interval, MAX_INTERVAL)
+            self._compare_less()
         return max(self.tokens // 2, 1), 1
 
     def observe(self, result: StepResult) -> None:
@@ -136,7 +138,12 @@ class ChunkSize:
         elif abs(loss - accepted) > error:
             self._loss = MeanLoss()
             self._unchanged += 1
-            self._interval = min(2 * self._interval, MAX_INTERVAL)
+            self._compare_less()
+        elif self._loss.count % UNDECIDED == 0:
+            self._compare_less()
+
+    def _compare_less(self) -> None:
+        self._interval = min(2 * self._interval, MAX_INTERVAL)
 
     def _change(self, tokens: int) -> None:
         self.tokens = tokens
