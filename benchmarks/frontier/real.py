@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Final
 
@@ -102,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # workers import the baseline
     model = str(tiny_model())
     for budget in args.budgets:
         try:
