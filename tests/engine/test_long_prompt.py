@@ -512,6 +512,42 @@ def test_long_without_room_lets_shorts_pass() -> None:
     drain(scheduler)
 
 
+def test_longs_of_several_sizes_without_room_let_shorts_pass() -> None:
+    # 66 blocks; the longs are fronts of two lanes, and both lack blocks.
+    scheduler = loaded(options={}, num_blocks=66, budget=256)
+    scheduler.add_request(make_request(800, name="big", output=200))
+    until(scheduler, lambda: scheduler.requests["big"].num_output_tokens)
+    for name, tokens in (("stuck", 300), ("larger", 900)):
+        scheduler.add_request(make_request(tokens, name=name))
+    step(scheduler)
+    for number in range(5):
+        name = f"s{number}"
+        scheduler.add_request(make_request(20, name=name, output=1))
+        until(scheduler, lambda name=name: name not in scheduler.requests, max_steps=6)
+    assert "big" in scheduler.requests
+
+
+def test_longs_without_room_have_no_part_of_the_chunk() -> None:
+    options = {"max_long_partial_prefills": 4}
+    scheduler = pinned(loaded(options=options, num_blocks=90, budget=256), 64)
+    scheduler.add_request(make_request(8, name="decode", output=200))
+    step(scheduler)
+    scheduler.add_request(make_request(900, name="long"))
+    step(scheduler)
+    for number in range(3):
+        scheduler.add_request(make_request(1500, name=f"stuck{number}"))
+    got = [step(scheduler).get("long") for _ in range(6)]
+    assert got[2:] == [64] * 4
+
+
+def test_policy_that_is_off_keeps_nothing() -> None:
+    scheduler = loaded(*[1200] * 4, options={"max_num_partial_prefills": 1}, max_num_seqs=2)
+    drain(scheduler)
+    off = policy(scheduler)
+    assert off.gauges() == {}
+    assert not off._longs
+
+
 def test_hundreds_of_evicted_longs_let_a_short_pass_soon() -> None:
     # 23 blocks: a long needs 14 of them, or 4 while its prefix is cached.
     prefix, own = [9] * 160, 60
@@ -694,8 +730,8 @@ def test_rest_of_a_long_is_cut_too() -> None:
     scheduler = loaded(8, options={"long_prefill_token_threshold": 300}, budget=512)
     pinned(scheduler, 100)
     step(scheduler)
-    scheduler.add_request(make_request(450, name="long"))
-    assert [step(scheduler)["long"] for _ in range(5)] == [100, 100, 100, 100, 50]
+    scheduler.add_request(make_request(350, name="long"))
+    assert [step(scheduler)["long"] for _ in range(4)] == [100, 100, 100, 50]
 
 
 def test_longs_divide_the_chunk() -> None:

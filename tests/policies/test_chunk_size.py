@@ -70,7 +70,9 @@ def test_chunk_is_that_of_a_known_step_time() -> None:
             return time.seconds(StepShape(tokens, pairs, 8, 0, 1, context))
 
         play(learnt, seconds)
-        known = best_chunk(time, StepShape(decodes=8, read_tokens=16_000), BUDGET, itl_s=10.0)
+        known = best_chunk(
+            time, StepShape(decodes=8, read_tokens=16_000), BUDGET, itl_s=10.0, block=16
+        )
         assert learnt.tokens in (known, 2 * known, known // 2)
 
 
@@ -144,6 +146,46 @@ def test_step_without_a_duration_is_ignored(seconds: float) -> None:
     learnt = made()
     play(learnt, lambda *_: seconds, steps=50)
     assert learnt.tokens == BUDGET // 4
+
+
+@pytest.mark.parametrize(
+    ("most", "block"), [(2048, 528), (4096, 1056), (8192, 2112), (63, 16), (48, 16), (31, 16)]
+)
+def test_whole_budget_is_reached_from_any_size(most: int, block: int) -> None:
+    learnt = ChunkSize(most, block, 10.0)
+    play(learnt, lambda *_: 0.05, most=most)
+    assert learnt.tokens == most
+
+
+def test_half_of_the_least_chunk_is_a_block() -> None:
+    """Hybrid models compute whole blocks: a comparison within one would show nothing."""
+    learnt = ChunkSize(4096, 528, 10.0)
+    assert min(play(learnt, linear(0.0), most=4096, prompt=1_000_000)) >= 528
+
+
+def test_chat_with_a_long_cached_history_does_not_stop_the_comparisons() -> None:
+    learnt, computed = made(), 0
+    for _ in range(400):
+        tokens, least = learnt.plan()
+        chunk = max(tokens - 50, least)
+        chunks = [Chunk(50, 60_000), Chunk(chunk, computed)]
+        learnt.observe(StepResult(0.0002 + 2e-5 * (chunk + 50), chunks, 8, 8))
+        computed += chunk
+    assert learnt.tokens <= 512
+
+
+@pytest.mark.parametrize(("others", "size"), [(0, 1024), (BUDGET, BUDGET // 4)])
+def test_step_that_another_rank_makes_longer_is_not_compared(others: int, size: int) -> None:
+    learnt, computed = made(), 0
+    for _ in range(400):
+        tokens, _ = learnt.plan()
+        result = StepResult(
+            0.001 + 2e-5 * max(tokens, others), [Chunk(tokens, computed)], 8, 8,
+            others=[StepShape(others, 0.0, 8)],
+        )  # fmt: skip
+        learnt.observe(result)
+        computed += tokens
+    assert learnt.tokens == size
 
 
 def test_seconds_per_token_are_learnt() -> None:

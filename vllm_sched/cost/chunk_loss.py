@@ -32,13 +32,11 @@ def loss_against_double(loss: float) -> float:
 
 
 def least_chunk(most: int, block: int) -> int:
-    """Return the smallest chunk to consider, at least a block."""
-    return max(int(most * LEAST_SHARE), min(block, most))
+    """Return the smallest chunk to consider; half of it is still a block."""
+    return max(int(most * LEAST_SHARE), min(2 * block, most))
 
 
-def best_chunk(
-    time: StepTime, shape: StepShape, most: int, *, itl_s: float, block: int = 16
-) -> int:
+def best_chunk(time: StepTime, shape: StepShape, most: int, *, itl_s: float, block: int) -> int:
     """Return the chunk without notable loss, for a step like `shape` after `read_tokens`."""
 
     def seconds(tokens: int) -> float:

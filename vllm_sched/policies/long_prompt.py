@@ -15,7 +15,7 @@ longs are later than with vLLM's scheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
@@ -86,8 +86,8 @@ class LongPromptSettings(Settings):
         None, ge=2.0, le=1000.0, description="former; without effect"
     )
     former: ClassVar[Mapping[str, str]] = {
-        "max_num_partial_prefills": "short prompts are no longer limited; 1 turns the policy off,"
-        " as does leaving it out, and other values limit overdue long prompts",
+        "max_num_partial_prefills": "short prompts are no longer limited; 1 turns the policy off"
+        " (name no policy instead), other values limit overdue long prompts",
         "long_prefill_share": "chunks are sized by measured step times; a share fixes them",
         "long_step_stretch": "it has no effect, because chunks are sized by what smaller ones lose;"
         " see itl_ms",
@@ -119,7 +119,6 @@ class LongPrompt(Policy):
         budget = facts.max_num_batched_tokens
         self.arranges = self._active = settings.max_num_partial_prefills != 1
         self._places = settings.max_long_partial_prefills
-        # An overdue long prompt needs one place among all prompts.
         most = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
         self._places_overdue = max(most, self._places + 1)
         # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
@@ -201,7 +200,7 @@ class LongPrompt(Policy):
         if shorts or (waiting_shorts.asking and step.free_slots > 0):
             self._short_at = step.now
         longs = [r for r in step.prefills if r.request_id in self._longs]
-        self._chunk = self._chunk_of_longs() if longs or waiting_longs.requests else None
+        self._chunk = self._chunk_of(longs) if longs or waiting_longs.requests else None
         # A long that this step completes leaves its place to the next one.
         most = step.budget if self._chunk is None else self._chunk.tokens
         ending = {r.request_id for r in longs if r.num_tokens - r.num_computed_tokens <= most}
@@ -209,27 +208,24 @@ class LongPrompt(Policy):
         overdue = waiting_longs.waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
         free_places = max(min(places - len(classes), step.free_slots), 0)
+        if overdue and free_places:
+            # Beyond the usual places, only overdue longs enter.
+            free_places = min(free_places, max(self._places - len(classes), 0) + 1)
         self._prompts = prompts = StepPrompts(
-            longs,
-            shorts,
-            ending,
-            classes,
-            waiting_shorts,
-            waiting_longs,
-            free_places,
-            entering=min(waiting_longs.asking, free_places),
+            longs, shorts, ending, classes, waiting_shorts, waiting_longs, free_places
         )
+        prompts.entering = self._entering()
         may_enter = waiting_shorts.requests or prompts.entering or self._one_may_pass()
         self._counts_are_current = step.free_slots <= 0 or not may_enter
         self._division = self._divide()
 
-    def _chunk_of_longs(self) -> LongChunk | None:
+    def _chunk_of(self, longs: Sequence[RequestView]) -> LongChunk | None:
         step = self._step
         if not step.decodes and step.now - self._short_at > QUIET_S:
             return None
         share, block = self.settings.long_prefill_share, self.facts.block_tokens
         if share == "auto":
-            return LongChunk(*self.size.plan(), block)
+            return LongChunk(*(self.size.plan() if longs else self.size.usual), block)
         tokens = max(int(step.budget * share), 1)
         return LongChunk(tokens, tokens, block)
 
@@ -242,10 +238,14 @@ class LongPrompt(Policy):
         prompts = self._prompts
         before = prompts.waiting_shorts.asking, prompts.entering, self._division.decodes
         self._step.ask_gates()
-        entering = min(prompts.waiting_longs.asking, prompts.free_places)
-        prompts.entering = entering or self._count_passing()
+        prompts.entering = self._entering() or self._count_passing()
         if (prompts.waiting_shorts.asking, prompts.entering, self._step.decodes) != before:
             self._division = self._divide()
+
+    def _entering(self) -> int:
+        if self._a_long_is_stuck:
+            return 0
+        return min(self._prompts.waiting_longs.asking, self._prompts.free_places)
 
     def _one_may_pass(self) -> bool:
         prompts = self._prompts
@@ -271,9 +271,13 @@ class LongPrompt(Policy):
             return Gate.CLOSED
         if overdue and taken >= self._places:
             self._overdue.add(head.request_id)
-        # Shorts need not wait behind a long that lacks KV blocks.
-        stuck = self._step.refused == head.request_id and not overdue
-        return Gate.LAST if stuck else Gate.OPEN
+        # Shorts need not wait behind longs that lack KV blocks.
+        return Gate.LAST if self._a_long_is_stuck and not overdue else Gate.OPEN
+
+    @property
+    def _a_long_is_stuck(self) -> bool:
+        refused = self._step.refused
+        return refused is not None and refused in self._lookups
 
     def _places_taken(self, head: RequestView) -> int:
         classes = self._prompts.classes
@@ -287,11 +291,14 @@ class LongPrompt(Policy):
         return lane != SHORT or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
-        self._lookups.admitted(request.request_id)
-        if self._lookups.is_long(request, request.num_computed_tokens):
-            self._longs.add(request.request_id)
+        name = request.request_id
+        self._lookups.admitted(name)
+        if not self._active:
+            return
+        if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
+            self._longs.add(name)
             self._prompts.classes.append(self._step.class_of(request))
-        self._releases += request.request_id in self._overdue
+        self._releases += name in self._overdue
 
     def departed(self, request: RequestView, now: float) -> None:
         self._lookups.departed(request.request_id)
@@ -305,8 +312,12 @@ class LongPrompt(Policy):
         if self._step.budget < division.budget:
             division.reserve()
         name = request.request_id
-        newcomer = name not in self._prefilling and name in self._lookups
-        as_long = name in self._longs or (newcomer and self._lookups.is_long(request, computed))
+        as_long = name in self._longs
+        if not as_long and name not in self._prefilling and name in self._lookups:
+            # When it is noted as admitted, its first chunk may already count as computed.
+            as_long = self._lookups.is_long(request, computed)
+            if as_long:
+                self._longs.add(name)
         return division.grant(request, computed, tokens, as_long=as_long)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
@@ -323,12 +334,16 @@ class LongPrompt(Policy):
         return float(request.request_id in self._longs and not request.num_preemptions)
 
     def observe(self, result: StepResult) -> None:
-        self.size.observe(result)
+        if self._active:
+            self.size.observe(result)
 
     def gauges(self) -> Mapping[str, float]:
         """Return the longs in prefill and the size of their chunks."""
-        shown = {"long_prefills": float(len(self._prompts.classes))}
-        return shown | {"long_chunk_tokens": float(self.size.tokens)}
+        if not self._active:
+            return {}
+        tokens = self.size.tokens if self._chunk is None else self._chunk.tokens
+        longs = len(self._prompts.classes)
+        return {"long_prefills": float(longs), "long_chunk_tokens": float(tokens)}
 
     def counters(self) -> Mapping[str, float]:
         """Return the longs admitted beyond the limit after `max_wait_s`."""

@@ -86,11 +86,16 @@ class ChunkSize:
         self._unchanged = 0  # decisions to keep the size
         self._not_worth = 0  # the double, when this size was found to lose little against it
 
+    @property
+    def usual(self) -> tuple[int, int]:
+        """Return the chunk of most steps, and its least size with short prompts in the step."""
+        return self.tokens, -(-self.tokens // 2)
+
     def plan(self) -> tuple[int, int]:
-        """Return the chunk of the next step, and its least size with short prompts in the step."""
+        """Return the same for the next step of a long prompt, which may be a comparison."""
         self._steps += 1
         if self._steps < self._interval:
-            return self.tokens, -(-self.tokens // 2)
+            return self.usual
         self._steps = 0
         self._in_vain += 1
         if self._in_vain > MAX_IN_VAIN:
@@ -100,25 +105,30 @@ class ChunkSize:
     def observe(self, result: StepResult) -> None:
         """Compare a step with its neighbours of the same prompt."""
         recent = self._recent
-        if not result.chunks or not result.seconds > 0:
+        tokens = result.shape.prefill_tokens
+        # With data parallelism a step lasts as long as the slowest rank's.
+        others = max((other.prefill_tokens for other in result.others), default=0)
+        if not tokens or not result.seconds > 0 or others > tokens:
             recent.clear()
             return
-        # The long prompt is the one that is computed furthest.
-        end, context = max((chunk.context + chunk.tokens, chunk.context) for chunk in result.chunks)
-        if recent and recent[-1].end != context:
+        ends = {chunk.context: chunk.context + chunk.tokens for chunk in result.chunks}
+        end = ends.get(recent[-1].end) if recent else None
+        if end is None:
+            # Another long prompt: the one that is computed furthest.
             recent.clear()
-        recent.append(LongStep(result.shape.prefill_tokens, result.seconds, end))
+            end = max(ends.values())
+        recent.append(LongStep(tokens, result.seconds, end))
         if len(recent) < 3:
             return
         before, tried, after = recent
-        tokens, seconds = (before.tokens + after.tokens) / 2, (before.seconds + after.seconds) / 2
+        around, seconds = (before.tokens + after.tokens) / 2, (before.seconds + after.seconds) / 2
         gain = GAIN if self.token_s else 1.0
-        self.token_s += gain * (seconds / tokens - self.token_s)
-        planned = self.tokens / 2 <= tokens <= 2 * self.tokens
-        if not planned or tokens < MIN_RATIO * tried.tokens:
+        self.token_s += gain * (seconds / around - self.token_s)
+        planned = self.tokens / 2 <= around <= 2 * self.tokens
+        if not planned or around < MIN_RATIO * tried.tokens:
             return
-        fixed_s = (tried.seconds * tokens - seconds * tried.tokens) / (tokens - tried.tokens)
-        step_s = fixed_s + (seconds - fixed_s) / tokens * self.tokens
+        fixed_s = (tried.seconds * around - seconds * tried.tokens) / (around - tried.tokens)
+        step_s = fixed_s + (seconds - fixed_s) / around * self.tokens
         if step_s > 0:
             self._in_vain = 0
             self._loss.add(max(min(fixed_s / step_s, MAX_LOSS), MIN_LOSS))
@@ -127,14 +137,13 @@ class ChunkSize:
     def _decide(self, step_s: float) -> None:
         loss, error = self._loss.mean, self._loss.error
         accepted, of_double = (accepted_loss(s, self._itl_s) for s in (step_s, 2 * step_s))
-        double = 2 * self.tokens
+        double = min(2 * self.tokens, self._most)
         loss_now = loss_against_double(loss - error / 2)
-        tried = double == self._not_worth and self._unchanged < RETRY_AFTER
+        tried = double <= self._not_worth and self._unchanged < RETRY_AFTER
         if loss + error < accepted and self.tokens // 2 >= self._least:
-            self._not_worth = self.tokens
-            self._change(self.tokens // 2)
-        elif loss_now > of_double and double <= self._most and not tried:
-            self._change(double)
+            self._change(self.tokens // 2, not_worth=self.tokens)
+        elif loss_now > of_double and double > self.tokens and not tried:
+            self._change(double, not_worth=0)
         elif abs(loss - accepted) > error:
             self._loss = MeanLoss()
             self._unchanged += 1
@@ -145,8 +154,8 @@ class ChunkSize:
     def _compare_less(self) -> None:
         self._interval = min(2 * self._interval, MAX_INTERVAL)
 
-    def _change(self, tokens: int) -> None:
-        self.tokens = tokens
+    def _change(self, tokens: int, *, not_worth: int) -> None:
+        self.tokens, self._not_worth = tokens, not_worth
         self._recent.clear()
         self._loss = MeanLoss()
         self._interval = MIN_INTERVAL

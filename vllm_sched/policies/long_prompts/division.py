@@ -105,7 +105,7 @@ class StepDivision:
         ends = request.request_id in self._prompts.ending
         granted = min(granted, share if ends else math.ceil(share / max(self._longs_due, 1)))
         if self._chunk is not None and granted < left:
-            granted = _whole_blocks(granted, self._chunk.block)
+            granted = _to_block_end(computed, granted, self._chunk.block)
         self.long_left -= granted
         self._longs_due -= not ends
         return granted
@@ -147,8 +147,8 @@ def _tokens_left(requests: Sequence[RequestView]) -> int:
     return sum(request.num_tokens - request.num_computed_tokens for request in requests)
 
 
-def _whole_blocks(tokens: int, block: int) -> int:
-    return tokens - tokens % block if tokens >= MIN_WHOLE_BLOCKS * block else tokens
+def _to_block_end(computed: int, tokens: int, block: int) -> int:
+    return tokens - (computed + tokens) % block if tokens >= MIN_WHOLE_BLOCKS * block else tokens
 
 
 def count_together(counts: Sequence[LaneCount]) -> LaneCount:

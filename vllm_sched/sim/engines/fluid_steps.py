@@ -355,11 +355,14 @@ class FluidSteps:
             context_tokens=self.context,
             read_tokens=longs[0].done if longs else 0,
         )
-        most = self.model.max_num_batched_tokens
-        return min(best_chunk(self.model.time, shape, most, itl_s=limits.itl_s), left)
+        best = best_chunk(
+            self.model.time, shape, self.model.max_num_batched_tokens,
+            itl_s=limits.itl_s, block=self.model.block_tokens,
+        )  # fmt: skip
+        return min(best, left)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
         if self._places(limits) > 0:
             return True
         overdue = now - self._longs[0].since >= limits.max_wait_s
-        return overdue and len(self._prefills) < limits.places_overdue
+        return overdue and sum(task.long for task in self._prefills) < limits.places_overdue
