@@ -81,7 +81,7 @@ boards: setup ## build the dashboards in grafana/dashboards
 
 frontier: setup ## compare policies and baselines on modelled GPUs; the table and picture are in out/frontier/ (an hour)
 	@mkdir -p out/frontier
-	@$(BIN)/python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier
+	@$(BIN)/python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier.svg
 
 figures: setup ## draw the figures of docs/evaluation.md in docs/figures (minutes)
 	@$(BIN)/python -m benchmarks.figures --out docs/figures

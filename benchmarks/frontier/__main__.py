@@ -1,6 +1,6 @@
 """Compare policy variants and baselines in each cell of machine, budget and load.
 
-    python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier
+    python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier.svg
     python -m benchmarks.frontier --machines "H100 8B" --budgets 8192 --seeds 5 6 7
 
 Real schedulers in virtual time, asynchronous, with costs measured on GPUs: the output is the same
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         args.save.write_text(json.dumps(content, indent=1) + "\n")
     if args.plot:
-        report.draw(args.plot, found)
+        report.draw(args.plot.with_suffix(""), found)
     return 0
 
 
@@ -77,7 +77,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--save", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, metavar="STEM", help="written as STEM.svg and .png")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="a PNG is written next to it")
     return parser.parse_args(argv)
 
 

@@ -27,8 +27,10 @@ MAX_IN_VAIN: Final = 3
 MAX_COMPARED: Final = 256
 # After this many comparisons without a decision, either size will do.
 UNDECIDED: Final = 16
-# Decisions before a size that was not worth it is tried again.
-RETRY_AFTER: Final = 16
+# Comparisons before the size may halve: steps with short prompts in them can mislead.
+MIN_TO_HALVE: Final = 4
+# Decisions before a size that was not worth it is tried again, twice as many after each time.
+RETRY_AFTER, MAX_RETRY_AFTER = 2, 64
 # The steps around the smaller one have at least this many times its tokens, and as many as planned
 # within a factor of two.
 MIN_RATIO: Final = 4 / 3
@@ -84,7 +86,8 @@ class ChunkSize:
         self._steps = 0  # since the last comparison
         self._in_vain = 0  # comparisons without a result, because other prompts filled the steps
         self._unchanged = 0  # decisions to keep the size
-        self._not_worth = 0  # the double, when this size was found to lose little against it
+        self._not_worth = 0  # a size, when half of it was found to lose little
+        self._retry_after = RETRY_AFTER
 
     @property
     def usual(self) -> tuple[int, int]:
@@ -139,11 +142,18 @@ class ChunkSize:
         accepted, of_double = (accepted_loss(s, self._itl_s) for s in (step_s, 2 * step_s))
         double = min(2 * self.tokens, self._most)
         loss_now = loss_against_double(loss - error / 2)
-        tried = double <= self._not_worth and self._unchanged < RETRY_AFTER
+        tried = double <= self._not_worth and self._unchanged < self._retry_after
+        if loss + error < accepted and self._loss.count < MIN_TO_HALVE:
+            return
         if loss + error < accepted and self.tokens // 2 >= self._least:
-            self._change(self.tokens // 2, not_worth=self.tokens)
+            again = self.tokens == self._not_worth
+            self._retry_after = (
+                min(2 * self._retry_after, MAX_RETRY_AFTER) if again else RETRY_AFTER
+            )
+            self._not_worth = self.tokens
+            self._change(self.tokens // 2)
         elif loss_now > of_double and double > self.tokens and not tried:
-            self._change(double, not_worth=0)
+            self._change(double)
         elif abs(loss - accepted) > error:
             self._loss = MeanLoss()
             self._unchanged += 1
@@ -154,8 +164,8 @@ class ChunkSize:
     def _compare_less(self) -> None:
         self._interval = min(2 * self._interval, MAX_INTERVAL)
 
-    def _change(self, tokens: int, *, not_worth: int) -> None:
-        self.tokens, self._not_worth = tokens, not_worth
+    def _change(self, tokens: int) -> None:
+        self.tokens = tokens
         self._recent.clear()
         self._loss = MeanLoss()
         self._interval = MIN_INTERVAL
