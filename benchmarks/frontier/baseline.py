@@ -1,12 +1,10 @@
-"""The baseline in 35 lines: hold the second long prompt, cap the chunk of the first, serve it last.
-
-Importing this module adds the policy to the registry.
-"""
+"""The baseline in 35 lines: hold the second long prompt, cap a long chunk, serve longs last."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 from vllm_sched.engine.scheduler import SyncPolicyScheduler
 from vllm_sched.policies import registry
@@ -56,10 +54,21 @@ class HoldAndCap(Policy):
         return request.num_tokens - computed > self._threshold
 
 
-registry.POLICIES[HoldAndCap.name] = HoldAndCap
+@contextmanager
+def registered() -> Iterator[None]:
+    """Have the policy in the registry for a while."""
+    registry.POLICIES[HoldAndCap.name] = HoldAndCap
+    try:
+        yield
+    finally:
+        del registry.POLICIES[HoldAndCap.name]
 
 
 class HoldAndCapScheduler(SyncPolicyScheduler):
     """For real workers, which run on processors."""
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {HoldAndCap.name: {}}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with registered():
+            super().__init__(*args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.frontier.baseline import HoldAndCap
+from benchmarks.frontier.baseline import HoldAndCap, registered
 from benchmarks.frontier.loads import LOADS
 from benchmarks.frontier.play import Figures, Variant, play
 from vllm_sched.sim.fleet.models import of_profile
@@ -68,4 +68,5 @@ def play_cell(job: tuple[Cell, str, int]) -> Figures:
     cell, name, seed = job
     # Lengths vary with the cell too, so that no policy is tuned to some of them.
     drawn = random.Random(f"{seed} {cell}").getrandbits(32)
-    return play(VARIANTS[name].on(cell.model), LOADS[cell.load], drawn)
+    with registered():
+        return play(VARIANTS[name].on(cell.model), LOADS[cell.load], drawn)

@@ -27,7 +27,6 @@ from vllm_sched.policies.long_prompts.division import (
     LongChunk,
     StepDivision,
     StepPrompts,
-    count_together,
 )
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 from vllm_sched.policies.types import (
@@ -194,30 +193,36 @@ class LongPrompt(Policy):
             self._lookups.cache_changed(step.now)
             self._prefilling = prefilling
         self._longs.intersection_update(prefilling)
-        shorts = [r for r in step.prefills if r.request_id not in self._longs]
         waiting_shorts = lanes.get(SHORT, EMPTY)
-        waiting_longs = count_together([lanes[name] for name in lanes if name != SHORT])
-        if shorts or (waiting_shorts.asking and step.free_slots > 0):
+        self._prompts = prompts = StepPrompts(
+            longs=[r for r in step.prefills if r.request_id in self._longs],
+            shorts=[r for r in step.prefills if r.request_id not in self._longs],
+            waiting_shorts=waiting_shorts,
+            long_lanes=[lanes[name] for name in lanes if name != SHORT],
+        )
+        prompts.count_longs()
+        if prompts.shorts or (waiting_shorts.asking and step.free_slots > 0):
             self._short_at = step.now
-        longs = [r for r in step.prefills if r.request_id in self._longs]
-        self._chunk = self._chunk_of(longs) if longs or waiting_longs.requests else None
+        longs = prompts.longs
+        self._chunk = self._chunk_of(longs) if longs or prompts.waiting_longs.requests else None
         # A long that this step completes leaves its place to the next one.
         most = step.budget if self._chunk is None else self._chunk.tokens
-        ending = {r.request_id for r in longs if r.num_tokens - r.num_computed_tokens <= most}
-        classes = [step.class_of(r) for r in longs if r.request_id not in ending]
-        overdue = waiting_longs.waited >= self.settings.max_wait_s
-        places = self._places_overdue if overdue else self._places
-        free_places = max(min(places - len(classes), step.free_slots), 0)
-        if overdue and free_places:
-            # Beyond the usual places, only overdue longs enter.
-            free_places = min(free_places, max(self._places - len(classes), 0) + 1)
-        self._prompts = prompts = StepPrompts(
-            longs, shorts, ending, classes, waiting_shorts, waiting_longs, free_places
-        )
+        prompts.ending = {
+            r.request_id for r in longs if r.num_tokens - r.num_computed_tokens <= most
+        }
+        prompts.classes = [step.class_of(r) for r in longs if r.request_id not in prompts.ending]
+        prompts.free_places = self._free_places(len(prompts.classes))
         prompts.entering = self._entering()
         may_enter = waiting_shorts.requests or prompts.entering or self._one_may_pass()
         self._counts_are_current = step.free_slots <= 0 or not may_enter
         self._division = self._divide()
+
+    def _free_places(self, taken: int) -> int:
+        free = self._places - taken
+        if self._prompts.waiting_longs.waited >= self.settings.max_wait_s:
+            # Beyond the usual places, one overdue long after the other enters.
+            free = min(max(free, 0) + 1, self._places_overdue - taken)
+        return max(min(free, self._step.free_slots), 0)
 
     def _chunk_of(self, longs: Sequence[RequestView]) -> LongChunk | None:
         step = self._step
@@ -238,6 +243,7 @@ class LongPrompt(Policy):
         prompts = self._prompts
         before = prompts.waiting_shorts.asking, prompts.entering, self._division.decodes
         self._step.ask_gates()
+        prompts.count_longs()
         prompts.entering = self._entering() or self._count_passing()
         if (prompts.waiting_shorts.asking, prompts.entering, self._step.decodes) != before:
             self._division = self._divide()

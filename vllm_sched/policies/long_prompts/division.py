@@ -26,9 +26,21 @@ class StepPrompts:
     ending: set[str] = field(default_factory=set)  # longs that the step may complete
     classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
     waiting_shorts: LaneCount = field(default_factory=LaneCount)
-    waiting_longs: LaneCount = field(default_factory=LaneCount)
+    long_lanes: Sequence[LaneCount] = ()
+    waiting_longs: LaneCount = field(default_factory=LaneCount)  # of all these lanes
     free_places: int = 0  # for waiting longs
     entering: int = 0  # waiting longs that may enter
+
+    def count_longs(self) -> None:
+        """Add up the lanes of longs, whose counts change when gates are asked."""
+        lanes = self.long_lanes
+        self.waiting_longs = LaneCount(
+            sum(count.requests for count in lanes),
+            sum(count.tokens for count in lanes),
+            max((count.waited for count in lanes), default=0.0),
+            sum(count.held for count in lanes),
+            sum(count.barred for count in lanes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +161,3 @@ def _tokens_left(requests: Sequence[RequestView]) -> int:
 
 def _to_block_end(computed: int, tokens: int, block: int) -> int:
     return tokens - (computed + tokens) % block if tokens >= MIN_WHOLE_BLOCKS * block else tokens
-
-
-def count_together(counts: Sequence[LaneCount]) -> LaneCount:
-    """Return the requests of several lanes, with the longest wait."""
-    return LaneCount(
-        sum(count.requests for count in counts),
-        sum(count.tokens for count in counts),
-        max((count.waited for count in counts), default=0.0),
-        sum(count.held for count in counts),
-        sum(count.barred for count in counts),
-    )
