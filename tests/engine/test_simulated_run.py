@@ -38,8 +38,8 @@ SIMULATED_SETS = [name for name, policies in SETS.items() if "lanes" not in (pol
 FITTED = ("default", "prefill_first", "rotation", "chunk_budget")
 LONG = 500  # tokens: half of the requests are no shorter
 # Allowed ratios of moments and waits: median over all sets, and of each set. A wait is the
-# difference of two moments, and often small. `long_prompt` finds its chunk by comparing step times, so
-# small differences of these change later steps.
+# difference of two moments, and often small. `long_prompt` compares step times to size its chunks,
+# so small differences change later steps.
 MOMENTS, WAITS = (1.02, 1.08), (1.05, 1.3)
 # Allowed median ratio between a set's step times and the fitted model.
 MEASURED = 2.0
