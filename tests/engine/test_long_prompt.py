@@ -843,7 +843,8 @@ def test_policies_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_former_setting_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    make_scheduler({"long_prompt": {"long_step_stretch": 6}})
+    with caplog.at_level("WARNING", logger="vllm.vllm_sched"):
+        make_scheduler({"long_prompt": {"long_step_stretch": 6}})
     (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
     assert "long_prompt.long_step_stretch" in record.getMessage()
     assert "see itl_ms" in record.getMessage()
