@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, TypeAlias
 
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import Chunk, StepShape
+from vllm_sched.sim.planning.capacity_bound import decode_seconds
 from vllm_sched.sim.types import Job, WorkerModel
 
 CHAT, LONG, WARM = "chat", "long", "warm"
@@ -22,10 +23,9 @@ def prefill_s(model: WorkerModel, tokens: int, context: int = 0) -> float:
     """Return the time to compute a prompt alone, in steps of the whole budget."""
     seconds, done = 0.0, context
     while done < context + tokens:
-        chunk = min(model.max_num_batched_tokens, context + tokens - done)
-        pairs = chunk * (done + chunk / 2)
-        seconds += model.time.seconds(StepShape(chunk, pairs, prompts=1, read_tokens=done))
-        done += chunk
+        chunk = Chunk(min(model.max_num_batched_tokens, context + tokens - done), done)
+        seconds += model.time.seconds(StepShape.of([chunk], 0, 0))
+        done += chunk.tokens
     return seconds
 
 
@@ -33,8 +33,7 @@ def chat_rate(model: WorkerModel, decodes: int = DECODES) -> float:
     """Return the requests per second that keep this many chats decoding, without prompts."""
     tokens = sum(OUTPUT_TOKENS) / 2
     context = sum(CHAT_TOKENS) / 2 + tokens / 2
-    step_s = model.time.seconds(StepShape(decodes=decodes, context_tokens=int(decodes * context)))
-    return decodes / (tokens * step_s)
+    return decodes / (tokens * decode_seconds(model.time, decodes, context))
 
 
 def chats(model: WorkerModel, rng: random.Random, until: float, decodes: int = DECODES) -> Arrivals:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from benchmarks.agreement import by_job
 from benchmarks.frontier.loads import CHAT, LONG, Load
+from tests.sim.making import run
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.types import Job, WorkerModel
@@ -49,21 +52,9 @@ class Variant:
 
 
 def play(model: WorkerModel, load: Load, seed: int) -> Figures:
-    engine = ExactEngine(model)
     arrivals = sorted(load(model, random.Random(seed)), key=lambda each: each[0])
-    jobs = {job.id: (at, job) for at, job in arrivals}
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for at, job in arrivals:
-        _advance(engine, at, times)
-        engine.submit(job, at)
-    _advance(engine, float("inf"), times)
-    return _figures(jobs, times)
-
-
-def _advance(engine: ExactEngine, until: float, times: Mapping[str, list[float]]) -> None:
-    while (at := engine.next_at()) <= until and at < float("inf"):
-        for event in engine.advance(at):
-            times[event.job_id] += [event.at] * event.tokens
+    times = by_job(run(ExactEngine(model), arrivals))
+    return _figures({job.id: (at, job) for at, job in arrivals}, times)
 
 
 def _figures(jobs: Mapping[str, tuple[float, Job]], times: Mapping[str, list[float]]) -> Figures:
@@ -74,7 +65,7 @@ def _figures(jobs: Mapping[str, tuple[float, Job]], times: Mapping[str, list[flo
         later - sooner
         for name, (_, job) in jobs.items()
         if job.klass == CHAT
-        for sooner, later in zip(times[name], times[name][1:], strict=False)
+        for sooner, later in pairwise(times[name])
     ]
     shorts, longs = ttfts(CHAT), ttfts(LONG)
     begin = min(at for at, _ in jobs.values())

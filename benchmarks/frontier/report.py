@@ -52,18 +52,19 @@ def table(title: str, found: Found) -> Table:
         layout.add_column(heading, justify="left" if heading in ("", "dominated by") else "right")
     for name in found:
         if name == UPSTREAM:
-            figures = [median(f) for f in zip(*map(_known, found[name]), strict=True)]
-            cells = [f"{f:.3f} s" if f < 1000 else f"{f:.0f}" for f in figures]
-            known = iter(cells)
-            cells = [next(known) if f is not None else "" for f in astuple(found[name][0])]
+            cells = [_middle(each) for each in zip(*map(astuple, found[name]), strict=True)]
         else:
             cells = ["" if r is None else f"x{r:.2f}" for r in ratios(found, name)]
         layout.add_row(name, *cells, ", ".join(dominated_by(found, name)))
     return layout
 
 
-def _known(figures: Figures) -> list[float]:
-    return [figure for figure in astuple(figures) if figure is not None]
+def _middle(figures: Sequence[float | None]) -> str:
+    known = [figure for figure in figures if figure is not None]
+    if not known:
+        return ""
+    middle = median(known)
+    return f"{middle:.3f} s" if middle < 1000 else f"{middle:.0f}"
 
 
 def missed(load: str, found: Found) -> list[str]:

@@ -642,13 +642,7 @@ def test_priority_decides_within_each_lane() -> None:
     for name, priority in (("late", 5), ("soon", 1), ("first", 0)):
         scheduler.add_request(make_request(500, name=f"long-{name}", priority=priority))
         scheduler.add_request(make_request(70, name=f"short-{name}", priority=priority))
-    order: list[str] = []
-    for _ in range(2000):
-        if not scheduler.has_unfinished_requests():
-            break
-        before = {r.request_id for r in scheduler.running}
-        step(scheduler)
-        order += [r.request_id for r in scheduler.running if r.request_id not in before]
+    order = admissions(scheduler)
     longs = [name for name in order if name.startswith("long")]
     shorts = [name for name in order if name.startswith("short")]
     assert longs == ["long-first", "long-soon", "long-late"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 
 # Accepted loss of a halved chunk; the larger one while steps exceed the target gap.
 SMALL_LOSS: Final = 0.025
@@ -40,10 +40,8 @@ def best_chunk(time: StepTime, shape: StepShape, most: int, *, itl_s: float, blo
     """Return the chunk without notable loss, for a step like `shape` after `read_tokens`."""
 
     def seconds(tokens: int) -> float:
-        pairs = tokens * (shape.read_tokens + tokens / 2)
-        return time.seconds(
-            StepShape(tokens, pairs, shape.decodes, shape.context_tokens, 1, shape.read_tokens)
-        )
+        chunk = Chunk(tokens, shape.read_tokens)
+        return time.seconds(StepShape.of([chunk], shape.decodes, shape.context_tokens))
 
     size, least = most, least_chunk(most, block)
     took = seconds(size)

@@ -123,7 +123,8 @@ class LongPrompt(Policy):
         # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
         default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
-        self.size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
+        self._block = facts.block_tokens
+        self.size = ChunkSize(budget, self._block, settings.itl_ms / 1000)
         self._prefilling: list[str] = []  # when the step began
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_at = -math.inf  # when a short was last seen
@@ -228,11 +229,11 @@ class LongPrompt(Policy):
         step = self._step
         if not step.decodes and step.now - self._short_at > QUIET_S:
             return None
-        share, block = self.settings.long_prefill_share, self.facts.block_tokens
+        share = self.settings.long_prefill_share
         if share == "auto":
-            return LongChunk(*(self.size.plan() if longs else self.size.usual), block)
+            return LongChunk(*(self.size.plan() if longs else self.size.usual), self._block)
         tokens = max(int(step.budget * share), 1)
-        return LongChunk(tokens, tokens, block)
+        return LongChunk(tokens, tokens, self._block)
 
     def _divide(self) -> StepDivision:
         return StepDivision(self._step, self._prompts, self._chunk, self._lookups.threshold)

@@ -117,7 +117,7 @@ class ChunkSize:
         ends = {chunk.context: chunk.context + chunk.tokens for chunk in result.chunks}
         end = ends.get(recent[-1].end) if recent else None
         if end is None:
-            # Another long prompt: the one that is computed furthest.
+            # Another long prompt: the prompt computed furthest.
             recent.clear()
             end = max(ends.values())
         recent.append(LongStep(tokens, result.seconds, end))

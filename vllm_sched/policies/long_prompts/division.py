@@ -32,7 +32,7 @@ class StepPrompts:
     entering: int = 0  # waiting longs that may enter
 
     def count_longs(self) -> None:
-        """Add up the lanes of longs, whose counts change when gates are asked."""
+        """Add up the lanes of longs; their counts change when gates are asked."""
         lanes = self.long_lanes
         self.waiting_longs = LaneCount(
             sum(count.requests for count in lanes),

@@ -174,7 +174,7 @@ class FluidSteps:
         if len(queue) > 1 or not self.room.fits(task):
             return False
         if longs := self.effects.longs:
-            return not task.long or self._places(longs) > 0
+            return not task.long or self._count_long_prefills() < longs.places
         return not self._hog
 
     # Filling
@@ -300,8 +300,8 @@ class FluidSteps:
 
     # Long prompts apart
 
-    def _places(self, limits: LongPromptLimits) -> int:
-        return limits.places - sum(task.long for task in self._prefills)
+    def _count_long_prefills(self) -> int:
+        return sum(task.long for task in self._prefills)
 
     def _by_size(
         self, limits: LongPromptLimits, left: int, now: float, step: int
@@ -362,7 +362,7 @@ class FluidSteps:
         return min(best, left)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
-        if self._places(limits) > 0:
+        if self._count_long_prefills() < limits.places:
             return True
         overdue = now - self._longs[0].since >= limits.max_wait_s
-        return overdue and sum(task.long for task in self._prefills) < limits.places_overdue
+        return overdue and self._count_long_prefills() < limits.places_overdue
