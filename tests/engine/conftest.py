@@ -41,3 +41,9 @@ def runs(one_process: dict[str, Results]) -> Results:
 def floods(one_process: dict[str, Results]) -> Results:
     """Return the results of each flood, with either bound."""
     return one_process["floods"]
+
+
+@pytest.fixture(scope="session")
+def journaled(one_process: dict[str, Results]) -> dict[str, Any]:
+    """Return the run with a journal."""
+    return one_process["journal"]["all"]

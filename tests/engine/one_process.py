@@ -1,6 +1,7 @@
 """Run all tests' scenarios in one real engine: `python -m tests.engine.one_process`.
 
-Prints, as JSON, the results of the arrivals under each set of policies, and of each flood.
+Prints, as JSON, the results of the arrivals under each set of policies, of each flood, and of the
+arrivals with a journal.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ os.environ |= {
 
 from tests.engine.arrivals import SETS
 from tests.engine.floods import play_all
+from tests.engine.journaled import serve_with_journal
 from tests.engine.one_engine import make_engine
 from tests.engine.served import serve
 
@@ -31,7 +33,12 @@ def main() -> None:
     """Run all scenarios."""
     engine = make_engine()
     runs = {name: serve(engine, policies) for name, policies in SETS.items()}
-    sys.stdout.write(f"{json.dumps({'runs': runs, 'floods': play_all(engine)})}\n")
+    results = {
+        "runs": runs,
+        "floods": play_all(engine),
+        "journal": {"all": serve_with_journal(engine)},
+    }
+    sys.stdout.write(f"{json.dumps(results)}\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,10 +36,19 @@ class StepClock:
         self.now += self.seconds[-1]
 
 
-def serve(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, Any]:
-    """Serve all arrivals; return each request's tokens and their times, and every step."""
+def serve(
+    engine: LLMEngine,
+    policies: dict[str, Any] | None,
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Serve all arrivals; return each request's tokens and their times, and every step.
+
+    `before` is called between the start of the scheduler and the first request.
+    """
     steps = StepClock()
     scheduler = exchange_scheduler(engine, policies, steps)
+    before()
     rng = random.Random(1)
     prompts = [prompt_of(size, rng) for _, size, _, _ in ARRIVALS]
     waiting = list(enumerate(ARRIVALS))

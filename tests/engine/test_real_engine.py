@@ -26,6 +26,14 @@ def test_greedy_output_matches_the_default_scheduler(runs: dict[str, Run], name:
     assert runs[name]["usage"] == 0
 
 
+def test_journal_has_the_tokens_that_the_engine_returns(
+    journaled: dict[str, Any], runs: dict[str, Run]
+) -> None:
+    assert journaled["returned"] == runs["default"]["outputs"]
+    assert journaled["published"] == journaled["returned"]
+    assert journaled["reasons"] == ["length"] * len(ARRIVALS)
+
+
 def max_prefill_beside_decodes(run: Run) -> int:
     return max(sum(step) - step.count(1) for step in run["steps"] if 1 in step)
 

@@ -60,12 +60,23 @@ ALSO_BUILT = {
 
 FAULTY_FILE = f"{CORE}/test_async_scheduler.py"
 FAULTY = Classes(UPSTREAM.sync, "stand_ins:Careless")
+JOURNALED = Classes("stand_ins:JournaledSync", "stand_ins:JournaledAsync")
+# Everything that runs, preempts, streams and transfers.
+JOURNALED_FILES = [
+    f"{CORE}/test_scheduler.py",
+    f"{CORE}/test_async_scheduler.py",
+    f"{CORE}/test_deferred_block_free.py",
+    f"{CONNECTOR}/test_remote_decode_lifecycle.py",
+    f"{CONNECTOR}/test_remote_prefill_lifecycle.py",
+    f"{CONNECTOR}/test_kv_load_failure_recovery.py",
+    "tests/v1/streaming_input/test_scheduler_streaming.py",
+]
 
 
 @pytest.fixture(scope="module")
 def accounts(tmp_path_factory: pytest.TempPathFactory) -> list[Account]:
-    """Run everything with our classes, and one file with a faulty class."""
-    runs = [Run(list(SUITE), OURS), Run([FAULTY_FILE], FAULTY)]
+    """Run everything with our classes, a part with the journal, one file with a faulty class."""
+    runs = [Run(list(SUITE), OURS), Run([FAULTY_FILE], FAULTY), Run(JOURNALED_FILES, JOURNALED)]
     return run_upstream(runs, tmp_path_factory.mktemp("upstream"))
 
 
@@ -99,6 +110,15 @@ def test_run_has_no_errors(account: Account) -> None:
     assert account.errors == []
     all_passed = not any(map(account.not_passed, SUITE))
     assert account.exit_code == (pytest.ExitCode.OK if all_passed else pytest.ExitCode.TESTS_FAILED)
+
+
+def test_all_cases_pass_with_the_journal(accounts: list[Account]) -> None:
+    account = accounts[2]
+    for file in JOURNALED_FILES:
+        assert len(account.cases_of(file)) >= SUITE[file]
+        excused = [c for c in EXCUSED if account.fails_for(c, EXCUSED[c])]
+        assert set(account.not_passed(file)) <= set(excused), account.reasons
+        assert set(account.built[file]) <= {*JOURNALED, *ALSO_BUILT}
 
 
 def test_faulty_scheduler_is_detected(accounts: list[Account]) -> None:

@@ -55,7 +55,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="NAME.KEY=VALUE",
-        help="a setting of a policy, repeatable",
+        help="a setting of a policy or of the journal, repeatable",
     )
     command.add_argument(
         "--trace",

@@ -18,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm_sched.engine.vllm_compat import installed_version
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.policies.journal_settings import JournalSettings
 from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts, Policy
 from vllm_sched.version import __version__
@@ -88,6 +89,12 @@ def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
     policies = registry.build({**defaults, **_given(config)}, facts)
     if kind is not None and policies:
         refuse_unsupported(config, kind, policies)
+
+
+def journal_settings(config: VllmConfig) -> JournalSettings | None:
+    given = _given(config).get(registry.JOURNAL)
+    settings = None if given is None else registry.settings_of(registry.JOURNAL, given)
+    return settings if isinstance(settings, JournalSettings) else None
 
 
 def _given(config: VllmConfig) -> Mapping[str, object]:

@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import policy_setup, vllm_compat
 from vllm_sched.engine.in_flight import InFlight, StepDone
+from vllm_sched.engine.journal.scheduler import JournaledScheduler
 from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
 from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.planner import StepPlanner
@@ -151,11 +152,11 @@ class PolicySteps(Upstream):
                 observe(done.result)
 
 
-class PolicyScheduler(SchedulerTelemetry, PolicySteps, AsyncScheduler):
+class PolicyScheduler(SchedulerTelemetry, JournaledScheduler, PolicySteps, AsyncScheduler):
     """Policies on vLLM's asynchronous scheduler, which is vLLM's default."""
 
 
-class SyncPolicyScheduler(SchedulerTelemetry, PolicySteps, Scheduler):
+class SyncPolicyScheduler(SchedulerTelemetry, JournaledScheduler, PolicySteps, Scheduler):
     """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling` and for CPUs."""
 
 

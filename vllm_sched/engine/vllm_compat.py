@@ -26,6 +26,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "update_from_output": ("scheduler_output",),
     "add_request": ("request",),
     "_free_request": ("request",),
+    "reset_prefix_cache": (),
     "_handle_blocked_waiting_request": ("request",),
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
@@ -38,6 +39,21 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     },
     ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator"): {
         "find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
+    },
+    ("vllm.v1.core.block_pool", "BlockPool"): {
+        "cache_full_blocks": (
+            "request",
+            "blocks",
+            "num_cached_blocks",
+            "num_full_blocks",
+            "block_size",
+            "kv_cache_group_id",
+        ),
+        "reset_prefix_cache": (),
+    },
+    ("vllm.v1.core.block_pool", "BlockHashToBlockMap"): {
+        "pop": ("key", "block_id"),
+        "get_one_block": ("key",),
     },
     ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
 }

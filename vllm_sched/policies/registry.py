@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.chunk_budget import ChunkBudget
 from vllm_sched.policies.deferred_prefill import DeferredPrefill
+from vllm_sched.policies.journal_settings import JournalSettings
 from vllm_sched.policies.lanes import Lanes
 from vllm_sched.policies.long_prompt import LongPrompt
 from vllm_sched.policies.prefill_first import PrefillFirst
@@ -36,6 +37,8 @@ POLICIES: dict[str, type[Policy]] = {
         ChunkBudget,
     )
 }
+# Not a policy, but set in the same way.
+JOURNAL: Final = "journal"
 WHOLE_OR_IN_PARTS = "one computes prompts whole, the other in parts"
 CONFLICTS: dict[tuple[str, str], str] = {
     ("static_batching", "deferred_prefill"): "both decide when a batch of requests enters",
@@ -55,12 +58,16 @@ def find(name: str) -> type[Policy]:
         ) from None
 
 
+def _settings_type(name: str) -> type[Settings]:
+    return JournalSettings if name == JOURNAL else find(name).settings_type
+
+
 def settings_of(name: str, given: object) -> Settings:
-    """Return the validated settings of a policy; the error is one line."""
-    kind = find(name).settings_type
+    """Return the validated settings of a policy or the journal; the error is one line."""
+    kind = _settings_type(name)
     if not isinstance(given, Mapping):
         raise UsageError(
-            f"policy {name}: settings must be an object of keys and values, got {given!r}; "
+            f"{name}: settings must be an object of keys and values, got {given!r}; "
             "write {} for the defaults"
         )
     for key in given:
@@ -83,6 +90,9 @@ def _explain(name: str, kind: type[Settings], error: Any) -> str:
     key = str(error["loc"][0])
     field = kind.model_fields[key]
     meaning = f" ({field.description})" if field.description else ""
+    if field.is_required():
+        wrong = "is missing" if error["type"] == "missing" else f"is {error['input']!r}: {what}"
+        return f"{name}.{key} {wrong}{meaning}; give one"
     return f"{name}.{key}={error['input']!r}: {what}{meaning}; default {field.default}"
 
 
@@ -97,7 +107,9 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
                 f"--set {text!r} is not of the form NAME.KEY=VALUE; "
                 f"NAME is one of {', '.join(sorted(POLICIES))}"
             )
-        find(name)
+        if name == JOURNAL:
+            config.setdefault(name, {})
+        _settings_type(name)
         if name not in config:
             raise UsageError(
                 f"--set {text!r}: policy {name} is off; enable it too "
@@ -127,7 +139,7 @@ def former_settings(config: Mapping[str, Mapping[str, object]]) -> list[str]:
     return [
         f"{name}.{key}: {kind.former[key]}"
         for name, given in config.items()
-        for kind in (find(name).settings_type,)
+        for kind in (_settings_type(name),)
         for key in given
         if key in kind.former
     ]
@@ -137,7 +149,7 @@ def build(config: object, facts: EngineFacts) -> list[Policy]:
     if not isinstance(config, Mapping):
         raise UsageError(f"vllm_sched must be an object of policies, got {config!r}")
     for name in config:
-        find(name)
+        _settings_type(name)
     _refuse_conflicts(config)
     return [
         kind(facts, settings_of(name, config[name]))

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
-from vllm_sched.policies.registry import parse_settings
+from vllm_sched.policies.registry import JOURNAL, parse_settings
 from vllm_sched.workers.flags import key, names, parse
 from vllm_sched.workers.flags_file import expanded, readable
 
@@ -106,7 +106,8 @@ class Side:
 
     @classmethod
     def of(cls, policies: Mapping[str, Mapping[str, object]]) -> Self:
-        return cls("+".join(policies) or DEFAULT, policies)
+        names = [name for name in policies if name != JOURNAL]
+        return cls("+".join(names) or (NONE if policies else DEFAULT), policies)
 
     @property
     def label(self) -> str:

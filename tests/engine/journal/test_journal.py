@@ -1,0 +1,239 @@
+"""The messages of a journal that follows vLLM's own schedulers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.journal.reader import CacheReader
+from tests.engine.schedulers import (
+    BLOCK,
+    answer,
+    full_attention,
+    make_request,
+    make_scheduler,
+    sliding_window,
+)
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.journal.journal import Journal, StepMessage
+from vllm_sched.engine.journal.scheduler import journal_of
+
+
+class Journaled:
+    """A scheduler, its journal without a socket, and all its messages."""
+
+    def __init__(
+        self, policies: Mapping[str, Mapping[str, object]] | None = None, **options: Any
+    ) -> None:
+        options = {"prefix_caching": True, **options}
+        self.scheduler = make_scheduler(policies, **options)
+        self.journal: Journal = journal_of(self.scheduler)
+        self.messages: list[StepMessage] = []
+        self.tokens: dict[str, Any] = {}
+        self.reader = CacheReader(self.tokens)
+        free = self.scheduler._free_request
+
+        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.journal.ended(request)
+            return free(request, *args, **kwargs)
+
+        self.scheduler._free_request = noted
+
+    def add(self, tokens: Any, output: int = 4, **options: Any) -> Any:
+        request = make_request(tokens, output=output, **options)
+        self.tokens[request.request_id] = request._all_token_ids
+        self.journal.arrived(request)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> StepMessage | None:
+        output = self.scheduler.schedule()
+        self.journal.scheduled(output)
+        return self.take(self.scheduler.update_from_output(output, answer(self.scheduler, output)))
+
+    def take(self, *outputs: Any) -> StepMessage | None:
+        if (message := self.journal.take(*outputs)) is not None:
+            self.messages.append(message)
+            self.reader.apply(message)
+        return message
+
+    def drain(self) -> None:
+        while self.scheduler.has_unfinished_requests():
+            self.step()
+
+    def hit(self, request: Any) -> int:
+        """Return what vLLM would reuse for a new request."""
+        found: int = self.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+        return found
+
+
+def test_messages_of_one_request() -> None:
+    bench = Journaled(budget=64)
+    request = bench.add(100, output=3)
+    name = request.request_id
+    assert [tuple(message) for _ in range(4) if (message := bench.step())] == [
+        ([(1, name, 100)], False, [], [1, 64], [], [], [], [], [], []),
+        ([], False, [], [1, 96], [1], [], [7], [], [], []),
+        ([], False, [], [], [1], [], [7], [], [], []),
+        ([], False, [], [], [1], [], [7], [], [(1, "length")], []),
+    ]
+    assert bench.take() is None
+
+
+def test_a_request_is_forgotten_when_its_last_own_block_is_evicted() -> None:
+    bench = Journaled(budget=256, num_blocks=11)  # ten blocks of 16
+    first = bench.add(80)
+    bench.drain()
+    bench.add(150)
+    bench.drain()
+    evicted = [message.evicted for message in bench.messages if message.evicted]
+    assert evicted == [[1, 0, 80]]
+    assert [number for message in bench.messages for number in message.forgotten] == [1]
+    assert bench.reader.ids == {2: bench.reader.ids[2]}
+    assert bench.hit(make_request(list(first.prompt_token_ids))) == 0
+
+
+def test_a_request_without_own_blocks_is_forgotten_at_its_end() -> None:
+    bench = Journaled()
+    prompt = [9] * 65
+    bench.add(prompt, output=2)
+    bench.drain()
+    bench.add(prompt, output=2)
+    bench.drain()
+    assert bench.messages[-1].forgotten == [2]
+    reused = [message.resident for message in bench.messages if message.resident[:1] == [2]]
+    assert reused == [[2, 64]]
+
+
+def test_abort_of_a_waiting_and_of_a_running_request() -> None:
+    bench = Journaled(max_num_seqs=1)
+    running, waiting = bench.add(20, output=9), bench.add(20)
+    bench.step()
+    for request in (running, waiting):
+        bench.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    message = bench.take()
+    assert message is not None
+    assert message.ended == [(1, "abort"), (2, "abort")]
+    assert message.forgotten == [2]
+
+
+def test_an_id_that_is_used_again_right_after_an_abort() -> None:
+    bench = Journaled()
+    bench.add(20, name="same", output=9)
+    bench.step()
+    bench.scheduler.finish_requests("same", RequestStatus.FINISHED_ABORTED)
+    bench.add(40, name="same", output=2)
+    bench.drain()
+    assert [entry for m in bench.messages for entry in m.arrived] == [
+        (1, "same", 20), (2, "same", 40),
+    ]  # fmt: skip
+    assert [entry for m in bench.messages for entry in m.ended] == [(1, "abort"), (2, "length")]
+    assert bench.reader.output["same"] == [7, 7]
+
+
+def test_a_reset_of_the_prefix_cache() -> None:
+    bench = Journaled()
+    request = bench.add(100)
+    bench.drain()
+    assert bench.scheduler.reset_prefix_cache()
+    message = bench.take()
+    assert message is not None
+    assert (message.cleared, message.forgotten) == (True, [1])
+    assert bench.reader.cached(request.prompt_token_ids) == 0
+    bench.add(list(request.prompt_token_ids))
+    bench.drain()
+    assert bench.reader.cached(request.prompt_token_ids) == 96
+
+
+def test_several_tokens_in_a_step() -> None:
+    bench = Journaled()
+    request = bench.add(20, output=30)
+    while not request.num_output_tokens:
+        bench.step()
+    bench.scheduler.num_spec_tokens = 4
+    request.spec_token_ids = [7, 7, 7, 7]
+    output = bench.scheduler.schedule()
+    bench.journal.scheduled(output)
+    update = bench.scheduler.update_from_output(output, answer(bench.scheduler, output))
+    message = bench.take(update)
+    assert message is not None
+    assert message.tokens == [7, 7, 7]
+    assert message.counts == [3]
+
+
+def test_without_prefix_caching_nothing_is_resident() -> None:
+    bench = Journaled(prefix_caching=False)
+    bench.add(100)
+    bench.drain()
+    assert not any(message.resident for message in bench.messages)
+    assert bench.messages[-1].ended == [(1, "length")]
+
+
+def test_the_full_attention_group_counts() -> None:
+    bench = Journaled(groups=(sliding_window(64), full_attention()), budget=256)
+    bench.add(160, output=2)
+    bench.drain()
+    assert [m.resident for m in bench.messages if m.resident] == [[1, 160]]
+
+
+SCENES: dict[str, dict[str, Any]] = {
+    "no policy": {},
+    "long_prompt": {"policies": {"long_prompt": {}}},
+    "synchronous": {"scheduler_cls": SyncPolicyScheduler},
+    "two groups": {"groups": (full_attention(), full_attention())},
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
+    """Shared prefixes, evictions, preemptions and aborts: each prediction is exact."""
+    rng = random.Random(seed)
+    bench = Journaled(
+        **{"scheduler_cls": PolicyScheduler, **SCENES[scene]},
+        num_blocks=rng.choice([60, 150]),
+        budget=rng.choice([64, 200]),
+        max_num_seqs=rng.choice([4, 16]),
+    )
+    most = 50 * BLOCK
+    prompts = [[rng.randrange(5, 999) for _ in range(rng.randrange(10, 300))] for _ in range(4)]
+    predictions = preempted = evicted = 0
+    for _ in range(250):
+        if rng.random() < 0.35 and len(bench.scheduler.requests) < 20:
+            prompt = rng.choice(prompts)
+            shared = prompt[: rng.choice([len(prompt), rng.randrange(len(prompt))])]
+            prompt = shared + [rng.randrange(5, 999) for _ in range(rng.randrange(1, 200))]
+            prompts = [*prompts[-11:], prompt[:most]]
+            bench.add(prompt[:most], output=rng.randrange(1, 40))
+        if rng.random() < 0.03 and bench.scheduler.running:
+            one = rng.choice(bench.scheduler.running)
+            bench.scheduler.finish_requests(one.request_id, RequestStatus.FINISHED_ABORTED)
+        bench.take()
+        for request in bench.scheduler.requests.values():
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                predictions += 1
+                assert bench.reader.cached(request._all_token_ids) == bench.hit(request)
+        if (message := bench.step()) is not None:
+            preempted += len(message.preempted)
+            evicted += len(message.evicted)
+    assert predictions > 50
+    assert evicted
+    # What a reader that joins now would know.
+    late = CacheReader(bench.tokens)
+    bench.take()
+    late.load(bench.journal.snapshot())
+    assert late.blocks <= bench.reader.blocks
+    assert late.ids == bench.reader.ids
+    for prompt in prompts:
+        assert late.cached(prompt) == bench.hit(make_request(prompt))
+    running = {request.request_id for request in bench.scheduler.requests.values()}
+    assert {name: late.output[name] for name in running} == {
+        name: bench.reader.output[name] for name in running
+    }
+    for name in running:
+        tokens = bench.scheduler.requests[name].output_token_ids
+        assert bench.reader.output[name] == list(tokens)

@@ -1,0 +1,59 @@
+"""Settings of the journal: endpoints of ranks, keys, and errors in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.journal_settings import JournalSettings
+from vllm_sched.workers.launch import Side
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "third", "local"),
+    [
+        ("tcp://127.0.0.1:5700", "tcp://127.0.0.1:5702", True),
+        ("tcp://[::1]:5700", "tcp://[::1]:5702", True),
+        ("tcp://*:5700", "tcp://*:5702", False),
+        ("tcp://10.0.0.7:5700", "tcp://10.0.0.7:5702", False),
+        ("ipc:///run/engine", "ipc:///run/engine_dp2", True),
+    ],
+)
+def test_endpoint_of_a_rank(endpoint: str, third: str, local: bool) -> None:
+    settings = JournalSettings(endpoint=endpoint)
+    assert [settings.endpoint_of(rank) for rank in (0, 2)] == [endpoint, third]
+    assert settings.is_local is local
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["5700", "tcp://:5700", "tcp://host", "tcp://host:0", "tcp://host:65536", "ipc://name", ""],
+)
+def test_wrong_endpoint(endpoint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        registry.settings_of("journal", {"endpoint": endpoint})
+    assert str(refused.value) == (
+        f"journal.endpoint is {endpoint!r}: an endpoint is tcp://HOST:PORT or ipc:///PATH"
+        " (address on which the engine listens, tcp://HOST:PORT or ipc:///PATH); give one"
+    )
+
+
+def test_missing_endpoint() -> None:
+    with pytest.raises(UsageError, match=r"^journal\.endpoint is missing \(.*\); give one$"):
+        registry.settings_of("journal", {})
+
+
+def test_a_rank_beyond_the_last_port() -> None:
+    with pytest.raises(UsageError, match="rank 2 would listen on port 65536; choose a lower port"):
+        JournalSettings(endpoint="tcp://127.0.0.1:65534").endpoint_of(2)
+
+
+def test_the_journal_is_set_like_a_policy_but_is_none() -> None:
+    endpoint = "journal.endpoint=ipc:///x"
+    config = registry.parse_settings(["lanes"], [endpoint])
+    assert config == {"lanes": {}, "journal": {"endpoint": "ipc:///x"}}
+    with pytest.raises(UsageError, match="unknown policy 'journal'"):
+        registry.parse_settings(["journal"], [])
+    assert Side.of(config).name == "lanes"
+    assert Side.of({"journal": {"endpoint": "ipc:///x"}}).name == "none"

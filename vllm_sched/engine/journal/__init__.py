@@ -1,0 +1,1 @@
+"""What each step did, published for other programs: docs/journal.md."""

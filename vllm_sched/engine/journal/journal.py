@@ -1,0 +1,117 @@
+"""The messages of the journal, made from what the scheduler does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.request import Request
+
+from vllm_sched.engine.journal.known_requests import KnownRequest, KnownRequests
+from vllm_sched.engine.journal.resident_prefixes import CacheChanges, ResidentPrefixes
+
+
+class StepMessage(NamedTuple):
+    arrived: list[tuple[int, str, int]]
+    cleared: bool
+    evicted: list[int]
+    resident: list[int]
+    numbers: list[int]
+    counts: list[int]
+    tokens: list[int]
+    preempted: list[int]
+    ended: list[tuple[int, str]]
+    forgotten: list[int]
+
+
+# Number, id, prompt tokens, resident tokens, whether it runs, output tokens.
+SnapshotRow = tuple[int, str, int, int, bool, list[int]]
+Outputs = Mapping[int, EngineCoreOutputs]  # by client
+NO_OUTPUTS: Final[Outputs] = MappingProxyType({})
+NO_CHANGES: Final = CacheChanges(False, [], [])
+EMPTY: Final = StepMessage([], False, [], [], [], [], [], [], [], [])
+
+
+class Journal:
+    def __init__(
+        self, known: KnownRequests, prefixes: ResidentPrefixes | None, block_tokens: int
+    ) -> None:
+        self.block_tokens = block_tokens
+        self._known = known
+        self._prefixes = prefixes  # None: prefix caching is off
+        self._arrived: list[tuple[int, str, int]] = []
+        self._preempted: list[int] = []
+        self._ended: list[tuple[KnownRequest, str]] = []
+
+    def arrived(self, request: Request) -> None:
+        earlier = self._known.running.get(request.request_id)
+        if earlier is not None:
+            if earlier.request is request or not earlier.has_ended:
+                return  # a session goes on
+            self._known.end(earlier)
+        known = self._known.add(request)
+        self._arrived.append((known.number, known.request_id, known.prompt_tokens))
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        running = self._known.running
+        if self._prefixes is not None:
+            for new in output.scheduled_new_reqs:
+                if new.num_computed_tokens and (known := running.get(new.req_id)) is not None:
+                    self._prefixes.reused(known, new.num_computed_tokens)
+        for request_id in output.preempted_req_ids or ():
+            if (known := running.get(request_id)) is not None:
+                self._preempted.append(known.number)
+
+    def ended(self, request: Request) -> None:
+        if (known := self._known.running.get(request.request_id)) is not None:
+            known.has_ended = True
+            self._ended.append((known, str(request.get_finished_reason())))
+
+    def take(self, outputs: Outputs = NO_OUTPUTS) -> StepMessage | None:
+        """Return what happened since the last call, and the new tokens of `outputs`."""
+        numbers: list[int] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        running = self._known.running
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                new = output.new_token_ids
+                if new and (known := running.get(output.request_id)) is not None:
+                    numbers.append(known.number)
+                    counts.append(len(new))
+                    tokens += new
+        ended, self._ended = self._ended, []
+        for known, _ in ended:
+            if known.request is not None:
+                self._known.end(known)
+        changes = NO_CHANGES if self._prefixes is None else self._prefixes.take_changes()
+        arrived, self._arrived = self._arrived, []
+        preempted, self._preempted = self._preempted, []
+        message = StepMessage(
+            arrived,
+            *changes,
+            numbers,
+            [] if len(tokens) == len(numbers) else counts,
+            tokens,
+            preempted,
+            [(known.number, reason) for known, reason in ended],
+            self._known.take_unneeded(),
+        )
+        return None if message == EMPTY else message
+
+    def snapshot(self) -> list[SnapshotRow]:
+        """Return all known requests; right after `take`, which notes what is pending."""
+        return [
+            (
+                known.number,
+                known.request_id,
+                known.prompt_tokens,
+                known.resident_prefix(),
+                known.request is not None,
+                [] if known.request is None else list(known.request.output_token_ids),
+            )
+            for known in self._known.all()
+        ]

@@ -1,0 +1,83 @@
+"""The requests that the journal has numbers for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm.v1.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class KnownRequest:
+    number: int
+    request_id: str
+    prompt_tokens: int
+    request: Request | None  # None after its end
+    has_ended: bool = False
+    resident: int = 0  # leading tokens that the KV cache holds
+    owned_blocks: int = 0  # cached blocks that it was the first to compute
+    stored: int = 0  # tokens when its last block was cached
+    # Other owners of its first blocks, with the tokens up to the last block of each.
+    shares: list[tuple[KnownRequest, int]] = field(default_factory=list)
+
+    def share(self, owner: KnownRequest, end: int) -> None:
+        if owner is self:
+            return
+        if self.shares and self.shares[-1][0] is owner:
+            self.shares.pop()
+        self.shares.append((owner, end))
+
+    def resident_prefix(self) -> int:
+        """Return the resident tokens, considering evictions of shared blocks."""
+        least = self.resident
+        visited = {id(self)}
+        pending = [*self.shares]
+        while pending:
+            owner, end = pending.pop()
+            if owner.resident < end:
+                least = min(least, owner.resident)
+            if id(owner) not in visited:
+                visited.add(id(owner))
+                pending += [(other, min(limit, end)) for other, limit in owner.shares]
+        return least
+
+
+class KnownRequests:
+    """Running requests, and those that ended but own cached blocks."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, KnownRequest] = {}
+        self._known: dict[int, KnownRequest] = {}
+        self._numbers = itertools.count(1)
+        self._unneeded: list[KnownRequest] = []
+
+    def add(self, request: Request) -> KnownRequest:
+        known = KnownRequest(
+            next(self._numbers), request.request_id, request.num_prompt_tokens, request
+        )
+        self.running[known.request_id] = self._known[known.number] = known
+        return known
+
+    def end(self, known: KnownRequest) -> None:
+        del self.running[known.request_id]
+        known.request = None
+        self.release_if_unneeded(known)
+
+    def release_if_unneeded(self, known: KnownRequest) -> None:
+        if known.request is None and not known.owned_blocks:
+            self._unneeded.append(known)
+
+    def take_unneeded(self) -> list[int]:
+        """Forget the requests without a further use, and return their numbers."""
+        if not self._unneeded:
+            return []
+        numbers = [known.number for known in self._unneeded]
+        self._unneeded = []
+        for number in numbers:
+            del self._known[number]
+        return numbers
+
+    def all(self) -> Iterable[KnownRequest]:
+        return self._known.values()

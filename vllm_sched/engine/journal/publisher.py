@@ -1,0 +1,148 @@
+"""The journal's socket: step messages, and snapshots for those that ask.
+
+One lock guards the journal and the socket. The engine holds it during its own steps, a thread while
+it answers readers. A send never blocks: a reader that is too slow misses messages.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from vllm_sched.engine.journal.journal import EMPTY, NO_OUTPUTS, Journal, Outputs, StepMessage
+from vllm_sched.errors import UsageError
+
+logger = logging.getLogger("vllm.vllm_sched")
+
+STEP: Final = b"step"
+SNAPSHOT: Final = b"snapshot/"
+MIN_KEY_BYTES: Final = 16
+# Messages kept for a slow reader.
+MAX_QUEUED: Final = 1000
+TICK_S: Final = 0.05
+HEARTBEAT_S: Final = 1.0
+# A snapshot may take milliseconds of the engine's time.
+SNAPSHOT_PAUSE_S: Final = 0.5
+MAX_TOPIC_BYTES: Final = 64
+MAX_WANTED: Final = 256  # readers that wait for a snapshot
+
+
+def read_key(file: str | None) -> bytes | None:
+    """Return the secret in a file, without the whitespace around it."""
+    if file is None:
+        return None
+    try:
+        key = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise UsageError(
+            f"journal.key_file={file} can't be read: {error.strerror}; "
+            "correct the path, or leave it out"
+        ) from None
+    if len(key) < MIN_KEY_BYTES:
+        raise UsageError(
+            f"journal.key_file={file} has {len(key)} bytes; a key has at least "
+            f"{MIN_KEY_BYTES}; write a longer one"
+        )
+    return key
+
+
+class Publisher:
+    def __init__(self, endpoint: str, key: bytes | None, journal: Journal) -> None:
+        self.lock = threading.RLock()
+        self.journal = journal
+        self._key = key
+        self._run = os.urandom(8)
+        self._number = 0  # of the last step message
+        self._sent_at = time.monotonic()
+        self._wanted: set[bytes] = set()  # topics of snapshots
+        self._snapshot_at = -SNAPSHOT_PAUSE_S
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise UsageError(
+                f"journal.endpoint={endpoint}: the engine can't listen there: {error}; "
+                "choose a free port or path"
+            ) from None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
+        self._thread.start()
+
+    def publish_step(self, outputs: Outputs = NO_OUTPUTS) -> None:
+        """Send what happened since the last call."""
+        with self.lock:
+            if (message := self.journal.take(outputs)) is not None:
+                self._publish(message)
+
+    def stop(self) -> None:
+        """Close the socket soon, without waiting for it."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Close the socket; the caller does not hold the lock."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _publish(self, message: StepMessage) -> None:
+        self._number += 1
+        self._send(STEP, self._number, self._encode(message))
+        self._sent_at = time.monotonic()
+
+    def _send(self, topic: bytes, number: int, payload: bytes) -> None:
+        frames = [topic, self._run + number.to_bytes(8, "big"), payload]
+        if self._key is not None:
+            frames.append(hmac.digest(self._key, b"".join(frames), "sha256"))
+        if not self._stopped.is_set():
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def _serve(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            try:
+                self._answer_readers(time.monotonic())
+            except Exception:
+                logger.exception("the journal is off after an error; please report it")
+                self._stopped.set()
+        with self.lock:
+            self._context.destroy(linger=0)
+
+    def _answer_readers(self, now: float) -> None:
+        with self.lock:
+            self._read_subscriptions()
+            if now - self._sent_at >= HEARTBEAT_S:
+                self._publish(self.journal.take() or EMPTY)
+            if not self._wanted or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
+                return
+            self.publish_step()
+            number, rows = self._number, self.journal.snapshot()
+        payload = self._encode((self.journal.block_tokens, rows))
+        with self.lock:
+            self._snapshot_at = now
+            for topic in self._wanted:
+                self._send(topic, number, payload)
+            self._wanted.clear()
+
+    def _read_subscriptions(self) -> None:
+        for _ in range(MAX_QUEUED):
+            if not self._socket.poll(0):
+                return
+            message: bytes = self._socket.recv(zmq.NOBLOCK)
+            subscribes, topic = message[:1] == b"\x01", message[1:]
+            if not topic.startswith(SNAPSHOT) or len(topic) > MAX_TOPIC_BYTES:
+                continue
+            if not subscribes:
+                self._wanted.discard(topic)
+            elif len(self._wanted) < MAX_WANTED:
+                self._wanted.add(topic)
