@@ -38,7 +38,7 @@ class CacheReader:
     def load(self, rows: Sequence[SnapshotRow]) -> None:
         self.blocks.clear()
         self.ids = {row[0]: row[1] for row in rows}
-        for number, request_id, _, resident, running, tokens in rows:
+        for number, request_id, _, _, resident, running, tokens in rows:
             self.blocks |= self._keys(number, 0, resident)
             if running:
                 self.output[request_id] = list(tokens)

@@ -19,6 +19,7 @@ from tests.engine.schedulers import (
     sliding_window,
 )
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.journal import known_requests
 from vllm_sched.engine.journal.journal import Journal, StepMessage
 from vllm_sched.engine.journal.scheduler import journal_of
 
@@ -76,10 +77,10 @@ def test_messages_of_one_request() -> None:
     request = bench.add(100, output=3)
     name = request.request_id
     assert [tuple(message) for _ in range(4) if (message := bench.step())] == [
-        ([(1, name, 100)], False, [], [1, 64], [], [], [], [], [], []),
-        ([], False, [], [1, 96], [1], [], [7], [], [], []),
-        ([], False, [], [], [1], [], [7], [], [], []),
-        ([], False, [], [], [1], [], [7], [], [(1, "length")], []),
+        ([(1, name, 100)], [], False, [], [1, 64], [], [], [], [], [], []),
+        ([], [], False, [], [1, 96], [1], [], [7], [], [], []),
+        ([], [], False, [], [], [1], [], [7], [], [], []),
+        ([], [], False, [], [], [1], [], [7], [], [(1, "length")], []),
     ]
     assert bench.take() is None
 
@@ -237,3 +238,40 @@ def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
     for name in running:
         tokens = bench.scheduler.requests[name].output_token_ids
         assert bench.reader.output[name] == list(tokens)
+
+
+def test_a_name_that_comes_before_during_and_after_its_request() -> None:
+    bench = Journaled()
+    bench.journal.name("early", b"one")
+    bench.add(40, name="chatcmpl-early-0123abcd", output=3)
+    message = bench.step()
+    assert message is not None
+    assert message.named == [(1, b"one")]
+    bench.journal.name("sequences", b"two")
+    for sequence in range(2):
+        bench.add(40, name=f"{sequence}_cmpl-sequences-0-0123abcd", output=3)
+    bench.drain()
+    bench.journal.name("early", b"never changed")
+    late = bench.add(40, name="cmpl-late-3-0123abcd", output=1)
+    bench.drain()
+    bench.journal.name("late", b"three")
+    message = bench.take()
+    assert message is not None
+    assert message.named == [(4, b"three")]
+    assert [entry for m in bench.messages[1:-1] for entry in m.named] == [(2, b"two"), (3, b"two")]
+    assert late.is_finished()
+    assert [(row[0], row[3]) for row in bench.journal.snapshot()] == [
+        (1, b"one"), (2, b"two"), (3, b"two"), (4, b"three"),
+    ]  # fmt: skip
+
+
+def test_names_of_requests_that_never_arrive_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_requests, "MAX_EARLY_NAMES", 2)
+    bench = Journaled()
+    for client_id in ("a", "b", "c"):
+        bench.journal.name(client_id, client_id.encode())
+    bench.add(40, name="cmpl-a-0-0123abcd")
+    bench.add(40, name="cmpl-c-0-0123abcd")
+    message = bench.step()
+    assert message is not None
+    assert message.named == [(2, b"c")]

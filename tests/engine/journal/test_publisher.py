@@ -95,10 +95,10 @@ def test_a_late_reader_is_exact_after_a_snapshot(endpoint: str, scheduler: Any) 
     frames = late.until(b"snapshot/late")
     block_tokens, rows = payload_of(frames)
     assert block_tokens == 16
-    assert [row[:5] for row in rows] == [
+    assert [row[:3] + row[4:6] for row in rows] == [
         [1, done.request_id, 100, 96, False], [2, running.request_id, 70, 64, True],
     ]  # fmt: skip
-    assert rows[1][5] == list(running.output_token_ids)
+    assert rows[1][6] == list(running.output_token_ids)
     step(scheduler)
     following = late.until(b"step")
     assert number_of(following) == number_of(frames) + 1
@@ -123,7 +123,7 @@ def test_real_messages_are_applied_by_a_reader(scheduler: Any, reader: Socket) -
 
 
 def test_an_idle_engine_sends_a_message_each_second(reader: Socket) -> None:
-    assert payload_of(reader.until(b"step")) == [[], False, *[[]] * 8]
+    assert payload_of(reader.until(b"step")) == [[], [], False, *[[]] * 8]
 
 
 def test_an_abort_while_idle_is_published(scheduler: Any, reader: Socket) -> None:
@@ -160,6 +160,63 @@ def test_key_file(tmp_path: Path) -> None:
     file.write_text("0123456789abcdef\n")
     assert publishing.read_key(str(file)) == b"0123456789abcdef"
     assert publishing.read_key(None) is None
+
+
+class Naming:
+    """An XSUB socket, which can also send."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.XSUB)
+        self.socket.connect(endpoint)
+        self.socket.send(b"\x01step")
+
+    def send(self, message: bytes) -> None:
+        self.socket.send(message)
+
+    def first_named(self) -> Any:
+        """Return the names in the first message that has one."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            if self.socket.poll(1000) and (
+                named := StepMessage(*payload_of(self.socket.recv_multipart())).named
+            ):
+                return named
+        raise AssertionError("no request was named")
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def naming(client_id: str, name: bytes) -> bytes:
+    return b"\x02" + msgspec.msgpack.encode((client_id, name))
+
+
+def test_a_reader_names_a_request(endpoint: str, scheduler: Any) -> None:
+    reader = Naming(endpoint)
+    for wrong in (b"", b"\x02", b"\x02\x91", b"\x03", naming("mine", b"x" * 70_000)):
+        reader.send(wrong)
+    reader.send(naming("mine", b"prefix"))
+    scheduler.add_request(make_request(100, name="chatcmpl-mine-0123abcd", output=3))
+    drain(scheduler)
+    assert reader.first_named() == [[1, b"prefix"]]
+    reader.close()
+
+
+def test_names_are_signed_if_there_is_a_key(tmp_path: Path, endpoint: str) -> None:
+    key = b"0123456789abcdef"
+    (tmp_path / "key").write_bytes(key)
+    settings = {"endpoint": endpoint, "key_file": f"{tmp_path}/key"}
+    scheduler = make_scheduler({"journal": settings})
+    scheduler.add_request(make_request(100, name="chatcmpl-mine-0123abcd", output=3))
+    reader = Naming(endpoint)
+    reader.send(naming("mine", b"unsigned"))
+    reader.send(naming("mine", b"wrong") + b"0" * 32)
+    message = naming("mine", b"signed")
+    reader.send(message + hmac.digest(key, message, "sha256"))
+    assert reader.first_named() == [[1, b"signed"]]
+    reader.close()
+    scheduler.shutdown()
 
 
 def test_a_stalled_reader_misses_messages_and_stops_nothing(

@@ -16,6 +16,7 @@ from vllm_sched.engine.journal.resident_prefixes import CacheChanges, ResidentPr
 
 class StepMessage(NamedTuple):
     arrived: list[tuple[int, str, int]]
+    named: list[tuple[int, bytes]]
     cleared: bool
     evicted: list[int]
     resident: list[int]
@@ -27,12 +28,12 @@ class StepMessage(NamedTuple):
     forgotten: list[int]
 
 
-# Number, id, prompt tokens, resident tokens, whether it runs, output tokens.
-SnapshotRow = tuple[int, str, int, int, bool, list[int]]
+# Number, id, prompt tokens, name, resident tokens, whether it runs, output tokens.
+SnapshotRow = tuple[int, str, int, bytes, int, bool, list[int]]
 Outputs = Mapping[int, EngineCoreOutputs]  # by client
 NO_OUTPUTS: Final[Outputs] = MappingProxyType({})
 NO_CHANGES: Final = CacheChanges(False, [], [])
-EMPTY: Final = StepMessage([], False, [], [], [], [], [], [], [], [])
+EMPTY: Final = StepMessage([], [], False, [], [], [], [], [], [], [], [])
 
 
 class Journal:
@@ -43,6 +44,7 @@ class Journal:
         self._known = known
         self._prefixes = prefixes  # None: prefix caching is off
         self._arrived: list[tuple[int, str, int]] = []
+        self._named: list[tuple[int, bytes]] = []
         self._preempted: list[int] = []
         self._ended: list[tuple[KnownRequest, str]] = []
 
@@ -54,6 +56,12 @@ class Journal:
             self._known.end(earlier)
         known = self._known.add(request)
         self._arrived.append((known.number, known.request_id, known.prompt_tokens))
+        if known.name:
+            self._named.append((known.number, known.name))
+
+    def name(self, client_id: str, name: bytes) -> None:
+        """Give the requests with an X-Request-Id a name, for all readers."""
+        self._named += [(known.number, name) for known in self._known.name(client_id, name)]
 
     def scheduled(self, output: SchedulerOutput) -> None:
         running = self._known.running
@@ -89,9 +97,11 @@ class Journal:
                 self._known.end(known)
         changes = NO_CHANGES if self._prefixes is None else self._prefixes.take_changes()
         arrived, self._arrived = self._arrived, []
+        named, self._named = self._named, []
         preempted, self._preempted = self._preempted, []
         message = StepMessage(
             arrived,
+            named,
             *changes,
             numbers,
             [] if len(tokens) == len(numbers) else counts,
@@ -109,6 +119,7 @@ class Journal:
                 known.number,
                 known.request_id,
                 known.prompt_tokens,
+                known.name,
                 known.resident_prefix(),
                 known.request is not None,
                 [] if known.request is None else list(known.request.output_token_ids),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from vllm.v1.request import Request
+
+from vllm_sched.engine.journal.client_ids import client_ids
+
+MAX_EARLY_NAMES: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -15,6 +21,7 @@ class KnownRequest:
     request_id: str
     prompt_tokens: int
     request: Request | None  # None after its end
+    name: bytes = b""  # given by a reader
     has_ended: bool = False
     resident: int = 0  # leading tokens that the KV cache holds
     owned_blocks: int = 0  # cached blocks that it was the first to compute
@@ -52,13 +59,29 @@ class KnownRequests:
         self._known: dict[int, KnownRequest] = {}
         self._numbers = itertools.count(1)
         self._unneeded: list[KnownRequest] = []
+        self._by_client_id: defaultdict[str, list[KnownRequest]] = defaultdict(list)
+        self._early_names: dict[str, bytes] = {}  # of requests that have not arrived
 
     def add(self, request: Request) -> KnownRequest:
         known = KnownRequest(
             next(self._numbers), request.request_id, request.num_prompt_tokens, request
         )
         self.running[known.request_id] = self._known[known.number] = known
+        for client_id in client_ids(known.request_id):
+            self._by_client_id[client_id].append(known)
+            known.name = known.name or self._early_names.get(client_id, b"")
         return known
+
+    def name(self, client_id: str, name: bytes) -> list[KnownRequest]:
+        """Name the requests with an X-Request-Id, now or when they arrive; return the named."""
+        named = [known for known in self._by_client_id.get(client_id, ()) if not known.name]
+        for known in named:
+            known.name = name
+        if not named:
+            self._early_names[client_id] = name
+            if len(self._early_names) > MAX_EARLY_NAMES:
+                del self._early_names[next(iter(self._early_names))]
+        return named
 
     def end(self, known: KnownRequest) -> None:
         del self.running[known.request_id]
@@ -76,7 +99,12 @@ class KnownRequests:
         numbers = [known.number for known in self._unneeded]
         self._unneeded = []
         for number in numbers:
-            del self._known[number]
+            known = self._known.pop(number)
+            for client_id in client_ids(known.request_id):
+                others = self._by_client_id[client_id]
+                others.remove(known)
+                if not others:
+                    del self._by_client_id[client_id]
         return numbers
 
     def all(self) -> Iterable[KnownRequest]:

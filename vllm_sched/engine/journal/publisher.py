@@ -24,6 +24,10 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 STEP: Final = b"step"
 SNAPSHOT: Final = b"snapshot/"
+# First bytes of what readers send; ZeroMQ defines those of subscriptions.
+UNSUBSCRIBE, NAME = b"\x00", b"\x02"
+SIGNATURE_BYTES: Final = 32
+MAX_NAME_BYTES: Final = 65_536
 MIN_KEY_BYTES: Final = 16
 # Messages kept for a slow reader.
 MAX_QUEUED: Final = 1000
@@ -54,6 +58,10 @@ def read_key(file: str | None) -> bytes | None:
     return key
 
 
+def is_snapshot(topic: bytes) -> bool:
+    return topic.startswith(SNAPSHOT) and len(topic) <= MAX_TOPIC_BYTES
+
+
 class Publisher:
     def __init__(self, endpoint: str, key: bytes | None, journal: Journal) -> None:
         self.lock = threading.RLock()
@@ -65,6 +73,7 @@ class Publisher:
         self._wanted: set[bytes] = set()  # topics of snapshots
         self._snapshot_at = -SNAPSHOT_PAUSE_S
         self._encode = msgspec.msgpack.Encoder().encode
+        self._decode_name = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
@@ -120,7 +129,7 @@ class Publisher:
 
     def _answer_readers(self, now: float) -> None:
         with self.lock:
-            self._read_subscriptions()
+            self._read_requests()
             if now - self._sent_at >= HEARTBEAT_S:
                 self._publish(self.journal.take() or EMPTY)
             if not self._wanted or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
@@ -134,15 +143,28 @@ class Publisher:
                 self._send(topic, number, payload)
             self._wanted.clear()
 
-    def _read_subscriptions(self) -> None:
+    def _read_requests(self) -> None:
+        """Read what readers sent: subscriptions to snapshots, and names of requests."""
         for _ in range(MAX_QUEUED):
             if not self._socket.poll(0):
                 return
             message: bytes = self._socket.recv(zmq.NOBLOCK)
-            subscribes, topic = message[:1] == b"\x01", message[1:]
-            if not topic.startswith(SNAPSHOT) or len(topic) > MAX_TOPIC_BYTES:
-                continue
-            if not subscribes:
-                self._wanted.discard(topic)
-            elif len(self._wanted) < MAX_WANTED:
-                self._wanted.add(topic)
+            kind, content = message[:1], message[1:]
+            if kind == NAME:
+                self._read_name(message)
+            elif kind == UNSUBSCRIBE:
+                self._wanted.discard(content)
+            elif is_snapshot(content) and len(self._wanted) < MAX_WANTED:
+                self._wanted.add(content)
+
+    def _read_name(self, message: bytes) -> None:
+        if self._key is not None:
+            message, signature = message[:-SIGNATURE_BYTES], message[-SIGNATURE_BYTES:]
+            if not hmac.compare_digest(signature, hmac.digest(self._key, message, "sha256")):
+                return
+        try:
+            client_id, name = self._decode_name(message[1:])
+        except msgspec.DecodeError:
+            return
+        if len(name) <= MAX_NAME_BYTES:
+            self.journal.name(client_id, name)
