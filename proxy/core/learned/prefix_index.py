@@ -3,12 +3,15 @@
 Idea: prompts are cut into blocks that grow with depth. Each hash is seeded with the previous one,
 so equal hashes mean equal prefixes. Each hash has a bit mask of workers.
 
-Memory: two generations of `MAX_GENERATION_HASHES` hashes, at most 16 MB. A full new generation
-replaces the old one.
+A block is expected on the worker that got it, or resident if the worker's journal says so.
 
-Cost: a hash and two look-ups per block, at most 96 blocks (1.3 MB).
+Memory: two generations of `MAX_GENERATION_HASHES` expected hashes, at most 16 MB; a full new one
+replaces the old one. Resident hashes are as many as caches hold.
 
-How it fails: whitespace matters. Evictions are unseen; `LatencyModel.missing` learns their share.
+Cost: a hash and two or three look-ups per block, at most 96 blocks (1.3 MB).
+
+How it fails: whitespace matters. Without a journal evictions are unseen; `LatencyModel.missing`
+learns their share.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class PrefixIndex:
         self._generation = generation
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
+        self._resident: dict[int, int] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
         # Publishes records to other processes.
@@ -65,10 +69,13 @@ class PrefixIndex:
     def matches(self, hashes: tuple[int, ...]) -> Matches:
         """Return the deepest matches first."""
         found: Matches = []
-        new, old = self._new, self._old
+        new, old, resident = self._new, self._old, self._resident
         alive = ~self._gone
         for depth, block in enumerate(hashes):
-            holders = alive & (new.get(block) or old.get(block, 0))
+            holders = new.get(block) or old.get(block, 0)
+            if resident:
+                holders |= resident.get(block, 0)
+            holders &= alive
             if holders != alive:
                 if depth:
                     found.append((depth, alive))
@@ -99,18 +106,45 @@ class PrefixIndex:
         if len(new) > self._generation:
             self._old, self._new = new, {}
 
+    def hold(self, block: int, worker: int) -> None:
+        """Note that a worker's cache holds a block."""
+        bit = 1 << worker
+        if self._gone & bit:
+            self._sweep()
+        self._resident[block] = self._resident.get(block, 0) | bit
+
+    def drop(self, block: int, worker: int) -> None:
+        """Note that a worker's cache holds a block no longer."""
+        _clear(self._resident, block, 1 << worker)
+        self.expect_no_longer((block,), worker)
+
+    def expect_no_longer(self, hashes: tuple[int, ...], worker: int) -> None:
+        """Leave the blocks of a request that has ended to the worker's journal."""
+        bit = 1 << worker
+        for block in hashes:
+            _clear(self._new, block, bit)
+            _clear(self._old, block, bit)
+
     def forget(self, worker: int) -> None:
         """Drop a worker that was removed or restarted."""
         self._gone |= 1 << worker  # swept later, many at once
 
     def _sweep(self) -> None:
         keep, self._gone = ~self._gone, 0
-        for generation in (self._new, self._old):
+        for generation in (self._new, self._old, self._resident):
             for block, holders in list(generation.items()):
                 if left := holders & keep:
                     generation[block] = left
                 else:
                     del generation[block]
+
+
+def _clear(holders: dict[int, int], block: int, bit: int) -> None:
+    found = holders.get(block, 0)
+    if found == bit:
+        del holders[block]
+    elif found & bit:
+        holders[block] = found ^ bit
 
 
 def workers_of_deepest(matches: Matches, most: int) -> list[int]:

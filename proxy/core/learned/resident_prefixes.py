@@ -1,0 +1,116 @@
+"""The prompt prefixes that one engine's KV cache holds, as its journal reports them.
+
+Idea: the engine reports tokens, the index has hashes of bytes. Each request has both sizes, so a
+share of its tokens is the same share of its bytes. The hashes travel as the name of the request.
+
+Cost: a few look-ups per block that an engine caches or evicts.
+
+How it fails: a block of bytes counts as evicted when a part of it is. Prompts of which the bytes
+are unevenly dense in tokens are inexact by the difference.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from struct import Struct, error, pack, unpack
+
+from proxy.core.learned.prefix_index import COVERED, ENDS, PrefixIndex
+
+VERSION = 1
+HEAD = Struct("<BI")  # version, bytes of the prompt
+
+
+class NamedPrompt:
+    __slots__ = ("hashes", "prompt_bytes", "prompt_tokens")
+
+    def __init__(self, hashes: tuple[int, ...], prompt_bytes: int, prompt_tokens: int) -> None:
+        self.hashes = hashes
+        self.prompt_bytes = prompt_bytes
+        self.prompt_tokens = prompt_tokens
+
+    def whole_blocks(self, tokens: int, block_tokens: int) -> int:
+        """Return the blocks of bytes that the first tokens cover."""
+        if tokens + block_tokens > self.prompt_tokens:
+            return len(self.hashes)
+        return min(bisect_right(ENDS, self._bytes(tokens)), len(self.hashes))
+
+    def touched_blocks(self, first: int, last: int, block_tokens: int) -> range:
+        """Return the blocks of bytes with a part of the tokens."""
+        end = len(self.hashes)
+        if last + block_tokens <= self.prompt_tokens:
+            end = min(bisect_left(COVERED, self._bytes(last)), end)
+        return range(min(bisect_right(ENDS, self._bytes(first)), end), end)
+
+    def _bytes(self, tokens: int) -> float:
+        return tokens * self.prompt_bytes / self.prompt_tokens
+
+
+class ResidentPrefixes:
+    def __init__(self, index: PrefixIndex, worker: int, block_tokens: int = 1) -> None:
+        self.block_tokens = block_tokens
+        self.others: list[ResidentPrefixes] = []  # of the worker's other engines
+        self._index = index
+        self._worker = worker
+        self._prompts: dict[int, NamedPrompt] = {}  # by the engine's number of the request
+        self._resident: dict[int, int] = {}  # tokens of requests without a name
+        self._blocks: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
+        """Note the hashes of a request; a name that is not ours is ignored."""
+        prompt = prompt_of(name, prompt_tokens)
+        if prompt is None:
+            return
+        self._prompts[number] = prompt
+        if resident := self._resident.pop(number, 0):
+            self.resident(number, resident)
+
+    def resident(self, number: int, tokens: int) -> None:
+        if (prompt := self._prompts.get(number)) is None:
+            self._resident[number] = tokens
+            return
+        blocks = self._blocks
+        for block in prompt.hashes[: prompt.whole_blocks(tokens, self.block_tokens)]:
+            if block not in blocks:
+                blocks.add(block)
+                self._index.hold(block, self._worker)
+
+    def evicted(self, number: int, first: int, last: int) -> None:
+        if (prompt := self._prompts.get(number)) is None:
+            self._resident[number] = min(self._resident.get(number, 0), first)
+            return
+        for at in prompt.touched_blocks(first, last, self.block_tokens):
+            self._drop(prompt.hashes[at])
+
+    def cleared(self) -> None:
+        self._resident.clear()
+        for block in [*self._blocks]:
+            self._drop(block)
+
+    def forgotten(self, number: int) -> None:
+        self._prompts.pop(number, None)
+        self._resident.pop(number, None)
+
+    def _drop(self, block: int) -> None:
+        if block in self._blocks:
+            self._blocks.remove(block)
+            if not any(block in other._blocks for other in self.others):
+                self._index.drop(block, self._worker)
+
+
+def name_of(hashes: tuple[int, ...], prompt_bytes: int) -> bytes:
+    """Return the name under which an engine reports a request."""
+    return HEAD.pack(VERSION, prompt_bytes) + pack(f"<{len(hashes)}Q", *hashes)
+
+
+def prompt_of(name: bytes, prompt_tokens: int) -> NamedPrompt | None:
+    try:
+        version, prompt_bytes = HEAD.unpack_from(name)
+        hashes = unpack(f"<{(len(name) - HEAD.size) // 8}Q", name[HEAD.size :])
+    except error:
+        return None
+    if version != VERSION or not prompt_bytes or not prompt_tokens:
+        return None
+    return NamedPrompt(hashes, prompt_bytes, prompt_tokens)
