@@ -86,6 +86,7 @@ class Worker:
         "ranked_in",
         "reported_max_model_len",
         "reports_cache",
+        "reports_prefixes",
         "requests",
         "role",
         "running_prefixes",
@@ -127,6 +128,7 @@ class Worker:
         # Of these requests, if reported.
         self.foreign_tokens = self.foreign_tokens_before = self.foreign_long_tokens = 0.0
         self.reports_cache = False
+        self.reports_prefixes = False  # its journal is read
         self.queued = self.queued_before = 0  # on the worker
         self.slots = inf  # slots learnt from its queue
 

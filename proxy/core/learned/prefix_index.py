@@ -70,9 +70,9 @@ class PrefixIndex:
         """Return the deepest matches first."""
         found: Matches = []
         new, old, resident = self._new, self._old, self._resident
-        alive = ~self._gone
+        sound, alive = ~self._gone, -1
         for depth, block in enumerate(hashes):
-            holders = new.get(block) or old.get(block, 0)
+            holders = sound & (new.get(block) or old.get(block, 0))
             if resident:
                 holders |= resident.get(block, 0)
             holders &= alive
@@ -108,10 +108,7 @@ class PrefixIndex:
 
     def hold(self, block: int, worker: int) -> None:
         """Note that a worker's cache holds a block."""
-        bit = 1 << worker
-        if self._gone & bit:
-            self._sweep()
-        self._resident[block] = self._resident.get(block, 0) | bit
+        self._resident[block] = self._resident.get(block, 0) | 1 << worker
 
     def drop(self, block: int, worker: int) -> None:
         """Note that a worker's cache holds a block no longer."""
@@ -126,12 +123,12 @@ class PrefixIndex:
             _clear(self._old, block, bit)
 
     def forget(self, worker: int) -> None:
-        """Drop a worker that was removed or restarted."""
+        """Expect nothing on a worker that was removed or restarted."""
         self._gone |= 1 << worker  # swept later, many at once
 
     def _sweep(self) -> None:
         keep, self._gone = ~self._gone, 0
-        for generation in (self._new, self._old, self._resident):
+        for generation in (self._new, self._old):
             for block, holders in list(generation.items()):
                 if left := holders & keep:
                     generation[block] = left

@@ -89,6 +89,14 @@ class ResidentPrefixes:
         for block in [*self._blocks]:
             self._drop(block)
 
+    def lost(self) -> None:
+        """Only expect what the cache held last, because the journal is not read any more."""
+        blocks = tuple(self._blocks)
+        self.cleared()
+        self._prompts.clear()
+        for block in blocks:
+            self._index.record((block,), self._worker)
+
     def forgotten(self, number: int) -> None:
         self._prompts.pop(number, None)
         self._resident.pop(number, None)

@@ -41,7 +41,9 @@ class SharedPrefixes:
         if self._taking:
             return
         worker = self._fleet.roster.by_index.get(index)
-        row = None if worker is None else self._sharing.row(worker)
+        if worker is None or worker.reports_prefixes:  # each process reads its journal
+            return
+        row = self._sharing.row(worker)
         if row is not None:
             self._new.append((row, hashes))
             self._sharing.schedule()

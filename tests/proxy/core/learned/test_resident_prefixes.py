@@ -123,6 +123,25 @@ def test_a_block_is_held_while_one_of_a_workers_engines_holds_it() -> None:
     assert held(index, text("a")) == {}
 
 
+def test_a_lost_journal_leaves_an_expectation() -> None:
+    engine = Engine()
+    engine.name(1, "a", "b")
+    engine.prefixes.resident(1, 2 * TOKENS)
+    engine.prefixes.lost()
+    assert held(engine.index, text("a", "b")) == {0: 2}
+    assert len(engine.prefixes) == 0
+    engine.index.forget(0)  # restarted
+    assert held(engine.index, text("a", "b")) == {}
+
+
+def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
+    engine = Engine()
+    engine.name(1, "a", "b")
+    engine.prefixes.resident(1, TOKENS)
+    engine.index.forget(0)
+    assert held(engine.index, text("a", "b")) == {0: 1}
+
+
 def test_a_forgotten_request_leaves_its_blocks() -> None:
     engine = Engine()
     engine.name(1, "a")
