@@ -1,0 +1,203 @@
+"""An exact replica of what one engine knows: its requests, their tokens and their cached prefixes.
+
+Steps apply in the order of their numbers. If one is missing, the following ones are kept until a
+snapshot arrives.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Final, Protocol
+
+from proxy.journal.messages import JournalSnapshot, JournalStep, Position, SnapshotRow
+from proxy.journal.request_ids import request_ids
+
+MAX_STREAM_TOKENS: Final = 131_072
+MAX_KEPT_STEPS: Final = 1000
+TOKEN_TYPE: Final = "I"  # noqa: S105 - of an array
+
+
+class CacheListener(Protocol):
+    """Follows which prefixes an engine's KV cache holds."""
+
+    def resident_changed(self, request_id: str, prompt_tokens: int, resident: int) -> None:
+        """Note that the cache holds the first `resident` tokens of the request."""
+
+    def cleared(self) -> None:
+        """Note that the cache holds nothing."""
+
+    def forgotten(self, request_id: str) -> None:
+        """Note that the request is not reported any more."""
+
+
+class JournalRequest:
+    """A request in an engine's journal; `request_id` is the engine's own id."""
+
+    __slots__ = ("complete", "prompt_tokens", "request_id", "resident", "running", "tokens")
+
+    def __init__(
+        self, request_id: str, prompt_tokens: int, resident: int = 0, *, running: bool = True
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.resident = resident
+        self.running = running
+        self.complete = running  # `tokens` has every output token
+        self.tokens: array[int] = array(TOKEN_TYPE)
+
+    def drop_tokens(self) -> None:
+        self.complete = False
+        self.tokens = array(TOKEN_TYPE)
+
+
+class EngineJournal:
+    """The replica of one engine; `exact` is False until a snapshot, and after a gap."""
+
+    def __init__(
+        self, max_tokens: int = MAX_STREAM_TOKENS, max_kept_steps: int = MAX_KEPT_STEPS
+    ) -> None:
+        self.exact = False
+        self.run = b""
+        self.number = 0  # of the last step
+        self.block_tokens = 0
+        self.gaps = 0
+        self.requests: dict[int, JournalRequest] = {}  # by the engine's number
+        self.listeners: list[CacheListener] = []
+        self._max_tokens = max_tokens
+        self._max_kept_steps = max_kept_steps
+        self._kept: deque[tuple[Position, JournalStep]] = deque(maxlen=max_kept_steps)
+        self._streams: dict[str, list[int]] = {}  # numbers by possible X-Request-Id
+
+    def streams(self, request_id: str) -> list[JournalRequest]:
+        """Return the running requests with this X-Request-Id: several if it has more sequences."""
+        found: dict[int, list[JournalRequest]] = {}
+        for number in self._streams.get(request_id, ()):
+            request = self.requests[number]
+            found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
+        return found[min(found)] if found else []
+
+    def apply_step(self, position: Position, step: JournalStep) -> bool:
+        """Apply the next step; return False if a snapshot is needed."""
+        run, number = position
+        if self.exact and run == self.run:
+            if number <= self.number:
+                return True
+            if number == self.number + 1:
+                self.number = number
+                try:
+                    self._apply(step)
+                except KeyError:  # a number that no message has introduced
+                    self.lose()
+                return self.exact
+            self.lose()
+        self.exact = False
+        if self._kept and self._kept[-1][0].run != run:
+            self._kept.clear()
+        self._kept.append((position, step))
+        return False
+
+    def lose(self) -> None:
+        """Note that a step is missing."""
+        self.gaps += self.exact
+        self.exact = False
+
+    def apply_snapshot(self, position: Position, snapshot: JournalSnapshot) -> bool:
+        """Replace the state, and apply the kept steps; return False if a step is missing."""
+        if self.exact and position.run == self.run and position.number <= self.number:
+            return True
+        self._replace(snapshot)
+        self.run, self.number = position
+        self.exact = True
+        kept, self._kept = self._kept, deque(maxlen=self._max_kept_steps)
+        for place, step in kept:
+            if place.run == self.run:
+                self.apply_step(place, step)
+        return self.exact
+
+    def _replace(self, snapshot: JournalSnapshot) -> None:
+        before = {request.request_id for request in self.requests.values()}
+        self.block_tokens = snapshot.block_tokens
+        self.requests = {}
+        self._streams = {}
+        for row in snapshot.requests:
+            self._add(row.number, self._request_of(row))
+        for listener in self.listeners:
+            listener.cleared()
+            for request_id in before.difference(row.id for row in snapshot.requests):
+                listener.forgotten(request_id)
+            for row in snapshot.requests:
+                if row.resident:
+                    listener.resident_changed(row.id, row.prompt_tokens, row.resident)
+
+    def _request_of(self, row: SnapshotRow) -> JournalRequest:
+        request = JournalRequest(row.id, row.prompt_tokens, row.resident, running=row.running)
+        if request.running:
+            self._extend(request, row.tokens)
+        return request
+
+    def _add(self, number: int, request: JournalRequest) -> None:
+        self.requests[number] = request
+        if request.running:
+            for request_id in request_ids(request.request_id):
+                self._streams.setdefault(request_id, []).append(number)
+
+    def _apply(self, step: JournalStep) -> None:
+        requests, listeners = self.requests, self.listeners
+        for new in step.arrived:
+            if new.number in requests:
+                raise KeyError(new.number)
+            self._add(new.number, JournalRequest(new.id, new.prompt_tokens))
+        if step.cleared:
+            for request in requests.values():
+                request.resident = 0
+            for listener in listeners:
+                listener.cleared()
+        changes = iter(step.resident)
+        for number, resident in zip(changes, changes, strict=True):
+            request = requests[number]
+            request.resident = resident
+            for listener in listeners:
+                listener.resident_changed(request.request_id, request.prompt_tokens, resident)
+        self._append_tokens(step)
+        for ended in step.ended:
+            self._end(ended.number)
+        for number in step.forgotten:
+            self._end(number)
+            request = requests.pop(number)
+            for listener in listeners:
+                listener.forgotten(request.request_id)
+
+    def _append_tokens(self, step: JournalStep) -> None:
+        requests, limit = self.requests, self._max_tokens
+        if not step.counts:
+            for number, token in zip(step.numbers, step.tokens, strict=True):
+                request = requests[number]
+                if request.complete:
+                    tokens = request.tokens
+                    tokens.append(token)
+                    if len(tokens) > limit:
+                        request.drop_tokens()
+            return
+        start = 0
+        for number, count in zip(step.numbers, step.counts, strict=True):
+            self._extend(requests[number], step.tokens[start : start + count])
+            start += count
+
+    def _extend(self, request: JournalRequest, tokens: list[int]) -> None:
+        if request.complete:
+            request.tokens.extend(tokens)
+            if len(request.tokens) > self._max_tokens:
+                request.drop_tokens()
+
+    def _end(self, number: int) -> None:
+        request = self.requests[number]
+        if not request.running:
+            return
+        request.running = False
+        request.drop_tokens()
+        for request_id in request_ids(request.request_id):
+            numbers = self._streams[request_id]
+            numbers.remove(number)
+            if not numbers:
+                del self._streams[request_id]

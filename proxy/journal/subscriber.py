@@ -1,0 +1,198 @@
+"""The connection to one engine's journal: a SUB socket in the event loop.
+
+ZeroMQ's file descriptor shows only changes of its state, so the socket is read until it is empty,
+and again after each subscription. A connection that breaks is opened again by ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+import secrets
+from collections.abc import Callable
+from math import inf
+from typing import Final
+
+import zmq
+
+from proxy.journal.engine_state import EngineJournal
+from proxy.journal.messages import (
+    MalformedMessageError,
+    decode_snapshot,
+    decode_step,
+    read_position,
+)
+
+logger = logging.getLogger(__name__)
+
+STEP: Final = b"step"
+FRAMES: Final = 3  # without the signature
+SILENCE_S: Final = 3.0
+# Between two requests for a snapshot; the first pause again if none was needed for a while.
+FIRST_PAUSE_S, MAX_PAUSE_S, CALM_S = 2.0, 10.0, 30.0
+SIGNATURE_LOG_S: Final = 60.0
+# A step takes about 0.1 ms. The loop serves streams between two groups of messages.
+MAX_MESSAGES_PER_WAKEUP: Final = 8
+MAX_QUEUED_MESSAGES: Final = 1000
+MAX_MESSAGE_BYTES: Final = 256 << 20
+# An engine whose machine disappears does not close its connection.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 3000, 10_000
+FIRST_RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
+
+
+class JournalSubscriber:
+    """Keeps the replica of one engine current; `look` must be called several times a second."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        worker: str,
+        *,
+        key: bytes | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Connect; raise `zmq.ZMQError` on failure."""
+        self.endpoint = endpoint
+        self.key = key
+        self.journal = EngineJournal()
+        self.bad_signatures = 0
+        self.up = False
+        self._name = f"worker {worker}: the journal at {endpoint}"
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._current_at = clock()  # last time when the replica had all messages
+        self._asked_at = -inf
+        self._ask_at = -inf
+        self._pause_s = FIRST_PAUSE_S
+        self._snapshot_topic: bytes | None = None
+        self._signature_logged_at = -inf
+        self._logged_run: bytes | None = None  # with a malformed message
+        self._socket = context.socket(zmq.SUB)
+        try:
+            self._open()
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        self._fd: int = self._socket.FD
+        self._loop.add_reader(self._fd, self._read)
+        self._ask(clock())
+
+    def _open(self) -> None:
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.RECONNECT_IVL, FIRST_RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
+            (zmq.IPV6, int(self.endpoint.startswith("tcp://["))),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.subscribe(STEP)
+        self._socket.connect(self.endpoint)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=0)
+
+    def look(self, now: float) -> None:
+        """Note silence, and ask for a snapshot if one is needed."""
+        if now - self._current_at > SILENCE_S:
+            self._read()  # the loop may have been busy
+        late = now - self._current_at > SILENCE_S
+        if late and self.up:
+            self.up = False
+            logger.warning("%s is lost: no message for %.0f s", self._name, SILENCE_S)
+        if late or not self.journal.exact:
+            self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        """Subscribe to a snapshot, unless that was done a short time ago."""
+        if now < self._ask_at:
+            return
+        calm = now - self._asked_at > CALM_S
+        self._pause_s = FIRST_PAUSE_S if calm else min(2 * self._pause_s, MAX_PAUSE_S)
+        self._asked_at = now
+        self._ask_at = now + self._pause_s * random.uniform(0.5, 1.0)
+        self._unsubscribe()
+        self._snapshot_topic = b"snapshot/" + secrets.token_hex(8).encode()
+        self._socket.subscribe(self._snapshot_topic)
+        self._loop.call_soon(self._read)
+
+    def _unsubscribe(self) -> None:
+        if self._snapshot_topic is not None:
+            self._socket.unsubscribe(self._snapshot_topic)
+            self._snapshot_topic = None
+
+    def _read(self) -> None:
+        if self._socket.closed:
+            return
+        for _ in range(MAX_MESSAGES_PER_WAKEUP):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._loop.call_soon(self._read)
+
+    def _take(self, frames: list[bytes]) -> None:
+        now = self._clock()
+        if self.key is not None and not is_signed(frames, self.key):
+            self._note_bad_signature(now)
+            return
+        try:
+            exact = self._apply(frames)
+        except MalformedMessageError as error:
+            self._note_malformed(frames, error)
+            self.journal.lose()
+            exact = False
+        if not exact:
+            self._ask(now)
+            return
+        self._current_at = now
+        if not self.up:
+            self.up = True
+            logger.info("%s is read: %d requests", self._name, len(self.journal.requests))
+
+    def _apply(self, frames: list[bytes]) -> bool:
+        """Apply a message; return whether the replica is exact."""
+        if len(frames) < FRAMES:
+            raise MalformedMessageError(f"a message has {len(frames)} frames, not {FRAMES}")
+        topic, position, payload = frames[:FRAMES]
+        if topic == STEP:
+            return self.journal.apply_step(read_position(position), decode_step(payload))
+        if topic == self._snapshot_topic:
+            self._unsubscribe()
+            self._loop.call_soon(self._read)
+            return self.journal.apply_snapshot(read_position(position), decode_snapshot(payload))
+        return self.journal.exact  # the answer to an earlier request
+
+    def _note_bad_signature(self, now: float) -> None:
+        self.bad_signatures += 1
+        if now - self._signature_logged_at > SIGNATURE_LOG_S:
+            self._signature_logged_at = now
+            logger.warning(
+                "%s has a wrong signature in %d messages; router.journal.key_file and the "
+                "engine's journal.key_file must have the same content",
+                self._name,
+                self.bad_signatures,
+            )
+
+    def _note_malformed(self, frames: list[bytes], error: MalformedMessageError) -> None:
+        run = frames[1][:8] if len(frames) > 1 else b""
+        if run != self._logged_run:
+            self._logged_run = run
+            logger.error("%s has a message that can't be read: %s", self._name, error)
+
+
+def is_signed(frames: list[bytes], key: bytes) -> bool:
+    """Return whether the fourth frame is the signature of the first three."""
+    if len(frames) != FRAMES + 1:
+        return False
+    digest = hmac.digest(key, b"".join(frames[:FRAMES]), "sha256")
+    return hmac.compare_digest(digest, frames[FRAMES])
