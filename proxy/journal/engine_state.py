@@ -6,16 +6,15 @@ snapshot arrives.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from typing import Final, Protocol
 
-from proxy.journal.messages import JournalSnapshot, JournalStep, Position, SnapshotRow
+from proxy.journal.messages import JournalStep, Position
 from proxy.journal.request_ids import request_ids
+from proxy.journal.snapshot import JournalRequest, SnapshotReader
 
 MAX_STREAM_TOKENS: Final = 131_072
 MAX_KEPT_STEPS: Final = 1000
-TOKEN_TYPE: Final = "I"  # noqa: S105 - of an array
 
 
 class CacheListener(Protocol):
@@ -31,26 +30,6 @@ class CacheListener(Protocol):
         """Note that the request is not reported any more."""
 
 
-class JournalRequest:
-    """A request in an engine's journal; `request_id` is the engine's own id."""
-
-    __slots__ = ("complete", "prompt_tokens", "request_id", "resident", "running", "tokens")
-
-    def __init__(
-        self, request_id: str, prompt_tokens: int, resident: int = 0, *, running: bool = True
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
-        self.resident = resident
-        self.running = running
-        self.complete = running  # `tokens` has every output token
-        self.tokens: array[int] = array(TOKEN_TYPE)
-
-    def drop_tokens(self) -> None:
-        self.complete = False
-        self.tokens = array(TOKEN_TYPE)
-
-
 class EngineJournal:
     """The replica of one engine; `exact` is False until a snapshot, and after a gap."""
 
@@ -64,7 +43,7 @@ class EngineJournal:
         self.gaps = 0
         self.requests: dict[int, JournalRequest] = {}  # by the engine's number
         self.listeners: list[CacheListener] = []
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._max_kept_steps = max_kept_steps
         self._kept: deque[tuple[Position, JournalStep]] = deque(maxlen=max_kept_steps)
         self._streams: dict[str, list[int]] = {}  # numbers by possible X-Request-Id
@@ -79,10 +58,10 @@ class EngineJournal:
 
     def apply_step(self, position: Position, step: JournalStep) -> bool:
         """Apply the next step; return False if a snapshot is needed."""
+        if self.contains(position):
+            return True
         run, number = position
         if self.exact and run == self.run:
-            if number <= self.number:
-                return True
             if number == self.number + 1:
                 self.number = number
                 try:
@@ -102,39 +81,41 @@ class EngineJournal:
         self.gaps += self.exact
         self.exact = False
 
-    def apply_snapshot(self, position: Position, snapshot: JournalSnapshot) -> bool:
+    def contains(self, position: Position) -> bool:
+        """Return whether the replica is exact, and has this step."""
+        return self.exact and position.run == self.run and position.number <= self.number
+
+    def apply_snapshot(self, snapshot: SnapshotReader) -> bool:
         """Replace the state, and apply the kept steps; return False if a step is missing."""
-        if self.exact and position.run == self.run and position.number <= self.number:
+        if self.contains(snapshot.position):
             return True
         self._replace(snapshot)
-        self.run, self.number = position
+        self.run, self.number = snapshot.position
         self.exact = True
         kept, self._kept = self._kept, deque(maxlen=self._max_kept_steps)
-        for place, step in kept:
-            if place.run == self.run:
-                self.apply_step(place, step)
+        for position, step in kept:
+            if position.run == self.run:
+                self.apply_step(position, step)
         return self.exact
 
-    def _replace(self, snapshot: JournalSnapshot) -> None:
-        before = {request.request_id for request in self.requests.values()}
+    def _replace(self, snapshot: SnapshotReader) -> None:
+        requests = snapshot.requests
+        known = {request.request_id for request in requests.values()}
+        gone = {request.request_id for request in self.requests.values()} - known
         self.block_tokens = snapshot.block_tokens
         self.requests = {}
         self._streams = {}
-        for row in snapshot.requests:
-            self._add(row.number, self._request_of(row))
+        for number, request in requests.items():
+            self._add(number, request)
         for listener in self.listeners:
             listener.cleared()
-            for request_id in before.difference(row.id for row in snapshot.requests):
+            for request_id in gone:
                 listener.forgotten(request_id)
-            for row in snapshot.requests:
-                if row.resident:
-                    listener.resident_changed(row.id, row.prompt_tokens, row.resident)
-
-    def _request_of(self, row: SnapshotRow) -> JournalRequest:
-        request = JournalRequest(row.id, row.prompt_tokens, row.resident, running=row.running)
-        if request.running:
-            self._extend(request, row.tokens)
-        return request
+            for request in requests.values():
+                if request.resident:
+                    listener.resident_changed(
+                        request.request_id, request.prompt_tokens, request.resident
+                    )
 
     def _add(self, number: int, request: JournalRequest) -> None:
         self.requests[number] = request
@@ -169,7 +150,7 @@ class EngineJournal:
                 listener.forgotten(request.request_id)
 
     def _append_tokens(self, step: JournalStep) -> None:
-        requests, limit = self.requests, self._max_tokens
+        requests, limit = self.requests, self.max_tokens
         if not step.counts:
             for number, token in zip(step.numbers, step.tokens, strict=True):
                 request = requests[number]
@@ -181,14 +162,8 @@ class EngineJournal:
             return
         start = 0
         for number, count in zip(step.numbers, step.counts, strict=True):
-            self._extend(requests[number], step.tokens[start : start + count])
+            requests[number].extend(step.tokens[start : start + count], limit)
             start += count
-
-    def _extend(self, request: JournalRequest, tokens: list[int]) -> None:
-        if request.complete:
-            request.tokens.extend(tokens)
-            if len(request.tokens) > self._max_tokens:
-                request.drop_tokens()
 
     def _end(self, number: int) -> None:
         request = self.requests[number]

@@ -70,14 +70,15 @@ class SnapshotRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class JournalSnapshot(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """All requests that the engine knows."""
+    """All requests that the engine knows; `decode_row` reads a request."""
 
     block_tokens: Number
-    requests: list[SnapshotRow]
+    requests: list[msgspec.Raw]
 
 
 _STEPS: Final = msgspec.msgpack.Decoder(JournalStep)
 _SNAPSHOTS: Final = msgspec.msgpack.Decoder(JournalSnapshot)
+_ROWS: Final = msgspec.msgpack.Decoder(SnapshotRow)
 
 
 def read_position(frame: bytes) -> Position:
@@ -98,3 +99,10 @@ def decode_snapshot(payload: bytes) -> JournalSnapshot:
         return _SNAPSHOTS.decode(payload)
     except msgspec.DecodeError as error:
         raise MalformedMessageError(f"snapshot: {error}") from None
+
+
+def decode_row(row: msgspec.Raw) -> SnapshotRow:
+    try:
+        return _ROWS.decode(row)
+    except msgspec.DecodeError as error:
+        raise MalformedMessageError(f"request in a snapshot: {error}") from None

@@ -19,11 +19,12 @@ import zmq
 
 from proxy.journal.engine_state import EngineJournal
 from proxy.journal.messages import (
+    RUN_BYTES,
     MalformedMessageError,
-    decode_snapshot,
     decode_step,
     read_position,
 )
+from proxy.journal.snapshot import SnapshotReader
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S, CALM_S = 2.0, 10.0, 30.0
 SIGNATURE_LOG_S: Final = 60.0
 # A step takes about 0.1 ms. The loop serves streams between two groups of messages.
 MAX_MESSAGES_PER_WAKEUP: Final = 8
+MAX_SNAPSHOT_BYTES_PER_WAKEUP: Final = 64 << 10  # 1 ms
 MAX_QUEUED_MESSAGES: Final = 1000
 MAX_MESSAGE_BYTES: Final = 256 << 20
 # An engine whose machine disappears does not close its connection.
@@ -68,6 +70,9 @@ class JournalSubscriber:
         self._ask_at = -inf
         self._pause_s = FIRST_PAUSE_S
         self._snapshot_topic: bytes | None = None
+        self._snapshot: SnapshotReader | None = None  # arrived, and not read completely
+        self._planned: asyncio.Handle | None = None  # the next call of `_read`
+        self._logged_late = False
         self._signature_logged_at = -inf
         self._logged_run: bytes | None = None  # with a malformed message
         self._socket = context.socket(zmq.SUB)
@@ -96,6 +101,7 @@ class JournalSubscriber:
         self._socket.connect(self.endpoint)
 
     def close(self) -> None:
+        """Disconnect; may be called again."""
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
@@ -105,15 +111,23 @@ class JournalSubscriber:
         if now - self._current_at > SILENCE_S:
             self._read()  # the loop may have been busy
         late = now - self._current_at > SILENCE_S
-        if late and self.up:
-            self.up = False
-            logger.warning("%s is lost: no message for %.0f s", self._name, SILENCE_S)
+        if late and not self._logged_late:
+            self._logged_late = True
+            self._log_late()
         if late or not self.journal.exact:
             self._ask(now)
 
+    def _log_late(self) -> None:
+        if self.up:
+            self.up = False
+            what = "message" if self.journal.exact else "snapshot"
+            logger.warning("%s is lost: no %s for %.0f s", self._name, what, SILENCE_S)
+        else:  # the engine may still be loading
+            logger.info("%s is not read yet: no snapshot for %.0f s", self._name, SILENCE_S)
+
     def _ask(self, now: float) -> None:
         """Subscribe to a snapshot, unless that was done a short time ago."""
-        if now < self._ask_at:
+        if now < self._ask_at or self._snapshot is not None:
             return
         calm = now - self._asked_at > CALM_S
         self._pause_s = FIRST_PAUSE_S if calm else min(2 * self._pause_s, MAX_PAUSE_S)
@@ -122,14 +136,22 @@ class JournalSubscriber:
         self._unsubscribe()
         self._snapshot_topic = b"snapshot/" + secrets.token_hex(8).encode()
         self._socket.subscribe(self._snapshot_topic)
-        self._loop.call_soon(self._read)
+        self._plan_read()
 
     def _unsubscribe(self) -> None:
         if self._snapshot_topic is not None:
             self._socket.unsubscribe(self._snapshot_topic)
             self._snapshot_topic = None
+            self._plan_read()
+
+    def _plan_read(self) -> None:
+        if self._planned is None:
+            self._planned = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
+        if self._planned is not None:
+            self._planned.cancel()
+            self._planned = None
         if self._socket.closed:
             return
         for _ in range(MAX_MESSAGES_PER_WAKEUP):
@@ -138,7 +160,7 @@ class JournalSubscriber:
             except zmq.Again:
                 return
             self._take(frames)
-        self._loop.call_soon(self._read)
+        self._plan_read()
 
     def _take(self, frames: list[bytes]) -> None:
         now = self._clock()
@@ -148,16 +170,8 @@ class JournalSubscriber:
         try:
             exact = self._apply(frames)
         except MalformedMessageError as error:
-            self._note_malformed(frames, error)
-            self.journal.lose()
-            exact = False
-        if not exact:
-            self._ask(now)
-            return
-        self._current_at = now
-        if not self.up:
-            self.up = True
-            logger.info("%s is read: %d requests", self._name, len(self.journal.requests))
+            exact = self._lose(frames[1][:RUN_BYTES] if len(frames) > 1 else b"", error)
+        self._continue(now, exact=exact)
 
     def _apply(self, frames: list[bytes]) -> bool:
         """Apply a message; return whether the replica is exact."""
@@ -168,9 +182,44 @@ class JournalSubscriber:
             return self.journal.apply_step(read_position(position), decode_step(payload))
         if topic == self._snapshot_topic:
             self._unsubscribe()
-            self._loop.call_soon(self._read)
-            return self.journal.apply_snapshot(read_position(position), decode_snapshot(payload))
-        return self.journal.exact  # the answer to an earlier request
+            place = read_position(position)
+            if not self.journal.contains(place):
+                self._snapshot = SnapshotReader(place, payload, self.journal.max_tokens)
+                self._loop.call_soon(self._read_snapshot)
+        return self.journal.exact
+
+    def _read_snapshot(self) -> None:
+        """Read a part of the snapshot; apply it when it is complete."""
+        if (snapshot := self._snapshot) is None or self._socket.closed:
+            return
+        try:
+            if not snapshot.read(MAX_SNAPSHOT_BYTES_PER_WAKEUP):
+                self._loop.call_soon(self._read_snapshot)
+                return
+            exact = self.journal.apply_snapshot(snapshot)
+        except MalformedMessageError as error:
+            exact = self._lose(snapshot.position.run, error)
+        self._snapshot = None
+        self._continue(self._clock(), exact=exact)
+
+    def _continue(self, now: float, *, exact: bool) -> None:
+        """Note that the replica is current, or ask for a snapshot."""
+        if not exact:
+            self._ask(now)
+            return
+        self._current_at = now
+        self._logged_late = False
+        if not self.up:
+            self.up = True
+            logger.info("%s is read: %d requests", self._name, len(self.journal.requests))
+
+    def _lose(self, run: bytes, error: MalformedMessageError) -> bool:
+        """Log the first malformed message of a run; return False."""
+        if run != self._logged_run:
+            self._logged_run = run
+            logger.error("%s has a message that can't be read: %s", self._name, error)
+        self.journal.lose()
+        return False
 
     def _note_bad_signature(self, now: float) -> None:
         self.bad_signatures += 1
@@ -182,12 +231,6 @@ class JournalSubscriber:
                 self._name,
                 self.bad_signatures,
             )
-
-    def _note_malformed(self, frames: list[bytes], error: MalformedMessageError) -> None:
-        run = frames[1][:8] if len(frames) > 1 else b""
-        if run != self._logged_run:
-            self._logged_run = run
-            logger.error("%s has a message that can't be read: %s", self._name, error)
 
 
 def is_signed(frames: list[bytes], key: bytes) -> bool:

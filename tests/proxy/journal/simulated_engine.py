@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from proxy.journal.engine_state import EngineJournal
-from proxy.journal.messages import JournalSnapshot, JournalStep, Position
+from proxy.journal.engine_state import MAX_STREAM_TOKENS, EngineJournal
+from proxy.journal.messages import JournalStep, Position
+from proxy.journal.snapshot import SnapshotReader
 
 Requests = dict[int, tuple[str, int, int, bool, list[int]]]
 
@@ -111,8 +112,12 @@ def read_step(payload: list[Any]) -> JournalStep:
     return msgspec.convert(payload, JournalStep)
 
 
-def read_snapshot(payload: list[Any]) -> JournalSnapshot:
-    return msgspec.convert(payload, JournalSnapshot)
+def read_snapshot(
+    position: Position, payload: list[Any], max_tokens: int = MAX_STREAM_TOKENS
+) -> SnapshotReader:
+    snapshot = SnapshotReader(position, msgspec.msgpack.encode(payload), max_tokens)
+    assert snapshot.read()
+    return snapshot
 
 
 class FakePublisher:

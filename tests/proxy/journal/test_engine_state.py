@@ -51,7 +51,7 @@ def journal_with(*ids: str, **settings: int) -> EngineJournal:
     """Return a replica with running requests, numbered from 1."""
     journal = EngineJournal(**settings)
     rows = [[number, name, 100, 0, True, []] for number, name in enumerate(ids, 1)]
-    assert journal.apply_snapshot(Position(RUN, 0), read_snapshot([16, rows]))
+    assert journal.apply_snapshot(read_snapshot(Position(RUN, 0), [16, rows]))
     return journal
 
 
@@ -79,7 +79,7 @@ def test_replica_equals_the_engine_after_drops_restarts_and_late_joins(seed: int
             if not good and snapshot is None:
                 snapshot = at + random.randrange(5), engine.position, engine.snapshot()
         if snapshot is not None and (at >= snapshot[0] or last):
-            journal.apply_snapshot(snapshot[1], read_snapshot(snapshot[2]))
+            journal.apply_snapshot(read_snapshot(snapshot[1], snapshot[2]))
             snapshot = None
         if journal.exact and (journal.run, journal.number) == engine.position:
             compared += 1
@@ -102,7 +102,7 @@ def test_steps_that_the_snapshot_contains_are_not_applied_again() -> None:
     for number in (4, 5, 6):
         journal.apply_step(*step(number, numbers=[1], tokens=[number]))
     row = [1, "chatcmpl-a-00000000", 5, 0, True, [3, 4, 5]]
-    assert journal.apply_snapshot(Position(RUN, 5), read_snapshot([16, [row]]))
+    assert journal.apply_snapshot(read_snapshot(Position(RUN, 5), [16, [row]]))
     assert tokens_of(journal, "a") == [[3, 4, 5, 6]]
     assert journal.apply_step(*step(6, numbers=[1], tokens=[6]))
     assert tokens_of(journal, "a") == [[3, 4, 5, 6]]
@@ -112,7 +112,7 @@ def test_steps_that_the_snapshot_contains_are_not_applied_again() -> None:
 def test_old_snapshot_does_not_replace_a_newer_state() -> None:
     journal = journal_with("chatcmpl-a-00000000")
     assert journal.apply_step(*step(1, numbers=[1], tokens=[7]))
-    assert journal.apply_snapshot(Position(RUN, 0), read_snapshot([16, []]))
+    assert journal.apply_snapshot(read_snapshot(Position(RUN, 0), [16, []]))
     assert tokens_of(journal, "a") == [[7]]
 
 
@@ -151,17 +151,17 @@ def test_snapshot_of_an_earlier_run_is_recognised_at_the_next_step() -> None:
     journal = EngineJournal()
     _, empty = step()
     assert not journal.apply_step(Position(b"s" * 8, 1), empty)
-    assert journal.apply_snapshot(Position(RUN, 50), read_snapshot([16, []]))
+    assert journal.apply_snapshot(read_snapshot(Position(RUN, 50), [16, []]))
     assert not journal.apply_step(Position(b"s" * 8, 2), empty)
-    assert journal.apply_snapshot(Position(b"s" * 8, 2), read_snapshot([16, []]))
+    assert journal.apply_snapshot(read_snapshot(Position(b"s" * 8, 2), [16, []]))
 
 
 def test_kept_steps_are_bounded() -> None:
     journal = EngineJournal(max_kept_steps=10)
     for number in range(1, 100):
         journal.apply_step(*step(number))
-    assert not journal.apply_snapshot(Position(RUN, 50), read_snapshot([16, []]))
-    assert journal.apply_snapshot(Position(RUN, 95), read_snapshot([16, []]))
+    assert not journal.apply_snapshot(read_snapshot(Position(RUN, 50), [16, []]))
+    assert journal.apply_snapshot(read_snapshot(Position(RUN, 95), [16, []]))
     assert journal.number == 99
 
 
@@ -175,7 +175,7 @@ def test_tokens_of_a_stream_are_bounded() -> None:
     assert not any(request.complete for request in journal.requests.values())
     row = [1, "chatcmpl-a-00000000", 5, 0, True, [*range(6)]]
     journal.apply_step(*step(11))
-    journal.apply_snapshot(Position(RUN, 11), read_snapshot([16, [row]]))
+    journal.apply_snapshot(read_snapshot(Position(RUN, 11), [16, [row]], max_tokens=5))
     assert not journal.requests[1].complete
 
 

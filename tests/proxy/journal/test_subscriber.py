@@ -48,6 +48,13 @@ class JournalSite:
         """Whether the replica has the engine's last step."""
         return self.journal.exact and replica_of(self.journal) == self.engine.requests()
 
+    def has_read_all(self) -> bool:
+        """Return whether every step and snapshot that was sent is applied or kept."""
+        kept = self.journal._kept
+        last = kept[-1][0].number if kept else self.journal.number
+        waits = self.subscriber._snapshot_topic or self.subscriber._snapshot
+        return last == self.engine.number and not waits
+
     def close(self) -> None:
         self.subscriber.close()
         self.context.destroy(linger=0)
@@ -150,11 +157,12 @@ async def test_snapshots_are_asked_for_at_growing_intervals(site: JournalSite) -
     """An engine that loses messages all the time does not only write snapshots."""
     await site.connected()
     asked = []
-    for _ in range(4 * 120):
+    for _ in range(120):
         site.skip()
         site.step()
-        site.look(0.25)
-        await site.until(lambda: True)
+        await site.until(site.has_read_all)
+        site.look(1.0)
+        await site.until(site.has_read_all)
         asked.append(len(site.publisher.asked))
     assert 120 / MAX_PAUSE_S <= asked[-1] <= 30
 
@@ -176,6 +184,19 @@ async def test_silence_is_a_loss_and_asks_again(
     await site.until(lambda: site.is_current)
     assert site.journal.gaps == 0
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
+
+
+async def test_engine_that_is_not_there_is_logged_once(
+    site: JournalSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    for _ in range(20):
+        site.look(1.0)
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == (
+        "INFO",
+        f"worker a: the journal at {site.publisher.endpoint} is not read yet: no snapshot for 3 s",
+    )
 
 
 async def test_messages_that_wait_are_read_before_a_loss(site: JournalSite) -> None:
