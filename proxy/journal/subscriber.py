@@ -177,16 +177,16 @@ class JournalSubscriber:
         """Apply a message; return whether the replica is exact."""
         if len(frames) < FRAMES:
             raise MalformedMessageError(f"a message has {len(frames)} frames, not {FRAMES}")
-        topic, position, payload = frames[:FRAMES]
+        topic, position, payload = frames[0], read_position(frames[1]), frames[2]
         if topic == STEP:
-            return self.journal.apply_step(read_position(position), decode_step(payload))
+            return self.journal.apply_step(position, decode_step(payload))
+        exact = self.journal.contains(position)
         if topic == self._snapshot_topic:
             self._unsubscribe()
-            place = read_position(position)
-            if not self.journal.contains(place):
-                self._snapshot = SnapshotReader(place, payload, self.journal.max_tokens)
+            if not exact:
+                self._snapshot = SnapshotReader(position, payload, self.journal.max_tokens)
                 self._loop.call_soon(self._read_snapshot)
-        return self.journal.exact
+        return exact
 
     def _read_snapshot(self) -> None:
         """Read a part of the snapshot; apply it when it is complete."""

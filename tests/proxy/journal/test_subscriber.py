@@ -231,7 +231,9 @@ async def test_engine_that_comes_back_on_its_port_is_read_again() -> None:
         with publishing(endpoint) as site.publisher:
             site.engine = SimulatedEngine(Random(3))
             site.engine.step()
+            site.look(MAX_PAUSE_S)  # the first message may be the snapshot
             await site.until(lambda: site.subscriber.up)
+            assert site.journal.run == site.engine.run
             site.step(5)
             await site.until(lambda: site.is_current)
     finally:
