@@ -23,6 +23,9 @@ class CacheListener(Protocol):
     def resident_changed(self, request_id: str, prompt_tokens: int, resident: int) -> None:
         """Note that the cache holds the first `resident` tokens of the request."""
 
+    def evicted(self, request_id: str, first: int, last: int) -> None:
+        """Note that the blocks with these tokens of the request are gone."""
+
     def cleared(self) -> None:
         """Note that the cache holds nothing."""
 
@@ -134,6 +137,12 @@ class EngineJournal:
                 request.resident = 0
             for listener in listeners:
                 listener.cleared()
+        ranges = iter(step.evicted)
+        for number, first, last in zip(ranges, ranges, ranges, strict=True):
+            request = requests[number]
+            request.resident = min(request.resident, first)
+            for listener in listeners:
+                listener.evicted(request.request_id, first, last)
         changes = iter(step.resident)
         for number, resident in zip(changes, changes, strict=True):
             request = requests[number]

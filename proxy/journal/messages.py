@@ -43,6 +43,7 @@ class JournalStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     arrived: list[ArrivedRequest]
     cleared: bool
+    evicted: list[Number]  # number, first and last token of each range
     resident: list[Number]  # number and tokens of each request
     numbers: list[Number]
     counts: list[Number]
@@ -52,8 +53,8 @@ class JournalStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     forgotten: list[Number]
 
     def __post_init__(self) -> None:
-        if len(self.resident) % 2:
-            raise ValueError("`resident` has an odd number of values")
+        if len(self.evicted) % 3 or len(self.resident) % 2:
+            raise ValueError("`evicted` has no threes, or `resident` no pairs")
         if self.counts and len(self.counts) != len(self.numbers):
             raise ValueError("`counts` and `numbers` differ in length")
         if (sum(self.counts) if self.counts else len(self.numbers)) != len(self.tokens):

@@ -55,7 +55,12 @@ class SimulatedEngine:
         if cleared:
             for request in self.known.values():
                 request.resident = 0
-        resident = []
+        evicted, resident = [], []
+        for number, request in self.known.items():
+            if request.resident and random.random() < 0.2:
+                first = random.randrange(0, 8) * 16
+                evicted += [number, first, first + 32]
+                request.resident = min(request.resident, first)
         for number, request in self.known.items():
             if random.random() < 0.2:
                 request.resident = random.randrange(0, 8) * 16
@@ -86,7 +91,7 @@ class SimulatedEngine:
         self.number += 1
         if len(tokens) == len(numbers):
             counts = []
-        return [arrived, cleared, resident, numbers, counts, tokens, [], ended, forgotten]
+        return [arrived, cleared, evicted, resident, numbers, counts, tokens, [], ended, forgotten]
 
     def snapshot(self) -> list[Any]:
         """Return the payload of a snapshot."""

@@ -19,8 +19,8 @@ from tests.proxy.journal.simulated_engine import (
 
 RUN = b"r" * 8
 NAMES = (
-    "arrived", "cleared", "resident", "numbers", "counts", "tokens", "preempted", "ended",
-    "forgotten",
+    "arrived", "cleared", "evicted", "resident", "numbers", "counts", "tokens", "preempted",
+    "ended", "forgotten",
 )  # fmt: skip
 
 
@@ -33,6 +33,10 @@ class CacheRecord:
     def resident_changed(self, request_id: str, prompt_tokens: int, resident: int) -> None:
         assert prompt_tokens
         self.resident[request_id] = resident
+
+    def evicted(self, request_id: str, first: int, last: int) -> None:
+        assert first < last
+        self.resident[request_id] = min(self.resident[request_id], first)
 
     def cleared(self) -> None:
         self.resident = dict.fromkeys(self.resident, 0)
@@ -130,6 +134,7 @@ def test_unknown_number_is_a_gap() -> None:
     for values in (
         {"numbers": [9], "tokens": [1]},
         {"numbers": [9], "counts": [2], "tokens": [1, 2]},
+        {"evicted": [9, 0, 16]},
         {"resident": [9, 16]},
         {"ended": [[9, "stop"]]},
         {"forgotten": [9]},

@@ -17,7 +17,7 @@ from proxy.journal.messages import (
 )
 from tests.proxy.journal.simulated_engine import SimulatedEngine, read_step
 
-EMPTY: list[Any] = [[], False, [], [], [], [], [], [], []]
+EMPTY: list[Any] = [[], False, [], [], [], [], [], [], [], []]
 encode = msgspec.msgpack.encode
 
 
@@ -39,16 +39,17 @@ def test_values_of_later_versions_are_ignored() -> None:
         (0, [[1, 2, 3]]),
         (0, [["1", "a", 3]]),
         (1, 1),
-        (2, [1]),
-        (3, [1]),  # without a token
-        (4, [1]),  # without a number
-        (5, [1]),
-        (5, [-1]),
-        (5, [1 << 32]),
-        (5, [1.5]),
-        (7, [[1]]),
-        (8, [None]),
-        (8, {}),
+        (2, [1, 0]),
+        (3, [1]),
+        (4, [1]),  # without a token
+        (5, [1]),  # without a number
+        (6, [1]),
+        (6, [-1]),
+        (6, [1 << 32]),
+        (6, [1.5]),
+        (8, [[1]]),
+        (9, [None]),
+        (9, {}),
     ],
 )
 def test_wrong_values_are_refused(index: int, value: object) -> None:
@@ -67,11 +68,11 @@ def test_other_bytes_are_refused(payload: bytes) -> None:
 
 
 def test_counts_must_match_the_tokens() -> None:
-    good = [[], False, [], [1, 2], [2, 1], [7, 8, 9], [], [], []]
+    good = [[], False, [], [], [1, 2], [2, 1], [7, 8, 9], [], [], []]
     assert decode_step(encode(good)).tokens == [7, 8, 9]
     for counts in ([2, 2], [3], [3, 0, 0]):
         with pytest.raises(MalformedMessageError):
-            decode_step(encode([*good[:4], counts, *good[5:]]))
+            decode_step(encode([*good[:5], counts, *good[6:]]))
 
 
 def test_position() -> None:

@@ -335,7 +335,7 @@ async def test_slow_reader_misses_messages_and_recovers() -> None:
     """The engine's queue is bounded, and so is the reader's."""
     with publishing(hwm=10) as publisher, reading(publisher) as site:
         await site.connected()
-        payload = [[], False, [], [], [], [], [], [], []]
+        payload = [[], False, [], [], [], [], [], [], [], []]
         padding = [*payload, b"x" * 100_000]
         for _ in range(3000):
             site.engine.number += 1
