@@ -144,8 +144,8 @@ async def test_unusable_endpoint_is_logged_and_the_others_are_read(
     roster.add(with_journal("a", "udp://127.0.0.1:1"))
     roster.add(with_journal("b", engines[0].endpoint))
     await until_up(journals, "b")
-    assert [r.levelname for r in caplog.records] == ["ERROR"]
-    assert caplog.messages[0].startswith("worker a: the journal at udp://127.0.0.1:1: ")
+    (error,) = (record.message for record in caplog.records if record.levelname == "ERROR")
+    assert error.startswith("worker a: the journal at udp://127.0.0.1:1: ")
 
 
 @pytest.fixture
