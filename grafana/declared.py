@@ -12,7 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from proxy.metrics import batch_counts, no_first_token, phases, scrape, tenant_counts
+from proxy.metrics import (
+    batch_counts,
+    journal_counts,
+    no_first_token,
+    phases,
+    scrape,
+    tenant_counts,
+)
 from proxy.metrics.exposition import Family
 from vllm_sched.policies.registry import POLICIES
 from vllm_sched.policies.types import EngineFacts
@@ -33,7 +40,7 @@ def names(name: str, kind: str) -> set[str]:
 
 def router_families() -> list[Family]:
     """Return the router's metrics."""
-    modules = scrape, phases, no_first_token, tenant_counts, batch_counts
+    modules = scrape, phases, no_first_token, tenant_counts, batch_counts, journal_counts
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
 
 

@@ -24,8 +24,8 @@ LAYERS = {
     ],
     "proxy": [
         "app", "processes", "setup", "admin", "batches", "wire", "discovery", "status_page",
-        "health", "telemetry", "metrics", "http", "net", "transfer", "core", "config", "compiled",
-        "errors",
+        "health", "journal", "telemetry", "metrics", "http", "net", "transfer", "core", "config",
+        "compiled", "errors",
     ],
 }  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")

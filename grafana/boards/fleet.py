@@ -549,6 +549,30 @@ SELF = (
             Query(f"min by (name) (proxy_discovery_up{{{ROUTER}}}) == 0", "{{name}} no data"),
         ),
     ),
+    Panel(
+        "Journals",
+        "Requests in the journal of each worker, and journals that a router can't read.", "short",
+        (
+            Query(
+                f"max by (worker) (proxy_journal_requests{{{ROUTER}}})", "{{worker}}"
+            ),
+            Query(
+                f"min by (worker) (proxy_journal_up{{{ROUTER}}}) == 0",
+                "{{worker}} not read",
+            ),
+        ),
+    ),
+    Panel(
+        "Journal errors",
+        "Gaps, each closed by a snapshot, and messages with a wrong signature.", "cps",
+        (
+            Query(rate("proxy_journal_gaps_total", ROUTER, "worker"), "{{worker}} gaps"),
+            Query(
+                rate("proxy_journal_bad_signatures_total", ROUTER, "worker"),
+                "{{worker}} signatures",
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 BOARD = Board(

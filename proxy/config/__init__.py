@@ -5,6 +5,7 @@ from proxy.config.batches import BatchesConfig
 from proxy.config.load import load, parse
 from proxy.config.models import (
     FleetConfig,
+    JournalConfig,
     ProbeConfig,
     QueueConfig,
     RetryConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "DiscoveryConfig",
     "FairnessConfig",
     "FleetConfig",
+    "JournalConfig",
     "KubernetesConfig",
     "LaunchConfig",
     "LimitsConfig",

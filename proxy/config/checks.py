@@ -123,6 +123,16 @@ def check_names(draft: PartialConfig) -> Iterator[Problem]:
             )
 
 
+def check_journals(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that no two engines have the same journal."""
+    first: dict[str, str] = {}
+    for index, worker in draft.legible_workers.items():
+        for place, endpoint in enumerate(worker.journal):
+            path = f"workers[{index}].journal[{place}]"
+            if (other := first.setdefault(endpoint, path)) != path:
+                yield Problem(path, f"{endpoint!r}: {other} is the same; give each engine its own")
+
+
 def check_launches(draft: PartialConfig) -> Iterator[Problem]:
     """Check that no flag of a worker contradicts the rest of the file."""
     for index, worker in draft.legible_workers.items():
@@ -289,6 +299,7 @@ CHECKS: tuple[Check, ...] = (
     check_admin,
     check_tls,
     check_names,
+    check_journals,
     check_launches,
     check_short_limit,
     check_pools,

@@ -15,7 +15,7 @@ from proxy.config.logs import LogsConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
 from proxy.config.tracing import TracingConfig
-from proxy.config.types import KIB, LIST, MIB, Block, Count, Name, Port, Seconds
+from proxy.config.types import KIB, LIST, MIB, Block, Count, FilePath, Name, Port, Seconds
 from proxy.config.workers import DiscoveryConfig, WorkerConfig
 
 MAX_PROCESSES = 64
@@ -135,6 +135,17 @@ class ProbeConfig(Block):
     )
 
 
+class JournalConfig(Block):
+    """How the router reads the workers' journals."""
+
+    key_file: FilePath | None = Field(
+        None,
+        description="File with the secret that signs the journals, the same as the engines' "
+        "journal.key_file; read at the start and at each reload. Messages without a valid "
+        "signature are dropped. If not given, signatures are not checked",
+    )
+
+
 class RouterConfig(Block):
     """The router itself."""
 
@@ -169,6 +180,7 @@ class RouterConfig(Block):
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
+    journal: JournalConfig = JournalConfig()
     batches: BatchesConfig = BatchesConfig()
     logs: LogsConfig = LogsConfig()
     tracing: TracingConfig | None = Field(

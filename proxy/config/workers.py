@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Name, Seconds
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
+MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
 QUERY = re.compile(r"(?<=[?#]).+")
 
@@ -39,6 +40,31 @@ def _worker_url(url: str) -> str:
         raise ValueError(f"port 0 can't be connected to; {example}")
     # urlsplit strips blanks and lower-cases the scheme: `tls_of` compares the scheme.
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _journal_endpoint(endpoint: str) -> str:
+    """Return the address of an engine's journal; raise `ValueError` if none can connect to it."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" and rest.startswith("/"):
+        if len(rest.encode()) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"the path has more than {MAX_SOCKET_PATH_BYTES} bytes; shorten it")
+        return endpoint
+    example = "write it as tcp://host:port or ipc:///path"
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not colon:
+        raise ValueError(example)
+    if host in ("*", "0.0.0.0", "[::]"):  # noqa: S104 - only compared
+        raise ValueError(f"{host} can't be connected to; give the worker's host")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not _names_host(host[1:-1] if bracketed else host) or (":" in host) != bracketed:
+        raise ValueError(f"has no valid host; {example}")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= LAST_PORT):
+        raise ValueError(f"the port must be 1 to {LAST_PORT}; {example}")
+    return endpoint
+
+
+def _as_list(endpoints: object) -> object:
+    return [endpoints] if isinstance(endpoints, str) else endpoints
 
 
 def _names_host(text: str) -> bool:
@@ -75,6 +101,7 @@ WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_worker_url)]
 DnsName = Annotated[str, AfterValidator(_dns_name)]
 ApiUrl = Annotated[str, AfterValidator(_api_url)]
+JournalEndpoint = Annotated[str, AfterValidator(_journal_endpoint)]
 WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
 
 NAME_RULE = "letters, digits, '.', '_' and '-', 64 characters at most"
@@ -144,6 +171,11 @@ class WorkerConfig(Block):
     tls: WorkerTlsConfig | None = Field(
         None, description="TLS settings for an https:// URL; the file's worker_tls if not given"
     )
+    journal: Annotated[tuple[JournalEndpoint, ...], LIST, BeforeValidator(_as_list)] = Field(
+        (),
+        description="Where the worker's engine publishes its journal: tcp://host:port or "
+        "ipc:///path; a list with one address per rank for data parallelism",
+    )
     launch: LaunchConfig | None = Field(
         None, description="How `vllm-sched up` starts the worker on this machine"
     )
@@ -209,7 +241,8 @@ class PoolConfig(Block):
     port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = Field(
         None,
         description="Port of the workers: a number, or with selector the name of a port. If not "
-        "given: the only port of the EndpointSlice with selector, 8000 otherwise",
+        "given: the only port of the EndpointSlice with selector, 8000 otherwise. A port named "
+        "journal is that of the workers' journals",
     )
     role: WorkerRole = Field("general", description="Role of the workers: see `workers`")
     model: Name | None = Field(
@@ -243,10 +276,17 @@ class PoolConfig(Block):
         """URL scheme of the pool's workers."""
         return "http" if self.tls is None else "https"
 
-    def worker(self, name: str, url: str | None, api_key: str | None = None) -> WorkerConfig:
+    def worker(
+        self,
+        name: str,
+        url: str | None,
+        api_key: str | None = None,
+        journal: tuple[str, ...] = (),
+    ) -> WorkerConfig:
         """Return the configuration of one worker of the pool."""
         alike = self.model_dump(include=set(WorkerConfig.model_fields) - {"name", "url"})
-        return WorkerConfig(**alike | {"name": name, "url": url, "api_key": api_key})
+        own = {"name": name, "url": url, "api_key": api_key, "journal": journal}
+        return WorkerConfig(**alike | own)
 
 
 class KubernetesConfig(Block):

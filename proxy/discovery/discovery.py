@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
@@ -176,6 +177,7 @@ class Discovery:
         for name, (config, useful) in wanted.items():
             known = self._mine.get(name) or self._add(config)
             if known is not None:
+                self._set_journal(known, config.journal)
                 self._drain(known, draining=not useful)
 
     def _add(self, config: WorkerConfig) -> Worker | None:
@@ -187,6 +189,10 @@ class Discovery:
         worker = self._mine[config.name] = self._roster.add(self._spec_of(config, self._config))
         logger.info("worker %s discovered at %s, role %s", worker.name, worker.url, config.role)
         return worker
+
+    def _set_journal(self, worker: Worker, journal: tuple[str, ...]) -> None:
+        if self._roster.get(worker.name) is worker and worker.spec.journal != journal:
+            self._roster.respecify(worker, replace(worker.spec, journal=journal))
 
     def _drain(self, worker: Worker, *, draining: bool) -> None:
         if self._roster.get(worker.name) is not worker:
@@ -210,7 +216,9 @@ class Discovery:
                 if endpoint.name in names or endpoint.url in taken:
                     continue
                 try:
-                    worker = pool.config.worker(endpoint.name, endpoint.url, pool.key)
+                    worker = pool.config.worker(
+                        endpoint.name, endpoint.url, pool.key, endpoint.journal
+                    )
                 except ValidationError as error:
                     self._refuse(
                         f"{endpoint.name} at {endpoint.url}", str(error.errors()[0]["msg"])

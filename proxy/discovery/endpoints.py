@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from proxy.config import PoolConfig
 
 DEFAULT_PORT = 8000  # vLLM's own
+JOURNAL_PORT = "journal"  # the name of a port
 MAX_NAME_CHARS = 64
 IPV4_FIRST = {"IPv4": 0, "IPv6": 1}
 
@@ -24,12 +25,21 @@ class Endpoint:
     ready: bool = True
     leaving: bool = False
     scheme: str = "http"
+    journal_port: int | None = None
 
     @property
     def url(self) -> str:
         """The worker's URL."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{self.scheme}://{self._host}:{self.port}"
+
+    @property
+    def journal(self) -> tuple[str, ...]:
+        """The address of the worker's journal, if it has one."""
+        return () if self.journal_port is None else (f"tcp://{self._host}:{self.journal_port}",)
+
+    @property
+    def _host(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
 
 
 Endpoints = Mapping[str, Endpoint]  # by name
@@ -69,7 +79,8 @@ def _order(found: tuple[int, Endpoint]) -> tuple[bool, bool, int]:
 
 
 def _endpoints(item: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
-    port = _port(item.get("ports") or [], pool.port)
+    numbers = {str(port.get("name") or ""): port.get("port") for port in item.get("ports") or []}
+    port, journal_port = _port(numbers, pool.port), _port(numbers, JOURNAL_PORT)
     if port is None:
         return
     for given in item.get("endpoints") or []:
@@ -86,15 +97,17 @@ def _endpoints(item: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
             ready=conditions.get("ready") is not False,  # missing means ready
             leaving=conditions.get("terminating") is True,
             scheme=pool.scheme,
+            journal_port=journal_port,
         )
 
 
-def _port(ports: list[Mapping[str, Any]], wanted: int | str | None) -> int | None:
+def _port(numbers: Mapping[str, object], wanted: int | str | None) -> int | None:
     if isinstance(wanted, int):
         return wanted
-    numbers = {str(port.get("name") or ""): port.get("port") for port in ports}
+    number: object
     if wanted is None:
-        (number,) = numbers.values() if len(numbers) == 1 else (DEFAULT_PORT,)
+        others = [number for name, number in numbers.items() if name != JOURNAL_PORT]
+        (number,) = others if len(others) == 1 else (DEFAULT_PORT,)
     else:
         number = numbers.get(wanted)
     return number if isinstance(number, int) else None

@@ -25,6 +25,7 @@ from proxy.metrics.histogram import (
     WAIT_BOUNDS,
     Histogram,
 )
+from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.phases import Phases
 from proxy.metrics.recent import RecentRequests
@@ -115,6 +116,7 @@ class Metrics:
         self.under_way: Callable[[], Iterable[ObservedRequest]] = tuple
         self.log_lines_dropped: Callable[[], int] = int
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
+        self.journals: Callable[[], Iterable[JournalCount]] = tuple
         self.batches: BatchCounts | None = None  # set if batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}

@@ -15,7 +15,7 @@ from proxy.core.fleet.breaker import BUSY, Breaker
 from proxy.core.fleet.ejection import key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
-from proxy.metrics import phases
+from proxy.metrics import journal_counts, phases
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 
@@ -377,6 +377,7 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     found = list(metrics.discovered())
     page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in found))
     page.values(DISCOVERED, (((name,), count) for name, _, count in found))
+    journal_counts.show(page, metrics.journals())
     if metrics.batches is not None:
         metrics.batches.show(page)
     page.values(BYTES_PER_TOKEN, _bytes_per_token(metrics))

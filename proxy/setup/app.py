@@ -28,6 +28,7 @@ from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.health.balance import Balance
 from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
+from proxy.journal.journals import Journals
 from proxy.metrics.handovers import FallbackLog
 from proxy.metrics.recent import RecentRequest, RecentRequests
 from proxy.metrics.registry import Metrics
@@ -102,6 +103,8 @@ class App:
             self.warmup = Warmup(self.router, kv_connector, self.metrics.handovers)
         self.discovery = Discovery(self.fleet.roster, config, keys.pools, worker_spec)
         self.metrics.discovered = self.discovery.counts
+        self.journals = Journals(self.fleet.roster, keys.journal)
+        self.metrics.journals = self.journals.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = LiveView(self.metrics, self._minute, self.wire.clock)
         self.logs = Logs(config, self.metrics, keys=keys.plain)
@@ -152,7 +155,10 @@ class App:
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen for clients, on the given sockets if any."""
         snapshots = self._minute.run(self.wire.clock)
-        self._tasks.append(asyncio.create_task(snapshots, name="the last minute"))
+        self._tasks += [
+            asyncio.create_task(snapshots, name="the last minute"),
+            asyncio.create_task(self.journals.run(), name="journals"),
+        ]
         if self._started_with.transfer is not None:  # each process counts its own requests
             self._tasks.append(asyncio.create_task(self._log_fallbacks(), name="fallbacks"))
         if self.batches is not None:
@@ -291,6 +297,7 @@ class App:
         self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys.tenants)
         self._admin_key.take(keys.admin)
+        self.journals.set_key(keys.journal)
         for shown, tls in (
             (self._tls, config.router.tls),
             (self._admin_tls, config.router.admin.tls),

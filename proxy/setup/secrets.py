@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from proxy.admin import key as admin_key
 from proxy.discovery import reconcile
+from proxy.journal import key as journal_key
 from proxy.setup import tenancy
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class SecretKeys:
     admin: str | None = field(repr=False)
     # Keys for workers, by pool name.
     pools: Mapping[str, str | None] = field(repr=False)
+    journal: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, config: FleetConfig, source: str) -> SecretKeys:
@@ -33,6 +35,7 @@ class SecretKeys:
             tenancy.read_keys(config, source),
             admin_key.key_of(config.router.admin, source),
             reconcile.keys_of(config),
+            journal_key.key_of(config.router.journal, source),
         )
 
     @property

@@ -36,6 +36,7 @@ def worker_spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
         api_key=worker.api_key,
         tls=config.tls_of(worker),
         slots=worker.slots,
+        journal=worker.journal,
     )
 
 

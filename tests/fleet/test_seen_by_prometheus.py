@@ -36,7 +36,7 @@ workers:
   - {{name: s0, role: short, url: "{short}", max_requests: 2, max_model_len: 2048}}
   - {{name: l0, role: long, url: "{long}", max_requests: 4}}
   - {{name: bad, role: short, url: "{bad}", max_model_len: 2048}}
-  - {{name: idle, role: long, url: "{idle}"}}
+  - {{name: idle, role: long, url: "{idle}", journal: "ipc:///nowhere/journal"}}
 {silent}
 discovery:
   pools:

@@ -40,7 +40,7 @@ workers:
   - {{name: s0, role: short, url: "{s0}", max_requests: 2}}
   - {{name: bad, role: short, url: "{bad}"}}
   - {{name: l0, role: long, url: "{l0}", max_requests: 2}}
-  - {{name: idle, role: long, url: "{idle}"}}
+  - {{name: idle, role: long, url: "{idle}", journal: "ipc:///nowhere/journal"}}
 {silent}
 {cases}
 discovery:

@@ -17,6 +17,7 @@ from proxy.core.fleet.worker import Origin, Worker
 from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.learned.prefix_index import PrefixIndex
 from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.types import RequestInfo
 
 
 def time_zero() -> float:
@@ -30,6 +31,8 @@ class Roster:
     def __init__(self, clock: Callable[[], float] = time_zero) -> None:
         self.version = 0  # changes with the workers
         self.prefixes = PrefixIndex()
+        # Names a placed request in its worker's journal.
+        self.name_prefix: Callable[[Worker, RequestInfo], None] | None = None
         self.by_index: dict[int, Worker] = {}
         self.others: RemoteLoad | None = None  # other processes
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
@@ -145,6 +148,12 @@ class Roster:
             worker.due_at = before.due_at
             self.hand_down(before)
         return worker
+
+    def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
+        """Note that a worker's cache will hold a prompt."""
+        self.prefixes.record(ask.prefix, worker.index)
+        if worker.reports_prefixes and self.name_prefix is not None and ask.prompts == 1:
+            self.name_prefix(worker, ask)
 
     def remove(self, name: str) -> Worker | None:
         """Remove a worker. Leases in flight are still released to it."""

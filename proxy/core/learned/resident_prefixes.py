@@ -46,17 +46,23 @@ class NamedPrompt:
 
 
 class ResidentPrefixes:
-    def __init__(self, index: PrefixIndex, worker: int, block_tokens: int = 1) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, index: PrefixIndex, worker: int) -> None:
+        self.block_tokens = 1  # of the engine
         self.others: list[ResidentPrefixes] = []  # of the worker's other engines
         self._index = index
         self._worker = worker
         self._prompts: dict[int, NamedPrompt] = {}  # by the engine's number of the request
         self._resident: dict[int, int] = {}  # tokens of requests without a name
-        self._blocks: set[int] = set()
+        self._blocks: dict[int, int] = {}  # with the request that held each first
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def restart(self, block_tokens: int) -> None:
+        """Forget all requests and blocks."""
+        self.cleared()
+        self._prompts.clear()
+        self.block_tokens = block_tokens
 
     def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
         """Note the hashes of a request; a name that is not ours is ignored."""
@@ -74,7 +80,7 @@ class ResidentPrefixes:
         blocks = self._blocks
         for block in prompt.hashes[: prompt.whole_blocks(tokens, self.block_tokens)]:
             if block not in blocks:
-                blocks.add(block)
+                blocks[block] = number
                 self._index.hold(block, self._worker)
 
     def evicted(self, number: int, first: int, last: int) -> None:
@@ -92,20 +98,23 @@ class ResidentPrefixes:
     def lost(self) -> None:
         """Only expect what the cache held last, because the journal is not read any more."""
         blocks = tuple(self._blocks)
-        self.cleared()
-        self._prompts.clear()
+        self.restart(self.block_tokens)
         for block in blocks:
             self._index.record((block,), self._worker)
 
     def forgotten(self, number: int) -> None:
-        self._prompts.pop(number, None)
+        """Drop what only this request's bytes stand for; no later report would name them."""
         self._resident.pop(number, None)
+        if (prompt := self._prompts.pop(number, None)) is not None:
+            for block in prompt.hashes:
+                if self._blocks.get(block) == number:
+                    self._drop(block)
 
     def _drop(self, block: int) -> None:
-        if block in self._blocks:
-            self._blocks.remove(block)
-            if not any(block in other._blocks for other in self.others):
-                self._index.drop(block, self._worker)
+        if self._blocks.pop(block, None) is None:
+            return
+        if not any(block in other._blocks for other in self.others):
+            self._index.drop(block, self._worker)
 
 
 def name_of(hashes: tuple[int, ...], prompt_bytes: int) -> bytes:

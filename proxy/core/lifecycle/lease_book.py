@@ -100,7 +100,7 @@ class LeaseBook:
         Earlier, other requests would count it as cached.
         """
         if lease.ask.prefix:
-            self._roster.prefixes.record(lease.ask.prefix, lease.worker.index)
+            self._roster.expect_prefix(lease.ask, lease.worker)
 
     def tokens(self, lease: Lease, count: int) -> None:
         self._fleet.tokens(lease, count)

@@ -21,6 +21,7 @@ class WorkerSpec:
     api_key: str | None = field(default=None, repr=False)
     tls: WorkerTlsConfig | None = None
     slots: int | None = None  # sequences at once; None: unknown
+    journal: tuple[str, ...] = ()  # addresses of the engines' journals
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ class Placer:
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:  # a decode worker has it after the transfer: see `leases`
             first = worker if decision.handover is None else decision.handover.prefill
-            self.roster.prefixes.record(ask.prefix, first.index)
+            self.roster.expect_prefix(ask, first)
         self.count_decision(ask.model, decision.reason)
         return lease
 

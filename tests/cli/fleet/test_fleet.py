@@ -244,13 +244,22 @@ def test_check_names_every_unreadable_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     none = str(tmp_path / "none")
-    router = {"admin": {"key_file": none}, "tls": {"cert_file": none, "key_file": none}}
+    router = {
+        "admin": {"key_file": none},
+        "journal": {"key_file": none},
+        "tls": {"cert_file": none, "key_file": none},
+    }
     path = written(
         tmp_path, FLEET | {"router": router, "tenants": [{"name": "t", "keys_file": none}]}
     )
     assert main(["check", path]) == 2
     problems = capsys.readouterr().err
-    for where in ("router.tls.cert_file", "tenants[0].keys_file", "router.admin.key_file"):
+    for where in (
+        "router.tls.cert_file",
+        "tenants[0].keys_file",
+        "router.admin.key_file",
+        "router.journal.key_file",
+    ):
         assert where in problems
 
 

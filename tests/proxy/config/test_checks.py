@@ -95,6 +95,8 @@ ABOVE = "routing.disaggregate_above"
         ([worker(1, "a"), worker(2, "b"), worker(3, "a")], {}, "workers[2].name",
          "'a': workers[0] has the same name; rename one of them"),
         ([{"name": "a"}], {}, "workers[0].url", ""),
+        ([worker(1, journal="tcp://a:1"), worker(2, journal=["tcp://a:2", "tcp://a:1"])], {},
+         "workers[1].journal[1]", "'tcp://a:1': workers[0].journal[0] is the same"),
         *(([worker(1, launch={"args": ["--x", flag], "policies": {"p": {}}})], {}, FLAG, words)
           for flag, words in (
               ("--port", "the worker's url"), ("--scheduler_cls=x", "policies"),

@@ -170,6 +170,41 @@ def test_bad_urls_are_reported(url: str, words: str) -> None:
     assert words in found["workers[0].url"]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("127.0.0.1:5700", "write it as tcp://host:port"),
+        ("http://a:1", "write it as tcp://host:port"),
+        ("tcp://a", "write it as tcp://host:port"),
+        ("tcp://a:0", "1 to 65535"),
+        ("tcp://a:65536", "1 to 65535"),
+        ("tcp://a:x", "1 to 65535"),
+        ("tcp://:5700", "no valid host"),
+        ("tcp://::1:5700", "no valid host"),
+        ("tcp://[::1:5700", "no valid host"),
+        ("tcp://a b:5700", "no valid host"),
+        ("tcp://*:5700", "can't be connected to"),
+        ("tcp://0.0.0.0:5700", "can't be connected to"),
+        ("ipc://journal", "ipc:///path"),
+        (f"ipc:///{'a' * 107}", "more than 107 bytes"),
+    ],
+)
+def test_bad_journals_are_reported(endpoint: str, words: str) -> None:
+    found = problems(worker(journal=endpoint))
+    assert list(found) == ["workers[0].journal[0]"]
+    assert words in found["workers[0].journal[0]"]
+
+
+def test_journal_is_one_address_or_a_list() -> None:
+    def journal(text: object) -> tuple[str, ...]:
+        return parse(worker(journal=text), "fleet.yaml").workers[0].journal
+
+    assert journal("tcp://a:5700") == ("tcp://a:5700",)
+    assert journal(["tcp://[::1]:1", "ipc:///run/j"]) == ("tcp://[::1]:1", "ipc:///run/j")
+    assert journal([]) == ()
+    assert "workers[0].journal" in problems(worker(journal=5))
+
+
 @pytest.mark.parametrize("url", ["HTTPS://h:1", "  https://h:1/", "hTTps://h:1"])
 def test_scheme_is_normalised(url: str) -> None:
     config = parse(worker(url=url), "fleet.yaml")

@@ -97,7 +97,7 @@ def test_api_key_of_a_pool_is_hidden() -> None:
 
 
 def test_pool_has_all_worker_fields_but_address_and_launch() -> None:
-    own = {"name", "url", "launch", "profile"}
+    own = {"name", "url", "journal", "launch", "profile"}
     assert set(WorkerConfig.model_fields) - own <= set(PoolConfig.model_fields)
     pool = PoolConfig(name="p", selector="a=b", role="long", max_requests=3, api_key_file=Path("k"))
     worker = pool.worker("w", "http://w", "key")

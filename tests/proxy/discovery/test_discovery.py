@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,20 @@ def test_reload_updates_discovered_workers(site: DiscoverySite) -> None:
     assert len(site.sources) == 2, "the sources are kept"
     site.update("s-2")
     assert site.names == ["s-2"]
+
+
+def test_journal_follows_the_endpoint(site: DiscoverySite) -> None:
+    site.update("s-1")
+    worker = site.fleet.roster.get("s-1")
+    assert worker is not None
+    assert worker.spec.journal == ()
+    (found,) = endpoints("s-1").values()
+    for port, journal in ((5700, ("tcp://10.0.0.1:5700",)), (None, ())):
+        site.discovery.pools[0].update({"s-1": replace(found, journal_port=port)})
+        assert site.fleet.roster.get("s-1") is worker
+        assert worker.spec.journal == journal
+        site.reload(POOLS)
+        assert worker.spec.journal == journal
 
 
 def test_reload_with_another_model_keeps_draining(site: DiscoverySite) -> None:

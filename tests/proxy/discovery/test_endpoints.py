@@ -60,6 +60,17 @@ def test_port_is_chosen_by_number_or_name() -> None:
     assert read(both, port="nccl") == []
 
 
+def test_port_named_journal_is_that_of_the_journal() -> None:
+    both = endpoint_slice("a", endpoint("s-1"), endpoint("s-2", "fd00::1"))
+    both["ports"] = [{"name": "journal", "port": 5700}, {"name": "http", "port": 8080}]
+    four, six = read(both)
+    assert (four.port, six.port) == (8080, 8080)
+    assert four.journal == (f"tcp://{four.host}:5700",)
+    assert six.journal == ("tcp://[fd00::1]:5700",)
+    both["ports"] = [{"name": "http", "port": 8080}]
+    assert read(both)[0].journal == ()
+
+
 def test_endpoint_without_a_pod_is_named_by_address() -> None:
     slices = endpoint_slice("a", endpoint("", "10.0.0.1"), endpoint("", "fd00::1"))
     assert [endpoint.name for endpoint in read(slices)] == ["short-10.0.0.1", "short-fd00--1"]

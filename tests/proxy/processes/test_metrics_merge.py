@@ -29,6 +29,8 @@ EQUAL = {
     "proxy_discovery_workers",
     "proxy_pool_panic",
     "proxy_queue_limit_requests",
+    "proxy_journal_requests",
+    "proxy_journal_up",
 }
 
 REQUESTS = Family("proxy_requests", "counter", "Requests.", ("worker",))

@@ -64,12 +64,14 @@ def read(path: Path, *more: Check) -> FleetConfig:
 def files(draft: PartialConfig) -> Iterator[Problem]:
     """Check the files and environment variables that a fleet file refers to."""
     from proxy.admin import key
+    from proxy.journal import key as journal_key
     from proxy.net.tls import tls_problems
     from proxy.setup import tenancy
 
     yield from tls_problems(draft)
     yield from tenancy.key_problems(draft)
     yield from key.key_problems(draft)
+    yield from journal_key.key_problems(draft)
 
 
 def policies(draft: PartialConfig) -> Iterator[Problem]:

@@ -18,7 +18,8 @@ class Engine:
 
     def __init__(self, index: PrefixIndex | None = None, worker: int = 0) -> None:
         self.index = PrefixIndex() if index is None else index
-        self.prefixes = ResidentPrefixes(self.index, worker, ENGINE_BLOCK)
+        self.prefixes = ResidentPrefixes(self.index, worker)
+        self.prefixes.restart(ENGINE_BLOCK)
 
     def name(self, number: int, *letters: str) -> None:
         body = text(*letters)
@@ -142,15 +143,25 @@ def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
     assert held(engine.index, text("a", "b")) == {0: 1}
 
 
-def test_a_forgotten_request_leaves_its_blocks() -> None:
+def test_a_forgotten_request_leaves_the_blocks_of_others() -> None:
     engine = Engine()
-    engine.name(1, "a")
-    engine.prefixes.resident(1, TOKENS)
-    engine.prefixes.forgotten(1)
-    assert held(engine.index, text("a")) == {0: 1}
+    engine.name(1, "a", "b")
+    engine.prefixes.resident(1, 2 * TOKENS)
     engine.name(2, "a", "b")
-    engine.prefixes.evicted(2, 0, TOKENS)
-    assert held(engine.index, text("a")) == {}
+    engine.prefixes.resident(2, 2 * TOKENS)
+    engine.prefixes.forgotten(2)
+    assert held(engine.index, text("a", "b")) == {0: 2}
+
+
+def test_blocks_of_other_bytes_with_the_same_tokens_go_with_their_request() -> None:
+    engine = Engine()
+    for number, letter in ((1, "a"), (2, "b")):
+        engine.name(number, letter)
+        engine.prefixes.resident(number, TOKENS)
+    engine.prefixes.forgotten(2)  # it reused the blocks that the first request computed
+    assert held(engine.index, text("a")) == {0: 1}
+    assert held(engine.index, text("b")) == {}
+    assert len(engine.prefixes) == 1
 
 
 @pytest.mark.parametrize("name", [b"", b"other", b"\x02" + bytes(12), b"\x01" + bytes(4), b"\x01"])

@@ -1,0 +1,1 @@
+"""Reads what the engines publish about their steps: docs/journal.md."""

@@ -1,0 +1,193 @@
+"""An exact replica of what one engine knows: its requests, their tokens and their cached prefixes.
+
+Steps apply in the order of their numbers. If one is missing, the following ones are kept until a
+snapshot arrives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Protocol
+
+from proxy.journal.messages import JournalStep, Position
+from proxy.journal.request_ids import request_ids
+from proxy.journal.snapshot import JournalRequest, SnapshotReader
+
+MAX_STREAM_TOKENS: Final = 131_072
+MAX_KEPT_STEPS: Final = 1000
+
+
+class CacheListener(Protocol):
+    """Follows which prefixes an engine's KV cache holds; requests have the engine's numbers."""
+
+    def restart(self, block_tokens: int) -> None:
+        """Forget all requests and blocks."""
+
+    def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
+        """Note the name that a reader gave a request."""
+
+    def resident(self, number: int, tokens: int) -> None:
+        """Note that the cache holds the first tokens of the request."""
+
+    def evicted(self, number: int, first: int, last: int) -> None:
+        """Note that the blocks with these tokens of the request are gone."""
+
+    def cleared(self) -> None:
+        """Note that the cache holds nothing."""
+
+    def forgotten(self, number: int) -> None:
+        """Note that the request is not reported any more."""
+
+
+class EngineJournal:
+    """The replica of one engine; `exact` is False until a snapshot, and after a gap."""
+
+    def __init__(
+        self, max_tokens: int = MAX_STREAM_TOKENS, max_kept_steps: int = MAX_KEPT_STEPS
+    ) -> None:
+        self.exact = False
+        self.run = b""
+        self.number = 0  # of the last step
+        self.block_tokens = 0
+        self.gaps = 0
+        self.requests: dict[int, JournalRequest] = {}  # by the engine's number
+        self.listener: CacheListener | None = None
+        self.max_tokens = max_tokens
+        self._max_kept_steps = max_kept_steps
+        self._kept: deque[tuple[Position, JournalStep]] = deque(maxlen=max_kept_steps)
+        self._streams: dict[str, list[int]] = {}  # numbers by possible X-Request-Id
+
+    def streams(self, request_id: str) -> list[JournalRequest]:
+        """Return the running requests with this X-Request-Id: several if it has more sequences."""
+        found: dict[int, list[JournalRequest]] = {}
+        for number in self._streams.get(request_id, ()):
+            request = self.requests[number]
+            found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
+        return found[min(found)] if found else []
+
+    def apply_step(self, position: Position, step: JournalStep) -> bool:
+        """Apply the next step; return False if a snapshot is needed."""
+        if self.contains(position):
+            return True
+        run, number = position
+        if self.exact and run == self.run:
+            if number == self.number + 1:
+                self.number = number
+                try:
+                    self._apply(step)
+                except KeyError:  # a number that no message has introduced
+                    self.lose()
+                return self.exact
+            self.lose()
+        self.exact = False
+        if self._kept and self._kept[-1][0].run != run:
+            self._kept.clear()
+        self._kept.append((position, step))
+        return False
+
+    def lose(self) -> None:
+        """Note that a step is missing."""
+        self.gaps += self.exact
+        self.exact = False
+
+    def contains(self, position: Position) -> bool:
+        """Return whether the replica is exact, and has this step."""
+        return self.exact and position.run == self.run and position.number <= self.number
+
+    def apply_snapshot(self, snapshot: SnapshotReader) -> bool:
+        """Replace the state, and apply the kept steps; return False if a step is missing."""
+        if self.contains(snapshot.position):
+            return True
+        self._replace(snapshot)
+        self.run, self.number = snapshot.position
+        self.exact = True
+        kept, self._kept = self._kept, deque(maxlen=self._max_kept_steps)
+        for position, step in kept:
+            if position.run == self.run:
+                self.apply_step(position, step)
+        return self.exact
+
+    def _replace(self, snapshot: SnapshotReader) -> None:
+        self.block_tokens = snapshot.block_tokens
+        self.requests = {}
+        self._streams = {}
+        for number, request in snapshot.requests.items():
+            self._add(number, request)
+        if (listener := self.listener) is None:
+            return
+        listener.restart(snapshot.block_tokens)
+        for number, request in snapshot.requests.items():
+            if request.name:
+                listener.named(number, request.name, request.prompt_tokens)
+            if request.resident:
+                listener.resident(number, request.resident)
+
+    def _add(self, number: int, request: JournalRequest) -> None:
+        self.requests[number] = request
+        if request.running:
+            for request_id in request_ids(request.request_id):
+                self._streams.setdefault(request_id, []).append(number)
+
+    def _apply(self, step: JournalStep) -> None:
+        requests, listener = self.requests, self.listener
+        for new in step.arrived:
+            if new.number in requests:
+                raise KeyError(new.number)
+            self._add(new.number, JournalRequest(new.id, new.prompt_tokens))
+        for named in step.named:
+            request = requests[named.number]
+            request.name = named.name
+            if listener is not None:
+                listener.named(named.number, named.name, request.prompt_tokens)
+        if step.cleared:
+            for request in requests.values():
+                request.resident = 0
+            if listener is not None:
+                listener.cleared()
+        ranges = iter(step.evicted)
+        for number, first, last in zip(ranges, ranges, ranges, strict=True):
+            request = requests[number]
+            request.resident = min(request.resident, first)
+            if listener is not None:
+                listener.evicted(number, first, last)
+        changes = iter(step.resident)
+        for number, resident in zip(changes, changes, strict=True):
+            requests[number].resident = resident
+            if listener is not None:
+                listener.resident(number, resident)
+        self._append_tokens(step)
+        for ended in step.ended:
+            self._end(ended.number)
+        for number in step.forgotten:
+            self._end(number)
+            del requests[number]
+            if listener is not None:
+                listener.forgotten(number)
+
+    def _append_tokens(self, step: JournalStep) -> None:
+        requests, limit = self.requests, self.max_tokens
+        if not step.counts:
+            for number, token in zip(step.numbers, step.tokens, strict=True):
+                request = requests[number]
+                if request.complete:
+                    tokens = request.tokens
+                    tokens.append(token)
+                    if len(tokens) > limit:
+                        request.drop_tokens()
+            return
+        start = 0
+        for number, count in zip(step.numbers, step.counts, strict=True):
+            requests[number].extend(step.tokens[start : start + count], limit)
+            start += count
+
+    def _end(self, number: int) -> None:
+        request = self.requests[number]
+        if not request.running:
+            return
+        request.running = False
+        request.drop_tokens()
+        for request_id in request_ids(request.request_id):
+            numbers = self._streams[request_id]
+            numbers.remove(number)
+            if not numbers:
+                del self._streams[request_id]

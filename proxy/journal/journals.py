@@ -1,0 +1,155 @@
+"""The journals of all workers in a fleet. Each router process reads them by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
+from proxy.metrics.journal_counts import JournalCount
+
+if TYPE_CHECKING:
+    import zmq
+
+    from proxy.core.fleet.roster import Roster
+    from proxy.core.fleet.worker import Worker
+    from proxy.core.model.types import RequestInfo
+    from proxy.journal.engine_state import EngineJournal
+    from proxy.journal.subscriber import JournalSubscriber
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S: Final = 0.25  # of workers, and of silent engines
+MAX_SOCKETS: Final = 16_384
+
+
+class Journals:
+    """Reads the journal of each engine whose worker has one."""
+
+    def __init__(
+        self, roster: Roster, key: bytes | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._roster = roster
+        self._key = key
+        self._clock = clock
+        self._version = -1  # of the roster at the last look
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._subscribers: dict[Worker, list[JournalSubscriber]] = {}
+        self._endpoints: dict[Worker, tuple[str, ...]] = {}
+        self._prefixes: dict[Worker, list[ResidentPrefixes]] = {}
+        roster.name_prefix = self.name_prefix
+
+    def name_prefix(self, worker: Worker, ask: RequestInfo) -> None:
+        """Name a request by its hashes, for all routers that read the journal."""
+        name = name_of(ask.prefix, ask.prefix_bytes)
+        for subscriber in self._subscribers.get(worker, ()):
+            subscriber.name(ask.id, name)
+
+    def set_key(self, key: bytes | None) -> None:
+        self._key = key
+        for subscribers in self._subscribers.values():
+            for subscriber in subscribers:
+                subscriber.key = key
+
+    def of(self, worker: Worker) -> list[EngineJournal]:
+        """Return the replicas of a worker's engines."""
+        return [subscriber.journal for subscriber in self._subscribers.get(worker, ())]
+
+    def counts(self) -> Iterator[JournalCount]:
+        for worker, subscribers in self._subscribers.items():
+            yield JournalCount(
+                worker.name,
+                up=self._is_up(worker),
+                gaps=sum(subscriber.journal.gaps for subscriber in subscribers),
+                bad_signatures=sum(subscriber.bad_signatures for subscriber in subscribers),
+                requests=sum(len(subscriber.journal.requests) for subscriber in subscribers),
+            )
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        try:
+            while True:
+                self.look(self._clock())
+                await asyncio.sleep(CHECK_INTERVAL_S)
+        finally:
+            self.close()
+
+    def look(self, now: float) -> None:
+        """Follow changes of the workers, and ask silent engines for snapshots."""
+        if self._roster.version != self._version:
+            self._version = self._roster.version
+            self._follow_workers()
+        for worker, subscribers in self._subscribers.items():
+            for subscriber in subscribers:
+                subscriber.look(now)
+            up = self._is_up(worker)
+            if worker.reports_prefixes and not up:
+                self._lose(worker)
+            worker.reports_prefixes = up
+
+    def close(self) -> None:
+        for worker in [*self._endpoints]:
+            self._remove(worker)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _is_up(self, worker: Worker) -> bool:
+        subscribers = self._subscribers[worker]
+        return len(subscribers) == len(self._endpoints[worker]) and all(s.up for s in subscribers)
+
+    def _lose(self, worker: Worker) -> None:
+        """Go on with expectations until the next snapshots."""
+        for subscriber in self._subscribers[worker]:
+            subscriber.journal.lose()
+        for prefixes in self._prefixes[worker]:
+            prefixes.lost()
+
+    def _follow_workers(self) -> None:
+        wanted = {worker: worker.spec.journal for worker in self._roster if worker.spec.journal}
+        for worker, endpoints in [*self._endpoints.items()]:
+            if wanted.get(worker) != endpoints:
+                self._remove(worker)
+        for worker, endpoints in wanted.items():
+            if worker not in self._endpoints:
+                self._endpoints[worker] = endpoints
+                found = (self._subscribe(worker, endpoint) for endpoint in endpoints)
+                made = self._subscribers[worker] = [each for each in found if each is not None]
+                self._prefixes[worker] = self._follow_prefixes(worker, made)
+
+    def _follow_prefixes(
+        self, worker: Worker, subscribers: list[JournalSubscriber]
+    ) -> list[ResidentPrefixes]:
+        index = self._roster.prefixes
+        found = [ResidentPrefixes(index, worker.index) for _ in subscribers]
+        for subscriber, prefixes in zip(subscribers, found, strict=True):
+            prefixes.others = [other for other in found if other is not prefixes]
+            subscriber.journal.listener = prefixes
+        return found
+
+    def _remove(self, worker: Worker) -> None:
+        del self._endpoints[worker]
+        worker.reports_prefixes = False
+        for prefixes in self._prefixes.pop(worker):
+            prefixes.cleared()
+        for subscriber in self._subscribers.pop(worker):
+            subscriber.close()
+
+    def _subscribe(self, worker: Worker, endpoint: str) -> JournalSubscriber | None:
+        import zmq  # takes 3 MB, and most fleets have no journals
+
+        from proxy.journal.subscriber import JournalSubscriber
+
+        if self._context is None:
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        try:
+            return JournalSubscriber(
+                self._context, endpoint, worker.name, key=self._key, clock=self._clock
+            )
+        except zmq.ZMQError as error:
+            logger.error("worker %s: the journal at %s: %s", worker.name, endpoint, error)
+            return None

@@ -1,0 +1,260 @@
+"""The connection to one engine's journal: an XSUB socket in the event loop, which can also send.
+
+ZeroMQ's file descriptor shows only changes of its state, so the socket is read until it is empty,
+and again after each subscription. A connection that breaks is opened again by ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from typing import Final
+
+import msgspec
+import zmq
+
+from proxy.journal.engine_state import EngineJournal
+from proxy.journal.messages import (
+    RUN_BYTES,
+    MalformedMessageError,
+    decode_step,
+    read_position,
+)
+from proxy.journal.snapshot import SnapshotReader
+
+logger = logging.getLogger(__name__)
+
+STEP: Final = b"step"
+# First bytes of what a reader sends.
+UNSUBSCRIBE, SUBSCRIBE, NAME = b"\x00", b"\x01", b"\x02"
+FRAMES: Final = 3  # without the signature
+SILENCE_S: Final = 3.0
+# Between two requests for a snapshot; the first pause again if none was needed for a while.
+FIRST_PAUSE_S, MAX_PAUSE_S, CALM_S = 2.0, 10.0, 30.0
+SIGNATURE_LOG_S: Final = 60.0
+# A step takes about 0.1 ms. The loop serves streams between two groups of messages.
+MAX_MESSAGES_PER_WAKEUP: Final = 8
+MAX_SNAPSHOT_BYTES_PER_WAKEUP: Final = 64 << 10  # 1 ms
+MAX_QUEUED_MESSAGES: Final = 1000
+MAX_MESSAGE_BYTES: Final = 256 << 20
+# An engine whose machine disappears does not close its connection.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 3000, 10_000
+FIRST_RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
+
+
+class JournalSubscriber:
+    """Keeps the replica of one engine current; `look` must be called several times a second."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        worker: str,
+        *,
+        key: bytes | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Connect; raise `zmq.ZMQError` on failure."""
+        self.endpoint = endpoint
+        self.key = key
+        self.journal = EngineJournal()
+        self.bad_signatures = 0
+        self.up = False
+        self._name = f"worker {worker}: the journal at {endpoint}"
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._current_at = clock()  # last time when the replica had all messages
+        self._asked_at = -inf
+        self._ask_at = -inf
+        self._pause_s = FIRST_PAUSE_S
+        self._snapshot_topic: bytes | None = None
+        self._snapshot: SnapshotReader | None = None  # arrived, and not read completely
+        self._planned: asyncio.Handle | None = None  # the next call of `_read`
+        self._logged_late = False
+        self._signature_logged_at = -inf
+        self._logged_run: bytes | None = None  # with a malformed message
+        self._socket = context.socket(zmq.XSUB)
+        try:
+            self._open()
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        self._fd: int = self._socket.FD
+        self._loop.add_reader(self._fd, self._read)
+        self._ask(clock())
+
+    def _open(self) -> None:
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.RECONNECT_IVL, FIRST_RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
+            (zmq.IPV6, int(self.endpoint.startswith("tcp://["))),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(self.endpoint)
+        self._send(SUBSCRIBE + STEP)
+
+    def name(self, request_id: str, name: bytes) -> None:
+        """Name a request for all readers of the journal; without a connection it gets no name."""
+        if self._socket.closed:
+            return
+        message = NAME + self._encode((request_id, name))
+        if self.key is not None:
+            message += hmac.digest(self.key, message, "sha256")
+        self._send(message)
+        self._plan_read()
+
+    def _send(self, message: bytes) -> None:
+        with suppress(zmq.Again):
+            self._socket.send(message, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Disconnect; may be called again."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=0)
+
+    def look(self, now: float) -> None:
+        """Note silence, and ask for a snapshot if one is needed."""
+        if now - self._current_at > SILENCE_S:
+            self._read()  # the loop may have been busy
+        late = now - self._current_at > SILENCE_S
+        if late and not self._logged_late:
+            self._logged_late = True
+            self._log_late()
+        if late or not self.journal.exact:
+            self._ask(now)
+
+    def _log_late(self) -> None:
+        if self.up:
+            self.up = False
+            what = "message" if self.journal.exact else "snapshot"
+            logger.warning("%s is lost: no %s for %.0f s", self._name, what, SILENCE_S)
+        else:  # the engine may still be loading
+            logger.info("%s is not read yet: no snapshot for %.0f s", self._name, SILENCE_S)
+
+    def _ask(self, now: float) -> None:
+        """Subscribe to a snapshot, unless that was done a short time ago."""
+        if now < self._ask_at or self._snapshot is not None:
+            return
+        calm = now - self._asked_at > CALM_S
+        self._pause_s = FIRST_PAUSE_S if calm else min(2 * self._pause_s, MAX_PAUSE_S)
+        self._asked_at = now
+        self._ask_at = now + self._pause_s * random.uniform(0.5, 1.0)
+        self._unsubscribe()
+        self._snapshot_topic = b"snapshot/" + secrets.token_hex(8).encode()
+        self._send(SUBSCRIBE + self._snapshot_topic)
+        self._plan_read()
+
+    def _unsubscribe(self) -> None:
+        if self._snapshot_topic is not None:
+            self._send(UNSUBSCRIBE + self._snapshot_topic)
+            self._snapshot_topic = None
+            self._plan_read()
+
+    def _plan_read(self) -> None:
+        if self._planned is None:
+            self._planned = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        if self._planned is not None:
+            self._planned.cancel()
+            self._planned = None
+        if self._socket.closed:
+            return
+        for _ in range(MAX_MESSAGES_PER_WAKEUP):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._plan_read()
+
+    def _take(self, frames: list[bytes]) -> None:
+        now = self._clock()
+        if self.key is not None and not is_signed(frames, self.key):
+            self._note_bad_signature(now)
+            return
+        try:
+            exact = self._apply(frames)
+        except MalformedMessageError as error:
+            exact = self._lose(frames[1][:RUN_BYTES] if len(frames) > 1 else b"", error)
+        self._continue(now, exact=exact)
+
+    def _apply(self, frames: list[bytes]) -> bool:
+        """Apply a message; return whether the replica is exact."""
+        if len(frames) < FRAMES:
+            raise MalformedMessageError(f"a message has {len(frames)} frames, not {FRAMES}")
+        topic, position, payload = frames[0], read_position(frames[1]), frames[2]
+        if topic == STEP:
+            return self.journal.apply_step(position, decode_step(payload))
+        exact = self.journal.contains(position)
+        if topic == self._snapshot_topic:
+            self._unsubscribe()
+            if not exact:
+                self._snapshot = SnapshotReader(position, payload, self.journal.max_tokens)
+                self._loop.call_soon(self._read_snapshot)
+        return exact
+
+    def _read_snapshot(self) -> None:
+        """Read a part of the snapshot; apply it when it is complete."""
+        if (snapshot := self._snapshot) is None or self._socket.closed:
+            return
+        try:
+            if not snapshot.read(MAX_SNAPSHOT_BYTES_PER_WAKEUP):
+                self._loop.call_soon(self._read_snapshot)
+                return
+            exact = self.journal.apply_snapshot(snapshot)
+        except MalformedMessageError as error:
+            exact = self._lose(snapshot.position.run, error)
+        self._snapshot = None
+        self._continue(self._clock(), exact=exact)
+
+    def _continue(self, now: float, *, exact: bool) -> None:
+        """Note that the replica is current, or ask for a snapshot."""
+        if not exact:
+            self._ask(now)
+            return
+        self._current_at = now
+        self._logged_late = False
+        if not self.up:
+            self.up = True
+            logger.info("%s is read: %d requests", self._name, len(self.journal.requests))
+
+    def _lose(self, run: bytes, error: MalformedMessageError) -> bool:
+        """Log the first malformed message of a run; return False."""
+        if run != self._logged_run:
+            self._logged_run = run
+            logger.error("%s has a message that can't be read: %s", self._name, error)
+        self.journal.lose()
+        return False
+
+    def _note_bad_signature(self, now: float) -> None:
+        self.bad_signatures += 1
+        if now - self._signature_logged_at > SIGNATURE_LOG_S:
+            self._signature_logged_at = now
+            logger.warning(
+                "%s has a wrong signature in %d messages; router.journal.key_file and the "
+                "engine's journal.key_file must have the same content",
+                self._name,
+                self.bad_signatures,
+            )
+
+
+def is_signed(frames: list[bytes], key: bytes) -> bool:
+    """Return whether the fourth frame is the signature of the first three."""
+    if len(frames) != FRAMES + 1:
+        return False
+    digest = hmac.digest(key, b"".join(frames[:FRAMES]), "sha256")
+    return hmac.compare_digest(digest, frames[FRAMES])

@@ -1,0 +1,52 @@
+"""The metrics of the engines' journals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from proxy.metrics.exposition import Family, MetricsPage
+
+UP = Family(
+    "proxy_journal_up",
+    "gauge",
+    "1 while the router reads the journals of all engines of the worker.",
+    ("worker",),
+)
+GAPS = Family(
+    "proxy_journal_gaps",
+    "counter",
+    "Times that a message of the journal was missed or malformed, so that a snapshot was needed.",
+    ("worker",),
+)
+BAD_SIGNATURES = Family(
+    "proxy_journal_bad_signatures",
+    "counter",
+    "Messages of the journal that were dropped because their signature is wrong.",
+    ("worker",),
+)
+REQUESTS = Family(
+    "proxy_journal_requests",
+    "gauge",
+    "Requests in the journal: running, or with blocks in the KV cache.",
+    ("worker",),
+)
+
+
+class JournalCount(NamedTuple):
+    """The numbers of one worker's journals."""
+
+    worker: str
+    up: bool
+    gaps: int
+    bad_signatures: int
+    requests: int
+
+
+def show(page: MetricsPage, counts: Iterable[JournalCount]) -> None:
+    """Add the metrics to a page."""
+    rows = [((count.worker,), count) for count in counts]
+    page.values(UP, ((labels, count.up) for labels, count in rows))
+    page.values(GAPS, ((labels, count.gaps) for labels, count in rows))
+    page.values(BAD_SIGNATURES, ((labels, count.bad_signatures) for labels, count in rows))
+    page.values(REQUESTS, ((labels, count.requests) for labels, count in rows))
