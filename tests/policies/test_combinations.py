@@ -174,6 +174,14 @@ def test_no_turn_is_kept_for_an_overdue_batch_prompt() -> None:
     assert sum(tokens.get(name, 0) for tokens in got for name in "AB") >= 0.95 * 40 * 63
 
 
+def test_no_turn_is_kept_for_a_prompt_of_a_lower_lane() -> None:
+    bench = Bench({"lanes": {}, "rotation": {}})
+    bench.add("urgent", 900, lane="urgent")
+    bench.step()
+    bench.add("normal", 900)
+    assert bench.steps(8) == [{"urgent": 64}] * 8
+
+
 def test_turn_is_not_shared_with_batch_prompts() -> None:
     bench = Bench({"lanes": {}, "rotation": {"chunk": 16}}, budget=256, max_num_seqs=32)
     for number in range(10):

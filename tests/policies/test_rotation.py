@@ -11,7 +11,7 @@ from tests.policies.making import Bench
 from vllm_sched.policies import registry
 from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.rotation import Rotation, RotationSettings
-from vllm_sched.policies.types import EngineFacts, Gate, Step
+from vllm_sched.policies.types import EngineFacts, Gate, LaneCount, Step
 
 
 def rotating(**settings: object) -> dict[str, dict[str, object]]:
@@ -87,6 +87,8 @@ def test_decodes_get_their_tokens_first() -> None:
     bench.add("A", 640)
     bench.add("B", 640)
     assert bench.steps(2) == [{"d": 1, "A": 63}, {"d": 1, "B": 63}]
+    bench.add("s", 20)
+    assert bench.steps(2)[1] == {"d": 1, "B": 43, "s": 20}
 
 
 def test_stream_of_new_prompts_does_not_stop_the_rotation() -> None:
@@ -149,17 +151,33 @@ def test_prompts_of_one_step_do_not_need_the_same_blocks() -> None:
     assert not any(request.num_preemptions for request in requests)
 
 
-def begun(*prefills: FakeRequest) -> Rotation:
+def begun(
+    *prefills: FakeRequest, head: FakeRequest | None = None, decodes: int = 0, chunk: int = 0
+) -> Rotation:
     """Return the policy in a step of 64 tokens, with a KV cache of ten blocks."""
     cache = KvCache(10, [KvGroup(16, 100)])
-    policy = Rotation(EngineFacts(2000, 64, 16, cache), RotationSettings())
-    policy.begin_step(Step(1, 0.0, budget=64, decodes=0, prefills=prefills), {})
+    policy = Rotation(EngineFacts(2000, 64, 16, cache), RotationSettings(chunk=chunk))
+    step = Step(1, 0.0, 64, decodes, prefills, free_slots=16, may_enter=lambda: head)
+    policy.begin_step(step, {"": LaneCount(requests=3)} if chunk else {})
     return policy
 
 
-@pytest.mark.parametrize(("tokens", "gate"), [(80, Gate.OPEN), (81, Gate.CLOSED)])
-def test_prompt_enters_if_the_cache_has_blocks_for_all(tokens: int, gate: Gate) -> None:
-    assert begun(FakeRequest("A", 80)).gate("", FakeRequest("B", tokens), 0.0) is gate
+@pytest.mark.parametrize(
+    ("computed", "tokens", "waited", "gate"),
+    [
+        (0, 80, 0.0, Gate.OPEN),
+        (0, 81, 0.0, Gate.CLOSED),
+        (48, 128, 0.0, Gate.OPEN),
+        (48, 129, 0.0, Gate.CLOSED),
+        (0, 81, 9.9, Gate.CLOSED),
+        (0, 81, 10.0, Gate.OPEN),
+    ],
+)
+def test_prompt_enters_if_the_cache_has_blocks_for_all_or_after_its_bound(
+    computed: int, tokens: int, waited: float, gate: Gate
+) -> None:
+    policy = begun(FakeRequest("A", 80, num_computed_tokens=computed))
+    assert policy.gate("", FakeRequest("B", tokens), waited) is gate
 
 
 def test_tokens_taken_back_go_to_the_next_prompt() -> None:
@@ -167,7 +185,41 @@ def test_tokens_taken_back_go_to_the_next_prompt() -> None:
     policy = begun(first, second)
     assert policy.chunk(first, 0, 64) == 64
     policy.taken_back(first, 20)
+    policy.taken_back(FakeRequest("waiting"), 9)
     assert policy.chunk(second, 0, 64) == 20
+
+
+def test_prompt_that_was_held_until_now_has_its_turn() -> None:
+    """The counts of held requests are of the last step."""
+    first = FakeRequest("A")
+    assert begun(first, head=FakeRequest("B", 40)).chunk(first, 0, 64) == 24
+
+
+@pytest.mark.parametrize(("decodes", "left"), [(0, 0), (64, 1)])
+def test_chunk_is_never_negative(decodes: int, left: int) -> None:
+    """Three turns of 22 tokens exceed a step of 64."""
+    first = FakeRequest("A")
+    head = None if decodes else FakeRequest("B")
+    assert begun(first, head=head, decodes=decodes, chunk=20).chunk(first, 0, 64) == left
+
+
+def test_no_turn_is_kept_for_more_prompts_than_slots() -> None:
+    bench = Bench(rotating(chunk=16), max_num_seqs=2)
+    bench.add("A", 640)
+    bench.step()
+    for name in "BC":
+        bench.add(name, 640)
+    assert bench.step() == {"A": 32, "B": 32}
+
+
+def test_no_turn_is_kept_for_a_prompt_without_room() -> None:
+    bench = Bench(rotating(max_wait_s=1.0), num_blocks=110, scheduler_reserve_full_isl=True)
+    bench.add("A", 1300)
+    bench.steps(10)
+    bench.add("B", 1200)
+    bench.now += 2
+    bench.step()
+    assert bench.steps(8) == [{"A": 64}] * 8
 
 
 def test_overdue_prompt_stops_the_prompts_that_pass_it() -> None:
@@ -199,7 +251,7 @@ def test_overdue_prompt_stops_the_prompts_that_pass_it() -> None:
     since = bench.now
     while "big" not in bench.running:
         flood()
-        assert bench.now - since < 5
+        assert bench.now - since < 1  # both bounds
 
 
 def test_rotation_halves_the_spread_of_eight_equal_prompts() -> None:
