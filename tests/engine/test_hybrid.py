@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "prefill_first": [{}, {"pause_decodes": False}],
     "long_prompt": [{}, {"long_prefill_share": 0.1}, {"max_long_partial_prefills": 2}],
-    "rotation": [{}, {"chunk": 0}, {"order": "shortest"}, {"chunk": 200, "order": "shortest"}],
+    "rotation": [{}, {"chunk": 0}, {"chunk": 200}],
     "chunk_budget": [{}, {"chunk": 16}, {"chunk": 150}],
 }
 COMBINATIONS = [

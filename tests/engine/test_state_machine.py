@@ -354,7 +354,7 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         }
     ),
     "rotation": st.fixed_dictionaries(
-        {"chunk": st.sampled_from([0, 16]), "order": st.sampled_from(["rotate", "shortest"])}
+        {"chunk": st.sampled_from([0, 16]), "max_wait_s": st.sampled_from([0.03, 10.0])}
     ),
     "chunk_budget": st.fixed_dictionaries(
         {

@@ -451,8 +451,8 @@ def test_head_of_a_lane_waits_at_most_its_bound(lane: str | None, key: str) -> N
     [
         {},
         {"long_prompt": {}},
-        {"rotation": {"order": "shortest"}},
-        {"long_prompt": {}, "rotation": {"order": "shortest"}},
+        {"rotation": {}},
+        {"long_prompt": {}, "rotation": {}},
     ],
     ids="+".join,
 )

@@ -65,8 +65,6 @@ class PrefillFirst(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._left = None
         self._pausing = False
-        if not (step.prefills or step.waiting):
-            self._since = None
         if self.prefills_lead and not self._may_starve_decodes(step):
             self._left = max(step.budget - step.decodes, 1)
 
