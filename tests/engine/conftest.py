@@ -47,3 +47,9 @@ def floods(one_process: dict[str, Results]) -> Results:
 def journaled(one_process: dict[str, Results]) -> dict[str, Any]:
     """Return the run with a journal."""
     return one_process["journal"]["all"]
+
+
+@pytest.fixture(scope="session")
+def continued(one_process: dict[str, Results]) -> dict[str, Any]:
+    """Return the responses to requests that were continued, by their parameters."""
+    return one_process["continued"]

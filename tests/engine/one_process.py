@@ -1,7 +1,7 @@
 """Run all tests' scenarios in one real engine: `python -m tests.engine.one_process`.
 
-Prints, as JSON, the results of the arrivals under each set of policies, of each flood, and of the
-arrivals with a journal.
+Prints, as JSON, the results of the arrivals under each set of policies, of each flood, of the
+arrivals with a journal, and of requests that are continued.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ os.environ |= {
 }
 
 from tests.engine.arrivals import SETS
+from tests.engine.continued import serve_in_two_parts
 from tests.engine.floods import play_all
 from tests.engine.journaled import serve_with_journal
 from tests.engine.one_engine import make_engine
@@ -37,6 +38,7 @@ def main() -> None:
         "runs": runs,
         "floods": play_all(engine),
         "journal": {"all": serve_with_journal(engine)},
+        "continued": serve_in_two_parts(engine),
     }
     sys.stdout.write(f"{json.dumps(results)}\n")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.arrivals import ARRIVALS, SETS, seconds_of
+from tests.engine.continued import INEXACT, PARAMETERS
 from vllm_sched.policies import registry
 
 pytestmark = pytest.mark.engine
@@ -32,6 +33,20 @@ def test_journal_has_the_tokens_that_the_engine_returns(
     assert journaled["returned"] == runs["default"]["outputs"]
     assert journaled["published"] == journaled["returned"]
     assert journaled["reasons"] == ["length"] * len(ARRIVALS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_continued_response_equals_the_whole_one(continued: dict[str, Any], name: str) -> None:
+    """Tokens, text and reason of the end are the same."""
+    assert [part for _, part in continued[name]] == [whole for whole, _ in continued[name]]
+    assert any(len(tokens) > 1 for (tokens, _, _), _ in continued[name])
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_penalties_on_output_do_not_count_the_first_tokens(
+    continued: dict[str, Any], name: str
+) -> None:
+    assert [part for _, part in continued[name]] != [whole for whole, _ in continued[name]]
 
 
 def max_prefill_beside_decodes(run: Run) -> int:

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import policy_setup, vllm_compat
+from vllm_sched.engine.continuation import ContinuingScheduler
 from vllm_sched.engine.in_flight import InFlight, StepDone
 from vllm_sched.engine.journal.scheduler import JournaledScheduler
 from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
@@ -152,11 +153,15 @@ class PolicySteps(Upstream):
                 observe(done.result)
 
 
-class PolicyScheduler(SchedulerTelemetry, JournaledScheduler, PolicySteps, AsyncScheduler):
+class PolicyScheduler(
+    SchedulerTelemetry, JournaledScheduler, ContinuingScheduler, PolicySteps, AsyncScheduler
+):
     """Policies on vLLM's asynchronous scheduler, which is vLLM's default."""
 
 
-class SyncPolicyScheduler(SchedulerTelemetry, JournaledScheduler, PolicySteps, Scheduler):
+class SyncPolicyScheduler(
+    SchedulerTelemetry, JournaledScheduler, ContinuingScheduler, PolicySteps, Scheduler
+):
     """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling` and for CPUs."""
 
 

@@ -30,6 +30,7 @@ class StepMessage(NamedTuple):
 
 # Number, id, prompt tokens, name, resident tokens, whether it runs, output tokens.
 SnapshotRow = tuple[int, str, int, bytes, int, bool, list[int]]
+NO_TOKENS: Final[Mapping[str, list[int]]] = MappingProxyType({})
 Outputs = Mapping[int, EngineCoreOutputs]  # by client
 NO_OUTPUTS: Final[Outputs] = MappingProxyType({})
 NO_CHANGES: Final = CacheChanges(False, [], [])
@@ -38,10 +39,15 @@ EMPTY: Final = StepMessage([], [], False, [], [], [], [], [], [], [], [])
 
 class Journal:
     def __init__(
-        self, known: KnownRequests, prefixes: ResidentPrefixes | None, block_tokens: int
+        self,
+        known: KnownRequests,
+        prefixes: ResidentPrefixes | None,
+        block_tokens: int,
+        first_tokens: Mapping[str, list[int]] = NO_TOKENS,
     ) -> None:
         self.block_tokens = block_tokens
         self._known = known
+        self._first_tokens = first_tokens  # of continued requests, by id
         self._prefixes = prefixes  # None: prefix caching is off
         self._arrived: list[tuple[int, str, int]] = []
         self._named: list[tuple[int, bytes]] = []
@@ -122,7 +128,12 @@ class Journal:
                 known.name,
                 known.resident_prefix(),
                 known.request is not None,
-                [] if known.request is None else list(known.request.output_token_ids),
+                self._output_of(known),
             )
             for known in self._known.all()
         ]
+
+    def _output_of(self, known: KnownRequest) -> list[int]:
+        if known.request is None:
+            return []
+        return [*self._first_tokens.get(known.request_id, ()), *known.request.output_token_ids]

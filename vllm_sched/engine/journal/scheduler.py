@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from vllm_sched.engine import policy_setup
-from vllm_sched.engine.journal.journal import Journal
+from vllm_sched.engine.journal.journal import NO_TOKENS, Journal
 from vllm_sched.engine.journal.known_requests import KnownRequests
 from vllm_sched.engine.journal.publisher import Publisher, read_key
 from vllm_sched.engine.journal.resident_prefixes import ResidentPrefixes
@@ -112,4 +112,6 @@ def journal_of(scheduler: Scheduler) -> Journal:
     if scheduler.cache_config.enable_prefix_caching:
         pool = scheduler.kv_cache_manager.block_pool
         prefixes = ResidentPrefixes(pool, group, block_tokens, known)
-    return Journal(known, prefixes, block_tokens)
+    continued = getattr(scheduler, "_continued", None)
+    first_tokens = NO_TOKENS if continued is None else continued.returned
+    return Journal(known, prefixes, block_tokens, first_tokens)

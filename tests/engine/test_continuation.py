@@ -1,0 +1,140 @@
+"""Requests that bring the first tokens of their output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from tests.engine.schedulers import answer, drain, hasher, make_request, make_scheduler
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.journal.scheduler import journal_of
+
+SO_FAR = [11, 12, 13, 14, 15]
+
+
+def continued(prompt: int = 40, output: int = 20, **parameters: Any) -> Request:
+    """Return a request that brings five tokens."""
+    tokens = parameters.pop("tokens", SO_FAR)
+    sampling = SamplingParams(
+        ignore_eos=True, max_tokens=output, extra_args={"output_so_far": tokens}, **parameters
+    )
+    sampling.update_from_generation_config({}, eos_token_id=1)
+    like = make_request(prompt)
+    return Request(
+        request_id=like.request_id,
+        prompt_token_ids=like.prompt_token_ids,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=0.0,
+        block_hasher=hasher(),
+    )
+
+
+def outputs_of(scheduler: Any, request: Request) -> list[list[int]]:
+    """Run to the end; return the tokens of each step."""
+    found = []
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        for of_client in scheduler.update_from_output(output, answer(scheduler, output)).values():
+            found += [
+                each.new_token_ids
+                for each in of_client.outputs
+                if each.request_id == request.request_id and each.new_token_ids
+            ]
+    return found
+
+
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+@pytest.mark.parametrize("policies", [None, {"long_prompt": {}}], ids=["none", "long_prompt"])
+def test_the_tokens_are_computed_and_returned_with_the_first_new_one(
+    kind: type, policies: dict[str, Any] | None
+) -> None:
+    scheduler = make_scheduler(policies, scheduler_cls=kind, budget=16)
+    request = continued(prompt=40, output=8)
+    scheduler.add_request(request)
+    assert request.num_tokens == 45
+    assert outputs_of(scheduler, request) == [[*SO_FAR, 7], [7], [7]]
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_only_one_token_is_missing() -> None:
+    scheduler = make_scheduler()
+    request = continued(output=6)
+    scheduler.add_request(request)
+    assert outputs_of(scheduler, request) == [[*SO_FAR, 7]]
+    assert scheduler._continued.returned == {}
+
+
+def test_the_cached_tokens_are_reused() -> None:
+    scheduler = make_scheduler(prefix_caching=True, budget=256)
+    first = continued(prompt=100, tokens=[7] * 30, output=64)
+    whole = make_request(list(first.prompt_token_ids or ()), output=60)
+    scheduler.add_request(whole)
+    drain(scheduler)
+    scheduler.add_request(first)
+    output = scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 128
+    assert output.scheduled_new_reqs[0].prompt_token_ids == list(first.all_token_ids)
+
+
+def test_min_tokens_counts_all_output() -> None:
+    scheduler = make_scheduler()
+    request = continued(min_tokens=7)
+    given = request.sampling_params
+    scheduler.add_request(request)
+    assert request.sampling_params is not None
+    assert request.sampling_params.min_tokens == 2
+    assert given is not None
+    assert given.min_tokens == 7
+
+
+def test_an_abort_before_the_first_token_leaves_nothing() -> None:
+    scheduler = make_scheduler(budget=16)
+    request = continued()
+    scheduler.add_request(request)
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    scheduler.add_request(make_request(20, output=2))
+    drain(scheduler)
+    assert scheduler._continued._pending == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": []}, {"tokens": "text"}, {"tokens": [1, "2"]}, {"tokens": [-1]},
+        {"tokens": [True]}, {"tokens": [1 << 30]}, {"tokens": [1.0]}, {"output": 5},
+        {"logprobs": 1}, {"prompt_logprobs": 1}, {"prompt": 1996, "output": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_continued_begins_anew(change: dict[str, Any]) -> None:
+    scheduler = make_scheduler()
+    change = {"output": 8, **change}
+    if change["output"] is None:
+        change["output"] = 100
+    request = continued(**change)
+    before = request.num_tokens
+    scheduler.add_request(request)
+    assert request.num_tokens == before
+    assert outputs_of(scheduler, request)[0] == [7]
+
+
+def test_the_journal_has_all_tokens() -> None:
+    scheduler = make_scheduler()
+    journal = journal_of(scheduler)
+    request = continued(prompt=40, output=10)
+    journal.arrived(request)
+    scheduler.add_request(request)
+    assert journal.snapshot()[0][2:] == (40, b"", 0, True, [])
+    published = []
+    for _ in range(3):
+        output = scheduler.schedule()
+        journal.scheduled(output)
+        message = journal.take(scheduler.update_from_output(output, answer(scheduler, output)))
+        assert message is not None
+        published += message.tokens
+    assert published == [*SO_FAR, 7, 7, 7]
+    assert journal.snapshot()[0][6] == published

@@ -1,0 +1,125 @@
+"""Requests that another engine began, and that bring the tokens which it returned.
+
+The tokens (`vllm_xargs: {"output_so_far": [...]}`) are computed as the end of the prompt. They are
+returned again with the first new token, so that the server's text, stop strings, parsers and usage
+are those of one response.
+
+How it fails: to samplers they are part of the prompt. Presence and frequency penalties do not count
+them, and a seed starts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request
+
+OUTPUT_SO_FAR: Final = "output_so_far"
+
+# The next class is either of vLLM's.
+if TYPE_CHECKING:
+
+    class UpstreamOfContinued(Scheduler): ...
+else:
+    UpstreamOfContinued = object
+
+
+class ContinuedRequests:
+    def __init__(self, max_model_len: int, vocabulary: int) -> None:
+        self.returned: dict[str, list[int]] = {}  # first tokens of running requests
+        self._pending: dict[str, list[int]] = {}  # not returned yet
+        self._ended: list[str] = []  # in this step
+        self._max_model_len = max_model_len
+        self._vocabulary = vocabulary
+
+    def begin(self, request: Request) -> None:
+        """Make a request's first output tokens the end of its prompt."""
+        tokens = output_so_far(request)
+        if not tokens or not self._may_continue(request, tokens):
+            return
+        request.append_output_token_ids(tokens)
+        request._output_token_ids.clear()
+        request.prompt_token_ids = [*request._all_token_ids]
+        request.num_prompt_tokens = request.num_tokens
+        request.max_tokens -= len(tokens)
+        parameters = request.sampling_params
+        if parameters is not None and parameters.min_tokens:
+            request.sampling_params = parameters.clone()
+            request.sampling_params.min_tokens = max(parameters.min_tokens - len(tokens), 0)
+        self._pending[request.request_id] = tokens
+
+    def _may_continue(self, request: Request, tokens: list[int]) -> bool:
+        parameters = request.sampling_params
+        return (
+            parameters is not None
+            and parameters.logprobs is None
+            and parameters.prompt_logprobs is None
+            and request.structured_output_request is None
+            and request.prompt_embeds is None
+            and not request.resumable
+            and max(tokens) < self._vocabulary
+            and len(tokens) < request.max_tokens
+            and request.num_tokens + len(tokens) < self._max_model_len
+        )
+
+    def return_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Put the first tokens before the first new one."""
+        if self._pending:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    if output.new_token_ids:
+                        self._put_first(output)
+        for request_id in self._ended:
+            self._pending.pop(request_id, None)
+            self.returned.pop(request_id, None)
+        self._ended.clear()
+
+    def _put_first(self, output: EngineCoreOutput) -> None:
+        if tokens := self._pending.pop(output.request_id, None):
+            output.new_token_ids = tokens + output.new_token_ids
+            self.returned[output.request_id] = tokens
+
+    def end(self, request: Request) -> None:
+        if request.request_id in self._pending or request.request_id in self.returned:
+            self._ended.append(request.request_id)
+
+
+def output_so_far(request: Request) -> list[int]:
+    """Return the tokens that a request brings; none if they are no list of token ids."""
+    extra = request.sampling_params and request.sampling_params.extra_args
+    tokens = (extra or {}).get(OUTPUT_SO_FAR)
+    if not isinstance(tokens, list) or not all(type(t) is int and t >= 0 for t in tokens):
+        return []
+    return tokens
+
+
+class ContinuingScheduler(UpstreamOfContinued):
+    """Continues requests on the scheduler after this class."""
+
+    # vLLM's tests make schedulers without `__init__`.
+    _continued: ContinuedRequests | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vocabulary = self.vllm_config.model_config.get_vocab_size()
+        self._continued = ContinuedRequests(self.max_model_len, vocabulary)
+
+    def add_request(self, request: Request) -> None:
+        if self._continued is not None and request.request_id not in self.requests:
+            self._continued.begin(request)
+        super().add_request(request)
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        if self._continued is not None:
+            self._continued.return_first_tokens(outputs)
+        return outputs
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        freed = super()._free_request(request, *args, **kwargs)
+        if self._continued is not None:
+            self._continued.end(request)
+        return freed
