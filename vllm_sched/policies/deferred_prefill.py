@@ -5,7 +5,7 @@ auto`, requests are held only if the fitted step times predict a gain, and K is 
 A hold also ends if fewer requests wait than fill the batch, and after `max_delay_ms`. Never held:
 mostly cached or preempted requests, requests with remote KV, and the first of several classes of
 service. `itl_ms` limits K and the prompts that enter together.
-Source: deferred prefill, which pauses decodes for a batch of prefills (`exclusive`).
+Source: deferred prefill, which pauses decodes for a batch of prefills (add `prefill_first`).
 Cost per step: O(1), and O(1) for each prefill.
 How it fails: idle slots during a hold cost throughput if the fixed cost is small. A prompt that
 takes longer than `itl_ms` by itself is not split; add `chunk_budget`.
@@ -69,14 +69,13 @@ class DeferredPrefillSettings(Settings):
         gt=0,
         description="maximum time that a request is held; lower it if first tokens are late",
     )
-    exclusive: bool = Field(
-        False,
-        description="decodes pause while prompts are in prefill; for engines whose mixed steps are"
-        " slow",
-    )
-    # Former setting.
+    # Former settings.
     max_delay_steps: int = Field(512, ge=1, description="former; maximum length of a hold in steps")
-    former: ClassVar[Mapping[str, str]] = {"max_delay_steps": "use max_delay_ms"}
+    exclusive: bool = Field(False, description="former; without effect")
+    former: ClassVar[Mapping[str, str]] = {
+        "max_delay_steps": "use max_delay_ms",
+        "exclusive": "it has no effect; add --policy prefill_first to pause decodes",
+    }
 
 
 class DeferredPrefill(Policy):
@@ -100,7 +99,7 @@ class DeferredPrefill(Policy):
             self.lengths,
             itl_s=self._itl_s,
             max_hold_s=self._max_hold_s,
-            exclusive=settings.exclusive,
+            decodes_pause=facts.decodes_pause,
             budget=facts.max_num_batched_tokens,
         )
         self._running_full = facts.max_num_seqs  # running requests when the engine is full
@@ -123,8 +122,7 @@ class DeferredPrefill(Policy):
         settings = self.settings
         departures, max_s = settings.departures, settings.max_delay_ms / 1000
         return FluidEffects(
-            hold=AdmissionHold(None if departures == "auto" else departures, max_s, self._itl_s),
-            longest_pause_s=max_s if settings.exclusive else 0.0,
+            hold=AdmissionHold(None if departures == "auto" else departures, max_s, self._itl_s)
         )
 
     @property
@@ -201,15 +199,6 @@ class DeferredPrefill(Policy):
         self._mixed_in_a_row = 0
         return True
 
-    def pauses_decodes(self, step: Step) -> bool:
-        """Return True during prefill if `exclusive`, at most for the maximum delay."""
-        if not self.settings.exclusive:
-            return False
-        # No pause for a request without KV blocks: only decodes release blocks.
-        if not (step.prefills or (step.refused is None and step.may_enter())):
-            return False
-        return step.paused_s < self._max_hold_s
-
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Return CLOSED during a hold, and if the prompt does not fit into `itl_ms`."""
         if lane != DEFERRABLE:
@@ -236,13 +225,13 @@ class DeferredPrefill(Policy):
         decodes = step.running - len(step.prefills)
         if self._itl_s is None or model is None or not decodes:
             return True
-        pausing = self.settings.exclusive and step.paused_s > 0
+        pausing = self.facts.decodes_pause and step.paused_s > 0
         # The first prompt of a step or pause, and an overdue prompt, may always enter.
         first = not (self._prefill_time.admitted or pausing)
         if first or self._fronts.waited(head.request_id, step.now) >= self._max_hold_s:
             return True
         left = self._itl_s / (1 + self.fit.spread) - self._prefill_time.total_s
-        if self.settings.exclusive:
+        if self.facts.decodes_pause:
             # The gap: pause so far, this step, a decode step.
             shape = StepShape(decodes=decodes, context_tokens=step.context_tokens)
             left -= step.paused_s + model.seconds(shape)

@@ -25,7 +25,7 @@ def test_check_below_its_share_of_k_forgets_the_batches(
         lengths.prefilled(100)
         lengths.departed(100)
     departures = threshold.DepartureThreshold(
-        None, OnlineFit(), lengths, itl_s=None, max_hold_s=1.0, exclusive=False, budget=2048
+        None, OnlineFit(), lengths, itl_s=None, max_hold_s=1.0, decodes_pause=False, budget=2048
     )
     step = 0
     while not departures.checking:

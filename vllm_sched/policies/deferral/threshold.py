@@ -44,7 +44,7 @@ class DepartureThreshold:
         *,
         itl_s: float | None,
         max_hold_s: float,
-        exclusive: bool,
+        decodes_pause: bool,
         budget: int,
     ) -> None:
         self.k = departures or 1
@@ -55,7 +55,7 @@ class DepartureThreshold:
         self._lengths = lengths
         self._itl_s = itl_s
         self._max_hold_s = max_hold_s
-        self._exclusive = exclusive
+        self._decodes_pause = decodes_pause
         self._budget = budget
         self._next_estimate = ESTIMATE_INTERVAL_STEPS  # step index
         self._errors_s: list[float] = []  # measured minus predicted time of a check's batches
@@ -95,7 +95,9 @@ class DepartureThreshold:
         if self.checking and self._estimate(self._as_checked(model), slots) < (
             CHECK_CONFIRMS_SHARE * self.k
         ):
-            self._fit.forget("prefill" if self._exclusive else "mixed", WEIGHT_AFTER_FAILED_CHECK)
+            self._fit.forget(
+                "prefill" if self._decodes_pause else "mixed", WEIGHT_AFTER_FAILED_CHECK
+            )
             self._estimates.extend([1] * ESTIMATES_IN_AGREEMENT)
         else:
             self._estimates.append(self._estimate(model, slots))
@@ -112,7 +114,7 @@ class DepartureThreshold:
             slots=slots,
             mean_output=self._lengths.output,
             mean_prompt=self._lengths.prompt,
-            exclusive=self._exclusive,
+            decodes_pause=self._decodes_pause,
             budget=self._budget,
         )
 
@@ -147,4 +149,4 @@ class DepartureThreshold:
 
     @property
     def _fixed_cost(self) -> str:
-        return "prefill_fixed_s" if self._exclusive else "mixed_s"
+        return "prefill_fixed_s" if self._decodes_pause else "mixed_s"
