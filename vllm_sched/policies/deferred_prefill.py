@@ -270,8 +270,6 @@ class DeferredPrefill(Policy):
         elif result.decodes:
             self._mixed_in_a_row = 0
         shape = self.fit.slowest(result.shape, result.others)
-        if tokens:
-            self._threshold.observe(shape, result.seconds)
         self.fit.observe(shape, result.seconds)
 
     def departed(self, request: RequestView, now: float) -> None:
