@@ -302,9 +302,7 @@ class Figures:
         model = WorkerModel(
             name="w", time=profiles.find("a100-8b").time, max_model_len=8192, kv_tokens=10**7,
             max_num_seqs=256, max_num_batched_tokens=10**6,
-            policies={
-                "prefill_first": {}, "deferred_prefill": deferred | {"max_delay_steps": 10**6},
-            },
+            policies={"prefill_first": {}, "deferred_prefill": deferred},
         )  # fmt: skip
         engine = FluidEngine(model)
         for number in range(count):

@@ -13,12 +13,7 @@ from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.deferral import threshold
-from vllm_sched.policies.deferred_prefill import (
-    DEFERRABLE,
-    DIRECT,
-    PROBE_EVERY,
-    DeferredPrefill,
-)
+from vllm_sched.policies.deferred_prefill import DEFERRABLE, DIRECT, PROBE_EVERY, DeferredPrefill
 from vllm_sched.policies.types import EngineFacts, Gate, LaneCount, Step, StepResult
 
 FACTS = EngineFacts(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=32)
@@ -187,13 +182,6 @@ def test_hold_ends_after_max_delay_ms() -> None:
     assert driver.policy.counters()["starvation_releases"] == 1
 
 
-def test_hold_ends_after_max_delay_steps() -> None:
-    driver = holding(departures=8, max_delay_steps=10, max_delay_ms=1e9)
-    gates = [driver.step(free=0) for _ in range(10)]
-    assert gates == [Gate.CLOSED] * 9 + [Gate.OPEN]
-    assert driver.policy.counters()["starvation_releases"] == 1
-
-
 def test_repeated_holds_of_one_request_share_the_bound() -> None:
     driver = Driver(built(departures=2, max_delay_ms=100))
     opened = []
@@ -263,10 +251,10 @@ def test_no_hold_exceeds_the_bound_in_a_thousand_steps() -> None:
 # Requests that are never held
 
 
-def test_cached_remote_and_preempted_requests_are_not_held() -> None:
+def test_remote_and_preempted_requests_are_not_held() -> None:
     policy = holding().policy
     assert policy.lane(FakeRequest("new"), lambda: 0) == DEFERRABLE
-    assert policy.lane(FakeRequest("cached"), lambda: 64) == DIRECT
+    assert policy.lane(FakeRequest("cached"), lambda: 99) == DEFERRABLE
     assert policy.lane(FakeRequest("remote"), lambda: 100) == DIRECT
     assert policy.lane(FakeRequest("back", num_preemptions=1), lambda: 0) == DIRECT
     assert policy.gate(DIRECT, HEAD, 0.0) is Gate.OPEN
@@ -526,16 +514,6 @@ def test_itl_target_does_not_apply_without_decodes() -> None:
     assert driver.gate_for("next") is Gate.OPEN
 
 
-def test_tokens_taken_back_are_available_to_other_requests() -> None:
-    driver = DriverWithItlTarget()
-    driver.step(free=8)
-    long = FakeRequest("long", 2000)
-    driver.policy.chunk(long, 0, 2000)
-    driver.policy.taken_back(long, 1900)
-    driver.policy.admitted(long)
-    assert driver.gate_for("next") is Gate.OPEN
-
-
 def test_uncut_prompts_count_against_the_itl_target() -> None:
     driver = DriverWithItlTarget()
     driver.step(free=8)
@@ -625,8 +603,11 @@ def test_gauges_show_the_fit_and_the_means() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"departures": 0}, "departures=0 is out of range: at least 1 departs; give 1 or more"),
-        ({"departures": 33}, "departures=33 is out of range: no more than max_num_seqs=32"),
+        ({"departures": 0}, "departures=0 is out of range: at least 1 "),
+        (
+            {"departures": 33},
+            "departures=33 is out of range: at least 1 and at most max_num",
+        ),
         ({"departures": "many"}, "departures='many'"),
         ({"itl_ms": 0}, "itl_ms=0"),
         ({"max_delay_ms": -1}, "max_delay_ms=-1"),

@@ -300,9 +300,7 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause:
         1 + math.ceil(math.log(1 - rng.random()) / math.log1p(-1 / mean)) for _ in range(6000)
     ]
     policies: dict[str, dict[str, object]] = {"prefill_first": {}} if decodes_pause else {}
-    policies["deferred_prefill"] = {
-        "departures": threshold, "max_delay_ms": 1e6, "max_delay_steps": 10**6,
-    }  # fmt: skip
+    policies["deferred_prefill"] = {"departures": threshold, "max_delay_ms": 1e6}
     engine = FluidEngine(
         model(time=time, policies=policies, max_num_seqs=slots, kv_tokens=10**7,
               max_num_batched_tokens=10**6)
