@@ -85,6 +85,7 @@ class DeferredPrefill(Policy):
         super().__init__(facts, settings)
         departures = None if settings.departures == "auto" else settings.departures
         _check_departures(departures, facts.max_num_seqs)
+        self._departures = departures
         self.fit = OnlineFit()
         self.lengths = RequestLengths()
         self._itl_s = None if settings.itl_ms is None else settings.itl_ms / 1000
@@ -116,11 +117,7 @@ class DeferredPrefill(Policy):
         self._probing = False
 
     def fluid_effects(self) -> FluidEffects:
-        settings = self.settings
-        departures, max_s = settings.departures, settings.max_delay_ms / 1000
-        return FluidEffects(
-            hold=AdmissionHold(None if departures == "auto" else departures, max_s, self._itl_s)
-        )
+        return FluidEffects(hold=AdmissionHold(self._departures, self._max_hold_s, self._itl_s))
 
     @property
     def threshold(self) -> int:
@@ -255,17 +252,11 @@ class DeferredPrefill(Policy):
         return "probe" if self._probing else "itl"
 
     def gauges(self) -> Mapping[str, float]:
-        threshold = self._threshold
-        shown = {
-            "k": float(threshold.k),
-            "k_best": threshold.best,
-            "holding": float(self.holding),
-        }
-        if self.lengths.known:
-            shown |= {
-                "mean_output_tokens": self.lengths.output,
-                "mean_prompt_tokens": self.lengths.prompt,
-            }
+        threshold, lengths = self._threshold, self.lengths
+        shown = {"k": threshold.k, "k_best": threshold.best, "holding": float(self.holding)}
+        if lengths.known:
+            shown["mean_output_tokens"] = lengths.output
+            shown["mean_prompt_tokens"] = lengths.prompt
         if self.fit.model is not None:
             shown |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
         return shown
