@@ -275,7 +275,7 @@ class Figures:
     def deferred(self) -> None:
         """Draw throughput against K, 8B on an A100 as in the paper: recursion and fluid engine."""
         time = profiles.find("a100-8b").time
-        regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=True)
+        regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
         exact = Recursion(regime)
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.at(k).throughput) for k in drawn]
@@ -298,11 +298,11 @@ class Figures:
 
     def _backlog(self, threshold: int) -> float:
         rng, count = random.Random(0), round(12_000 * max(self.scale, 0.5))
-        deferred = {"departures": threshold, "exclusive": True, "max_delay_ms": 1e6}
+        deferred = {"departures": threshold, "max_delay_ms": 1e6}
         model = WorkerModel(
             name="w", time=profiles.find("a100-8b").time, max_model_len=8192, kv_tokens=10**7,
             max_num_seqs=256, max_num_batched_tokens=10**6,
-            policies={"deferred_prefill": deferred | {"max_delay_steps": 10**6}},
+            policies={"prefill_first": {}, "deferred_prefill": deferred},
         )  # fmt: skip
         engine = FluidEngine(model)
         for number in range(count):

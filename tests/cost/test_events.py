@@ -9,26 +9,26 @@ from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 
 
-def paper(*, exclusive: bool = True) -> Regime:
+def paper(*, decodes_pause: bool = True) -> Regime:
     """Return the theory's example."""
-    return Regime(256, 200.0, 0.010, 6e-5, 0.012, 0.0209, exclusive=exclusive)
+    return Regime(256, 200.0, 0.010, 6e-5, 0.012, 0.0209, decodes_pause=decodes_pause)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("threshold", [1, 13, 26, 128, 256])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_throughput_is_within_one_percent_of_the_recursion(
-    exclusive: bool, threshold: int, seed: int
+    decodes_pause: bool, threshold: int, seed: int
 ) -> None:
-    regime = paper(exclusive=exclusive)
+    regime = paper(decodes_pause=decodes_pause)
     played = play(regime, threshold, seed=seed)
     exact = Recursion(regime).at(threshold)
     assert played.throughput == pytest.approx(exact.throughput, rel=0.01)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
-def test_small_systems_are_within_one_percent_of_the_recursion(exclusive: bool) -> None:
-    regime = Regime(16, 20.0, 0.005, 1e-4, 0.004, 0.001, exclusive=exclusive)
+@pytest.mark.parametrize("decodes_pause", [True, False])
+def test_small_systems_are_within_one_percent_of_the_recursion(decodes_pause: bool) -> None:
+    regime = Regime(16, 20.0, 0.005, 1e-4, 0.004, 0.001, decodes_pause=decodes_pause)
     for threshold in (1, 3, 8):
         played = play(regime, threshold, requests=60_000)
         assert played.throughput == pytest.approx(
@@ -36,11 +36,13 @@ def test_small_systems_are_within_one_percent_of_the_recursion(exclusive: bool) 
         )
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("mean_output", [1.0, 2.0, 10.0])
-def test_runs_of_few_long_rounds_count_whole_rounds(exclusive: bool, mean_output: float) -> None:
+def test_runs_of_few_long_rounds_count_whole_rounds(
+    decodes_pause: bool, mean_output: float
+) -> None:
     """With forty rounds, the prompts of one are more than two percent of the total."""
-    regime = Regime(1024, mean_output, 0.006, 5e-5, 0.006, 0.0079, exclusive=exclusive)
+    regime = Regime(1024, mean_output, 0.006, 5e-5, 0.006, 0.0079, decodes_pause=decodes_pause)
     exact = Recursion(regime)
     for threshold in (1, 300, 1024):
         played = play(regime, threshold)
@@ -67,15 +69,15 @@ def test_same_seed_gives_the_same_run() -> None:
 
 def test_single_slot_matches_a_calculation_by_hand() -> None:
     # One slot: a step of 10 ms per token, and 30 ms of prefill that delays no other request.
-    regime = Regime(1, 5.0, 0.010, 0.0, 0.010, 0.020, exclusive=True)
+    regime = Regime(1, 5.0, 0.010, 0.0, 0.010, 0.020, decodes_pause=True)
     played = play(regime, 1, requests=1000, alike=True)
     assert played.itl_max_s == pytest.approx(0.010)
     assert played.throughput == pytest.approx(1 / (5 * 0.010 + 0.030), rel=0.01)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
-def test_free_prefill_still_admits_prompts(exclusive: bool) -> None:
-    regime = Regime(16, 20.0, 0.005, 1e-4, 0.0, 0.0, exclusive=exclusive)
+@pytest.mark.parametrize("decodes_pause", [True, False])
+def test_free_prefill_still_admits_prompts(decodes_pause: bool) -> None:
+    regime = Regime(16, 20.0, 0.005, 1e-4, 0.0, 0.0, decodes_pause=decodes_pause)
     for threshold in (1, 4):
         played = play(regime, threshold)
         assert played.throughput == pytest.approx(

@@ -11,9 +11,9 @@ from vllm_sched.cost.recursion import Recursion, binomial
 from vllm_sched.cost.regime import Regime, expected_batch
 
 
-def regime(*, exclusive: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:
+def regime(*, decodes_pause: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:
     """Return a small system."""
-    return Regime(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, exclusive=exclusive)
+    return Regime(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, decodes_pause=decodes_pause)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_binomial_distribution_is_exact(trials: int, chance: float) -> None:
 
 def test_two_slots_match_a_calculation_by_hand() -> None:
     # From two active: two depart (1/4), one (1/2) or none (1/4), in a step of 10 ms + 1 ms each.
-    system = Regime(2, 2.0, 0.010, 0.001, 0.008, 0.005, exclusive=True)
+    system = Regime(2, 2.0, 0.010, 0.001, 0.008, 0.005, decodes_pause=True)
     at_one = Recursion(system).at(1)
     assert at_one.steps == pytest.approx(4 / 3)
     assert at_one.batch == pytest.approx(4 / 3)
@@ -44,25 +44,25 @@ def test_two_slots_match_a_calculation_by_hand() -> None:
     assert at_two.steps == pytest.approx(4 / 3 + 2 / 3 * 2)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("threshold", [1, 4, 16, 32])
-def test_departures_follow_littles_law(exclusive: bool, threshold: int) -> None:
-    system = regime(exclusive=exclusive)
+def test_departures_follow_littles_law(decodes_pause: bool, threshold: int) -> None:
+    system = regime(decodes_pause=decodes_pause)
     found = Recursion(system).at(threshold)
     # Little's law: departures per step are active slots over the mean output.
-    steps = found.steps + (0 if exclusive else 1)
+    steps = found.steps + (0 if decodes_pause else 1)
     assert found.batch == pytest.approx(steps * found.active / system.mean_output, rel=1e-6)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
-def test_best_threshold_is_the_maximum_over_all(exclusive: bool) -> None:
-    exact = Recursion(regime(exclusive=exclusive))
+@pytest.mark.parametrize("decodes_pause", [True, False])
+def test_best_threshold_is_the_maximum_over_all(decodes_pause: bool) -> None:
+    exact = Recursion(regime(decodes_pause=decodes_pause))
     rates = [exact.at(k).throughput for k in range(1, 33)]
     assert exact.best() == 1 + rates.index(max(rates))
 
 
 def test_outputs_of_one_token_depart_together() -> None:
-    found = Recursion(regime(exclusive=True, mean_output=1.0)).at(5)
+    found = Recursion(regime(decodes_pause=True, mean_output=1.0)).at(5)
     assert found.batch == 32
     assert found.steps == 1
 
@@ -80,4 +80,4 @@ def test_expected_batch_time_above_a_floor_matches_sampling(prompts: int) -> Non
 
 
 def test_expected_batch_time_without_a_floor_uses_the_mean_length() -> None:
-    assert expected_batch(regime(exclusive=True), 7) == regime(exclusive=True).batch(7)
+    assert expected_batch(regime(decodes_pause=True), 7) == regime(decodes_pause=True).batch(7)

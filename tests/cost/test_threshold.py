@@ -31,7 +31,7 @@ A100_8B = StepTime(
 def paper(**changes: float) -> Regime:
     """Return the paper's regime, with separate prefill and decode steps."""
     time = StepTime(**{**A100_8B.to_json(), **changes})
-    return Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=True)
+    return Regime.of(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
 
 
 def mixed(delta: float, *, slots: int = 256, mean_output: float = 200) -> Regime:
@@ -74,12 +74,12 @@ def test_example_of_the_theory() -> None:
     assert to_run(regime) == 13
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("slots", [8, 32, 128, 256])
 @pytest.mark.parametrize("mean_output", [16.0, 64.0, 200.0, 1000.0])
 @pytest.mark.parametrize("fixed_s", [0.0, 0.0005, 0.003, 0.012, 0.060])
 def test_closed_form_loses_at_most_one_percent(
-    exclusive: bool, slots: int, mean_output: float, fixed_s: float
+    decodes_pause: bool, slots: int, mean_output: float, fixed_s: float
 ) -> None:
     time = StepTime(
         decode_fixed_s=0.010,
@@ -89,7 +89,7 @@ def test_closed_form_loses_at_most_one_percent(
         mixed_s=fixed_s,
     )
     regime = Regime.of(
-        time, slots=slots, mean_output=mean_output, mean_prompt=220, exclusive=exclusive
+        time, slots=slots, mean_output=mean_output, mean_prompt=220, decodes_pause=decodes_pause
     )
     exact = Recursion(regime)
     best, found = exact.best(), closed_form(regime)
@@ -183,19 +183,19 @@ def test_impossible_regime_is_refused(change: dict[str, float], message: str) ->
         Regime.of(A100_8B, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("floor_s", [0.02, 0.05, 0.1])
 @pytest.mark.parametrize("slots", [4, 16, 64, 200])
 @pytest.mark.parametrize("mean_output", [3.0, 13.0, 100.0, 300.0])
 def test_closed_form_with_a_floor_loses_at_most_one_percent(
-    exclusive: bool, floor_s: float, slots: int, mean_output: float
+    decodes_pause: bool, floor_s: float, slots: int, mean_output: float
 ) -> None:
     time = StepTime(
         decode_fixed_s=0.010, decode_s=1e-4, prefill_fixed_s=0.011, mixed_s=0.002, prefill_s=1e-4,
         floor_s=floor_s,
     )  # fmt: skip
     regime = Regime.of(
-        time, slots=slots, mean_output=mean_output, mean_prompt=150, exclusive=exclusive
+        time, slots=slots, mean_output=mean_output, mean_prompt=150, decodes_pause=decodes_pause
     )
     exact = Recursion(regime)
     best, found = exact.best(), closed_form(regime)

@@ -22,7 +22,7 @@ SETS: dict[str, dict[str, Any] | None] = {
     "long_prompt": {
         "long_prompt": {"long_prefill_token_threshold": 81, "max_num_partial_prefills": 4}
     },
-    "deferred_prefill": {"deferred_prefill": {"departures": 2, "exclusive": True}},
+    "deferred_prefill": {"prefill_first": {}, "deferred_prefill": {"departures": 2}},
     "rotation": {"rotation": {"chunk": 64}},
     "chunk_budget": {"chunk_budget": {"chunk": 32}},
     "chunk_budget, itl": {"chunk_budget": {"itl_ms": 3.0, "ttft_ms": 200.0}},

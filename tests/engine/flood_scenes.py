@@ -34,7 +34,7 @@ SCENES: dict[str, dict[str, Any]] = {
         "held": (40, 4, None),
         "held_at": 0,
         "shorts": (40, 4, None),
-        "policy": {"departures": 6, "max_delay_steps": 10**6},
+        "policy": {"departures": 6},
         "bounded": {"max_delay_ms": 1000 * BOUND_S},
         "unbounded": {"max_delay_ms": 1000 * NEVER_S},
     },

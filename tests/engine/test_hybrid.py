@@ -382,7 +382,7 @@ def test_shorts_pass_a_long_prompt_without_room(groups: Sequence[KVCacheSpec]) -
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize(
     "policies",
-    [{"prefill_first": {}}, {"deferred_prefill": {"departures": 2, "exclusive": True}}],
+    [{"prefill_first": {}}, {"prefill_first": {}, "deferred_prefill": {"departures": 2}}],
     ids="+".join,
 )
 def test_decodes_are_not_paused_for_a_prompt_without_room(

@@ -382,7 +382,7 @@ def question(name: str, *, priority: int = 0) -> Any:
     ("policies", "longs", "others"),
     [
         ({"long_prompt": {}, "rotation": {}}, 1, []),
-        ({"long_prompt": {}, "deferred_prefill": {"exclusive": True}}, 1, []),
+        ({"long_prompt": {}, "deferred_prefill": {}}, 1, []),
         ({"long_prompt": {}, "lanes": {}}, 1, [(20, 0), (20, -1), (20, -1)]),
         ({"long_prompt": {"max_long_partial_prefills": 2}}, 2, [(19_000, 0)]),
     ],

@@ -38,7 +38,7 @@ EAGER: dict[str, list[dict[str, Any]]] = {
     "prefill_first": [{}, {"pause_decodes": False}, {"max_pause_s": 0.2}],
     "lanes": [{}, {"batch_share": 0.05}],
     "long_prompt": [{}, {"max_long_partial_prefills": 2}, {"long_prefill_token_threshold": 100}],
-    "deferred_prefill": [{}, {"departures": 2}, {"departures": 2, "exclusive": True}],
+    "deferred_prefill": [{}, {"departures": 2}],
     "rotation": [{}, {"chunk": 16}],
     "chunk_budget": [{}, {"chunk": 8}],
 }

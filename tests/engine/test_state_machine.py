@@ -349,7 +349,6 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "deferred_prefill": st.fixed_dictionaries(
         {
             "departures": st.sampled_from([1, 3, "auto"]),
-            "exclusive": st.booleans(),
             "itl_ms": st.sampled_from([None, 5.0, 30.0]),
         }
     ),
@@ -391,12 +390,8 @@ class AnyPolicies(Machine):
     ) -> None:
         """Make the scheduler."""
         self.make(policies, blocks, slots, priority=priority)
-        exclusive = policies.get("deferred_prefill", {}).get("exclusive", False)
-        self.pauses_decodes = "prefill_first" in policies or exclusive
-        # The bound on pauses is the largest of all policies.
-        self.max_pause_s = max(
-            policies.get("prefill_first", {}).get("max_pause_s", 0.0), 1.0 if exclusive else 0.0
-        )
+        self.pauses_decodes = "prefill_first" in policies
+        self.max_pause_s = policies.get("prefill_first", {}).get("max_pause_s", 0.0)
         self.left_out_since: dict[str, float] = {}
         self.kept_steps = 0
         self.waited: dict[Any, float] = {}  # when the step began

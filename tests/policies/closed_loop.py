@@ -1,10 +1,11 @@
-"""A simulated engine with a cost model, one policy and an endless backlog."""
+"""A simulated engine with a cost model, policies and an endless backlog."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
@@ -35,7 +36,7 @@ class FakeRequest:
 class ClosedLoop:
     """Slots that are filled from an endless backlog, as the policy allows."""
 
-    policy: Policy
+    policies: Sequence[Policy]  # only the last has gates
     time: StepTime
     slots: int
     mean_output: float
@@ -63,6 +64,7 @@ class ClosedLoop:
         self._gap_s, self._gap_prompts = 0.0, 0
         self._paused_since: float | None = None
         self._count = 0
+        self.policy = self.policies[-1]
         self._head = self._request()
 
     @property
@@ -101,10 +103,13 @@ class ClosedLoop:
             departed=self._gone,
             paused_s=0.0 if self._paused_since is None else self.now - self._paused_since,
         )
-        step.may_enter = lambda: step.free_slots > 0 and self._gate(running) is not Gate.CLOSED
+        step.may_enter = lambda: (
+            self._head if step.free_slots > 0 and self._gate(running) is not Gate.CLOSED else None
+        )
         lane = policy.lane(self._head, lambda: self._head.cached)
-        policy.begin_step(step, {lane: LaneCount(self.backlog, 0, 1.0)})
-        pauses = policy.pauses_decodes(step)
+        for each in self.policies:
+            each.begin_step(step, {lane: LaneCount(self.backlog, 0, 1.0)})
+        pauses = any(each.pauses_decodes(step) for each in self.policies)
         self._paused_since = (self._paused_since or self.now) if pauses else None
         decodes = 0 if pauses else self._active
         left = self.budget - decodes

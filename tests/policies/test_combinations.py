@@ -11,10 +11,37 @@ import pytest
 from tests.policies.making import Bench, PinnedChunk
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.policies.types import Policy, Settings, Step
 
 PAIRS = list(combinations(registry.POLICIES, 2))
 DEFINED = [pair for pair in PAIRS if pair not in registry.CONFLICTS]
+PAUSES: dict[str, dict[str, object]] = {"prefill_first": {}}
 EVERY = ["lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget"]
+
+
+class PausingSettings(Settings):
+    """The longest pause."""
+
+    max_pause_s: float = 4.0
+
+
+class Pausing(Policy):
+    """A policy of another package that pauses decodes during prefill."""
+
+    name, settings_type = "pausing", PausingSettings
+    settings: PausingSettings
+
+    def pauses_decodes(self, step: Step) -> bool:
+        """Return True while there is prefill to do, within the bound."""
+        wanted = step.prefills or step.may_enter() is not None
+        return bool(wanted) and step.paused_s < self.settings.max_pause_s
+
+
+@pytest.fixture
+def pausing(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Register the policy; return its name."""
+    monkeypatch.setitem(registry.POLICIES, Pausing.name, Pausing)
+    return Pausing.name
 
 
 def _until_gone(bench: Bench, name: str) -> None:
@@ -493,25 +520,19 @@ def test_urgent_prompt_has_its_turn_before_other_lanes() -> None:
     assert bench.step()["urgent"] == 60
 
 
-def test_chunk_budget_does_not_apply_while_decodes_pause() -> None:
-    bench = Bench(
-        {"deferred_prefill": {"departures": 1, "exclusive": True}, "chunk_budget": {"chunk": 10}}
-    )
+def test_chunk_budget_does_not_apply_while_decodes_pause(pausing: str) -> None:
+    bench = Bench({"chunk_budget": {"chunk": 10}, pausing: {}})
     bench.add("d", 10, output=500)
     bench.step()
     bench.add("A", 200)
     assert bench.step() == {"A": 64}
 
 
-@pytest.mark.parametrize(
-    "pausing",
-    [{"prefill_first": {}}, {"deferred_prefill": {"departures": 1, "exclusive": True}}],
-    ids=str,
-)
+@pytest.mark.parametrize("others", [{}, {"deferred_prefill": {"departures": 1}}], ids=str)
 def test_batch_prompt_has_the_whole_step_while_decodes_pause(
-    pausing: dict[str, dict[str, object]],
+    others: dict[str, dict[str, object]],
 ) -> None:
-    bench = Bench({**pausing, "lanes": {"reserve_slots": 0}})
+    bench = Bench({**PAUSES, **others, "lanes": {"reserve_slots": 0}})
     bench.add("d", 10, output=500)
     bench.step()
     bench.add("b", 160, lane="batch")
@@ -519,10 +540,9 @@ def test_batch_prompt_has_the_whole_step_while_decodes_pause(
     assert bench.step() == {"d": 1, "b": 1}
 
 
-def test_long_prompt_has_every_step_while_decodes_pause() -> None:
+def test_long_prompt_has_every_step_while_decodes_pause(pausing: str) -> None:
     """No step without the prompt is made to measure decodes."""
-    exclusive = {"departures": 1, "exclusive": True, "max_delay_ms": 4000.0}
-    bench = Bench({"long_prompt": {}, "deferred_prefill": exclusive}, num_blocks=1000)
+    bench = Bench({"long_prompt": {}, pausing: {}}, num_blocks=1000)
     bench["long_prompt"].size = PinnedChunk(64)
     bench.add("d", 3, output=900)
     bench.step()
@@ -530,13 +550,9 @@ def test_long_prompt_has_every_step_while_decodes_pause() -> None:
     assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
 
 
-def test_two_pausing_policies_keep_the_bound_of_one() -> None:
+def test_two_pausing_policies_keep_the_bound_of_one(pausing: str) -> None:
     bench = Bench(
-        {
-            "prefill_first": {"max_pause_s": 2.0},
-            "deferred_prefill": {"departures": 1, "exclusive": True, "max_delay_ms": 1500},
-        },
-        max_num_seqs=64,
+        {"prefill_first": {"max_pause_s": 2.0}, pausing: {"max_pause_s": 1.5}}, max_num_seqs=64
     )
     bench.add("old", 10, output=500)
     bench.steps(2)
@@ -549,11 +565,24 @@ def test_two_pausing_policies_keep_the_bound_of_one() -> None:
     assert 1.9 < max(gaps) <= 2.0 + 0.21
 
 
-def test_leading_prefills_count_the_pause_of_another_policy() -> None:
+def test_decodes_go_on_while_prompts_wait_for_departures() -> None:
+    bench = Bench({**PAUSES, "deferred_prefill": {"departures": 2}}, max_num_seqs=4)
+    for number in range(4):
+        bench.add(str(number), 10, output=4 + 3 * number)
+    bench.step()
+    for number in range(4):
+        bench.add(f"next {number}", 10, output=9)
+    steps = bench.steps(9)
+    assert bench["deferred_prefill"].facts.decodes_pause
+    assert [len(step) for step in steps] == [4, 4, 4, 3, 3, 3, 2, 4, 4]
+    assert steps[6] == {"next 0": 10, "next 1": 10}
+
+
+def test_leading_prefills_count_the_pause_of_another_policy(pausing: str) -> None:
     bench = Bench(
         {
             "prefill_first": {"pause_decodes": False, "max_pause_s": 5.0},
-            "deferred_prefill": {"departures": 1, "exclusive": True, "max_delay_ms": 1000},
+            pausing: {"max_pause_s": 1.0},
         }
     )
     bench.add("old", 10, output=500)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.policies.closed_loop import ClosedLoop, FakeRequest
@@ -11,21 +13,22 @@ from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.deferral import threshold
-from vllm_sched.policies.deferred_prefill import (
-    DEFERRABLE,
-    DIRECT,
-    PROBE_EVERY,
-    DeferredPrefill,
-)
+from vllm_sched.policies.deferred_prefill import DEFERRABLE, DIRECT, PROBE_EVERY, DeferredPrefill
 from vllm_sched.policies.types import EngineFacts, Gate, LaneCount, Step, StepResult
 
 FACTS = EngineFacts(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=32)
 HEAD = FakeRequest("head")
+PAUSES: dict[str, dict[str, object]] = {"prefill_first": {}}
 
 
 def built(**settings: object) -> DeferredPrefill:
     """Build the policy as the engine does."""
-    (policy,) = registry.build({"deferred_prefill": settings}, FACTS)
+    return built_after({}, **settings)
+
+
+def built_after(others: Mapping[str, Mapping[str, object]], **settings: object) -> DeferredPrefill:
+    """Build the policy in a stack with other policies."""
+    *_, policy = registry.build({**others, "deferred_prefill": settings}, FACTS)
     assert isinstance(policy, DeferredPrefill)
     return policy
 
@@ -179,13 +182,6 @@ def test_hold_ends_after_max_delay_ms() -> None:
     assert driver.policy.counters()["starvation_releases"] == 1
 
 
-def test_hold_ends_after_max_delay_steps() -> None:
-    driver = holding(departures=8, max_delay_steps=10, max_delay_ms=1e9)
-    gates = [driver.step(free=0) for _ in range(10)]
-    assert gates == [Gate.CLOSED] * 9 + [Gate.OPEN]
-    assert driver.policy.counters()["starvation_releases"] == 1
-
-
 def test_repeated_holds_of_one_request_share_the_bound() -> None:
     driver = Driver(built(departures=2, max_delay_ms=100))
     opened = []
@@ -255,51 +251,28 @@ def test_no_hold_exceeds_the_bound_in_a_thousand_steps() -> None:
 # Requests that are never held
 
 
-def test_cached_remote_and_preempted_requests_are_not_held() -> None:
+def test_remote_and_preempted_requests_are_not_held() -> None:
     policy = holding().policy
     assert policy.lane(FakeRequest("new"), lambda: 0) == DEFERRABLE
-    assert policy.lane(FakeRequest("cached"), lambda: 64) == DIRECT
+    assert policy.lane(FakeRequest("cached"), lambda: 99) == DEFERRABLE
     assert policy.lane(FakeRequest("remote"), lambda: 100) == DIRECT
     assert policy.lane(FakeRequest("back", num_preemptions=1), lambda: 0) == DIRECT
     assert policy.gate(DIRECT, HEAD, 0.0) is Gate.OPEN
     assert policy.gate(DEFERRABLE, HEAD, 0.0) is Gate.CLOSED
 
 
-# Exclusive prefill steps
+# Which costs a batch has
 
 
-def pauses_in_step(
-    policy: DeferredPrefill, now: float, *, prefills: int, enters: bool, paused_s: float = 0.0
-) -> bool:
-    """Return whether decodes pause."""
-    step = Step(
-        index=1,
-        now=now,
-        budget=2048,
-        decodes=8,
-        prefills=[FakeRequest(str(n)) for n in range(prefills)],
-        free_slots=4,
-        running=8 + prefills,
-        may_enter=lambda: enters,
-        paused_s=paused_s,
-    )
-    policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
-    return policy.pauses_decodes(step)
-
-
-def test_decodes_pause_for_prefills_only_if_exclusive() -> None:
-    assert not pauses_in_step(built(), 0.0, prefills=1, enters=True)
-    policy = built(exclusive=True)
-    assert pauses_in_step(policy, 0.0, prefills=1, enters=False)
-    assert pauses_in_step(policy, 0.1, prefills=0, enters=True)
-    assert not pauses_in_step(policy, 0.2, prefills=0, enters=False)
-
-
-def test_decodes_pause_at_most_max_delay_ms() -> None:
-    policy = built(exclusive=True, max_delay_ms=500)
-    for paused_s, pauses in ((0.0, True), (0.4999, True), (0.5, False), (0.6, False), (0.0, True)):
-        found = pauses_in_step(policy, 0.0, prefills=1, enters=False, paused_s=paused_s)
-        assert found is pauses
+@pytest.mark.parametrize(
+    ("others", "pause"),
+    [({}, False), (PAUSES, True), ({"prefill_first": {"pause_decodes": False}}, False)],
+    ids=str,
+)
+def test_policy_finds_whether_decodes_pause(
+    others: dict[str, dict[str, object]], pause: bool
+) -> None:
+    assert built_after(others).facts.decodes_pause is pause
 
 
 # Auto
@@ -341,30 +314,39 @@ def a100(**changes: float) -> StepTime:
 
 
 def loop(
-    time: StepTime, settings: dict[str, object], *, slots: int, mean_output: float, noise: float
+    time: StepTime,
+    settings: dict[str, object],
+    *,
+    slots: int,
+    mean_output: float,
+    noise: float,
+    decodes_pause: bool = False,
 ) -> ClosedLoop:
-    """Return a closed loop under this policy."""
-    facts = EngineFacts(32_768, 8192, slots)
-    (policy,) = registry.build({"deferred_prefill": settings}, facts)
-    return ClosedLoop(policy, time, slots, mean_output, 220, noise=noise)
+    """Return a closed loop under this policy, and under `prefill_first` if decodes pause."""
+    config = {**(PAUSES if decodes_pause else {}), "deferred_prefill": settings}
+    policies = registry.build(config, EngineFacts(32_768, 8192, slots))
+    return ClosedLoop(policies, time, slots, mean_output, 220, noise=noise)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_paper_regime_reaches_nine_tenths_of_the_theoretical_gain(
-    exclusive: bool, noise: float
+    decodes_pause: bool, noise: float
 ) -> None:
     time = a100(mixed_s=0.012)
-    regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=exclusive)
+    regime = Regime.of(
+        time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=decodes_pause
+    )
     exact = Recursion(regime)
     theory = exact.at(exact.best()).throughput / exact.at(1).throughput - 1
     rates = {
         departures: loop(
             time,
-            {"departures": departures, "exclusive": exclusive},
+            {"departures": departures},
             slots=256,
             mean_output=200,
             noise=noise,
+            decodes_pause=decodes_pause,
         ).measured(4000, 6000)
         for departures in (1, "auto")
     }
@@ -411,23 +393,34 @@ def test_auto_threshold_is_close_to_the_best_fixed_one(delta: float) -> None:
     assert rates["auto"] >= 0.98 * max(rates.values())
 
 
-def paper_loop(settings: dict[str, object], noise: float = 0.0) -> ClosedLoop:
+def paper_loop(
+    settings: dict[str, object], noise: float = 0.0, *, decodes_pause: bool = False
+) -> ClosedLoop:
     """Return a closed loop with the paper's machine and load."""
-    return loop(a100(mixed_s=0.012), settings, slots=256, mean_output=200, noise=noise)
+    return loop(
+        a100(mixed_s=0.012),
+        settings,
+        slots=256,
+        mean_output=200,
+        noise=noise,
+        decodes_pause=decodes_pause,
+    )
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "decodes_pause"),
     [
-        {"itl_ms": 120.0},
-        {"itl_ms": 200.0, "exclusive": True},
-        {"itl_ms": 120.0, "departures": 26},
-        {"itl_ms": 120.0, "departures": 1},
+        ({"itl_ms": 120.0}, False),
+        ({"itl_ms": 200.0}, True),
+        ({"itl_ms": 120.0, "departures": 26}, False),
+        ({"itl_ms": 120.0, "departures": 1}, False),
     ],
     ids=str,
 )
-def test_no_batch_of_prefills_exceeds_the_itl_target(settings: dict[str, object]) -> None:
-    busy = paper_loop(settings)
+def test_no_batch_of_prefills_exceeds_the_itl_target(
+    settings: dict[str, object], decodes_pause: bool
+) -> None:
+    busy = paper_loop(settings, decodes_pause=decodes_pause)
     busy.run(3000).gaps.clear()
     busy.run(1500)
     target = settings["itl_ms"]
@@ -473,8 +466,10 @@ def test_itl_target_caps_the_departures(departures: object) -> None:
 class DriverWithItlTarget(Driver):
     """A driver whose fit says 10 ms per decode step and 0.1 ms per prompt token."""
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(built(**{"departures": 1, "itl_ms": 52.0, **settings}))
+    def __init__(
+        self, others: Mapping[str, Mapping[str, object]] | None = None, **settings: object
+    ) -> None:
+        super().__init__(built_after(others or {}, **{"departures": 1, "itl_ms": 52.0, **settings}))
         self.policy.fit._model = StepTime(decode_fixed_s=0.010, prefill_s=1e-4)
         self.policy.fit.spread = 0.02
 
@@ -519,16 +514,6 @@ def test_itl_target_does_not_apply_without_decodes() -> None:
     assert driver.gate_for("next") is Gate.OPEN
 
 
-def test_tokens_taken_back_are_available_to_other_requests() -> None:
-    driver = DriverWithItlTarget()
-    driver.step(free=8)
-    long = FakeRequest("long", 2000)
-    driver.policy.chunk(long, 0, 2000)
-    driver.policy.taken_back(long, 1900)
-    driver.policy.admitted(long)
-    assert driver.gate_for("next") is Gate.OPEN
-
-
 def test_uncut_prompts_count_against_the_itl_target() -> None:
     driver = DriverWithItlTarget()
     driver.step(free=8)
@@ -548,7 +533,7 @@ def test_itl_holds_respect_max_delay_ms() -> None:
 
 
 def test_requests_that_arrive_in_a_pause_do_not_prolong_it() -> None:
-    policy = DriverWithItlTarget(exclusive=True).policy
+    policy = DriverWithItlTarget(PAUSES).policy
     for paused_s, enters in ((0.0, True), (0.010, True), (0.029, True), (0.031, False)):
         step = Step(
             index=1, now=paused_s, budget=2048, decodes=8, prefills=(), free_slots=4, running=8,
@@ -576,15 +561,16 @@ def test_threshold_rises_only_after_several_equal_estimates(
     assert thresholds == [1] * 7 + [7, 2]
 
 
-@pytest.mark.parametrize(("slots", "exclusive"), [(32, False), (64, False), (64, True)])
+@pytest.mark.parametrize(("slots", "decodes_pause"), [(32, False), (64, False), (64, True)])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_estimate_of_a_slow_start_is_corrected_soon(
-    slots: int, exclusive: bool, noise: float
+    slots: int, decodes_pause: bool, noise: float
 ) -> None:
     """With batches of one size, their fixed cost is hard to separate from prompts."""
-    slow = {"prefill_fixed_s": 0.050} if exclusive else {"mixed_s": 0.020}
-    settings: dict[str, object] = {"exclusive": exclusive}
-    busy = loop(a100(**slow), settings, slots=slots, mean_output=100, noise=noise)
+    slow = {"prefill_fixed_s": 0.050} if decodes_pause else {"mixed_s": 0.020}
+    busy = loop(
+        a100(**slow), {}, slots=slots, mean_output=100, noise=noise, decodes_pause=decodes_pause
+    )
     busy.run(1000)
     assert busy.policy.gauges()["k"] > 1
     busy.time = a100(prefill_fixed_s=0.0)
@@ -617,8 +603,11 @@ def test_gauges_show_the_fit_and_the_means() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"departures": 0}, "departures=0 is out of range: at least 1 departs; give 1 or more"),
-        ({"departures": 33}, "departures=33 is out of range: no more than max_num_seqs=32"),
+        ({"departures": 0}, "departures=0 is out of range: at least 1 "),
+        (
+            {"departures": 33},
+            "departures=33 is out of range: at least 1 and at most max_num",
+        ),
         ({"departures": "many"}, "departures='many'"),
         ({"itl_ms": 0}, "itl_ms=0"),
         ({"max_delay_ms": -1}, "max_delay_ms=-1"),

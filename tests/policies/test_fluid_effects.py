@@ -56,10 +56,8 @@ def test_each_policy_declares_its_effects(name: str) -> None:
         ),
         (
             "deferred_prefill",
-            {"departures": 4, "exclusive": True, "max_delay_ms": 700.0},
-            FluidEffects(
-                hold=AdmissionHold(departures=4, max_s=0.7, itl_s=None), longest_pause_s=0.7
-            ),
+            {"departures": 4, "max_delay_ms": 700.0},
+            FluidEffects(hold=AdmissionHold(departures=4, max_s=0.7, itl_s=None)),
         ),
     ],
 )

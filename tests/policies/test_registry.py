@@ -53,6 +53,13 @@ def test_former_settings_are_accepted_with_a_warning() -> None:
     ]
 
 
+def test_former_pause_names_the_policy_that_pauses() -> None:
+    given = {"deferred_prefill": {"exclusive": True}}
+    assert registry.build(given, FACTS)
+    (warning,) = registry.former_settings(given)
+    assert "add --policy prefill_first" in warning
+
+
 def test_former_settings_are_not_offered() -> None:
     with pytest.raises(UsageError) as caught:
         registry.parse_settings(["long_prompt"], ["long_prompt.max=1"])

@@ -61,7 +61,7 @@ def play(
             prefill = regime.batch(math.fsum(lengths[ahead]))
             for output in outputs[ahead]:
                 # After a mixed step, decoding starts in the next step.
-                last = step + output - regime.exclusive
+                last = step + output - regime.decodes_pause
                 if last not in ends:
                     heapq.heappush(due, last)
                 ends[last].append(now)
@@ -72,7 +72,7 @@ def play(
             now += (due[0] - step) * regime.decode(active)
             gaps.append((regime.decode(active), (due[0] - step) * active))
             step = due[0]
-        decoding = active + (joining if regime.exclusive else 0)
+        decoding = active + (joining if regime.decodes_pause else 0)
         seconds = regime.decode(decoding)
         now += prefill + seconds
         if active:

@@ -52,7 +52,7 @@ class Recursion:
     def _solve(self, threshold: int) -> ThresholdResult:
         regime = self.regime
         while_held, ends = self._descend({regime.slots: 1.0}, threshold)
-        for _ in range(0 if regime.exclusive else MAX_ROUNDS):
+        for _ in range(0 if regime.decodes_pause else MAX_ROUNDS):
             before = ends
             while_held, ends = self._descend(self._after_batch(ends), threshold)
             if (
@@ -68,10 +68,10 @@ class Recursion:
             prompts = regime.slots - active
             batch += share * prompts
             seconds += share * expected_batch(regime, prompts)
-            if not regime.exclusive:
+            if not regime.decodes_pause:
                 seconds += share * regime.decode(active)
                 worked += share * active
-        work_steps = steps + (0.0 if regime.exclusive else 1.0)
+        work_steps = steps + (0.0 if regime.decodes_pause else 1.0)
         return ThresholdResult(
             throughput=batch / seconds if seconds > 0 else math.inf,
             batch=batch,

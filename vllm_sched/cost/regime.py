@@ -19,9 +19,9 @@ class Regime:
     mean_output: float  # m
     decode_fixed_s: float  # c_d
     decode_s: float  # t_d, per sequence, at a typical context
-    batch_fixed_s: float  # per batch: c_p if exclusive, else delta
+    batch_fixed_s: float  # per batch: c_p if decodes pause, else delta
     prompt_s: float  # per prompt of a batch
-    exclusive: bool = False  # decodes pause during prefill
+    decodes_pause: bool = False  # decodes pause during prefill
     floor_s: float = 0.0  # least cost of a batch
     most: int = 0  # prompts per step; 0 = unlimited
 
@@ -42,7 +42,7 @@ class Regime:
         slots: int,
         mean_output: float,
         mean_prompt: float,
-        exclusive: bool = False,
+        decodes_pause: bool = False,
         budget: int = 0,
     ) -> Self:
         if not (math.isfinite(mean_prompt) and mean_prompt >= 1):
@@ -54,18 +54,18 @@ class Regime:
         # A memoryless output is sampled at its mean length.
         decode = time.decode_s + time.context_s * (mean_prompt + mean_output)
         floor = time.floor_s
-        if not exclusive:
+        if not decodes_pause:
             floor = max(floor - time.decode_fixed_s - decode * slots, 0.0)
         return cls(
             slots=slots,
             mean_output=mean_output,
             decode_fixed_s=time.decode_fixed_s,
             decode_s=decode,
-            batch_fixed_s=time.prefill_fixed_s if exclusive else time.mixed_s,
+            batch_fixed_s=time.prefill_fixed_s if decodes_pause else time.mixed_s,
             prompt_s=time.prompt_fixed_s
             + time.prefill_s * mean_prompt
             + time.pair_s * mean_prompt**2 / 2,
-            exclusive=exclusive,
+            decodes_pause=decodes_pause,
             floor_s=floor,
             most=max(int(budget / mean_prompt), 1) if budget else 0,
         )

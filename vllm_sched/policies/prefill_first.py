@@ -49,6 +49,7 @@ class PrefillFirst(Policy):
 
     def __init__(self, facts: EngineFacts, settings: PrefillFirstSettings) -> None:
         super().__init__(facts, settings)
+        self.decodes_pause = settings.pause_decodes
         self.prefills_lead = not settings.pause_decodes
         self._pausing = False  # decodes pause in this step
         self._since: float | None = None  # when decodes began to wait behind prefills

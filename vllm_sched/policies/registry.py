@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -151,11 +152,13 @@ def build(config: object, facts: EngineFacts) -> list[Policy]:
     for name in config:
         _settings_type(name)
     _refuse_conflicts(config)
-    return [
-        kind(facts, settings_of(name, config[name]))
-        for name, kind in POLICIES.items()
-        if name in config
-    ]
+    policies: list[Policy] = []
+    for name, kind in POLICIES.items():
+        if name in config:
+            policies.append(kind(facts, settings_of(name, config[name])))
+            if policies[-1].decodes_pause:
+                facts = replace(facts, decodes_pause=True)
+    return policies
 
 
 def _refuse_conflicts(config: Mapping[str, object]) -> None:

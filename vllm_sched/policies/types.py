@@ -168,6 +168,7 @@ class EngineFacts:
     cuts_prompts: bool = True  # chunked prefill is enabled
     pipeline_stages: int = 1  # a request decodes once in this many steps
     orders_by_priority: bool = False  # --scheduling-policy priority
+    decodes_pause: bool = False  # an earlier policy pauses decodes during prefill
 
     @property
     def block_tokens(self) -> int:
@@ -190,6 +191,7 @@ class Policy:
     held_reasons: ClassVar[tuple[str, ...]] = ()  # all results of `held_reason`
     arranges: bool = False  # running requests are sorted each step: decodes, then by `rank`
     prefills_lead: bool = False  # prefills precede decodes
+    decodes_pause: bool = False  # decodes pause during prefill
     classes: bool = False  # `service_class` is defined; later policies' limits apply per class
     # Incremented when a decoding request changes class. None disables the engine's class cache.
     reclassed: int | None = None

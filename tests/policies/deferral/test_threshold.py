@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.policies.deferral import threshold
 from vllm_sched.policies.deferral.lengths import RequestLengths
+from vllm_sched.policies.deferral.threshold import CHECK_BATCHES, CHECK_STEPS, DepartureThreshold
 
 
-@pytest.mark.parametrize(("checked", "k"), [(3, 5), (2, 1)])
-def test_check_below_its_share_of_k_forgets_the_batches(
-    checked: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights: list[float] = []
-    found = [*[5] * 7, checked, 5]
-    monkeypatch.setattr(threshold, "to_run", lambda *_, **__: found.pop(0))
-    monkeypatch.setattr(OnlineFit, "forget", lambda _, __, weight: weights.append(weight))
+def learning(monkeypatch: pytest.MonkeyPatch, *, decodes_pause: bool = False) -> DepartureThreshold:
+    """Return a threshold whose every estimate is five."""
+    monkeypatch.setattr(threshold, "to_run", lambda *_, **__: 5)
     monkeypatch.setattr(OnlineFit, "model", StepTime(decode_fixed_s=0.01, prefill_s=1e-4))
     lengths = RequestLengths()
     for _ in range(10):
         lengths.admitted()
         lengths.prefilled(100)
         lengths.departed(100)
-    departures = threshold.DepartureThreshold(
-        None, OnlineFit(), lengths, itl_s=None, max_hold_s=1.0, exclusive=False, budget=2048
+    return DepartureThreshold(
+        None,
+        OnlineFit(),
+        lengths,
+        itl_s=None,
+        max_hold_s=1.0,
+        decodes_pause=decodes_pause,
+        budget=2048,
     )
-    step = 0
-    while not departures.checking:
-        departures.begin_step(step := step + 1, 32)
+
+
+def held(departures: DepartureThreshold, steps: range) -> list[bool]:
+    """Return for each step whether requests may be held."""
+    found = []
+    for step in steps:
+        departures.begin_step(step, 32)
+        found.append(departures.holds)
+    return found
+
+
+def test_checks_suspend_holds_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    departures = learning(monkeypatch)
+    may_hold = held(departures, range(10_000))
     assert departures.k == 5
-    while departures.checking:
+    changes = [step for step, (one, other) in enumerate(pairwise(may_hold), 1) if one != other]
+    begin, *rest = changes
+    checks = list(zip(rest[::2], rest[1::2], strict=False))
+    assert begin == 4 * 64
+    assert all(end - start == CHECK_STEPS for start, end in checks)
+    gaps = [later[0] - sooner[1] for sooner, later in pairwise(checks)]
+    assert len(gaps) >= 3
+    assert gaps == sorted(gaps)
+    assert gaps[0] < gaps[-1]
+
+
+@pytest.mark.parametrize("kind", ["mixed", "prefill"])
+def test_check_forgets_batches_and_ends_after_new_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[tuple[str, float]] = []
+    monkeypatch.setattr(OnlineFit, "forget", lambda _, *what: forgotten.append(what))
+    departures = learning(monkeypatch, decodes_pause=kind == "prefill")
+    step = 0
+    while not departures.holds:
         departures.begin_step(step := step + 1, 32)
-    assert departures.k == k
-    assert len(weights) == (k == 1)
-    assert all(0 < weight < 1 for weight in weights)
+    while departures.holds:
+        departures.begin_step(step := step + 1, 32)
+    assert [name for name, _ in forgotten] == [kind]
+    assert all(0 < weight < 1 for _, weight in forgotten)
+    for number in range(CHECK_BATCHES):
+        monkeypatch.setattr(OnlineFit, "seen", lambda _, name, n=number: n * (name == kind))
+        departures.begin_step(step := step + 1, 32)
+        assert not departures.holds
+    monkeypatch.setattr(OnlineFit, "seen", lambda _, name: CHECK_BATCHES * (name == kind))
+    departures.begin_step(step := step + 1, 32)
+    assert departures.holds

@@ -50,7 +50,7 @@ def test_one_slot_queue_waits_as_m_d_1() -> None:
 def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> None:
     slots, mean, prompt = 16, 20, 32
     time = StepTime(decode_fixed_s=0.01, decode_s=1e-4, prefill_s=1e-5, mixed_s=0.02)
-    policy = {"departures": departures, "max_delay_ms": 1e7, "max_delay_steps": 10_000}
+    policy = {"departures": departures, "max_delay_ms": 1e7}
     engine = ExactEngine(
         worker(time, max_num_seqs=slots, policies={"deferred_prefill": policy}, kv_tokens=10**6)
     )

@@ -115,7 +115,7 @@ POLICIES: list[dict[str, Any]] = [
     {"chunk_budget": {"chunk": 128}},
     {"long_prompt": {"long_prefill_token_threshold": 1500}},
     {"deferred_prefill": {"departures": 2}},
-    {"deferred_prefill": {"departures": 2, "exclusive": True}},
+    {"prefill_first": {}, "deferred_prefill": {"departures": 2}},
     {"deferred_prefill": {}},
 ]
 
@@ -288,8 +288,8 @@ def test_deferred_prefill_is_faster_if_mixed_steps_cost_extra() -> None:
 
 
 @pytest.mark.parametrize("threshold", [1, 8, 16])
-@pytest.mark.parametrize("exclusive", [True, False], ids=["apart", "along"])
-def test_backlog_throughput_matches_the_recursion(threshold: int, exclusive: bool) -> None:
+@pytest.mark.parametrize("decodes_pause", [True, False], ids=["apart", "along"])
+def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause: bool) -> None:
     time = StepTime(
         decode_fixed_s=0.010, decode_s=6e-5, prefill_fixed_s=0.011, prefill_s=9.5e-5, mixed_s=0.011
     )
@@ -299,12 +299,8 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, exclusive: boo
     outputs = [
         1 + math.ceil(math.log(1 - rng.random()) / math.log1p(-1 / mean)) for _ in range(6000)
     ]
-    policies = {
-        "deferred_prefill": {
-            "departures": threshold, "exclusive": exclusive, "max_delay_ms": 1e6,
-            "max_delay_steps": 10**6,
-        }
-    }  # fmt: skip
+    policies: dict[str, dict[str, object]] = {"prefill_first": {}} if decodes_pause else {}
+    policies["deferred_prefill"] = {"departures": threshold, "max_delay_ms": 1e6}
     engine = FluidEngine(
         model(time=time, policies=policies, max_num_seqs=slots, kv_tokens=10**7,
               max_num_batched_tokens=10**6)
@@ -313,7 +309,9 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, exclusive: boo
     found = sorted(last for _, last, _ in ends(play(engine, jobs)).values())
     middle = found[1000:5000]
     throughput = len(middle) / (middle[-1] - middle[0])
-    regime = Regime.of(time, slots=slots, mean_output=mean, mean_prompt=prompt, exclusive=exclusive)
+    regime = Regime.of(
+        time, slots=slots, mean_output=mean, mean_prompt=prompt, decodes_pause=decodes_pause
+    )
     assert throughput == pytest.approx(Recursion(regime).at(threshold).throughput, rel=0.03)
 
 

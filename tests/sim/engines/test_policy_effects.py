@@ -9,7 +9,12 @@ import pytest
 from tests.sim.making import worker
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
-from vllm_sched.policies.fluid_effects import BatchAdmission, FluidEffects, MixedStepLimit
+from vllm_sched.policies.fluid_effects import (
+    AdmissionHold,
+    BatchAdmission,
+    FluidEffects,
+    MixedStepLimit,
+)
 from vllm_sched.policies.types import Policy
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.engines.policy_effects import combined_effects, declared_effects
@@ -47,6 +52,8 @@ def test_the_effects_of_all_policies_apply() -> None:
     )
 
 
-def test_the_last_of_two_pauses_holds() -> None:
-    policies = {"prefill_first": {}, "deferred_prefill": {"exclusive": True, "departures": 2}}
-    assert combined_effects(replace(PLAIN, policies=policies)).longest_pause_s == 1.0
+def test_pauses_and_holds_apply_together() -> None:
+    policies = {"prefill_first": {}, "deferred_prefill": {"departures": 2}}
+    assert combined_effects(replace(PLAIN, policies=policies)) == FluidEffects(
+        longest_pause_s=5.0, hold=AdmissionHold(2, 1.0, None)
+    )

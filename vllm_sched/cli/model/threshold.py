@@ -35,7 +35,7 @@ MAX_SLOTS = 4096
 MAX_MEAN_TOKENS = 10_000_000  # longer than any context
 APART, ALONG = "apart", "riding along"
 MEANING = {
-    APART: "decodes pause during prefills (exclusive, as in the paper)",
+    APART: "decodes pause during prefills (prefill_first, as in the paper)",
     ALONG: "prefill steps also decode (vLLM V1)",
 }
 HEADINGS = (
@@ -226,7 +226,7 @@ def _find(
         slots=args.slots,
         mean_output=args.mean_output,
         mean_prompt=args.mean_prompt,
-        exclusive=name == APART,
+        decodes_pause=name == APART,
         budget=args.budget,
     )
     exact = Recursion(regime)

@@ -19,36 +19,39 @@ class Hold:
     """The state of a hold since it began."""
 
     since: float
+    max_s: float
     slots_full: bool  # the hold began because no slot was free
     refused: str | None  # id of the request that lacked KV blocks
     kv_free: float  # free share at that time
     kv_left: float  # kv_free without admissions during the hold
+    kv_typical: float  # share of a typical request
     departed: int
-    steps: int = 0
 
     @classmethod
-    def begin(cls, step: Step, *, slots_full: bool) -> Self:
-        return cls(step.now, slots_full, step.refused, step.kv_free, step.kv_free, step.departed)
+    def begin(cls, step: Step, *, slots_full: bool, max_s: float, running_full: int) -> Self:
+        free = step.kv_free
+        typical = (1 - free) / running_full
+        return cls(step.now, max_s, slots_full, step.refused, free, free, typical, step.departed)
 
     def begin_step(self, step: Step) -> None:
-        self.steps += 1
         self.departed += step.departed
 
     def fits(self, name: str, kv_share: float) -> bool:
         """Return whether a request of another lane than the refused one fits."""
         return not self.slots_full and name != self.refused and kv_share < self.kv_left
 
-    def end(
-        self, step: Step, waiting: int, *, k: int, progress: float, running_full: int
-    ) -> End | None:
-        """Return why the hold ends, or None; `progress` is its share of the longest hold."""
+    def end(self, step: Step, waiting: int, k: int) -> End | None:
+        """Return why the hold ends, or None."""
+        progress = (step.now - self.since) / self.max_s
         wanted = math.ceil(k * min((1 - progress) / (1 - CONSTANT_K_SHARE), 1.0))
+        if not step.running:
+            return "idle"
+        if progress >= 1:
+            return "overdue"
         if waiting < wanted:
             return "few"
         if (step.free_slots if self.slots_full else self.departed) >= wanted:
             return "departures"
-        if not self.slots_full:
-            typical = (1 - self.kv_free) / running_full
-            if step.kv_free - self.kv_free >= wanted * typical:
-                return "room"
+        if not self.slots_full and step.kv_free - self.kv_free >= wanted * self.kv_typical:
+            return "room"
         return None

@@ -42,12 +42,12 @@ class EngineLoad(Protocol):
 
 
 class Deferral:
-    def __init__(self, model: WorkerModel, hold: AdmissionHold, *, exclusive: bool) -> None:
+    def __init__(self, model: WorkerModel, hold: AdmissionHold, *, decodes_pause: bool) -> None:
         self.on = False
         self.threshold = hold.departures or 1
         self._model = model
         self._hold = hold
-        self._exclusive = exclusive  # decodes pause during prefill
+        self._decodes_pause = decodes_pause  # decodes pause during prefill
         self._since = 0.0
         self._departed = 0
         self._slots_full = True
@@ -112,7 +112,7 @@ class Deferral:
             slots=model.max_num_seqs,
             mean_output=max(self._outputs / self._ended - 1, 1.0),
             mean_prompt=max(self._prompts / self._admitted, 1.0),
-            exclusive=self._exclusive,
+            decodes_pause=self._decodes_pause,
             budget=model.max_num_batched_tokens,
         )
         return to_run(regime, itl_s=self._hold.itl_s, max_delay_s=self._hold.max_s / 2)

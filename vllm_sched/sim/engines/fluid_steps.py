@@ -84,7 +84,7 @@ class FluidSteps:
         self._longs: deque[Task] = deque()
         self._prefills: list[Task] = []
         hold = effects.hold or NO_HOLD
-        self._hold = Deferral(model, hold, exclusive=effects.longest_pause_s > 0)
+        self._hold = Deferral(model, hold, decodes_pause=effects.longest_pause_s > 0)
         self._may_hold = hold.departures != 1
         self._forming, self._members = True, 0
         self._paused_since: float | None = None
