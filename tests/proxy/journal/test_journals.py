@@ -250,6 +250,31 @@ async def test_router_reads_and_reloads_journals(
         await app.stop()
 
 
+async def test_reload_keeps_the_addresses_that_were_chosen_for_a_worker(
+    tmp_path: Path, engines: list[PublishingEngine]
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "model: tiny\nworkers: [{name: a, journal: auto, launch: {}}]\n"
+        "router: {port: 0, admin: {port: 0}}\n"
+    )
+    config = load(file)
+    chosen = {"url": "http://127.0.0.1:9", "journal": (engines[0].endpoint,)}
+    placed = config.workers[0].model_copy(update=chosen)
+    app = App(config.model_copy(update={"workers": (placed,)}), file)
+    await app.start()
+    try:
+        await app.reload()
+        (worker,) = app.fleet.roster
+        assert (worker.url, worker.spec.journal) == (chosen["url"], chosen["journal"])
+        file.write_text(file.read_text().replace("name: a", "name: b"))
+        with pytest.raises(ConfigError) as refused:
+            await app.reload()
+        assert str(refused.value).count("missing, and a reload starts no worker") == 2
+    finally:
+        await app.stop()
+
+
 async def test_stopped_router_reads_no_journal(
     tmp_path: Path, engines: list[PublishingEngine]
 ) -> None:
