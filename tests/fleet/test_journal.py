@@ -23,7 +23,23 @@ from vllm_sched.workers.launch import Worker
 
 BLOCK = 128  # tokens of an engine's block
 BYTES = 512  # of the index's first blocks
-WORDS = "the quick brown fox jumps over a lazy dog while every scheduler waits for memory".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "every",
+    "scheduler",
+    "waits",
+    "for",
+    "memory",
+]
 OUTPUT = 4
 
 
@@ -153,8 +169,12 @@ async def test_predictions_are_near_what_the_engine_finds(cold: Router) -> None:
     assert len(found) == 60
     assert sum(each.found > 0 for each in found) > 40
     off = [each.expected - each.found for each in found]
-    print(sum(abs(o) <= BLOCK for o in off), sum(abs(o) <= BLOCK+e.block_tokens for o,e in zip(off,found)))
-    for e in found: print(e, e.expected-e.found)
+    print(
+        sum(abs(o) <= BLOCK for o in off),
+        sum(abs(o) <= BLOCK + e.block_tokens for o, e in zip(off, found)),
+    )
+    for e in found:
+        print(e, e.expected - e.found)
 
 
 async def test_no_prefix_is_expected_of_new_prompts(cold: Router) -> None:

@@ -58,11 +58,12 @@ class PublishingEngine:
         for _ in range(count):
             self.publisher.step(self.engine)
 
-    def arrive(self, request_id: str, tokens: int, name: bytes) -> int:
+    def arrive(self, request_id: str, tokens: int, name: bytes = b"") -> int:
         """Publish a request that is in the cache as a whole; return its number."""
         number = 1000 + self.engine.number
         self.engine.known[number] = KnownRequest(request_id, tokens, name, tokens)
-        self._publish([[number, request_id, tokens]], [[number, name]], resident=[number, tokens])
+        named = [[number, name]] if name else []
+        self._publish([[number, request_id, tokens]], named, resident=[number, tokens])
         return number
 
     def evict(self, number: int, first: int, last: int) -> None:
@@ -320,6 +321,23 @@ async def test_an_engine_that_reports_prefixes_is_followed_by_two_routers(
     late.close()
     assert held(late_roster.prefixes, text("a", "b")) == {}
     assert not late_worker.reports_prefixes
+
+
+async def test_own_prefixes_are_known_before_the_engine_reports_their_names(
+    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+) -> None:
+    engine = engines[0]
+    worker = roster.add(with_journal("a", engine.endpoint))
+    await until_up(journals, "a")
+    own, other = asked(roster, "ab"), asked(roster, "cd", "y")
+    roster.expect_prefix(own, worker)
+    engine.arrive("chatcmpl-y-00000001", 256)
+    engine.arrive("chatcmpl-x-00000001", 256)
+    for ask in (own, other):
+        roster.prefixes.expect_no_longer(ask.prefix, worker.index)
+    await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
+    assert held(roster.prefixes, text("c", "d")) == {}
+    assert {request.name for request in journals.of(worker)[0].requests.values()} == {b""}
 
 
 async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_truth(
