@@ -23,23 +23,10 @@ from vllm_sched.workers.launch import Worker
 
 BLOCK = 128  # tokens of an engine's block
 BYTES = 512  # of the index's first blocks
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "every",
-    "scheduler",
-    "waits",
-    "for",
-    "memory",
-]
+WORDS = (
+    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "every",
+    "scheduler", "waits", "for", "memory",
+)  # fmt: skip
 OUTPUT = 4
 
 
@@ -168,13 +155,10 @@ async def test_predictions_are_near_what_the_engine_finds(cold: Router) -> None:
         found = await mixed_traffic(cold, client)
     assert len(found) == 60
     assert sum(each.found > 0 for each in found) > 40
-    off = [each.expected - each.found for each in found]
-    print(
-        sum(abs(o) <= BLOCK for o in off),
-        sum(abs(o) <= BLOCK + e.block_tokens for o, e in zip(off, found)),
-    )
-    for e in found:
-        print(e, e.expected - e.found)
+    off = [abs(each.expected - each.found) for each in found]
+    assert sum(tokens <= BLOCK for tokens in off) >= 54, found
+    within = [tokens <= BLOCK + each.block_tokens for tokens, each in zip(off, found, strict=True)]
+    assert sum(within) >= 58, found
 
 
 async def test_no_prefix_is_expected_of_new_prompts(cold: Router) -> None:
@@ -184,12 +168,12 @@ async def test_no_prefix_is_expected_of_new_prompts(cold: Router) -> None:
 
 
 async def test_reset_cache_is_expected_empty(router: Router, request: Any) -> None:
-    prompts = [prompt(72_000 + n, 1500) for n in range(4)]
+    prompts = [prompt(72_000 + n, 4000) for n in range(4)]
     async with router.client() as client:
         for each in prompts:
             await completed(router, client, each)
         warm = [await completed(router, client, each) for each in prompts]
-        assert all(each.expected > 1000 and each.found > 1000 for each in warm)
+        assert all(each.expected > 3000 and each.found > 3000 for each in warm)
         request.getfixturevalue("cold")
         found = [await completed(router, client, each) for each in prompts]
     assert [(each.expected, each.found) for each in found] == [(0, 0)] * 4
@@ -198,7 +182,7 @@ async def test_reset_cache_is_expected_empty(router: Router, request: Any) -> No
 async def test_late_router_makes_the_same_predictions(
     cold: Router, pushing_fleet: FleetConfig, tmp_path: Path
 ) -> None:
-    prompts = [prompt(73_000 + n, 1000 + 300 * n) for n in range(6)]
+    prompts = [prompt(73_000 + n, 3000 + 300 * n) for n in range(6)]
     async with cold.client() as client:
         for each in prompts:
             await completed(cold, client, each)
@@ -218,12 +202,12 @@ async def fill(worker: Worker, seed: int) -> None:
 
 
 async def test_evicted_prefixes_are_not_expected(cold: Router, pushing: Workers) -> None:
-    prompts = [prompt(74_000 + n, 1500) for n in range(4)]
+    prompts = [prompt(74_000 + n, 4000) for n in range(4)]
     async with cold.client() as client:
         for each in prompts:
             await completed(cold, client, each)
         warm = [await completed(cold, client, each) for each in prompts]
-        assert all(each.expected > 1000 for each in warm)
+        assert all(each.expected > 3000 for each in warm)
         await asyncio.gather(
             *(fill(each, 75_000 + 10 * n) for n, each in enumerate(pushing.values()))
         )
