@@ -145,9 +145,8 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
                 f"workers[{index}].launch.cpus",
                 f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from these",
             )
-        places = [("url", worker.url, worker.address)]
-        places += [(f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal)]
-        for key, shown, place in places:
+        journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
+        for key, shown, place in (("url", worker.url, worker.address), *journals):
             if place is not None and (why := _unusable(*place)):
                 yield Problem(
                     f"workers[{index}].{key}",
