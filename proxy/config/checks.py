@@ -12,7 +12,7 @@ from proxy.config.admin import is_loopback
 from proxy.config.models import TransferConfig
 from proxy.config.partial import Check, PartialConfig
 from proxy.config.types import LAST_PORT
-from proxy.config.workers import PoolConfig, WorkerConfig
+from proxy.config.workers import AUTO, PoolConfig, WorkerConfig
 from proxy.errors import Problem
 
 # Flags that `vllm-sched up` sets itself, and where in the file the value is.
@@ -24,8 +24,8 @@ GENERATED_FLAGS = {
     "--api-key": "comes from the worker's api_key",
 }
 POLICY_FLAGS = {
-    "--scheduler-cls": "is set by launch.policies",
-    "--additional-config": "is set by launch.policies",
+    "--scheduler-cls": "is set by launch.policies and journal",
+    "--additional-config": "is set by launch.policies and journal",
 }
 # Each role of a hand-over, and the role that it needs.
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
@@ -129,7 +129,14 @@ def check_journals(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.legible_workers.items():
         for place, endpoint in enumerate(worker.journal):
             path = f"workers[{index}].journal[{place}]"
-            if (other := first.setdefault(endpoint, path)) != path:
+            if endpoint == AUTO:
+                if worker.launch is None or len(worker.journal) > 1:
+                    yield Problem(
+                        path,
+                        "'auto' is the whole journal of a worker with a launch block; give the "
+                        "address of each engine's journal",
+                    )
+            elif (other := first.setdefault(endpoint, path)) != path:
                 yield Problem(path, f"{endpoint!r}: {other} is the same; give each engine its own")
 
 
@@ -139,7 +146,7 @@ def check_launches(draft: PartialConfig) -> Iterator[Problem]:
         if worker.launch is None:
             continue
         path = f"workers[{index}].launch.args"
-        generated = GENERATED_FLAGS | (POLICY_FLAGS if worker.launch.policies else {})
+        generated = GENERATED_FLAGS | (POLICY_FLAGS if worker.sets_scheduler else {})
         for place, flag in enumerate(worker.launch.args):
             name = flag.partition("=")[0].replace("_", "-").partition(".")[0]
             if name in generated:

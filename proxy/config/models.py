@@ -141,8 +141,8 @@ class JournalConfig(Block):
     key_file: FilePath | None = Field(
         None,
         description="File with the secret that signs the journals, the same as the engines' "
-        "journal.key_file; read at the start and at each reload. Messages without a valid "
-        "signature are dropped. If not given, signatures are not checked",
+        "journal.key_file, which `vllm-sched up` sets; read at the start and at each reload. "
+        "Messages without a valid signature are dropped. If not given, signatures are not checked",
     )
 
 

@@ -16,6 +16,7 @@ from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Nam
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
+AUTO = "auto"  # a journal whose address `up` chooses
 QUERY = re.compile(r"(?<=[?#]).+")
 
 
@@ -44,6 +45,8 @@ def _worker_url(url: str) -> str:
 
 def _journal_endpoint(endpoint: str) -> str:
     """Return the address of an engine's journal; raise `ValueError` if none can connect to it."""
+    if endpoint == AUTO:
+        return endpoint
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest.startswith("/"):
         if len(rest.encode()) > MAX_SOCKET_PATH_BYTES:
@@ -174,7 +177,8 @@ class WorkerConfig(Block):
     journal: Annotated[tuple[JournalEndpoint, ...], LIST, BeforeValidator(_as_list)] = Field(
         (),
         description="Where the worker's engine publishes its journal: tcp://host:port or "
-        "ipc:///path; a list with one address per rank for data parallelism",
+        "ipc:///path; a list with one address per rank for data parallelism. `vllm-sched up` "
+        "starts a worker with its journal there; with `auto` on a free port",
     )
     launch: LaunchConfig | None = Field(
         None, description="How `vllm-sched up` starts the worker on this machine"
@@ -195,6 +199,11 @@ class WorkerConfig(Block):
         return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
 
     @property
+    def keys_to_choose(self) -> list[str]:
+        """The keys with addresses that `up` has yet to choose."""
+        return ["url"] * (self.url is None) + ["journal"] * (self.journal == (AUTO,))
+
+    @property
     def stated_max_model_len(self) -> int | None:
         """The context length in the file: `max_model_len`, or the flag in `launch.args`."""
         return self.max_model_len or self.flag_max_model_len
@@ -208,8 +217,17 @@ class WorkerConfig(Block):
     def slots(self) -> int | None:
         """Number of slots: `--max-num-seqs` times the number of data-parallel engines."""
         slots = self._number_of("--max-num-seqs")
-        engines = self._number_of("--data-parallel-size", "-dp")
-        return slots * (engines or 1) if slots else None
+        return slots * self.engines if slots else None
+
+    @property
+    def engines(self) -> int:
+        """Number of data-parallel engines by `launch.args`."""
+        return self._number_of("--data-parallel-size", "-dp") or 1
+
+    @property
+    def sets_scheduler(self) -> bool:
+        """Whether `up` chooses the worker's scheduler."""
+        return self.launch is not None and bool(self.launch.policies or self.journal)
 
     def _number_of(self, *names: str) -> int | None:
         flags = " ".join(self.launch.args if self.launch else ()).replace("=", " ").split()

@@ -15,6 +15,7 @@ from proxy.journal.snapshot import JournalRequest, SnapshotReader
 
 MAX_STREAM_TOKENS: Final = 131_072
 MAX_KEPT_STEPS: Final = 1000
+MAX_OWN_NAMES: Final = 1024
 
 
 class CacheListener(Protocol):
@@ -56,6 +57,7 @@ class EngineJournal:
         self._max_kept_steps = max_kept_steps
         self._kept: deque[tuple[Position, JournalStep]] = deque(maxlen=max_kept_steps)
         self._streams: dict[str, list[int]] = {}  # numbers by possible X-Request-Id
+        self._own_names: dict[str, bytes] = {}  # of requests that have not arrived
 
     def streams(self, request_id: str) -> list[JournalRequest]:
         """Return the running requests with this X-Request-Id: several if it has more sequences."""
@@ -64,6 +66,13 @@ class EngineJournal:
             request = self.requests[number]
             found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
         return found[min(found)] if found else []
+
+    def expect(self, request_id: str, name: bytes) -> None:
+        """Name a request at its arrival; the engine reports names up to a second later."""
+        names = self._own_names
+        names[request_id] = name
+        if len(names) > MAX_OWN_NAMES:
+            del names[next(iter(names))]
 
     def apply_step(self, position: Position, step: JournalStep) -> bool:
         """Apply the next step; return False if a snapshot is needed."""
@@ -134,6 +143,11 @@ class EngineJournal:
             if new.number in requests:
                 raise KeyError(new.number)
             self._add(new.number, JournalRequest(new.id, new.prompt_tokens))
+            if self._own_names and listener is not None:
+                for request_id in request_ids(new.id):
+                    if (name := self._own_names.pop(request_id, None)) is not None:
+                        listener.named(new.number, name, new.prompt_tokens)
+                        break
         for named in step.named:
             request = requests[named.number]
             request.name = named.name

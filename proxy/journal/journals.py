@@ -62,7 +62,7 @@ class Journals:
         for worker, subscribers in self._subscribers.items():
             yield JournalCount(
                 worker.name,
-                up=self._is_up(worker),
+                up=worker.reports_prefixes,
                 gaps=sum(subscriber.journal.gaps for subscriber in subscribers),
                 bad_signatures=sum(subscriber.bad_signatures for subscriber in subscribers),
                 requests=sum(len(subscriber.journal.requests) for subscriber in subscribers),
@@ -82,6 +82,7 @@ class Journals:
         if self._roster.version != self._version:
             self._version = self._roster.version
             self._follow_workers()
+        self._roster.prefixes.drop_ended()
         for worker, subscribers in self._subscribers.items():
             for subscriber in subscribers:
                 subscriber.look(now)

@@ -114,6 +114,7 @@ class JournalSubscriber:
             message += hmac.digest(self.key, message, "sha256")
         self._send(message)
         self._plan_read()
+        self.journal.expect(request_id, name)
 
     def _send(self, message: bytes) -> None:
         with suppress(zmq.Again):

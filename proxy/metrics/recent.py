@@ -43,13 +43,15 @@ class RecentRequest:
     size: str = ""  # its class label
     tenant: str | None = None
     handover: str | None = None  # the hand-over verdict
+    cached_tokens: int = 0  # expected where the prompt was prefilled
+    cached_reported: bool = False  # by that worker's journal; otherwise estimated
 
 
 # A RecentRequest's fields in order: a tuple is cheaper to create.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
-    str, str | None, str | None,
+    str, str | None, str | None, int, bool,
 ]  # fmt: skip
 
 HandoverFields = tuple[str | None, float | None, float | None, float | None]
@@ -71,10 +73,13 @@ class RecentRequests:
     def add(self, ask: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
         worker = predicted_s = whether = None
         legs = NO_HANDOVER
+        cached, reported = 0, False
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
             whether = decision.whether or None
+            cached, reported = decision.cached_tokens, decision.worker.reports_prefixes
             if (handover := decision.handover) is not None:
+                cached, reported = handover.cached_tokens, handover.prefill.reports_prefixes
                 legs = (
                     handover.prefill.name, handover.prefill_s, handover.transfer_s,
                     handover.transferred_s,
@@ -85,6 +90,7 @@ class RecentRequests:
                 done.reason, done.status, ask.body_bytes, ask.prompt_tokens, ask.counted,
                 ask.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
                 done.size, None if ask.tenant is None else ask.tenant.name, whether,
+                cached, reported,
             )
         )  # fmt: skip
 

@@ -313,16 +313,18 @@ class App:
         return changed
 
     def _read_again(self, source: Path) -> FleetConfig:
-        """Read the file; workers without a URL keep the URL that they were started with."""
+        """Read the file; workers keep the addresses that `up` chose for them."""
         config = self._read(source)
-        known = {worker.name: worker.url for worker in self.config.workers}
+        known = {worker.name: worker for worker in self.config.workers}
         workers: list[WorkerConfig] = []
         problems: list[Problem] = []
         for index, worker in enumerate(config.workers):
-            if worker.url is None and known.get(worker.name) is None:
-                why = "missing, and a reload starts no worker; set it, or restart"
-                problems.append(Problem(f"workers[{index}].url", why))
-            workers.append(worker.model_copy(update={"url": worker.url or known.get(worker.name)}))
+            before = known.get(worker.name, worker)
+            chosen = {key: getattr(before, key) for key in worker.keys_to_choose}
+            workers.append(worker.model_copy(update=chosen))
+            why = "missing, and a reload starts no worker; set it, or restart"
+            keys = workers[-1].keys_to_choose
+            problems += [Problem(f"workers[{index}].{key}", why) for key in keys]
         if problems:
             raise ConfigError(str(source), problems)
         return config.model_copy(update={"workers": tuple(workers)})

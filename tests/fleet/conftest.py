@@ -23,6 +23,7 @@ from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, tracing
 # With all paths that vLLM serves for such a model.
 PATHS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--enable-scale-out")
 SEATS, FEW_SEATS = 32, 6
+FEW_BLOCKS = 256
 ARGS = (
     "--max-model-len=16384",
     "--max-num-batched-tokens=512",
@@ -69,6 +70,7 @@ def prefill_and_decode(
     args: tuple[str, ...],
     env: Mapping[str, str] = MappingProxyType({}),
     policies: Mapping[str, Policies] = MappingProxyType({}),
+    journal: tuple[str, ...] = (),
 ) -> FleetConfig:
     """Return a fleet of a prefill and a decode worker, with a processor each if there are two.
 
@@ -79,6 +81,7 @@ def prefill_and_decode(
         WorkerConfig(
             name=f"{role}-0",
             role=role,
+            journal=journal,
             launch=LaunchConfig(
                 model="tiny",
                 args=args,
@@ -200,11 +203,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompilerCache:
 
 @pytest.fixture(scope="session")
 def pushing_fleet(compiled: CompilerCache) -> FleetConfig:
-    """Return two workers of which one pushes to the other, and which together have every policy."""
-    env = {**ALONE, "TORCHINDUCTOR_CACHE_DIR": str(compiled.folder)}
-    args = (*ARGS, f"--max-num-seqs={FEW_SEATS}")
+    """Return two workers of which one pushes to the other, and which together have every policy.
+
+    Both have a journal and a small cache, which can be reset.
+    """
+    env = {**ALONE, "TORCHINDUCTOR_CACHE_DIR": str(compiled.folder), "VLLM_SERVER_DEV_MODE": "1"}
+    args = (*ARGS, f"--max-num-seqs={FEW_SEATS}", f"--num-gpu-blocks-override={FEW_BLOCKS}")
     policies = {"prefill": SETS["in parts"], "decode": SETS["whole"]}
-    return prefill_and_decode(TransferConfig(connector="nixl", mode="push"), args, env, policies)
+    push = TransferConfig(connector="nixl", mode="push")
+    return prefill_and_decode(push, args, env, policies, journal=("auto",))
 
 
 @pytest.fixture(scope="session")

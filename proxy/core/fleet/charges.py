@@ -290,7 +290,7 @@ class Fleet:
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
         if worker.reports_prefixes and lease.ask.prefix:
-            self.roster.prefixes.expect_no_longer(lease.ask.prefix, worker.index)
+            self.roster.prefixes.end(lease.ask.prefix, worker.index)
         self.roster.moved(worker)
         return True
 

@@ -38,6 +38,8 @@ class PrefixIndex:
         self._resident: dict[int, int] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
+        self._ending: list[tuple[tuple[int, ...], int]] = []
+        self._ended: list[tuple[tuple[int, ...], int]] = []  # before the last call
         # Publishes records to other processes.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
@@ -115,8 +117,17 @@ class PrefixIndex:
         _clear(self._resident, block, 1 << worker)
         self.expect_no_longer((block,), worker)
 
+    def end(self, hashes: tuple[int, ...], worker: int) -> None:
+        """Leave the blocks of a request to the worker's journal, which may be a moment behind."""
+        self._ending.append((hashes, worker))
+
+    def drop_ended(self) -> None:
+        """Expect no longer what ended before the previous call."""
+        for hashes, worker in self._ended:
+            self.expect_no_longer(hashes, worker)
+        self._ended, self._ending = self._ending, []
+
     def expect_no_longer(self, hashes: tuple[int, ...], worker: int) -> None:
-        """Leave the blocks of a request that has ended to the worker's journal."""
         bit = 1 << worker
         for block in hashes:
             _clear(self._new, block, bit)

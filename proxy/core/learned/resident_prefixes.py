@@ -65,7 +65,9 @@ class ResidentPrefixes:
         self.block_tokens = block_tokens
 
     def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
-        """Note the hashes of a request; a name that is not ours is ignored."""
+        """Note the hashes of a request once; a name that is not ours is ignored."""
+        if number in self._prompts:
+            return
         prompt = prompt_of(name, prompt_tokens)
         if prompt is None:
             return

@@ -54,5 +54,6 @@ class Score:
     prefill_s: float = 0.0  # of the part not cached
     harm_s: float = 0.0  # delay of running requests
     cached_tokens: int = 0
+    cached_reported: bool = False  # by its journal; otherwise estimated
     note: str = ""
     prefill_by: str = ""  # prefill worker of a hand-over

@@ -154,14 +154,15 @@ def score(worker: Worker, view: View) -> Score:
         own = handing.transfer_s(worker, view)
         harm = costs[0] - wait - own - pace.step_s(worker.decoding)
         by = handing.prefill.name
-        have = handing.cached_tokens
-        return Score(worker.name, costs[0], wait, own, harm, have, prefill_by=by)
+        have, known = handing.cached_tokens, handing.prefill.reports_prefixes
+        return Score(worker.name, costs[0], wait, own, harm, have, known, prefill_by=by)
     total = costs[0]
     cached = worker.cached(view.held)
     prefill = pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
     wait = worker.wait_s(now, for_long=ask.long)
     wait += kv_wait_s(worker, ask, ask.prompt_tokens + ask.expected_output * ask.samples)
-    return Score(worker.name, total, wait, prefill, total - wait - prefill - pace.fixed_s, cached)
+    harm, known = total - wait - prefill - pace.fixed_s, worker.reports_prefixes
+    return Score(worker.name, total, wait, prefill, harm, cached, known)
 
 
 def misfit_s(worker: Worker, view: View) -> float:

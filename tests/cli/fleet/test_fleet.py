@@ -440,6 +440,7 @@ LIVE = {
     "scores": [
         {"worker": "s0", "total": 0.0, "note": "down"},
         {"worker": "l0", "total": 0.5, "wait_s": 0.125, "prefill_s": 0.125, "harm_s": 0.25},
+        {"worker": "l1", "total": 0.75, "cached_tokens": 12_000, "cached_reported": True},
     ],
 }
 
@@ -457,9 +458,10 @@ def test_explain_asks_a_running_router(
     ]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "l0: spill_to_long, first token in about 0.25 s"
-    assert lines[2].split() == ["l0", "0.5000", "0.1250", "0.1250", "0.2500", "0"]
-    assert lines[3].split() == ["s0", "-", "-", "-", "-", "-", "down"]
-    assert len(lines) == 4
+    assert lines[2].split() == ["l0", "0.5000", "0.1250", "0.1250", "0.2500", "0", "(estimated)"]
+    assert lines[3].endswith(" 12,000 (reported)")
+    assert lines[4].split() == ["s0", "-", "-", "-", "-", "-", "down"]
+    assert len(lines) == 5
 
 
 PAIR = {

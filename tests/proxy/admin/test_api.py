@@ -276,6 +276,8 @@ async def test_invalid_filter_is_refused(api: httpx.AsyncClient, query: str) -> 
 
 async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncClient) -> None:
     state.mark_up()
+    for worker in state.router.fleet.roster:
+        worker.reports_prefixes = worker.name == "l0"
     body = {"prompt_tokens": 8000, "max_tokens": 100}
     explained = (await api.post("/admin/explain", json=body)).json()
     assert explained["worker"] == "l0"
@@ -283,6 +285,7 @@ async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncCli
     scores = {score["worker"]: score for score in explained["scores"]}
     assert set(scores) == {"s0", "l0"}
     assert "4096" in scores["s0"]["note"]  # the reason against the worker
+    assert [scores[name]["cached_reported"] for name in ("s0", "l0")] == [False, True]
     short = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
     assert short["worker"] == "s0"
     assert not any(worker.requests for worker in state.router.fleet.roster)  # no charges

@@ -58,11 +58,12 @@ class PublishingEngine:
         for _ in range(count):
             self.publisher.step(self.engine)
 
-    def arrive(self, request_id: str, tokens: int, name: bytes) -> int:
+    def arrive(self, request_id: str, tokens: int, name: bytes = b"") -> int:
         """Publish a request that is in the cache as a whole; return its number."""
         number = 1000 + self.engine.number
         self.engine.known[number] = KnownRequest(request_id, tokens, name, tokens)
-        self._publish([[number, request_id, tokens]], [[number, name]], resident=[number, tokens])
+        named = [[number, name]] if name else []
+        self._publish([[number, request_id, tokens]], named, resident=[number, tokens])
         return number
 
     def evict(self, number: int, first: int, last: int) -> None:
@@ -250,6 +251,31 @@ async def test_router_reads_and_reloads_journals(
         await app.stop()
 
 
+async def test_reload_keeps_the_addresses_that_were_chosen_for_a_worker(
+    tmp_path: Path, engines: list[PublishingEngine]
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "model: tiny\nworkers: [{name: a, journal: auto, launch: {}}]\n"
+        "router: {port: 0, admin: {port: 0}}\n"
+    )
+    config = load(file)
+    chosen = {"url": "http://127.0.0.1:9", "journal": (engines[0].endpoint,)}
+    placed = config.workers[0].model_copy(update=chosen)
+    app = App(config.model_copy(update={"workers": (placed,)}), file)
+    await app.start()
+    try:
+        await app.reload()
+        (worker,) = app.fleet.roster
+        assert (worker.url, worker.spec.journal) == (chosen["url"], chosen["journal"])
+        file.write_text(file.read_text().replace("name: a", "name: b"))
+        with pytest.raises(ConfigError) as refused:
+            await app.reload()
+        assert str(refused.value).count("missing, and a reload starts no worker") == 2
+    finally:
+        await app.stop()
+
+
 async def test_stopped_router_reads_no_journal(
     tmp_path: Path, engines: list[PublishingEngine]
 ) -> None:
@@ -295,6 +321,23 @@ async def test_an_engine_that_reports_prefixes_is_followed_by_two_routers(
     late.close()
     assert held(late_roster.prefixes, text("a", "b")) == {}
     assert not late_worker.reports_prefixes
+
+
+async def test_own_prefixes_are_known_before_the_engine_reports_their_names(
+    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+) -> None:
+    engine = engines[0]
+    worker = roster.add(with_journal("a", engine.endpoint))
+    await until_up(journals, "a")
+    own, other = asked(roster, "ab"), asked(roster, "cd", "y")
+    roster.expect_prefix(own, worker)
+    engine.arrive("chatcmpl-y-00000001", 256)
+    engine.arrive("chatcmpl-x-00000001", 256)
+    for ask in (own, other):
+        roster.prefixes.expect_no_longer(ask.prefix, worker.index)
+    await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
+    assert held(roster.prefixes, text("c", "d")) == {}
+    assert {request.name for request in journals.of(worker)[0].requests.values()} == {b""}
 
 
 async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_truth(

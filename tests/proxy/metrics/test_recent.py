@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 from proxy.core.fleet.leases import Decision, HandoverDecision
@@ -43,6 +44,22 @@ def test_entry_has_all_fields() -> None:
     assert (entry.body_bytes, entry.prompt_tokens, entry.output_tokens) == (400, 100, 20)
     assert (entry.predicted_ttft_s, entry.ttft_s) == (0.2, 0.3)
     assert (entry.duration_s, entry.queue_s) == (1.5, 0.1)
+    assert (entry.cached_tokens, entry.cached_reported) == (0, False)
+
+
+def test_cached_tokens_are_those_of_the_worker_that_prefills() -> None:
+    recent, ask = ring(), RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
+    decode, prefill = (Worker(replace(WORKERS[name].spec), 0) for name in ("s0", "s1"))
+    whole = Decision(decode, Reason.PREFIX, 0.7, cached_tokens=512)
+    handover = HandoverDecision(prefill, 64, 700, prefill_s=0.4, transfer_s=0.2)
+    handed = Decision(decode, Reason.HANDOVER, 0.7, cached_tokens=512, handover=handover)
+    for reporting in (decode, prefill):
+        for worker in (decode, prefill):
+            worker.reports_prefixes = worker is reporting
+        for decision in (whole, handed):
+            recent.add(ask, decision, finished())
+    found = [(entry.cached_tokens, entry.cached_reported) for entry in recent.newest(4)]
+    assert found == [(64, True), (512, False), (64, False), (512, True)]
 
 
 def test_refused_request_has_no_worker() -> None:

@@ -23,6 +23,7 @@ from proxy.core.tenants.tenants import Rank
 from proxy.metrics import registry as metrics_module
 from proxy.metrics import scrape
 from proxy.metrics.exposition import SLICE_LINES
+from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
@@ -470,6 +471,8 @@ def test_all_families_are_written_in_both_formats(
     metrics: Metrics, router: Router, openmetrics: bool
 ) -> None:
     fill_families(metrics, router)
+    count = JournalCount("s0", up=True, gaps=1, bad_signatures=1, requests=1)
+    metrics.journals = lambda: [count]
     found = families(metrics, openmetrics=openmetrics)
     ours = {name for name in found if name.startswith("proxy_")}
     assert ours == {
@@ -492,7 +495,8 @@ def test_all_families_are_written_in_both_formats(
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
         "proxy_phase_seconds", "proxy_worker_breaker_state", "proxy_breaker_openings",
-        "proxy_pool_panic", "proxy_pool_panics",
+        "proxy_pool_panic", "proxy_pool_panics", "proxy_journal_up", "proxy_journal_gaps",
+        "proxy_journal_bad_signatures", "proxy_journal_requests",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

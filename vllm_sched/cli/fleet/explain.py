@@ -272,7 +272,7 @@ def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
         else (
             score.worker,
             *(f"{s:z.4f}" for s in (score.total, score.wait_s, score.prefill_s, score.harm_s)),
-            str(score.cached_tokens),
+            f"{score.cached_tokens:,} ({'reported' if score.cached_reported else 'estimated'})",
             "; ".join(filter(None, (_prefill_by(score), score.note))),
         )
         for score in ordered

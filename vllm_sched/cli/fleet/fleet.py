@@ -13,6 +13,7 @@ from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerCo
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
 from vllm_sched.cli.fleet import demo, explain, up
+from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.wiring import compatibility_problems
 from vllm_sched.cli.plain_text import columns
 from vllm_sched.errors import UsageError
@@ -58,7 +59,8 @@ def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParse
 
 def read(path: Path, *more: Check) -> FleetConfig:
     """Return a fleet file's content, with its launch: blocks checked, which the router skips."""
-    return load(path, also=[policies, compatibility_problems, *more])
+    config = load(path, also=[policies, compatibility_problems, journal_problems, *more])
+    return config.model_copy(update={"workers": tuple(map(with_journal, config.workers))})
 
 
 def files(draft: PartialConfig) -> Iterator[Problem]:
@@ -87,11 +89,11 @@ def _router(path: Path) -> int:
     config = read(path)
     if problems := [
         Problem(
-            f"workers[{index}].url",
+            f"workers[{index}].{key}",
             "is missing, and this command starts no worker; add it, or use `vllm-sched up`",
         )
         for index, worker in enumerate(config.workers)
-        if worker.url is None
+        for key in worker.keys_to_choose
     ]:
         raise ConfigError(str(path), problems)
     from proxy.app import run

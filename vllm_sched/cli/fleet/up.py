@@ -16,8 +16,10 @@ from rich.console import Console
 
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from proxy.config.checks import GENERATED_FLAGS, POLICY_FLAGS
+from proxy.config.workers import AUTO
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.fleet.journals import launched_policies, tcp_address, with_journal
 from vllm_sched.cli.fleet.progress import Progress
 from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
 from vllm_sched.errors import UsageError
@@ -98,13 +100,16 @@ def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) ->
 
 
 def placed(config: FleetConfig) -> FleetConfig:
-    """Return the fleet with a free port for each launched worker without a URL."""
+    """Return the fleet with free ports for launched workers that lack a URL or a journal."""
     workers = []
     for worker in config.workers:
-        url = worker.url
+        url, journal = worker.url, worker.journal
         if url is None and worker.launch is not None:
             url = f"http://{launch.LOOPBACK}:{launch.free_port()}"
-        workers.append(worker.model_copy(update={"url": url}))
+        if journal == (AUTO,):
+            journal = (f"tcp://{launch.LOOPBACK}:{launch.free_port()}",)
+        chosen = worker.model_copy(update={"url": url, "journal": journal})
+        workers.append(with_journal(chosen))
     return config.model_copy(update={"workers": tuple(workers)})
 
 
@@ -127,7 +132,7 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             continue
         if worker.launch is None:
             continue
-        ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.launch.policies else {})
+        ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
         # vLLM makes an object of `--name.key value` and has that one replace ours.
         given = {flag.whole for flag in parse(expanded(worker.launch.args))}
         for name in sorted(ours.keys() & given):
@@ -140,12 +145,14 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
                 f"workers[{index}].launch.cpus",
                 f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from these",
             )
-        if why := _unusable(*worker.address):
-            yield Problem(
-                f"workers[{index}].url",
-                f"{worker.url!r}: a worker started here can't listen on this address ({why}); stop "
-                "the process that does, or choose another port",
-            )
+        journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
+        for key, shown, place in (("url", worker.url, worker.address), *journals):
+            if place is not None and (why := _unusable(*place)):
+                yield Problem(
+                    f"workers[{index}].{key}",
+                    f"{shown!r}: a worker started here can't listen on this address ({why}); stop "
+                    "the process that does, or choose another port",
+                )
 
 
 def _listed(cpus: set[int]) -> str:
@@ -183,7 +190,7 @@ def described(
     if worker.max_model_len and not worker.flag_max_model_len:
         flags += ["--max-model-len", str(worker.max_model_len)]
     return launch.worker(
-        Side.of(told.policies),
+        Side.of(launched_policies(config, worker)),
         model=_model(told.model or served, folder),
         flags=[*flags, *wiring.flags, *told.args],
         host=host,

@@ -129,7 +129,8 @@ class Publisher:
 
     def _answer_readers(self, now: float) -> None:
         with self.lock:
-            self._read_requests()
+            if self._read_requests():
+                self.publish_step()
             if now - self._sent_at >= HEARTBEAT_S:
                 self._publish(self.journal.take() or EMPTY)
             if not self._wanted or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
@@ -143,19 +144,22 @@ class Publisher:
                 self._send(topic, number, payload)
             self._wanted.clear()
 
-    def _read_requests(self) -> None:
-        """Read what readers sent: subscriptions to snapshots, and names of requests."""
+    def _read_requests(self) -> bool:
+        """Read subscriptions to snapshots, and names of requests; return whether names came."""
+        named = False
         for _ in range(MAX_QUEUED):
             if not self._socket.poll(0):
-                return
+                break
             message: bytes = self._socket.recv(zmq.NOBLOCK)
             kind, content = message[:1], message[1:]
             if kind == NAME:
                 self._read_name(message)
+                named = True
             elif kind == UNSUBSCRIBE:
                 self._wanted.discard(content)
             elif is_snapshot(content) and len(self._wanted) < MAX_WANTED:
                 self._wanted.add(content)
+        return named
 
     def _read_name(self, message: bytes) -> None:
         if self._key is not None:

@@ -83,9 +83,10 @@ def test_an_expected_prefix_ends_with_its_request_unless_it_is_resident() -> Non
     engine.index.record(hashes, 0)
     engine.name(1, "a", "b")
     engine.prefixes.resident(1, TOKENS)
-    assert held(engine.index, text("a", "b")) == {0: 2}
-    engine.index.expect_no_longer(hashes, 0)
-    assert held(engine.index, text("a", "b")) == {0: 1}
+    engine.index.end(hashes, 0)
+    for depth in (2, 1):  # the last report may come a moment after the response
+        engine.index.drop_ended()
+        assert held(engine.index, text("a", "b")) == {0: depth}
 
 
 def test_an_eviction_ends_an_expectation() -> None:

@@ -1,0 +1,159 @@
+"""Workers that `vllm-sched up` starts publish the journals that the router reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from proxy.config import FleetConfig
+from proxy.errors import ConfigError
+from tests.cli.fleet.test_up import run_instead_of_router
+from vllm_sched.cli.fleet import fleet, up
+from vllm_sched.cli.main import main
+from vllm_sched.workers import launch
+
+FIRST, SECOND = "tcp://127.0.0.1:15700", "tcp://127.0.0.1:15701"
+RANKS = ["--data-parallel-size=2"]
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe workers of a CPU, where vLLM need not be installed."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+
+
+def written(folder: Path, *workers: dict[str, Any], key_file: Path | None = None) -> Path:
+    journal = {} if key_file is None else {"key_file": str(key_file)}
+    path = folder / "fleet.yaml"
+    path.write_text(
+        yaml.safe_dump({"model": "m", "workers": [*workers], "router": {"journal": journal}})
+    )
+    return path
+
+
+def block(endpoint: str, *args: str, **settings: str) -> dict[str, Any]:
+    """Return a launch block with a journal of its own."""
+    journal = {"endpoint": endpoint, **settings}
+    return {"args": [*args], "policies": {"journal": journal}}
+
+
+def settings_of(config: FleetConfig, folder: Path, index: int = 0) -> dict[str, Any]:
+    """Return the settings with which a worker is started."""
+    command = up.described(config, config.workers[index], folder, folder).command
+    config_json = command[command.index("--additional-config") + 1]
+    settings: dict[str, Any] = json.loads(config_json)["vllm_sched"]
+    return settings
+
+
+def test_worker_publishes_the_journal_of_the_file(tmp_path: Path) -> None:
+    worker = {"name": "a", "journal": FIRST, "launch": {"policies": {"lanes": {}}}}
+    config = up.placed(fleet.read(written(tmp_path, worker)))
+    assert settings_of(config, tmp_path) == {"lanes": {}, "journal": {"endpoint": FIRST}}
+
+
+def test_worker_without_policies_has_a_signed_journal(tmp_path: Path) -> None:
+    path = written(tmp_path, {"name": "a", "journal": FIRST, "launch": {}}, key_file=Path("key"))
+    journal = {"endpoint": FIRST, "key_file": str(Path("key").absolute())}
+    assert settings_of(fleet.read(path), tmp_path) == {"journal": journal}
+
+
+def test_auto_selects_another_free_port_for_each_worker(tmp_path: Path) -> None:
+    workers = [{"name": name, "journal": "auto", "launch": {"args": RANKS}} for name in "ab"]
+    config = up.placed(fleet.read(written(tmp_path, *workers)))
+    journals = [worker.journal for worker in config.workers]
+    assert len({*journals[0], *journals[1]}) == 4
+    for index, (first, second) in enumerate(journals):
+        address, _, port = first.rpartition(":")
+        assert address == "tcp://127.0.0.1"
+        assert second == f"{address}:{int(port) + 1}"
+        assert settings_of(config, tmp_path, index) == {"journal": {"endpoint": first}}
+
+
+@pytest.mark.parametrize(
+    ("worker", "journal"),
+    [
+        ({"launch": block(FIRST)}, [FIRST]),
+        ({"launch": block(FIRST, *RANKS)}, [FIRST, SECOND]),
+        ({"launch": block("ipc:///run/j", *RANKS)}, ["ipc:///run/j", "ipc:///run/j_dp1"]),
+        ({"launch": block("tcp://*:15700")}, [FIRST]),
+        ({"launch": block("tcp://[::]:15700")}, ["tcp://[::1]:15700"]),
+        ({"launch": block("tcp://0.0.0.0:15700"), "journal": "tcp://h:15700"}, ["tcp://h:15700"]),
+        ({"launch": block(FIRST), "journal": FIRST}, [FIRST]),
+        ({"launch": {"args": RANKS}, "journal": FIRST}, [FIRST, SECOND]),
+        ({"launch": {"args": RANKS}, "journal": [FIRST, SECOND]}, [FIRST, SECOND]),
+        ({"launch": {}}, []),
+        ({"url": "http://h:1", "journal": FIRST}, [FIRST]),
+    ],
+)
+def test_router_reads_what_the_worker_publishes(
+    tmp_path: Path, worker: dict[str, Any], journal: list[str]
+) -> None:
+    config = fleet.read(written(tmp_path, {"name": "a", **worker}))
+    assert list(config.workers[0].journal) == journal
+    assert up.placed(config).workers[0].journal == config.workers[0].journal
+
+
+@pytest.mark.parametrize(
+    ("workers", "where", "words"),
+    [
+        ([{"launch": block(FIRST), "journal": SECOND}], "journal", f"listens on {FIRST!r}; give"),
+        ([{"launch": block(FIRST), "journal": "auto"}], "journal", "'auto': launch.policies"),
+        ([{"launch": block("tcp://*:1"), "journal": FIRST}], "journal", "listens on 'tcp://*:1'"),
+        ([{"launch": {}, "journal": [FIRST, SECOND]}], "journal", f"listen on {FIRST}; give the"),
+        ([{"launch": {"args": RANKS}, "journal": "tcp://h:65535"}], "journal", "port 65536"),
+        ([{"launch": {}, "journal": ["auto", FIRST]}], "journal[0]", "'auto' is the whole"),
+        ([{"url": "http://h:1", "journal": "auto"}], "journal[0]", "a worker with a launch"),
+        ([{"launch": block(FIRST)}, {"launch": block(FIRST)}], "journal", "is the same; give"),
+        (
+            [{"launch": block(FIRST, *RANKS)}, {"launch": {}, "journal": SECOND}],
+            "journal", "workers[0].journal is the same",
+        ),
+        (
+            [{"launch": {"args": ["--scheduler-cls=x"]}, "journal": FIRST}],
+            "launch.args[0]", "is set by launch.policies and journal",
+        ),
+    ],
+)  # fmt: skip
+def test_contradictions_are_reported(
+    tmp_path: Path, workers: list[dict[str, Any]], where: str, words: str
+) -> None:
+    named = [{"name": f"w{index}", **worker} for index, worker in enumerate(workers)]
+    with pytest.raises(ConfigError) as refused:
+        fleet.read(written(tmp_path, *named))
+    [line] = str(refused.value).splitlines()
+    assert f"workers[{len(workers) - 1}].{where}: " in line
+    assert words in line
+
+
+@pytest.mark.parametrize(("own", "good"), [("key", True), ("other", False), (None, False)])
+def test_key_of_a_block_is_the_key_of_the_router(
+    tmp_path: Path, own: str | None, good: bool
+) -> None:
+    settings = {} if own is None else {"key_file": str(tmp_path / own)}
+    worker = {"name": "a", "launch": block(FIRST, **settings)}
+    path = written(tmp_path, worker, key_file=tmp_path / "key")
+    if good:
+        assert settings_of(fleet.read(path), tmp_path)["journal"] == {"endpoint": FIRST} | settings
+        return
+    with pytest.raises(ConfigError, match="give both the same file") as refused:
+        fleet.read(path)
+    assert "workers[0].launch.policies: journal.key_file: " in str(refused.value)
+
+
+def test_router_alone_chooses_no_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = {"name": "a", "url": "http://127.0.0.1:9", "journal": "auto", "launch": {}}
+    assert main(["router", str(written(tmp_path, worker))]) == 2
+    assert "workers[0].journal: is missing, and this command" in capsys.readouterr().err
+
+
+def test_port_in_use_is_refused_before_any_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_instead_of_router(monkeypatch, lambda _: 0)
+    worker = {"name": "a", "journal": "tcp://192.0.2.1:15700", "launch": {}}
+    assert main(["up", str(written(tmp_path, worker))]) == 2
+    assert "workers[0].journal[0]: 'tcp://192.0.2.1:15700': " in capsys.readouterr().err
