@@ -14,7 +14,7 @@ DATA_PATH := tests/proxy tests/faults tests/fuzz/test_http.py tests/fuzz/test_bo
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test check explore versions mutants update lint format bench bench-router boards frontier figures fuzz soak starvation reliability sbom audit clean
+.PHONY: help setup demo compare up test check explore versions mutants update lint format bench bench-router boards frontier cache-pressure figures fuzz soak starvation reliability sbom audit clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -82,6 +82,9 @@ boards: setup ## build the dashboards in grafana/dashboards
 frontier: setup ## compare policies and baselines on modelled GPUs; the table and picture are in out/frontier/ (an hour)
 	@mkdir -p out/frontier
 	@$(BIN)/python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier.svg
+
+cache-pressure: setup ## compare what the router knows of the caches, when prefixes do not fit into them (10 min)
+	@$(BIN)/python -m benchmarks.cache_pressure
 
 figures: setup ## draw the figures of docs/evaluation.md in docs/figures (minutes)
 	@$(BIN)/python -m benchmarks.figures --out docs/figures

@@ -1,0 +1,1 @@
+"""What the router gains from knowing the caches, when prefixes do not fit into them."""
