@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
+from proxy.http.sent_text import TextDiffersError
+from proxy.wire.exchange.continuation import DIFFERS
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
     break_off,
@@ -26,7 +28,7 @@ from proxy.wire.exchange.progress import (
     writer_for,
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
-from proxy.wire.exchange.state import PREFILLING, SENT
+from proxy.wire.exchange.state import ANSWERING, PREFILLING, SENT
 from proxy.wire.handover.first_token import says_failed
 from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
@@ -124,6 +126,9 @@ class Attempt:
         """Start the response or a retry."""
         owner, status = self._owner, head.status
         self._head = self._error_body = None
+        if owner.begun is not None:
+            self._continue(now, owner.begun, head)
+            return
         if status == OK and self.handover is None:
             self._head = head  # the body may be one piece
             return
@@ -142,6 +147,35 @@ class Attempt:
         ):
             self._error_body = b""
         self.response = writer_for(owner, head, cached_tokens)
+
+    def _continue(self, now: float, begun: ResponseWriter, head: ResponseHead) -> None:
+        """Take up a stream that another worker began."""
+        if head.status == OK and head.length is None:
+            sent = self._owner.sent_text
+            self._owner.rest = None if sent is None else sent.rest()
+            self.response = begun
+        elif head.status < BAD_REQUEST or not self._retry_after_error(now, head):
+            refusal = self._owner.last_refusal or refusals.no_worker_left("it was refused")
+            self._end_with(now, Outcome.REFUSED, refusal)
+
+    def _rest_of(self, now: float, body: bytes) -> bytes | None:
+        """Return what the client does not have; None if the stream was ended."""
+        owner, rest = self._owner, self._owner.rest
+        if rest is None:
+            return body
+        try:
+            new = rest.feed(body)
+        except TextDiffersError:
+            self._wire.metrics.not_continued(DIFFERS)
+            message = "another worker's response differs from what was sent"
+            self._end_with(now, Outcome.UNFINISHED, refusals.no_worker_left(message))
+            return None
+        if rest.is_reached:
+            owner.rest = None
+            owner.enter(ANSWERING)
+            if self.lease is not None:
+                self._wire.router.leases.first_token(self.lease, now)
+        return new
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
@@ -172,8 +206,13 @@ class Attempt:
             if head is None or (ended and self._passed_whole(now, head, body)):
                 return
             response = self.response = writer_for(owner, head)
+        if owner.rest is not None:
+            rest = self._rest_of(now, body)
+            if rest is None or (not rest and not ended):
+                return
+            body = rest
         if ended:
-            if response.is_cut(owner.route.name, body):
+            if owner.rest is not None or response.is_cut(owner.route.name, body):
                 self.lost(now, WorkerError.RESET)
                 return
             self.connection = None
@@ -288,7 +327,7 @@ class Attempt:
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
         response = self.response
-        if response is None or not response.has_begun:
+        if response is None or not response.has_begun or owner.rest is not None:
             self.response = None
             failed = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
             if failed is None:
@@ -297,7 +336,7 @@ class Attempt:
                 failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
             owner.refuse(now, failed)
             return
-        if self.end_complete_stream(now):
+        if self.end_complete_stream(now) or owner.continue_elsewhere(now, response, error):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
