@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
-from proxy.http.sent_text import TextDiffersError
-from proxy.wire.exchange.continuation import DIFFERS
+from proxy.wire.exchange.continuation import DIFFERENT, rest_of, take_up
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
     break_off,
+    end_stream,
     fast_path,
     finish,
     first_bytes,
@@ -28,7 +28,7 @@ from proxy.wire.exchange.progress import (
     writer_for,
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
-from proxy.wire.exchange.state import ANSWERING, PREFILLING, SENT
+from proxy.wire.exchange.state import PREFILLING, SENT
 from proxy.wire.handover.first_token import says_failed
 from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
@@ -126,13 +126,17 @@ class Attempt:
         """Start the response or a retry."""
         owner, status = self._owner, head.status
         self._head = self._error_body = None
-        if owner.begun is not None:
-            self._continue(now, owner.begun, head)
+        if status == OK and head.length is None and owner.begun is not None:
+            self.response = take_up(owner, owner.begun)
             return
-        if status == OK and self.handover is None:
+        if status == OK and self.handover is None and owner.begun is None:
             self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
+            return
+        if owner.begun is not None:
+            refusal = owner.last_refusal or refusals.no_worker_left("another worker refused it")
+            self._end_with(now, Outcome.REFUSED, refusal)
             return
         handover, cached_tokens = self.handover, None
         if handover is not None:
@@ -147,35 +151,6 @@ class Attempt:
         ):
             self._error_body = b""
         self.response = writer_for(owner, head, cached_tokens)
-
-    def _continue(self, now: float, begun: ResponseWriter, head: ResponseHead) -> None:
-        """Take up a stream that another worker began."""
-        if head.status == OK and head.length is None:
-            sent = self._owner.sent_text
-            self._owner.rest = None if sent is None else sent.rest()
-            self.response = begun
-        elif head.status < BAD_REQUEST or not self._retry_after_error(now, head):
-            refusal = self._owner.last_refusal or refusals.no_worker_left("it was refused")
-            self._end_with(now, Outcome.REFUSED, refusal)
-
-    def _rest_of(self, now: float, body: bytes) -> bytes | None:
-        """Return what the client does not have; None if the stream was ended."""
-        owner, rest = self._owner, self._owner.rest
-        if rest is None:
-            return body
-        try:
-            new = rest.feed(body)
-        except TextDiffersError:
-            self._wire.metrics.not_continued(DIFFERS)
-            message = "another worker's response differs from what was sent"
-            self._end_with(now, Outcome.UNFINISHED, refusals.no_worker_left(message))
-            return None
-        if rest.is_reached:
-            owner.rest = None
-            owner.enter(ANSWERING)
-            if self.lease is not None:
-                self._wire.router.leases.first_token(self.lease, now)
-        return new
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
@@ -207,8 +182,10 @@ class Attempt:
                 return
             response = self.response = writer_for(owner, head)
         if owner.rest is not None:
-            rest = self._rest_of(now, body)
-            if rest is None or (not rest and not ended):
+            rest = rest_of(owner, self.lease, now, body)
+            if rest is None:
+                self._end_with(now, Outcome.UNFINISHED, refusals.no_worker_left(DIFFERENT))
+            if not rest and (rest is None or not ended):
                 return
             body = rest
         if ended:
@@ -322,7 +299,8 @@ class Attempt:
             wire.short_of_room(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
-        if error is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
+        silent = not (self.handover or self._head or self.response)
+        if error is WorkerError.TIMEOUT and silent and _is_only_slow(self.lease, now, connection):
             refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
@@ -347,26 +325,15 @@ class Attempt:
         self._owner.refuse(now, refusal)
         self._wire.settle(now)
 
-    def _is_only_slow(self, now: float, connection: WorkerConnection | None) -> bool:
-        """Return True if another worker would be as slow."""
-        lease = self.lease
-        if lease is None or self.handover is not None or self._head or self.response:
-            return False
-        return connection is not None and connection.is_open and is_only_slow(lease, now)
-
-    # The end
-
     def end_complete_stream(self, now: float) -> bool:
         """End a stream if the client has its last event. Return whether it was ended."""
-        owner, response = self._owner, self.response
+        response = self.response
         if response is None or not response.is_whole:
             return False
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.drop()
-        owner.record.sent_bytes += len(response.end)
-        owner.client.write(response.end)
-        finish(owner, self.lease, now, response)
+        end_stream(self._owner, self.lease, now, response)
         return True
 
     def pause(self) -> None:
@@ -389,3 +356,10 @@ class Attempt:
             connection.drop()
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, outcome)
+
+
+def _is_only_slow(lease: Lease | None, now: float, connection: WorkerConnection | None) -> bool:
+    """Return True if another worker would be as slow."""
+    if lease is None or connection is None or not connection.is_open:
+        return False
+    return is_only_slow(lease, now)

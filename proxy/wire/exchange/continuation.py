@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proxy.core.request.continuable import why_not_continued, with_output
+from proxy.http.sent_text import TextDiffersError
+from proxy.wire.exchange.state import ANSWERING
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 # Reasons, as in metrics.
 NO_TOKENS, OTHER_OUTPUT, TORN = "no_tokens", "other_output", "torn"
 FIELD, NO_WORKER, DIFFERS = "field", "no_worker", "differs"
-REASONS = (NO_TOKENS, OTHER_OUTPUT, TORN, FIELD, NO_WORKER, DIFFERS)
+DIFFERENT = "another worker's response differs from what was sent"
 
 
 def keep_for_continuation(
@@ -61,3 +63,27 @@ def prepare(owner: AttemptOwner, lease: Lease, response: ResponseWriter) -> str:
     request.body = with_output(owner.whole_body, tokens)
     owner.begun = response
     return ""
+
+
+def take_up(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
+    """Expect the other worker's text from its beginning."""
+    owner.rest = None if owner.sent_text is None else owner.sent_text.rest()
+    return begun
+
+
+def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -> bytes | None:
+    """Return what the client does not have; None if the texts differ."""
+    rest = owner.rest
+    if rest is None:
+        return body
+    try:
+        new = rest.feed(body)
+    except TextDiffersError:
+        owner.wire.metrics.not_continued(DIFFERS)
+        return None
+    if rest.is_reached:
+        owner.rest = None
+        owner.enter(ANSWERING)
+        if lease is not None:
+            owner.wire.router.leases.first_token(lease, now)
+    return new

@@ -135,6 +135,15 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
     wire.settle(now)
 
 
+def end_stream(
+    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter
+) -> None:
+    """End a stream whose last event the client has."""
+    owner.record.sent_bytes += len(response.end)
+    owner.client.write(response.end)
+    finish(owner, lease, now, response)
+
+
 def break_off(
     owner: AttemptOwner,
     now: float,

@@ -23,6 +23,7 @@ from proxy.core.tenants.tenants import Rank
 from proxy.metrics import registry as metrics_module
 from proxy.metrics import scrape
 from proxy.metrics.exposition import SLICE_LINES
+from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
@@ -438,6 +439,9 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
     router.fleet.health.failed(lease.worker, 2.0, busy=True)
+    metrics.continued("w0")
+    metrics.not_continued("field")
+    metrics.journals = lambda: [JournalCount("w0", up=True, gaps=0, bad_signatures=0, requests=1)]
 
 
 def charge_handover(router: Router) -> Lease:
@@ -492,7 +496,9 @@ def test_all_families_are_written_in_both_formats(
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
         "proxy_phase_seconds", "proxy_worker_breaker_state", "proxy_breaker_openings",
-        "proxy_pool_panic", "proxy_pool_panics",
+        "proxy_pool_panic", "proxy_pool_panics", "proxy_continued_streams",
+        "proxy_streams_not_continued", "proxy_journal_up", "proxy_journal_gaps",
+        "proxy_journal_bad_signatures", "proxy_journal_requests",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name
