@@ -181,6 +181,11 @@ class RouterConfig(Block):
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
     journal: JournalConfig = JournalConfig()
+    continuation: bool = Field(
+        True,
+        description="Continue streams on another worker when theirs fails. Only streams of workers "
+        "with a journal, and of requests that continue exactly (see docs/continuation.md)",
+    )
     batches: BatchesConfig = BatchesConfig()
     logs: LogsConfig = LogsConfig()
     tracing: TracingConfig | None = Field(

@@ -51,6 +51,11 @@ class BodyBudget:
     def held(self) -> int:
         return self._common_held + self._reserved_held()
 
+    @property
+    def has_spare_half(self) -> bool:
+        """Return whether less than half of the budget is used."""
+        return 2 * self.held < self._max_bytes
+
     def limit(self, max_bytes: int, largest: int) -> None:
         """Set new limits for the total and for one body."""
         self._max_bytes, self._max_body = max_bytes, largest

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from proxy.core.model.types import Usage
 from proxy.http.error_formats import StreamFormat, error_event
+from proxy.http.sent_text import MAX_LAST_PIECES, SentText
 
 MAX_HELD = 1 << 20
 # Where usage is searched: the end of a body or stream (two events may follow usage).
 TAIL = 1 << 16
-MAX_LAST_PIECES = 3
 MAX_USAGE_BYTES = 1024
 MAX_USAGE_TOKENS = 10**9
 
@@ -69,6 +69,17 @@ class EventStream:
         self._started = False
         self._last: deque[bytes] = deque(maxlen=MAX_LAST_PIECES)
         self.keep = self._last.append  # for events that bypass `feed`
+
+    def collect_text(self) -> SentText:
+        """Count the text from now on, and what was kept of it so far."""
+        sent = SentText(self._last)
+        self._last = sent.pieces
+        self.keep = sent.pieces.append
+        return sent
+
+    def drop_partial_event(self) -> None:
+        """Forget the beginning of an event that no worker completes."""
+        self._held = b""
 
     @property
     def flows(self) -> bool:

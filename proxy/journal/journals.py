@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
@@ -41,12 +41,21 @@ class Journals:
         self._endpoints: dict[Worker, tuple[str, ...]] = {}
         self._prefixes: dict[Worker, list[ResidentPrefixes]] = {}
         roster.name_prefix = self.name_prefix
+        roster.stream_tokens = self.stream_tokens
 
     def name_prefix(self, worker: Worker, ask: RequestInfo) -> None:
         """Name a request by its hashes, for all routers that read the journal."""
         name = name_of(ask.prefix, ask.prefix_bytes)
         for subscriber in self._subscribers.get(worker, ()):
             subscriber.name(ask.id, name)
+
+    def stream_tokens(self, worker: Worker, request_id: str) -> Sequence[int] | None:
+        """Return all output tokens of a running stream with one sequence, if they are known."""
+        found = []
+        for subscriber in self._subscribers.get(worker, ()):
+            subscriber.read()
+            found += subscriber.journal.streams(request_id)
+        return found[0].tokens if len(found) == 1 and found[0].complete else None
 
     def set_key(self, key: bytes | None) -> None:
         self._key = key

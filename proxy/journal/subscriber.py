@@ -76,7 +76,7 @@ class JournalSubscriber:
         self._pause_s = FIRST_PAUSE_S
         self._snapshot_topic: bytes | None = None
         self._snapshot: SnapshotReader | None = None  # arrived, and not read completely
-        self._planned: asyncio.Handle | None = None  # the next call of `_read`
+        self._planned: asyncio.Handle | None = None  # the next call of `read`
         self._logged_late = False
         self._signature_logged_at = -inf
         self._logged_run: bytes | None = None  # with a malformed message
@@ -87,7 +87,7 @@ class JournalSubscriber:
             self._socket.close(linger=0)
             raise
         self._fd: int = self._socket.FD
-        self._loop.add_reader(self._fd, self._read)
+        self._loop.add_reader(self._fd, self.read)
         self._ask(clock())
 
     def _open(self) -> None:
@@ -129,7 +129,7 @@ class JournalSubscriber:
     def look(self, now: float) -> None:
         """Note silence, and ask for a snapshot if one is needed."""
         if now - self._current_at > SILENCE_S:
-            self._read()  # the loop may have been busy
+            self.read()  # the loop may have been busy
         late = now - self._current_at > SILENCE_S
         if late and not self._logged_late:
             self._logged_late = True
@@ -166,9 +166,10 @@ class JournalSubscriber:
 
     def _plan_read(self) -> None:
         if self._planned is None:
-            self._planned = self._loop.call_soon(self._read)
+            self._planned = self._loop.call_soon(self.read)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read what has arrived."""
         if self._planned is not None:
             self._planned.cancel()
             self._planned = None

@@ -121,6 +121,8 @@ class Metrics:
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
         self.retries: dict[tuple[str, str], int] = {}
+        self.continuations: dict[str, int] = {}  # by the worker that failed
+        self.lost_streams: dict[str, int] = {}  # by reason
         self.gaps: dict[tuple[str, ...], Histogram] = {}
         self.ttft: dict[tuple[str, ...], Histogram] = {}
         self.predicted: dict[tuple[str, ...], Histogram] = {}
@@ -173,6 +175,14 @@ class Metrics:
         """Count a leg that failed on `worker` and is retried; `why` has few values."""
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
+
+    def continued(self, worker: str) -> None:
+        """Count a stream that goes on from another worker than this one, which failed."""
+        self.continuations[worker] = self.continuations.get(worker, 0) + 1
+
+    def not_continued(self, why: str) -> None:
+        """Count a stream that could not be continued; `why` has few values."""
+        self.lost_streams[why] = self.lost_streams.get(why, 0) + 1
 
     def handover_failed(self, lease: Lease, *, was_asked: bool) -> None:
         """Count a hand-over that failed before the client got a byte.
@@ -241,6 +251,7 @@ class Metrics:
         stay = {worker.name for worker in self.router.fleet.roster} | {NONE, OTHER}
         self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
+        self.continuations = {k: count for k, count in self.continuations.items() if k in stay}
 
     def _forget_models(self, gone: set[str]) -> None:
         self._models -= gone

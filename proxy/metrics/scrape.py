@@ -38,6 +38,18 @@ RETRIES = Family(
     "Requests that failed on a worker before its first byte and were sent to another worker.",
     ("worker", "why"),
 )
+CONTINUED = Family(
+    "proxy_continued_streams",
+    "counter",
+    "Streams that went on from another worker after this worker failed.",
+    ("worker",),
+)
+NOT_CONTINUED = Family(
+    "proxy_streams_not_continued",
+    "counter",
+    "Streams whose worker failed and that could not be continued, by reason.",
+    ("why",),
+)
 DECISIONS = Family(
     "proxy_decisions", "counter", "Decisions of the routing rule.", ("model", "reason")
 )
@@ -281,6 +293,8 @@ def _requests(page: MetricsPage, metrics: Metrics) -> Iterator[None]:
 
 def _counts(page: MetricsPage, metrics: Metrics) -> None:
     page.values(RETRIES, metrics.retries.items())
+    page.values(CONTINUED, (((worker,), count) for worker, count in metrics.continuations.items()))
+    page.values(NOT_CONTINUED, (((why,), count) for why, count in metrics.lost_streams.items()))
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, reason), count in metrics.router.placer.decisions.items():
         decisions[metrics.model_label(model), reason.value] += count

@@ -100,5 +100,6 @@ def wire_settings(config: FleetConfig) -> WireSettings:
         max_header_bytes=router.max_header_bytes,
         max_collected_bytes=router.max_collected_bytes,
         drain_notice_s=router.drain_notice_s,
+        continuation=router.continuation,
         **router.timeouts.model_dump(),
     )

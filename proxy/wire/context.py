@@ -65,6 +65,9 @@ class ServedExchange(Conversation, Expiring, Protocol):
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         """Leave these workers if possible."""
 
+    def condense_text(self) -> None:
+        """Count the text that was sent, and forget it."""
+
 
 class WireContext(Protocol):
     """The server."""

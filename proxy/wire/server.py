@@ -333,5 +333,7 @@ class WireServer:
         for release in [release for release in self.releases if release.deadline < now]:
             release.expire(now)
         self.pools.sweep(now)
+        for exchange in self.exchanges:
+            exchange.condense_text()
         self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
         self.router.fleet.settle(now)

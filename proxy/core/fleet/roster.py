@@ -5,7 +5,7 @@ State belongs to the `Worker` object. A later worker of the same name is a new o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from math import inf
 
@@ -31,6 +31,8 @@ class Roster:
     def __init__(self, clock: Callable[[], float] = time_zero) -> None:
         self.version = 0  # changes with the workers
         self.prefixes = PrefixIndex()
+        # Returns the output tokens of a running stream, by its X-Request-Id.
+        self.stream_tokens: Callable[[Worker, str], Sequence[int] | None] | None = None
         # Names a placed request in its worker's journal.
         self.name_prefix: Callable[[Worker, RequestInfo], None] | None = None
         self.by_index: dict[int, Worker] = {}

@@ -60,6 +60,7 @@ class Route:
     begins_with_token: bool  # its streams begin with the first token
     may_be_split: bool  # takes KV transfer parameters, and returns them in one JSON object
     stores: bool  # its responses may be requested again by id
+    continues: bool  # another worker can continue its streams
     response_id: str = ""  # of a stored response: part of the path
 
 
@@ -79,7 +80,7 @@ NO_FACTS: dict[str, Any] = {
     "output_limits": (), "generates": False, "truncates": False, "truncates_if_asked": False,
     "takes_any_limit": False, "countable": False, "takes_priority": False, "salted": False,
     "usage_by_option": False, "ends_with_done": False, "begins_with_token": False,
-    "may_be_split": False, "stores": False,
+    "may_be_split": False, "stores": False, "continues": False,
 }
 ROUTES: dict[str, Route] = {
     **_rows(
@@ -87,42 +88,48 @@ ROUTES: dict[str, Route] = {
         prompt_param="messages", output_limits=("max_tokens", "max_completion_tokens"),
         generates=True, truncates=False, truncates_if_asked=True, takes_any_limit=False,
         countable=True, takes_priority=True, salted=True, usage_by_option=True,
-        ends_with_done=True, begins_with_token=True, may_be_split=True, stores=False,
+        ends_with_done=True, begins_with_token=True,
+        may_be_split=True, stores=False, continues=True,
     ),
     **_rows(
         "/v1/chat/completions/batch", shape=PromptFields.CHATS, error_format=OPENAI,
         prompt_param="messages", output_limits=(),
         generates=True, truncates=False, truncates_if_asked=True, takes_any_limit=False,
         countable=False, takes_priority=True, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/v1/messages", shape=PromptFields.CHAT, error_format=ANTHROPIC,
         prompt_param="messages", output_limits=("max_tokens",),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=False, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=True, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=True, stores=False, continues=False,
     ),
     **_rows(
         "/cohere/v2/chat", shape=PromptFields.CHAT, error_format=COHERE,
         prompt_param="prompt", output_limits=("max_tokens",),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, salted=False, usage_by_option=False,
-        ends_with_done=True, begins_with_token=False, may_be_split=True, stores=False,
+        ends_with_done=True, begins_with_token=False,
+        may_be_split=True, stores=False, continues=False,
     ),
     **_rows(
         "/v1/completions", shape=PromptFields.PROMPT, error_format=OPENAI,
         prompt_param="prompt", output_limits=("max_tokens",),
         generates=True, truncates=False, truncates_if_asked=True, takes_any_limit=False,
         countable=True, takes_priority=True, salted=True, usage_by_option=True,
-        ends_with_done=True, begins_with_token=True, may_be_split=True, stores=False,
+        ends_with_done=True, begins_with_token=True,
+        may_be_split=True, stores=False, continues=True,
     ),
     **_rows(
         "/v1/responses", shape=PromptFields.RESPONSE, error_format=OPENAI,
         prompt_param="prompt", output_limits=("max_output_tokens",),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=True, stores=True,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=True, stores=True, continues=False,
     ),
     **_rows(
         # Its output limit lies inside `sampling_params`, so it is never split.
@@ -130,28 +137,32 @@ ROUTES: dict[str, Route] = {
         prompt_param="prompt", output_limits=(),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=True,
         countable=False, takes_priority=True, salted=True, usage_by_option=True,
-        ends_with_done=True, begins_with_token=True, may_be_split=False, stores=False,
+        ends_with_done=True, begins_with_token=True,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/v1/systemone", shape=PromptFields.STATE, error_format=OPENAI,
         prompt_param="prompt", output_limits=(),
         generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/v1/embeddings", "/pooling", "/classify", shape=PromptFields.INPUT, error_format=OPENAI,
         prompt_param="prompt", output_limits=(),
         generates=False, truncates=False, truncates_if_asked=True, takes_any_limit=False,
         countable=False, takes_priority=True, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/v2/embed", shape=PromptFields.INPUT, error_format=OPENAI,
         prompt_param="prompt", output_limits=(),
         generates=False, truncates=True, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, salted=False, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
@@ -159,14 +170,16 @@ ROUTES: dict[str, Route] = {
         prompt_param="prompt", output_limits=(),
         generates=False, truncates=False, truncates_if_asked=True, takes_any_limit=False,
         countable=False, takes_priority=True, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/generative_scoring", shape=PromptFields.PAIRS, error_format=OPENAI,
         prompt_param="prompt", output_limits=(),
         generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, salted=True, usage_by_option=False,
-        ends_with_done=False, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=False, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/v1/audio/transcriptions", "/v1/audio/translations",
@@ -174,7 +187,8 @@ ROUTES: dict[str, Route] = {
         prompt_param="prompt", output_limits=(),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=True,
         countable=False, takes_priority=False, salted=False, usage_by_option=False,
-        ends_with_done=True, begins_with_token=False, may_be_split=False, stores=False,
+        ends_with_done=True, begins_with_token=False,
+        may_be_split=False, stores=False, continues=False,
     ),
     **_rows(
         "/v1/chat/completions/render", "/v1/chat/completions/derender",

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
+from proxy.wire.exchange.continuation import DIFFERENT, rest_of, take_up
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
     break_off,
+    end_stream,
     fast_path,
     finish,
     first_bytes,
@@ -124,10 +126,17 @@ class Attempt:
         """Start the response or a retry."""
         owner, status = self._owner, head.status
         self._head = self._error_body = None
-        if status == OK and self.handover is None:
+        if status == OK and head.length is None and owner.begun is not None:
+            self.response = take_up(owner, owner.begun)
+            return
+        if status == OK and self.handover is None and owner.begun is None:
             self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
+            return
+        if owner.begun is not None:
+            refusal = owner.last_refusal or refusals.no_worker_left("another worker refused it")
+            self._end_with(now, Outcome.REFUSED, refusal)
             return
         handover, cached_tokens = self.handover, None
         if handover is not None:
@@ -172,8 +181,15 @@ class Attempt:
             if head is None or (ended and self._passed_whole(now, head, body)):
                 return
             response = self.response = writer_for(owner, head)
+        if owner.rest is not None:
+            rest = rest_of(owner, self.lease, now, body)
+            if rest is None:
+                self._end_with(now, Outcome.UNFINISHED, refusals.no_worker_left(DIFFERENT))
+            if not rest and (rest is None or not ended):
+                return
+            body = rest
         if ended:
-            if response.is_cut(owner.route.name, body):
+            if owner.rest is not None or response.is_cut(owner.route.name, body):
                 self.lost(now, WorkerError.RESET)
                 return
             self.connection = None
@@ -283,12 +299,13 @@ class Attempt:
             wire.short_of_room(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
-        if error is WorkerError.TIMEOUT and self._is_only_slow(now, connection):
+        silent = not (self.handover or self._head or self.response)
+        if error is WorkerError.TIMEOUT and silent and _is_only_slow(self.lease, now, connection):
             refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
         response = self.response
-        if response is None or not response.has_begun:
+        if response is None or not response.has_begun or owner.rest is not None:
             self.response = None
             failed = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
             if failed is None:
@@ -297,7 +314,7 @@ class Attempt:
                 failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
             owner.refuse(now, failed)
             return
-        if self.end_complete_stream(now):
+        if self.end_complete_stream(now) or owner.continue_elsewhere(now, response, error):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
@@ -308,26 +325,15 @@ class Attempt:
         self._owner.refuse(now, refusal)
         self._wire.settle(now)
 
-    def _is_only_slow(self, now: float, connection: WorkerConnection | None) -> bool:
-        """Return True if another worker would be as slow."""
-        lease = self.lease
-        if lease is None or self.handover is not None or self._head or self.response:
-            return False
-        return connection is not None and connection.is_open and is_only_slow(lease, now)
-
-    # The end
-
     def end_complete_stream(self, now: float) -> bool:
         """End a stream if the client has its last event. Return whether it was ended."""
-        owner, response = self._owner, self.response
+        response = self.response
         if response is None or not response.is_whole:
             return False
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.drop()
-        owner.record.sent_bytes += len(response.end)
-        owner.client.write(response.end)
-        finish(owner, self.lease, now, response)
+        end_stream(self._owner, self.lease, now, response)
         return True
 
     def pause(self) -> None:
@@ -350,3 +356,10 @@ class Attempt:
             connection.drop()
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, outcome)
+
+
+def _is_only_slow(lease: Lease | None, now: float, connection: WorkerConnection | None) -> bool:
+    """Return True if another worker would be as slow."""
+    if lease is None or connection is None or not connection.is_open:
+        return False
+    return is_only_slow(lease, now)

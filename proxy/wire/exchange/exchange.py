@@ -20,6 +20,7 @@ from proxy.core.request.json_edit import spliced
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
+from proxy.wire.exchange import continuation
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
     from proxy.core.model.types import RequestInfo
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
+    from proxy.wire.exchange.response_writer import ResponseWriter
     from proxy.wire.extension import Client
+
+NOT_CONTINUED = "not_continued"
+MAX_PIECES = 32  # of a stream's text that is not counted yet
 
 
 class Exchange(AttemptOwner):
@@ -179,7 +184,7 @@ class Exchange(AttemptOwner):
             avoid=worker,
             after=failed,
             free=free,
-            dropped=error is WorkerError.RESET,
+            dropped=error is WorkerError.RESET and attempt.response is None,
             explain=self.request.head.explain,
             why=why or error.value,
         )
@@ -195,6 +200,27 @@ class Exchange(AttemptOwner):
         wire.settle(now)
         return placed if isinstance(placed, Refusal) else None
 
+    def continue_elsewhere(self, now: float, response: ResponseWriter, error: WorkerError) -> bool:
+        """Continue the stream on another worker; False if it can't be continued."""
+        attempt = self._attempt
+        lease = None if attempt is None else attempt.lease
+        if self.sent_text is None or lease is None:
+            return False
+        failed = lease.worker
+        if why := continuation.prepare(self, lease, response):
+            self.wire.metrics.not_continued(why)
+            return False
+        if self.try_another(now, Outcome.FAILED, error) is not None:
+            self.wire.metrics.not_continued(continuation.NO_WORKER)
+            return False
+        self.wire.metrics.continued(failed.name)
+        return True
+
+    def condense_text(self) -> None:
+        """Count the text that was sent, and forget it."""
+        if self.sent_text is not None and len(self.sent_text.pieces) > MAX_PIECES:
+            self.sent_text.condense()
+
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         if self._attempt is not None:
             self._attempt.leave_workers(now, workers)
@@ -202,6 +228,10 @@ class Exchange(AttemptOwner):
     # To the client
 
     def refuse(self, now: float, refusal: Refusal) -> None:
+        if self.begun is not None:
+            status, reason = refusal.status, refusal.reason
+            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
+            return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         answer = refuse(refusal, self.request, keep_alive=keep_alive)
         self.record.sent_bytes += len(answer)

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
     from proxy.http.request import Request
+    from proxy.http.sent_text import RestOfText, SentText
     from proxy.wire.context import WireContext
+    from proxy.wire.exchange.response_writer import ResponseWriter
     from proxy.wire.extension import Client
     from proxy.wire.handover.two_legs import TwoLegExchange
     from proxy.wire.worker.connection import WorkerError
@@ -29,6 +31,11 @@ class AttemptOwner:
         self.record = RequestRecord()
         self.state = READING
         self.last_refusal: Refusal | None = None  # of a failed retry
+        # Of a stream that another worker may continue, or continues.
+        self.sent_text: SentText | None = None
+        self.begun: ResponseWriter | None = None  # before it failed
+        self.rest: RestOfText | None = None  # while another worker repeats it
+        self.whole_body = b""  # without the tokens of another worker
         # A failed hand-over, blamed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 
@@ -49,6 +56,10 @@ class AttemptOwner:
         why: str = "",
     ) -> Refusal | None:
         """Retry, or return a refusal."""
+        raise NotImplementedError
+
+    def continue_elsewhere(self, now: float, response: ResponseWriter, error: WorkerError) -> bool:
+        """Continue the stream on another worker; False if it can't be continued."""
         raise NotImplementedError
 
     def refuse(self, now: float, refusal: Refusal) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from proxy.core.model.types import Outcome, Reason
 from proxy.core.request.client_fields import OPTIONS
 from proxy.http.response_parser import OK
+from proxy.wire.exchange.continuation import keep_for_continuation
 from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in, usage_of
 from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.exchange.stream_fast_path import StreamFastPath
@@ -42,7 +43,8 @@ def first_bytes(
     """Record that the response has begun."""
     router = owner.wire.router
     owner.enter(ANSWERING)
-    owner.forget_body()
+    if not keep_for_continuation(owner, lease, response):
+        owner.forget_body()
     if lease is None or response.status != OK:
         return
     if owner.suspect is not None:
@@ -131,6 +133,15 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
     owner.close(now, status)
     owner.client.done(now, keep_alive=response.keep_alive)
     wire.settle(now)
+
+
+def end_stream(
+    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter
+) -> None:
+    """End a stream whose last event the client has."""
+    owner.record.sent_bytes += len(response.end)
+    owner.client.write(response.end)
+    finish(owner, lease, now, response)
 
 
 def break_off(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from proxy.core.model.types import Usage
     from proxy.http.request import Request
     from proxy.http.response_parser import ResponseHead
+    from proxy.http.sent_text import SentText
 
 CONTENT_LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
@@ -132,6 +133,19 @@ class ResponseWriter:
         """The stream, while its chunks can pass unchanged."""
         stream = self._stream
         return stream if stream is not None and self._chunked and stream.flows else None
+
+    def collect_text(self) -> SentText | None:
+        """Count the text of a stream from now on; None if the response is none."""
+        stream = self._stream
+        return stream.collect_text() if stream is not None and self._chunked else None
+
+    def may_go_on(self) -> bool:
+        """Prepare for events of another worker; False if half an event was sent."""
+        stream = self._stream
+        if stream is None or stream.torn:
+            return False
+        stream.drop_partial_event()
+        return True
 
     @property
     def recounts(self) -> bool:

@@ -4,7 +4,8 @@
                              ^           |          |
                              +-----------+----------+  retry on another worker
 
-Every state may lead to `done`. Most requests go from `reading` directly to `sent`.
+A stream that another worker continues goes from `answering` back to `sent` or `queued`. Every state
+may lead to `done`. Most requests go from `reading` directly to `sent`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NEXT: dict[str, tuple[ExchangeState, ...]] = {
     # A retry goes back to a worker or to the queue.
     "prefilling": (SENT, PREFILLING, QUEUED, ANSWERING, DONE),
     "sent": (ANSWERING, DONE, SENT, PREFILLING, QUEUED),
-    "answering": (DONE,),
+    "answering": (DONE, SENT, QUEUED),
     "done": (),
 }
 

@@ -439,6 +439,9 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
     router.fleet.health.failed(lease.worker, 2.0, busy=True)
+    metrics.continued("w0")
+    metrics.not_continued("field")
+    metrics.journals = lambda: [JournalCount("w0", up=True, gaps=0, bad_signatures=0, requests=1)]
 
 
 def charge_handover(router: Router) -> Lease:
@@ -495,7 +498,8 @@ def test_all_families_are_written_in_both_formats(
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
         "proxy_phase_seconds", "proxy_worker_breaker_state", "proxy_breaker_openings",
-        "proxy_pool_panic", "proxy_pool_panics", "proxy_journal_up", "proxy_journal_gaps",
+        "proxy_pool_panic", "proxy_pool_panics", "proxy_continued_streams",
+        "proxy_streams_not_continued", "proxy_journal_up", "proxy_journal_gaps",
         "proxy_journal_bad_signatures", "proxy_journal_requests",
     }  # fmt: skip
     for name in ours:

@@ -22,10 +22,12 @@ def test_every_state_may_end_and_can_be_reached(state: ExchangeState) -> None:
     assert state is READING or any(may_follow(before, state) for before in ExchangeState)
 
 
-def test_done_and_answering_allow_no_retry() -> None:
+def test_done_allows_no_retry_and_answering_only_a_continuation() -> None:
     assert not any(may_follow(DONE, state) for state in ExchangeState)
     assert [state for state in ExchangeState if may_follow(ExchangeState.ANSWERING, state)] == [
-        DONE
+        ExchangeState.QUEUED,
+        ExchangeState.SENT,
+        DONE,
     ]
 
 

@@ -1,0 +1,89 @@
+"""A stream whose worker fails goes on from another worker, and the client sees one stream.
+
+The first worker's journal has the tokens, and the router keeps the request's body. The other worker
+gets both and returns the whole text; `RestOfText` passes what the client does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from proxy.core.request.continuable import why_not_continued, with_output
+from proxy.http.sent_text import TextDiffersError
+from proxy.wire.exchange.state import ANSWERING
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Lease
+    from proxy.wire.exchange.owner import AttemptOwner
+    from proxy.wire.exchange.response_writer import ResponseWriter
+
+# Reasons, as in metrics.
+NO_TOKENS, OTHER_OUTPUT, TORN = "no_tokens", "other_output", "torn"
+FIELD, NO_WORKER, DIFFERS = "field", "no_worker", "differs"
+DIFFERENT = "another worker's response differs from what was sent"
+
+
+def keep_for_continuation(
+    owner: AttemptOwner, lease: Lease | None, response: ResponseWriter
+) -> bool:
+    """Keep the body and count the text of a stream that may be continued."""
+    wire, body = owner.wire, owner.request.body
+    if lease is None or not lease.worker.reports_prefixes or not wire.settings.continuation:
+        return False
+    if lease.prefill is not None:  # a decode leg's tokens are those of its worker only
+        return False
+    ask = lease.ask
+    if not (ask.stream and owner.route.continues and ask.samples == 1 and body):
+        return False
+    if wire.collecting.has_spare_half and owner.sent_text is None:
+        owner.sent_text = response.collect_text()
+    return owner.sent_text is not None
+
+
+def prepare(owner: AttemptOwner, lease: Lease, response: ResponseWriter) -> str:
+    """Write the request that continues the stream; return why there is none, or nothing."""
+    sent, request = owner.sent_text, owner.request
+    tokens_of = owner.wire.router.fleet.roster.stream_tokens
+    if sent is None or not request.body or tokens_of is None:
+        return NO_TOKENS
+    tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
+    if tokens is None:
+        return NO_TOKENS
+    sent.condense(0)
+    if sent.other_output:
+        return OTHER_OUTPUT
+    if not response.may_go_on():
+        return TORN
+    if owner.begun is None:
+        if why_not_continued(request.body):
+            return FIELD
+        lease.attempts = replace(lease.attempts, whole="continued")
+        owner.whole_body = request.body
+    request.body = with_output(owner.whole_body, tokens)
+    owner.begun = response
+    return ""
+
+
+def take_up(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
+    """Expect the other worker's text from its beginning."""
+    owner.rest = None if owner.sent_text is None else owner.sent_text.rest()
+    return begun
+
+
+def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -> bytes | None:
+    """Return what the client does not have; None if the texts differ."""
+    rest = owner.rest
+    if rest is None:
+        return body
+    try:
+        new = rest.feed(body)
+    except TextDiffersError:
+        owner.wire.metrics.not_continued(DIFFERS)
+        return None
+    if rest.is_reached:
+        owner.rest = None
+        owner.enter(ANSWERING)
+        if lease is not None:
+            owner.wire.router.leases.first_token(lease, now)
+    return new

@@ -1,0 +1,121 @@
+"""The text that a client has, and the rest of it from another worker."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from proxy.http.sent_text import MAX_LAST_PIECES, SentText, TextDiffersError
+
+LETTERS = ["a", "aa", '"', "\\", "\n", "ö", "😀", "data: ", "\n\n", '"content":"x"', "{}", ""]
+
+
+def event(text: str | None, finish: str | None = None, **delta: Any) -> bytes:
+    content = {} if text is None else {"content": text}
+    choice = {"index": 0, "delta": {**content, **delta}, "logprobs": None, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def chunked(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def text_in(events: bytes) -> str:
+    found = ""
+    for each in events.split(b"\n\n"):
+        if each and not each.endswith(b"[DONE]"):
+            for choice in json.loads(each.removeprefix(b"data: "))["choices"]:
+                found += choice["delta"].get("content", "")
+    return found
+
+
+def sent(*pieces: str, condense_at: int = 0) -> SentText:
+    found = SentText(deque([event(None, role="assistant")]))
+    for number, piece in enumerate(pieces):
+        found.pieces.append(chunked(event(piece)))
+        if number == condense_at:
+            found.condense()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_both_parts_are_the_whole_text(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [rng.choice(LETTERS) for _ in range(rng.randrange(1, 40))]
+    cut = rng.randrange(len(words))
+    first = sent(*words[:cut], condense_at=rng.randrange(40))
+    again = rng.randrange(len(words))  # the words in the first event of the other worker
+    pieces = ["".join(words[:again]), *words[again:]]
+    stream = event(None, role="assistant", content="") + b"".join(map(event, pieces))
+    stream += event("", "stop") + b"data: [DONE]\n\n"
+    rest, passed = first.rest(), b""
+    while stream:
+        size = rng.randrange(1, 200)
+        passed += rest.feed(stream[:size])
+        stream = stream[size:]
+    assert "".join(words[:cut]) + text_in(passed) == "".join(words)
+    assert passed.endswith(event("", "stop") + b"data: [DONE]\n\n")
+
+
+def test_the_end_may_be_all_that_is_new() -> None:
+    rest = sent("one", "two").rest()
+    assert text_in(rest.feed(event("onetwo", "length"))) == ""
+    assert rest.is_reached
+    rest = sent("one", "two").rest()
+    assert rest.feed(event("onetwo")) == b""
+    assert rest.is_reached
+    assert rest.feed(b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
+
+
+def test_nothing_sent_means_that_all_text_is_new() -> None:
+    rest = sent().rest()
+    assert rest.feed(event(None, role="assistant", content="")) == b""
+    assert text_in(rest.feed(event("one") + event("two"))) == "onetwo"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        event("onetwx"),
+        event("xx") + event("xxxx"),
+        event("one", "stop"),
+        event("one") + b"data: [DONE]\n\n",
+        event(None, reasoning="hm"),
+        event(None, tool_calls=[{"index": 0}]),
+    ],
+)
+def test_another_text_is_an_error(other: bytes) -> None:
+    with pytest.raises(TextDiffersError):
+        sent("one", "two").rest().feed(other)
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"reasoning": "hm"}, {"reasoning_content": "hm"}, {"refusal": "no"},
+        {"tool_calls": [{"index": 0}]},
+    ],
+)  # fmt: skip
+def test_other_output_is_noted(delta: dict[str, Any]) -> None:
+    found = sent("one")
+    found.pieces.append(event(None, **delta))
+    found.condense(0)
+    assert found.other_output
+
+
+@pytest.mark.parametrize("delta", [{"reasoning": None}, {"reasoning": ""}, {"tool_calls": []}])
+def test_empty_fields_are_no_other_output(delta: dict[str, Any]) -> None:
+    found = sent('"tool_calls":[{', '"reasoning":"x"')
+    found.pieces.append(event(None, **delta))
+    found.condense(0)
+    assert not found.other_output
+
+
+def test_the_last_pieces_are_kept() -> None:
+    found = sent(*"abcdef", condense_at=5)
+    assert len(found.pieces) == MAX_LAST_PIECES
+    assert found.length == 3

@@ -1,0 +1,277 @@
+"""Streams that go on from another worker after theirs has failed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from proxy.core.fleet.worker import Worker
+from proxy.wire.exchange import continuation
+from proxy.wire.exchange.exchange import MAX_PIECES
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.raw_client import Client, chat, request
+from tests.proxy.wire.site import Fake, Site
+
+# Escapes, several bytes a character, repetitions.
+WORDS = ["Hel", "lo", ' "w', "\\", "ö", "rld", "\n\n", "a", "a", "a", "😀", " data: [DONE]", "end"]
+ROLE = {"role": "assistant", "content": ""}
+
+
+class Engines:
+    """Workers that generate the same text, and the journals of their tokens."""
+
+    def __init__(self, words: Sequence[str] = WORDS, *, route: str = "chat") -> None:
+        self.words = list(words)
+        self.route = route
+        self.published: dict[str, list[int]] = {}  # by X-Request-Id; a token is its word's number
+        self.asked: list[dict[str, Any]] = []
+
+    def serve(self, *, dies_after: int | None = None, end: str = "reset", ahead: int = 0) -> Script:
+        """Return a script; the worker dies after that many tokens of its own.
+
+        `ahead`: further tokens that the engine published and the client did not get.
+        """
+
+        async def run(call: Call) -> None:
+            body = call.json()
+            self.asked.append(body)
+            request_id = call.all(b"x-request-id")[0].decode()
+            so_far = list(body.get("vllm_xargs", {}).get("output_so_far", ()))
+            await call.send(scripts.STREAM_HEAD)
+            if self.route == "chat":
+                await call.send(scripts.chunk(self.event(ROLE)))
+            tokens = list(so_far)
+            repeated = "".join(self.words[number] for number in so_far)
+            for own, number in enumerate(range(len(so_far), len(self.words))):
+                if own == dies_after:
+                    ahead_to = min(number + ahead, len(self.words) - 1)
+                    self.published[request_id] = [*tokens, *range(number, ahead_to)]
+                    await scripts.finish(call, end)
+                    return
+                tokens.append(number)
+                self.published[request_id] = list(tokens)
+                text, repeated = repeated + self.words[number], ""
+                last = number + 1 == len(self.words)
+                await call.send(scripts.chunk(self.event(self.piece(text), last=last)))
+            usage = scripts.usage_event(7, len(tokens))
+            await call.send(scripts.chunk(usage) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+
+        return run
+
+    def piece(self, text: str) -> dict[str, str]:
+        return {"content": text} if self.route == "chat" else {"text": text}
+
+    def event(self, piece: dict[str, str], *, last: bool = False) -> bytes:
+        body = {"delta": piece} if self.route == "chat" else piece
+        choice = {"index": 0, **body, "logprobs": None, "finish_reason": "stop" if last else None}
+        whole = {"id": "c", "object": "chunk", "created": 1, "model": "tiny", "choices": [choice]}
+        return f"data: {json.dumps(whole, ensure_ascii=False)}\n\n".encode()
+
+    def tokens(self, worker: Worker, request_id: str) -> list[int] | None:
+        assert worker.reports_prefixes
+        return self.published.get(request_id)
+
+
+def with_journals(site: Site, engines: Engines) -> None:
+    site.fleet.roster.stream_tokens = engines.tokens
+    for name in site.fakes:
+        site.worker(name).reports_prefixes = True
+
+
+def in_turn(site: Site, *turns: Script) -> None:
+    """Answer the calls to all workers with these scripts, in order."""
+    left = list(turns)
+
+    async def serve(call: Call) -> None:
+        await left.pop(0)(call)
+
+    site.always(serve)
+
+
+async def text_of(client: Client) -> tuple[str, list[Any]]:
+    """Return the text of a stream, and its events without [DONE]."""
+    answer = await client.answer()
+    assert answer.status == 200
+    *events, done = [each.removeprefix(b"data: ") for each in answer.body.split(b"\n\n")[:-1]]
+    assert done == b"[DONE]", done
+    parsed = [json.loads(event) for event in events]
+    pieces = [choice for event in parsed for choice in event["choices"]]
+    texts = [piece.get("text") or piece.get("delta", {}).get("content", "") for piece in pieces]
+    return "".join(texts), parsed
+
+
+def completion(**fields: Any) -> bytes:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 50, "stream": True, **fields}
+    return request(json.dumps(body).encode(), path="/v1/completions")
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("dies_after", range(len(WORDS)))
+@pytest.mark.parametrize("route", ["chat", "completions"])
+async def test_client_sees_one_stream(
+    start: Start, route: str, dies_after: int, ahead: int
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines(route=route)
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=dies_after, ahead=ahead), engines.serve())
+    client = await site.send(chat(stream=True) if route == "chat" else completion())
+    text, events = await text_of(client)
+    assert text == "".join(WORDS)
+    finished = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
+    assert finished == ["stop"]
+    assert events[-1]["usage"] == scripts.usage(7, len(WORDS))
+    assert sum(bool(c.get("delta", {}).get("role")) for e in events for c in e["choices"]) == (
+        route == "chat"
+    )
+    # Without a byte of the response, the request is retried.
+    is_retried = route == "completions" and not dies_after
+    assert sum(site.metrics.continuations.values()) == (not is_retried)
+    await site.settled()
+
+
+async def test_a_stream_outlives_two_workers(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(
+        site,
+        engines.serve(dies_after=3),
+        engines.serve(dies_after=4, end="close"),
+        engines.serve(),
+    )
+    text, _ = await text_of(await site.send(chat(stream=True)))
+    assert text == "".join(WORDS)
+    assert [body.get("vllm_xargs", {}).get("output_so_far") for body in engines.asked] == [
+        None, [0, 1, 2], [0, 1, 2, 3, 4, 5, 6],
+    ]  # fmt: skip
+    assert {key: value for key, value in engines.asked[2].items() if key != "vllm_xargs"} == (
+        engines.asked[0]
+    )
+    await site.settled()
+
+
+async def test_a_long_stream_keeps_no_events(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    rng = random.Random(3)
+    engines = Engines([rng.choice(WORDS) for _ in range(600)])
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=500, end="stall"), engines.serve())
+    client = await site.send(chat(stream=True))
+    await site.swept()
+    await site.swept()
+    [exchange] = site.wire.exchanges
+    assert len(exchange.sent_text.pieces) <= MAX_PIECES  # type: ignore[attr-defined]
+    [busy] = [call for call in site.served() if not call.answered.is_set()]
+    busy.reset()
+    text, _ = await text_of(client)
+    assert text == "".join(engines.words)
+    await site.settled()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"seed": 1}, continuation.FIELD),
+    "penalty": ({"frequency_penalty": 0.5}, continuation.FIELD),
+    "tools": ({"tools": [{"type": "function"}]}, continuation.FIELD),
+    "xargs": ({"vllm_xargs": {"lane": "urgent"}}, continuation.FIELD),
+    "unknown": ({"new_field": 1}, continuation.FIELD),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_requests_that_depend_on_more_end_with_an_error(start: Start, name: str) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    site.always(engines.serve(dies_after=3))
+    fields, why = REFUSED[name]
+    answer = await (await site.send(chat(stream=True, **fields))).answer()
+    assert b'"error"' in answer.body
+    assert site.metrics.lost_streams == {why: 1}
+    assert len(engines.asked) == 1
+    await site.settled()
+
+
+async def test_greedy_requests_with_a_seed_are_continued(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=3), engines.serve())
+    client = await site.send(chat(stream=True, seed=1, temperature=0, frequency_penalty=0))
+    assert (await text_of(client))[0] == "".join(WORDS)
+
+
+@pytest.mark.parametrize("case", ["no journal", "no tokens", "one worker", "off", "differs"])
+async def test_streams_that_cannot_go_on_end_with_an_error(start: Start, case: str) -> None:
+    fakes = [Fake("w0")] if case == "one worker" else [Fake("w0"), Fake("w1")]
+    site = await start(*fakes, wire={"continuation": case != "off"})
+    engines = Engines()
+    with_journals(site, engines)
+    other = Engines(["Another", "text", "altogether"])
+    well = scripts.obey("well")
+    in_turn(
+        site, engines.serve(dies_after=4), *([other.serve()] if case == "differs" else []), well
+    )
+    if case == "no journal":
+        for name in site.fakes:
+            site.worker(name).reports_prefixes = False
+    if case == "no tokens":
+        site.fleet.roster.stream_tokens = lambda *_: None
+    if case == "differs":
+        other.words += WORDS[3:]  # the tokens of the first worker exist
+    client = await site.send(chat(stream=True))
+    answer = await client.answer()
+    *tokens, last = answer.body.split(b"\n\n")[:-1]
+    assert len(tokens) == 5  # the role and four words
+    assert b'"error"' in last
+    assert sum(site.metrics.continuations.values()) == (case == "differs")
+    assert (await client.ask(chat())).status in (200, 502, 503)  # the connection is kept
+    await site.settled()
+
+
+async def test_the_other_worker_may_fail_before_it_has_caught_up(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    engines = Engines()
+    with_journals(site, engines)
+    catching_up = scripts.chunk(engines.event(ROLE))
+    in_turn(
+        site,
+        engines.serve(dies_after=6),
+        scripts.raw(scripts.STREAM_HEAD + catching_up, end="reset"),
+        engines.serve(),
+    )
+    text, _ = await text_of(await site.send(chat(stream=True)))
+    assert text == "".join(WORDS)
+    await site.settled()
+
+
+async def test_a_client_that_leaves_meanwhile_ends_everything(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=4), scripts.stall)
+    client = await site.send(chat(stream=True))
+    while len(site.served()) < 2:
+        await site.swept()
+    client.close()
+    await site.settled()
+
+
+async def test_other_output_than_text_is_not_continued(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    thought = scripts.event({"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]})
+    site.always(
+        scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a") + thought), end="reset")
+    )
+    site.fleet.roster.stream_tokens = lambda *_: [0]
+    answer = await (await site.send(chat(stream=True))).answer()
+    assert b'"error"' in answer.body
+    assert site.metrics.lost_streams == {continuation.OTHER_OUTPUT: 1}
