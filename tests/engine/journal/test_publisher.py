@@ -203,6 +203,18 @@ def test_a_reader_names_a_request(endpoint: str, scheduler: Any) -> None:
     reader.close()
 
 
+def test_a_name_is_reported_at_once_by_an_idle_engine(
+    endpoint: str, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "HEARTBEAT_S", 1e9)
+    scheduler.add_request(make_request(100, name="chatcmpl-mine-0123abcd", output=3))
+    drain(scheduler)
+    reader = Naming(endpoint)
+    reader.send(naming("mine", b"prefix"))
+    assert reader.first_named() == [[1, b"prefix"]]
+    reader.close()
+
+
 def test_names_are_signed_if_there_is_a_key(tmp_path: Path, endpoint: str) -> None:
     key = b"0123456789abcdef"
     (tmp_path / "key").write_bytes(key)

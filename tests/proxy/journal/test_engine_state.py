@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.journal.engine_state import EngineJournal
+from proxy.journal.engine_state import MAX_OWN_NAMES, EngineJournal
 from proxy.journal.messages import Position
 from tests.proxy.journal.simulated_engine import (
     SimulatedEngine,
@@ -67,6 +67,18 @@ def journal_with(*ids: str, **settings: int) -> EngineJournal:
     rows = [[number, name, 100, b"", 0, True, []] for number, name in enumerate(ids, 1)]
     assert journal.apply_snapshot(read_snapshot(Position(RUN, 0), [16, rows]))
     return journal
+
+
+def test_own_names_are_noted_at_arrival_and_bounded() -> None:
+    journal, record = journal_with(), CacheRecord()
+    journal.listener = record
+    for index in range(MAX_OWN_NAMES + 1):
+        journal.expect(f"x{index}", b"%d" % index)
+    new = [[1, "chatcmpl-x0-0123abcd", 9], [2, "cmpl-x1-0-0123abcd", 9], [3, "other", 9]]
+    assert journal.apply_step(*step(arrived=new))
+    assert record.names == {2: b"1"}
+    assert journal.apply_step(*step(2, arrived=[[4, "chatcmpl-x1-0123abcd", 9]]))
+    assert record.names == {2: b"1"}  # the name was used
 
 
 def tokens_of(journal: EngineJournal, request_id: str) -> list[Sequence[int]]:

@@ -41,6 +41,23 @@ def test_cached_prompt_tokens_are_not_charged_as_prefill(fleet: Fleet) -> None:
     assert members(fleet)[0].kv_tokens == 1050
 
 
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_reporting_worker_is_soon_not_expected_to_have_an_ended_prompt(
+    fleet: Fleet, reports: bool
+) -> None:
+    worker, prefixes = members(fleet)[0], fleet.roster.prefixes
+    worker.reports_prefixes = reports
+    lease = charge(fleet, ask(1000, prefix=(1, 2)))
+    fleet.roster.expect_prefix(lease.ask, worker)
+    for _ in range(2):
+        prefixes.drop_ended()
+    fleet.release(lease)
+    prefixes.drop_ended()
+    assert prefixes.matches((1, 2)) == [(2, worker.bit)]
+    prefixes.drop_ended()
+    assert bool(prefixes.matches((1, 2))) is not reports
+
+
 def test_first_token_moves_the_charge_from_prefill_to_decode(fleet: Fleet) -> None:
     lease = charge(fleet, ask(1000, 50, samples=2, long=True))
     worker = members(fleet)[0]
