@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import socketserver
-from collections.abc import Iterator
+import struct
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any
@@ -20,10 +22,15 @@ class RelayHandler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         """Relay both directions until both have ended."""
         with socket.create_connection((LOOPBACK, self.server.to)) as there:
-            back = Thread(target=pass_on, args=(there, self.request), daemon=True)
+            self.server.open += [self.request, there]
+            back = Thread(target=self.pass_back, args=(there,), daemon=True)
             back.start()
             pass_on(self.request, there)
             back.join()
+
+    def pass_back(self, there: socket.socket) -> None:
+        """Relay the server's data."""
+        pass_on(there, self.request, self.server.note_data)
 
 
 class Relay(socketserver.ThreadingTCPServer):
@@ -34,27 +41,54 @@ class Relay(socketserver.ThreadingTCPServer):
 
     def __init__(self, to: int) -> None:
         self.to = to
+        self.open: list[socket.socket] = []
+        self.data_at = 0.0  # time of the server's last data
         super().__init__((LOOPBACK, 0), RelayHandler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_address[1]}"
+
+    def note_data(self) -> None:
+        self.data_at = time.monotonic()
+
+    def cut(self) -> None:
+        """Reset all connections, as a machine that fails does; new ones are possible."""
+        sockets, self.open = self.open, []
+        for each in sockets:
+            with suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore broken connections."""
 
 
-def pass_on(source: socket.socket, sink: socket.socket) -> None:
+def pass_on(
+    source: socket.socket, sink: socket.socket, note: Callable[[], None] = lambda: None
+) -> None:
     """Copy all data and the end of the stream."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             sink.sendall(data)
+            note()
     with suppress(OSError):
         sink.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
-def second_address(url: str) -> Iterator[str]:
-    """Return a second URL of a server."""
+def relaying(url: str) -> Iterator[Relay]:
+    """Run a relay to a server."""
     with Relay(int(url.rsplit(":", 1)[1])) as relay:
         Thread(target=relay.serve_forever, args=(0.05,), daemon=True).start()
         try:
-            yield f"http://{LOOPBACK}:{relay.server_address[1]}"
+            yield relay
         finally:
             relay.shutdown()
+
+
+@contextmanager
+def second_address(url: str) -> Iterator[str]:
+    """Return a second URL of a server."""
+    with relaying(url) as relay:
+        yield relay.url

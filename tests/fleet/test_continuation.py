@@ -1,0 +1,101 @@
+"""Streams of two real workers go on after their connection has failed."""
+
+from __future__ import annotations
+
+import random
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from proxy.config import FleetConfig
+from tests.fleet.relay import Relay, relaying
+from tests.fleet.test_journal import wait_shown
+from tests.fleet.test_router import PORTS, Router, routing
+from tests.fleet.test_worker import Workers, client_of
+
+pytestmark = pytest.mark.engine
+
+OUTPUT_TOKENS = 300
+STREAMS = 12
+
+
+@pytest.fixture(scope="module")
+def cut_fleet(
+    pushing: Workers, pushing_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Router, list[Relay]]]:
+    """Run a router whose connections to both workers can be cut."""
+    assert pushing
+    with ExitStack() as stack:
+        relays = [
+            stack.enter_context(relaying(worker.url or "")) for worker in pushing_fleet.workers
+        ]
+        workers: list[dict[str, object]] = [
+            {"name": worker.name, "url": relay.url, "journal": [*worker.journal]}
+            for worker, relay in zip(pushing_fleet.workers, relays, strict=True)
+        ]
+        router = stack.enter_context(
+            routing(
+                tmp_path_factory.mktemp("cut"),
+                workers,
+                {},
+                router={**PORTS, "retries": {"budget": 1.0}},
+            )
+        )
+        for worker in pushing_fleet.workers:
+            wait_shown(router, f'proxy_journal_up{{worker="{worker.name}"}} 1')
+        yield router, relays
+
+
+async def streamed(
+    client: AsyncOpenAI, chat: bool, fields: dict[str, Any], relays: list[Relay], cut_at: int | None
+) -> tuple[str, str | None, int]:
+    """Return text, reason of the end and output tokens; cut after that many pieces."""
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    text, reason, tokens, pieces = "", None, 0, 0
+    async for event in await create(
+        model="tiny", max_tokens=OUTPUT_TOKENS, temperature=0, stream=True,
+        stream_options={"include_usage": True}, **fields,
+    ):  # fmt: skip
+        if event.usage is not None:
+            tokens = event.usage.completion_tokens
+        for choice in event.choices:
+            text += (choice.delta.content if chat else choice.text) or ""
+            reason = choice.finish_reason or reason
+            pieces += 1
+        if pieces == cut_at:
+            max(relays, key=lambda relay: relay.data_at).cut()
+            cut_at = None
+    return text, reason, tokens
+
+
+def continued(router: Router) -> float:
+    with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("proxy_continued_streams_total{")
+    )
+
+
+async def test_cut_streams_equal_whole_ones(cut_fleet: tuple[Router, list[Relay]]) -> None:
+    router, relays = cut_fleet
+    rng = random.Random(11)
+    async with client_of(router) as client:
+        for number in range(STREAMS):
+            chat = number % 2 == 0
+            words = " ".join(rng.choices(["one", "two", "three", "four"], k=rng.randrange(1, 300)))
+            fields: dict[str, Any] = (
+                {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+            )
+            if number % 3 == 0:
+                fields["extra_body"] = {"repetition_penalty": 1.2, "min_tokens": 40}
+            whole = await streamed(client, chat, fields, relays, None)
+            cut_at = rng.randrange(2, OUTPUT_TOKENS // 2)
+            assert await streamed(client, chat, fields, relays, cut_at) == whole
+    # A stream may have arrived as a whole before its connection is cut.
+    assert continued(router) > STREAMS / 2
