@@ -83,7 +83,7 @@ frontier: setup ## compare policies and baselines on modelled GPUs; the table an
 	@mkdir -p out/frontier
 	@$(BIN)/python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier.svg
 
-cache-pressure: setup ## compare what the router knows of the caches, when prefixes do not fit into them (10 min)
+cache-pressure: setup ## compare what the router knows of the caches, when prefixes do not fit into them (20 minutes of processor time)
 	@$(BIN)/python -m benchmarks.cache_pressure
 
 figures: setup ## draw the figures of docs/evaluation.md in docs/figures (minutes)

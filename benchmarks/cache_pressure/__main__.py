@@ -75,7 +75,9 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds per run")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--quick", action="store_true", help="one seed, four workers, one minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed for a minute: too short for the targets"
+    )
     args = parser.parse_args(argv)
     if args.quick:
         args.workers, args.seeds, args.seconds = args.workers[:1], args.seeds[:1], QUICK_S
