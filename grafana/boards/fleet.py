@@ -573,6 +573,15 @@ SELF = (
             ),
         ),
     ),
+    Panel(
+        "Streams of failed workers",
+        "Streams that went on from another worker, and those that ended with an error, by reason.",
+        "cps",
+        (
+            Query(rate("proxy_continued_streams_total", ROUTER, "worker"), "{{worker}} continued"),
+            Query(rate("proxy_streams_not_continued_total", ROUTER, "why"), "not: {{why}}"),
+        ),
+    ),
 )  # fmt: skip
 
 BOARD = Board(

@@ -94,8 +94,8 @@ class PrefixIndex:
         bit = 1 << worker
         if self._gone & bit:
             self._sweep()
-        if hashes and new.get(hashes[-1], 0) & bit:
-            return  # with its earlier blocks
+        if hashes and new.get(hashes[-1], 0) & bit and not self._resident:
+            return  # with its earlier blocks, of which only a journal drops some
         for block in hashes:
             holders = new.get(block)
             if holders is None:

@@ -99,6 +99,19 @@ def test_an_eviction_ends_an_expectation() -> None:
     assert held(engine.index, text("a", "b")) == {7: 2}
 
 
+def test_a_prompt_is_expected_again_after_its_beginning_was_evicted() -> None:
+    engine = Engine()
+    hashes = engine.index.hashes("m", text("a", "b"))
+    engine.index.record(hashes, 0)
+    engine.name(1, "a")
+    engine.prefixes.resident(1, TOKENS)
+    engine.name(2, "x")
+    engine.prefixes.resident(2, TOKENS)
+    engine.prefixes.evicted(1, 0, TOKENS)
+    engine.index.record(hashes, 0)
+    assert held(engine.index, text("a", "b")) == {0: 2}
+
+
 def test_a_reset_drops_only_the_engines_own_blocks() -> None:
     index = PrefixIndex()
     engines = [Engine(index, worker) for worker in (0, 1)]
