@@ -196,8 +196,9 @@ class RouterConfig(Block):
     max_collected_bytes: Count = Field(
         512 * MIB,
         description="Maximum size in bytes of all request bodies that one process holds; beyond "
-        "it the response is 503. A body is held until its worker begins the response, an upload "
-        "until it is stored. A quarter is divided equally among the tenants. Of the rest, a "
+        "it the response is 503. A body is held until its worker begins the response (that of a "
+        "stream which may be continued until its end, while half is free), an upload until it is "
+        "stored. A quarter is divided equally among the tenants. Of the rest, a "
         "tenant may use no more than it leaves free; beyond that the response is 429",
     )
     allow_anonymous: bool = Field(

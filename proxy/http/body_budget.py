@@ -1,6 +1,7 @@
 """A limit on the bytes of request bodies that the router holds in memory.
 
-A body is held until its response begins, for retries. Uploads and pipelined requests count too.
+A body is held until its response begins, for retries, and that of a stream which may be continued
+longer. Uploads and pipelined requests count too.
 
 A quarter of the budget is reserved for tenants in equal shares; the rest is common. Beyond its
 share, a tenant may hold no more of the common part than it leaves free, except for a single body.
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 ANONYMOUS_ACCOUNT = ""
 ERROR_CODE, RETRY_AFTER_S = "too_many_bodies", 1.0
+KEPT_DIVISOR = 4  # of the common part, a tenant may keep a quarter for continuations
 RESERVED_DIVISOR = 4  # a quarter is reserved, or less if the largest body would not fit
 
 
@@ -51,10 +53,12 @@ class BodyBudget:
     def held(self) -> int:
         return self._common_held + self._reserved_held()
 
-    @property
-    def has_spare_half(self) -> bool:
-        """Return whether less than half of the budget is used."""
-        return 2 * self.held < self._max_bytes
+    def may_be_kept(self, account: str | None) -> bool:
+        """Return whether bodies of responses that have begun may stay: they exclude no request."""
+        if 2 * self._common_held >= self._common_limit:
+            return False
+        beyond = 0 if account is None else self._held_by_account.get(account, 0) - self._share
+        return KEPT_DIVISOR * beyond < self._common_limit
 
     def limit(self, max_bytes: int, largest: int) -> None:
         """Set new limits for the total and for one body."""

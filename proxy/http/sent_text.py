@@ -19,6 +19,9 @@ OTHER_OUTPUT = re.compile(
     rb'|"logprobs" ?: ?\{|"token_ids" ?: ?\[ ?\d'
 )
 FINISHED = re.compile(rb'"finish_reason" ?: ?"')
+# An engine that dies or stops under a living server.
+FAILED = re.compile(rb'(?:\A|\n)data: ?\{"error"|"finish_reason" ?: ?"abort"')
+ABORTED = b'"finish_reason":"abort"'
 DONE = b"data: [DONE]"
 EVENT_END = b"\n\n"
 TAIL_BYTES = 64
@@ -86,7 +89,7 @@ class RestOfText:
     def _new_in(self, event: bytes) -> bytes | None:
         """Return what is new from this event on; None if the client has more text than that."""
         found, ends = TEXT.search(event), FINISHED.search(event) is not None
-        if OTHER_OUTPUT.search(event) is not None:
+        if OTHER_OUTPUT.search(event) is not None or FAILED.search(event) is not None:
             raise TextDiffersError
         text = b"" if found is None else found[1]
         known = text[: self._left]
@@ -100,6 +103,8 @@ class RestOfText:
         if self._read != self._tail:
             raise TextDiffersError
         if found is None:  # before or after the text
+            if event.startswith(DONE):
+                raise TextDiffersError  # without a reason of the end
             return event if ends else None
         if len(known) == len(text) and not ends:
             return b"" if known else None

@@ -15,6 +15,9 @@ from proxy.journal.snapshot import JournalRequest, SnapshotReader
 
 MAX_STREAM_TOKENS: Final = 131_072
 MAX_KEPT_STEPS: Final = 1000
+# Ends after which a stream may go on from another worker. An engine that stops aborts all.
+FAILURES: Final = ("abort", "error")
+MAX_FAILED: Final = 512
 MAX_OWN_NAMES: Final = 1024
 
 
@@ -58,14 +61,20 @@ class EngineJournal:
         self._kept: deque[tuple[Position, JournalStep]] = deque(maxlen=max_kept_steps)
         self._streams: dict[str, list[int]] = {}  # numbers by possible X-Request-Id
         self._own_names: dict[str, bytes] = {}  # of requests that have not arrived
+        self._failed: deque[JournalRequest] = deque(maxlen=MAX_FAILED)
 
     def streams(self, request_id: str) -> list[JournalRequest]:
-        """Return the running requests with this X-Request-Id: several if it has more sequences."""
+        """Return the requests with this X-Request-Id: several if it has more sequences.
+
+        They are running, or have failed lately.
+        """
         found: dict[int, list[JournalRequest]] = {}
         for number in self._streams.get(request_id, ()):
             request = self.requests[number]
             found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
-        return found[min(found)] if found else []
+        if found:
+            return found[min(found)]
+        return [r for r in self._failed if request_id in request_ids(r.request_id)][-1:]
 
     def expect(self, request_id: str, name: bytes) -> None:
         """Name a request at its arrival; the engine reports names up to a second later."""
@@ -171,7 +180,7 @@ class EngineJournal:
                 listener.resident(number, resident)
         self._append_tokens(step)
         for ended in step.ended:
-            self._end(ended.number)
+            self._end(ended.number, kept=ended.reason in FAILURES)
         for number in step.forgotten:
             self._end(number)
             del requests[number]
@@ -194,12 +203,15 @@ class EngineJournal:
             requests[number].extend(step.tokens[start : start + count], limit)
             start += count
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, *, kept: bool = False) -> None:
         request = self.requests[number]
         if not request.running:
             return
         request.running = False
-        request.drop_tokens()
+        if kept and request.complete:
+            self._failed.append(request)
+        else:
+            request.drop_tokens()
         for request_id in request_ids(request.request_id):
             numbers = self._streams[request_id]
             numbers.remove(number)

@@ -40,6 +40,7 @@ class Journals:
         self._subscribers: dict[Worker, list[JournalSubscriber]] = {}
         self._endpoints: dict[Worker, tuple[str, ...]] = {}
         self._prefixes: dict[Worker, list[ResidentPrefixes]] = {}
+        self._leaving: set[Worker] = set()  # removed, with requests
         roster.name_prefix = self.name_prefix
         roster.stream_tokens = self.stream_tokens
 
@@ -88,7 +89,7 @@ class Journals:
 
     def look(self, now: float) -> None:
         """Follow changes of the workers, and ask silent engines for snapshots."""
-        if self._roster.version != self._version:
+        if self._roster.version != self._version or self._leaving - self._roster.leaving:
             self._version = self._roster.version
             self._follow_workers()
         self._roster.prefixes.drop_ended()
@@ -120,6 +121,12 @@ class Journals:
 
     def _follow_workers(self) -> None:
         wanted = {worker: worker.spec.journal for worker in self._roster if worker.spec.journal}
+        # Removed workers still have streams, whose tokens are in their journals.
+        self._leaving = self._roster.leaving & self._endpoints.keys()
+        for worker in self._leaving:
+            wanted[worker] = self._endpoints[worker]
+            for prefixes in self._prefixes[worker]:
+                prefixes.unfollow()
         for worker, endpoints in [*self._endpoints.items()]:
             if wanted.get(worker) != endpoints:
                 self._remove(worker)
@@ -144,7 +151,7 @@ class Journals:
         del self._endpoints[worker]
         worker.reports_prefixes = False
         for prefixes in self._prefixes.pop(worker):
-            prefixes.cleared()
+            prefixes.unfollow()
         for subscriber in self._subscribers.pop(worker):
             subscriber.close()
 

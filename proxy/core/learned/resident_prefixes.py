@@ -54,6 +54,7 @@ class ResidentPrefixes:
         self._prompts: dict[int, NamedPrompt] = {}  # by the engine's number of the request
         self._resident: dict[int, int] = {}  # tokens of requests without a name
         self._blocks: dict[int, int] = {}  # with the request that held each first
+        self._lost: tuple[int, ...] = ()  # blocks when the journal was read last
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -63,6 +64,8 @@ class ResidentPrefixes:
         self.cleared()
         self._prompts.clear()
         self.block_tokens = block_tokens
+        self._index.expect_no_longer(self._lost, self._worker)
+        self._lost = ()
 
     def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
         """Note the hashes of a request once; a name that is not ours is ignored."""
@@ -99,10 +102,17 @@ class ResidentPrefixes:
 
     def lost(self) -> None:
         """Only expect what the cache held last, because the journal is not read any more."""
-        blocks = tuple(self._blocks)
+        blocks = self._lost + tuple(self._blocks)
+        self._lost = ()
         self.restart(self.block_tokens)
+        self._lost = blocks
         for block in blocks:
             self._index.record((block,), self._worker)
+
+    def unfollow(self) -> None:
+        """Claim nothing from now on: the worker was removed, and its place may be taken."""
+        self.restart(self.block_tokens)
+        self._index = PrefixIndex()
 
     def forgotten(self, number: int) -> None:
         """Drop what only this request's bytes stand for; no later report would name them."""

@@ -19,7 +19,7 @@ EXACT = frozenset((
     "model", "messages", "prompt", "stream", "stream_options", "max_tokens",
     "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "spaces_between_special_tokens", "bad_words", "logit_bias", "user",
+    "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "user",
     "priority", "cache_salt", "metadata", "store", "service_tier", "prompt_cache_key",
     "safety_identifier", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "add_special_tokens", "continue_final_message", "documents", "truncate_prompt_tokens",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
-from proxy.wire.exchange.continuation import DIFFERENT, rest_of, take_up
+from proxy.wire.exchange.continuation import DIFFERENT, is_silent, reports_failure, rest_of, take_up
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
     break_off,
@@ -128,6 +128,8 @@ class Attempt:
         self._head = self._error_body = None
         if status == OK and head.length is None and owner.begun is not None:
             self.response = take_up(owner, owner.begun)
+            if not owner.client.writable:
+                self.pause()
             return
         if status == OK and self.handover is None and owner.begun is None:
             self._head = head  # the body may be one piece
@@ -188,6 +190,8 @@ class Attempt:
             if not rest and (rest is None or not ended):
                 return
             body = rest
+        elif reports_failure(owner, body) and self._leave_failed(now, response, ended):
+            return
         if ended:
             if owner.rest is not None or response.is_cut(owner.route.name, body):
                 self.lost(now, WorkerError.RESET)
@@ -221,6 +225,11 @@ class Attempt:
             finish(self._owner, self.lease, now, response)
         elif response.tokens:
             self._open_fast_path(response)
+
+    def _leave_failed(self, now: float, response: ResponseWriter, ended: bool) -> bool:
+        if ended:
+            self.connection = None
+        return self._owner.continue_elsewhere(now, response, WorkerError.STATUS)
 
     def _passed_whole(self, now: float, head: ResponseHead, body: bytes) -> bool:
         lease = self.lease
@@ -280,7 +289,8 @@ class Attempt:
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         lease, handover = self.lease, self.handover
-        if lease is None or self._owner.last_refusal or self.has_begun:
+        owner = self._owner
+        if lease is None or owner.last_refusal or (self.has_begun and not is_silent(owner, now)):
             return
         if lease.under_way.worker not in workers:
             return

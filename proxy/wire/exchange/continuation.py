@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proxy.core.request.continuable import why_not_continued, with_output
-from proxy.http.sent_text import TextDiffersError
+from proxy.http.sent_text import FAILED, TextDiffersError
 from proxy.wire.exchange.state import ANSWERING
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Reasons, as in metrics.
 NO_TOKENS, OTHER_OUTPUT, TORN = "no_tokens", "other_output", "torn"
 FIELD, NO_WORKER, DIFFERS = "field", "no_worker", "differs"
+# A worker that is down without tokens for so long is left.
+SILENT_S = 10.0
 DIFFERENT = "another worker's response differs from what was sent"
 
 
@@ -36,7 +38,8 @@ def keep_for_continuation(
     ask = lease.ask
     if not (ask.stream and owner.route.continues and ask.samples == 1 and body):
         return False
-    if wire.collecting.has_spare_half and owner.sent_text is None:
+    account = wire.collecting.account(owner.request.head.tenant)
+    if owner.sent_text is None and wire.collecting.may_be_kept(account):
         owner.sent_text = response.collect_text()
     return owner.sent_text is not None
 
@@ -65,6 +68,16 @@ def prepare(owner: AttemptOwner, lease: Lease, response: ResponseWriter) -> str:
     return ""
 
 
+def reports_failure(owner: AttemptOwner, body: bytes) -> bool:
+    """Return whether a worker says in its stream that its engine died or stops."""
+    return owner.sent_text is not None and FAILED.search(body) is not None
+
+
+def is_silent(owner: AttemptOwner, now: float) -> bool:
+    """Return whether a stream that may be continued has had no token for a while."""
+    return owner.sent_text is not None and now - owner.record.last_token_at >= SILENT_S
+
+
 def take_up(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
     """Expect the other worker's text from its beginning."""
     owner.rest = None if owner.sent_text is None else owner.sent_text.rest()
@@ -80,9 +93,12 @@ def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -
         new = rest.feed(body)
     except TextDiffersError:
         owner.wire.metrics.not_continued(DIFFERS)
+        owner.failed_worker = ""
         return None
     if rest.is_reached:
         owner.rest = None
+        owner.wire.metrics.continued(owner.failed_worker)
+        owner.failed_worker = ""
         owner.enter(ANSWERING)
         if lease is not None:
             owner.wire.router.leases.first_token(lease, now)

@@ -206,15 +206,15 @@ class Exchange(AttemptOwner):
         lease = None if attempt is None else attempt.lease
         if self.sent_text is None or lease is None:
             return False
-        failed = lease.worker
         if why := continuation.prepare(self, lease, response):
             self.wire.metrics.not_continued(why)
             return False
-        if self.try_another(now, Outcome.FAILED, error) is not None:
-            self.wire.metrics.not_continued(continuation.NO_WORKER)
-            return False
-        self.wire.metrics.continued(failed.name)
-        return True
+        self.failed_worker = lease.worker.name
+        if self.try_another(now, Outcome.FAILED, error) is None:
+            return True
+        self.failed_worker = ""
+        self.wire.metrics.not_continued(continuation.NO_WORKER)
+        return False
 
     def condense_text(self) -> None:
         """Count the text that was sent, and forget it."""
@@ -229,6 +229,8 @@ class Exchange(AttemptOwner):
 
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun is not None:
+            if self.failed_worker:  # the stream did not go on since
+                self.wire.metrics.not_continued(continuation.NO_WORKER)
             status, reason = refusal.status, refusal.reason
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
             return

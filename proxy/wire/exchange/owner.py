@@ -35,6 +35,7 @@ class AttemptOwner:
         self.sent_text: SentText | None = None
         self.begun: ResponseWriter | None = None  # before it failed
         self.rest: RestOfText | None = None  # while another worker repeats it
+        self.failed_worker = ""  # until the stream goes on
         self.whole_body = b""  # without the tokens of another worker
         # A failed hand-over, blamed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None

@@ -81,6 +81,7 @@ def fast_path(
         stream,
         owner.client.write,
         recounts=response.recounts,
+        may_continue=owner.sent_text is not None,
     )
 
 

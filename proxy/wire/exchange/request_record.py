@@ -27,10 +27,10 @@ class RequestRecord:
 
     __slots__ = (
         "_gaps",
-        "_last_token_at",
         "ask",
         "decision",
         "first_token_at",
+        "last_token_at",
         "number",
         "opening",
         "placed_at",
@@ -59,7 +59,7 @@ class RequestRecord:
         self.first_token_at: float | None = None
         self.opening = 0  # tokens in the first piece
         self.tokens = 0  # in later pieces
-        self._last_token_at = 0.0
+        self.last_token_at = 0.0
         self._gaps: Histogram | None = None
 
     @property
@@ -114,8 +114,8 @@ class RequestRecord:
         else:
             self.tokens += tokens
             if self._gaps is not None:
-                self._gaps.observe(now - self._last_token_at)
-        self._last_token_at = now
+                self._gaps.observe(now - self.last_token_at)
+        self.last_token_at = now
         if (live := metrics.live) is not None:
             live.saw_tokens(self, now)
 
@@ -136,7 +136,7 @@ class RequestRecord:
         if first is not None:
             done.ttft_s = first - self.started
             if first and self.tokens:
-                done.tpot_s = (self._last_token_at - first) / self.tokens
+                done.tpot_s = (self.last_token_at - first) / self.tokens
         if decision is not None:
             self._describe_placement(done, decision)
         metrics.request_done(done)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from proxy.http.sse import USAGE
+from proxy.http.sent_text import ABORTED
+from proxy.http.sse import ERROR_EVENT, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,7 @@ class StreamFastPath:
         "_count",
         "_keep",
         "_lease",
+        "_may_continue",
         "_metrics",
         "_record",
         "_recounts",
@@ -58,6 +60,7 @@ class StreamFastPath:
         write: Callable[[bytes], None],
         *,
         recounts: bool,
+        may_continue: bool = False,
     ) -> None:
         self._router = router
         self._lease = lease
@@ -67,6 +70,7 @@ class StreamFastPath:
         self._count = stream.count
         self._write = write
         self._recounts = recounts  # the usage changes
+        self._may_continue = may_continue  # on another worker, if this one reports a failure
 
     def take(self, now: float, data: bytes) -> bool:
         """Pass on one chunk; False if the parser must read it."""
@@ -74,6 +78,8 @@ class StreamFastPath:
         if not begin or not data.startswith(begin) or not data.endswith(CHUNK_END):
             return False
         if self._recounts and USAGE in data:
+            return False
+        if self._may_continue and (ERROR_EVENT in data or ABORTED in data):
             return False
         self._keep(data)
         record = self._record

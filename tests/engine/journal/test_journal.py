@@ -265,6 +265,17 @@ def test_a_name_that_comes_before_during_and_after_its_request() -> None:
     ]  # fmt: skip
 
 
+def test_an_early_name_is_used_once() -> None:
+    bench = Journaled()
+    bench.journal.name("same", b"first")
+    for number in range(2):
+        bench.add(20, name=f"cmpl-same-0-0123abc{number}", output=1)
+        bench.drain()
+    bench.journal.name("same", b"second")
+    bench.take()
+    assert [row[3] for row in bench.journal.snapshot()] == [b"first", b"second"]
+
+
 def test_names_of_requests_that_never_arrive_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_requests, "MAX_EARLY_NAMES", 2)
     bench = Journaled()

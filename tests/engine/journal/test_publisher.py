@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from vllm.v1.core.block_pool import BlockPool
 
 from tests.engine.journal.reader import CacheReader
 from tests.engine.schedulers import base_config, drain, make_request, make_scheduler, step
@@ -194,7 +195,8 @@ def naming(client_id: str, name: bytes) -> bytes:
 
 def test_a_reader_names_a_request(endpoint: str, scheduler: Any) -> None:
     reader = Naming(endpoint)
-    for wrong in (b"", b"\x02", b"\x02\x91", b"\x03", naming("mine", b"x" * 70_000)):
+    no_text = b"\x02\x92\xa2\xff\xfe\xc4\x01a"
+    for wrong in (b"", b"\x02", b"\x02\x91", b"\x03", no_text, naming("mine", b"x" * 66_000)):
         reader.send(wrong)
     reader.send(naming("mine", b"prefix"))
     scheduler.add_request(make_request(100, name="chatcmpl-mine-0123abcd", output=3))
@@ -213,6 +215,14 @@ def test_a_name_is_reported_at_once_by_an_idle_engine(
     reader.send(naming("mine", b"prefix"))
     assert reader.first_named() == [[1, b"prefix"]]
     reader.close()
+
+
+def test_a_huge_frame_closes_its_connection_only(endpoint: str, reader: Socket) -> None:
+    hostile = Naming(endpoint)
+    hostile.send(b"\x02" + b"x" * 10_000_000)
+    reader.subscribe(b"snapshot/after")
+    reader.until(b"snapshot/after")
+    hostile.close()
 
 
 def test_names_are_signed_if_there_is_a_key(tmp_path: Path, endpoint: str) -> None:
@@ -305,6 +315,7 @@ def test_a_failure_turns_the_journal_off_and_the_engine_goes_on(
     scheduler.add_request(make_request(100, output=3))
     drain(scheduler)
     assert scheduler._publisher is None
+    assert type(scheduler.kv_cache_manager.block_pool) is BlockPool
     publisher.close()
     with pytest.raises(zmq.ZMQError):
         publisher._socket.send(b"")

@@ -41,6 +41,22 @@ def replace(tenants: Tenants, *names: str) -> None:
     tenants.replace([TenantSpec(name) for name in names], hashes)
 
 
+def test_bodies_stay_only_while_they_exclude_no_request() -> None:
+    budget = BodyBudget(160, tenants_named("a", "b", "c"))  # 10 each, strangers too; 120 shared
+    for account, amount in (("a", 39), ("b", 35)):
+        assert budget.may_be_kept(account)
+        budget.take(amount, account)
+    assert budget.may_be_kept("a")
+    budget.take(1, "a")
+    assert not budget.may_be_kept("a")  # a quarter of the shared part beyond its share
+    assert budget.may_be_kept("b")
+    budget.take(5, "b")
+    assert not budget.may_be_kept("c")  # half of the shared part is used
+    budget.give(40, "a")
+    assert budget.may_be_kept("a")
+    assert BodyBudget(100).may_be_kept(None)
+
+
 def test_tenant_takes_at_most_half_of_the_shared_budget() -> None:
     budget = BodyBudget(160, tenants_named("a", "b", "c"))  # 10 each, strangers too; 120 shared
     for owner, amount in (("a", 70), ("b", 40), ("c", 25)):

@@ -237,3 +237,10 @@ def test_likely_reading_of_an_id_comes_first() -> None:
     assert [r.request_id for r in journal.streams("job")] == ["chatcmpl-job-00000002"]
     journal.apply_step(*step(1, ended=[[2, "stop"]]))
     assert [r.request_id for r in journal.streams("job-1")] == ["chatcmpl-job-1-00000001"]
+
+
+@pytest.mark.parametrize(("reason", "left"), [("abort", [[7]]), ("error", [[7]]), ("stop", [])])
+def test_tokens_of_failed_requests_are_kept_for_a_while(reason: str, left: list[list[int]]) -> None:
+    journal = journal_with("chatcmpl-a-00000000")
+    journal.apply_step(*step(1, numbers=[1], tokens=[7], ended=[[1, reason]], forgotten=[1]))
+    assert tokens_of(journal, "a") == left

@@ -66,6 +66,10 @@ class PublishingEngine:
         self._publish([[number, request_id, tokens]], named, resident=[number, tokens])
         return number
 
+    def write(self, number: int, token: int) -> None:
+        self.engine.known[number].tokens.append(token)
+        self._publish(numbers=[number], tokens=[token])
+
     def evict(self, number: int, first: int, last: int) -> None:
         self.engine.known[number].resident = first
         self._publish(evicted=[number, first, last])
@@ -76,10 +80,14 @@ class PublishingEngine:
         named: Sequence[Any] = (),
         evicted: Sequence[int] = (),
         resident: Sequence[int] = (),
+        numbers: Sequence[int] = (),
+        tokens: Sequence[int] = (),
     ) -> None:
         self.engine.number += 1
         if not self.silent:
-            payload = [arrived, named, False, evicted, resident, [], [], [], [], [], []]
+            payload = [
+                arrived, named, False, evicted, resident, numbers, [], tokens, [], [], [],
+            ]  # fmt: skip
             self.publisher.send(b"step", self.engine.position, payload)
 
     def close(self) -> None:
@@ -378,3 +386,24 @@ async def test_a_request_of_several_prompts_has_no_name(
         roster.expect_prefix(ask, worker)
     await eventually(lambda: engines[0].publisher.names)
     assert [name for name, _ in engines[0].publisher.names] == ["one"]
+
+
+async def test_tokens_of_a_removed_workers_streams_are_known_until_they_end(
+    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+) -> None:
+    engine = engines[0]
+    worker = roster.add(with_journal("a", engine.endpoint))
+    await until_up(journals, "a")
+    worker.requests = 1
+    roster.remove("a")
+    journals.look(time.monotonic())
+    other = roster.add(with_journal("b", engines[1].endpoint))
+    assert other.index != worker.index
+    number = engine.arrive("chatcmpl-x-00000001", 256, b"")
+    engine.write(number, 5)
+    await eventually(lambda: list(journals.stream_tokens(worker, "x") or ()) == [5])
+    assert held(roster.prefixes, text("a", "b")) == {}
+    worker.requests = 0
+    roster.hand_down(worker)
+    journals.look(time.monotonic())
+    assert journals.stream_tokens(worker, "x") is None

@@ -54,6 +54,11 @@ class Journal:
         self._preempted: list[int] = []
         self._ended: list[tuple[KnownRequest, str]] = []
 
+    def unfollow(self, error: Exception) -> None:
+        """Follow the KV cache no further."""
+        if self._prefixes is not None:
+            self._prefixes.fail(error)
+
     def arrived(self, request: Request) -> None:
         earlier = self._known.running.get(request.request_id)
         if earlier is not None:

@@ -68,8 +68,13 @@ class KnownRequests:
         )
         self.running[known.request_id] = self._known[known.number] = known
         for client_id in client_ids(known.request_id):
-            self._by_client_id[client_id].append(known)
-            known.name = known.name or self._early_names.get(client_id, b"")
+            others = self._by_client_id[client_id]
+            known.name = (
+                known.name
+                or self._early_names.pop(client_id, b"")
+                or next((each.name for each in others if _are_sequences(each, known)), b"")
+            )
+            others.append(known)
         return known
 
     def name(self, client_id: str, name: bytes) -> list[KnownRequest]:
@@ -109,3 +114,9 @@ class KnownRequests:
 
     def all(self) -> Iterable[KnownRequest]:
         return self._known.values()
+
+
+def _are_sequences(one: KnownRequest, other: KnownRequest) -> bool:
+    """Return whether they are sequences of one request: `0_ID` and `1_ID`."""
+    number, _, request_id = one.request_id.partition("_")
+    return number.isdigit() and other.request_id.partition("_")[2] == request_id

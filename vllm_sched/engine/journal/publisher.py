@@ -28,6 +28,8 @@ SNAPSHOT: Final = b"snapshot/"
 UNSUBSCRIBE, NAME = b"\x00", b"\x02"
 SIGNATURE_BYTES: Final = 32
 MAX_NAME_BYTES: Final = 65_536
+MAX_FRAME_BYTES: Final = MAX_NAME_BYTES + 4096
+MAX_READ_PER_TICK: Final = 256  # frames
 MIN_KEY_BYTES: Final = 16
 # Messages kept for a slow reader.
 MAX_QUEUED: Final = 1000
@@ -78,6 +80,7 @@ class Publisher:
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -147,7 +150,7 @@ class Publisher:
     def _read_requests(self) -> bool:
         """Read subscriptions to snapshots, and names of requests; return whether names came."""
         named = False
-        for _ in range(MAX_QUEUED):
+        for _ in range(MAX_READ_PER_TICK):
             if not self._socket.poll(0):
                 break
             message: bytes = self._socket.recv(zmq.NOBLOCK)
@@ -168,7 +171,7 @@ class Publisher:
                 return
         try:
             client_id, name = self._decode_name(message[1:])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return
         if len(name) <= MAX_NAME_BYTES:
             self.journal.name(client_id, name)

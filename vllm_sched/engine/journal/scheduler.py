@@ -94,9 +94,10 @@ class JournaledScheduler(UpstreamScheduler):
     def _record_in_journal(self, note: Callable[..., object], *args: object) -> None:
         try:
             note(*args)
-        except Exception:
+        except Exception as error:
             logger.exception("the journal is off after an error; please report it")
             if self._publisher is not None:
+                self._publisher.journal.unfollow(error)
                 self._publisher.stop()
                 self._publisher = None
 
