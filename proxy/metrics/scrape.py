@@ -15,6 +15,7 @@ from proxy.core.fleet.breaker import BUSY, Breaker
 from proxy.core.fleet.ejection import key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
+from proxy.core.request.continuable import REASONS
 from proxy.metrics import journal_counts, phases
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
@@ -293,12 +294,20 @@ def _requests(page: MetricsPage, metrics: Metrics) -> Iterator[None]:
 
 def _counts(page: MetricsPage, metrics: Metrics) -> None:
     page.values(RETRIES, metrics.retries.items())
-    page.values(CONTINUED, (((worker,), count) for worker, count in metrics.continuations.items()))
-    page.values(NOT_CONTINUED, (((why,), count) for why, count in metrics.lost_streams.items()))
+    _continuations(page, metrics)
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, reason), count in metrics.router.placer.decisions.items():
         decisions[metrics.model_label(model), reason.value] += count
     page.values(DECISIONS, decisions.items())
+
+
+def _continuations(page: MetricsPage, metrics: Metrics) -> None:
+    continued, lost = metrics.continuations, metrics.lost_streams
+    if journals := list(metrics.journals()):  # from zero, so that the first one is an increase
+        continued = dict.fromkeys((each.worker for each in journals), 0) | continued
+        lost = dict.fromkeys(REASONS, 0) | lost
+    page.values(CONTINUED, (((worker,), count) for worker, count in continued.items()))
+    page.values(NOT_CONTINUED, (((why,), count) for why, count in lost.items()))
 
 
 def _histograms(page: MetricsPage, metrics: Metrics) -> None:

@@ -32,6 +32,10 @@ EXACT_VALUES: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},), "use_beam_search": (False,),
     "return_token_ids": (False,), "parallel_tool_calls": (True, False),
 }  # fmt: skip
+# Why a stream was not continued, as in metrics.
+REASONS = NO_TOKENS, OTHER_OUTPUT, TORN, FIELD, NO_WORKER, DIFFERS = (
+    "no_tokens", "other_output", "torn", "field", "no_worker", "differs",
+)  # fmt: skip
 SEED, TEMPERATURE = "seed", "temperature"
 
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from proxy.core.request.continuable import why_not_continued, with_output
+from proxy.core.request.continuable import (
+    DIFFERS,
+    FIELD,
+    NO_TOKENS,
+    OTHER_OUTPUT,
+    TORN,
+    why_not_continued,
+    with_output,
+)
 from proxy.http.sent_text import FAILED, TextDiffersError
 from proxy.wire.exchange.state import ANSWERING
 
@@ -18,9 +26,6 @@ if TYPE_CHECKING:
     from proxy.wire.exchange.owner import AttemptOwner
     from proxy.wire.exchange.response_writer import ResponseWriter
 
-# Reasons, as in metrics.
-NO_TOKENS, OTHER_OUTPUT, TORN = "no_tokens", "other_output", "torn"
-FIELD, NO_WORKER, DIFFERS = "field", "no_worker", "differs"
 # A worker that is down without tokens for so long is left.
 SILENT_S = 10.0
 DIFFERENT = "another worker's response differs from what was sent"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
+from proxy.core.request.continuable import NO_WORKER
 from proxy.core.request.json_edit import spliced
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
@@ -213,7 +214,7 @@ class Exchange(AttemptOwner):
         if self.try_another(now, Outcome.FAILED, error) is None:
             return True
         self.failed_worker = ""
-        self.wire.metrics.not_continued(continuation.NO_WORKER)
+        self.wire.metrics.not_continued(NO_WORKER)
         return False
 
     def condense_text(self) -> None:
@@ -230,7 +231,7 @@ class Exchange(AttemptOwner):
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun is not None:
             if self.failed_worker:  # the stream did not go on since
-                self.wire.metrics.not_continued(continuation.NO_WORKER)
+                self.wire.metrics.not_continued(NO_WORKER)
             status, reason = refusal.status, refusal.reason
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
             return

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.wire.exchange import continuation
+from proxy.core.request.continuable import FIELD, NO_WORKER, OTHER_OUTPUT
 from proxy.wire.exchange.exchange import MAX_PIECES
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -217,7 +217,7 @@ async def test_an_engine_failure_passes_if_the_stream_cannot_go_on(start: Start)
     in_turn(site, failing(engines, ENGINE_DIED))
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"error"' in answer.body
-    assert site.metrics.lost_streams == {continuation.NO_WORKER: 1}
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
     await site.settled()
 
 
@@ -241,7 +241,7 @@ async def test_a_worker_that_refuses_is_counted(start: Start) -> None:
     in_turn(site, engines.serve(dies_after=2), scripts.error(400))
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"not_continued"' in answer.body
-    assert site.metrics.lost_streams == {continuation.NO_WORKER: 1}
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
     assert site.metrics.continuations == {}
     await site.settled()
 
@@ -267,11 +267,11 @@ async def test_a_silent_stream_leaves_a_worker_that_is_down(start: Start) -> Non
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "seed": ({"seed": 1}, continuation.FIELD),
-    "penalty": ({"frequency_penalty": 0.5}, continuation.FIELD),
-    "tools": ({"tools": [{"type": "function"}]}, continuation.FIELD),
-    "xargs": ({"vllm_xargs": {"lane": "urgent"}}, continuation.FIELD),
-    "unknown": ({"new_field": 1}, continuation.FIELD),
+    "seed": ({"seed": 1}, FIELD),
+    "penalty": ({"frequency_penalty": 0.5}, FIELD),
+    "tools": ({"tools": [{"type": "function"}]}, FIELD),
+    "xargs": ({"vllm_xargs": {"lane": "urgent"}}, FIELD),
+    "unknown": ({"new_field": 1}, FIELD),
 }
 
 
@@ -365,4 +365,4 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
     site.fleet.roster.stream_tokens = lambda *_: [0]
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"error"' in answer.body
-    assert site.metrics.lost_streams == {continuation.OTHER_OUTPUT: 1}
+    assert site.metrics.lost_streams == {OTHER_OUTPUT: 1}
