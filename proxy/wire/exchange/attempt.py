@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
-from proxy.wire.exchange.continuation import DIFFERENT, is_silent, reports_failure, rest_of, take_up
+from proxy.wire.exchange.continuation import (
+    DIFFERENT,
+    REFUSED_TOO,
+    is_silent,
+    leaves_failed,
+    rest_of,
+    take_up,
+)
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
     break_off,
@@ -137,8 +144,7 @@ class Attempt:
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
             return
         if owner.begun is not None:
-            refusal = owner.last_refusal or refusals.no_worker_left("another worker refused it")
-            self._end_with(now, Outcome.REFUSED, refusal)
+            self._end_with(now, Outcome.REFUSED, owner.last_refusal or REFUSED_TOO)
             return
         handover, cached_tokens = self.handover, None
         if handover is not None:
@@ -186,17 +192,17 @@ class Attempt:
         if owner.rest is not None:
             rest = rest_of(owner, self.lease, now, body)
             if rest is None:
-                self._end_with(now, Outcome.UNFINISHED, refusals.no_worker_left(DIFFERENT))
+                self._end_with(now, Outcome.UNFINISHED, DIFFERENT)
             if not rest and (rest is None or not ended):
                 return
             body = rest
-        elif reports_failure(owner, body) and self._leave_failed(now, response, ended):
-            return
         if ended:
             if owner.rest is not None or response.is_cut(owner.route.name, body):
                 self.lost(now, WorkerError.RESET)
                 return
             self.connection = None
+        if leaves_failed(owner, now, response, body):
+            return
         handover = self.handover
         if handover is not None and handover.waits and response.status == OK:
             first = handover.first_of(body, ended, self.connection)
@@ -226,11 +232,6 @@ class Attempt:
         elif response.tokens:
             self._open_fast_path(response)
 
-    def _leave_failed(self, now: float, response: ResponseWriter, ended: bool) -> bool:
-        if ended:
-            self.connection = None
-        return self._owner.continue_elsewhere(now, response, WorkerError.STATUS)
-
     def _passed_whole(self, now: float, head: ResponseHead, body: bytes) -> bool:
         lease = self.lease
         if lease is None or not passes_whole(self._owner, head):
@@ -241,13 +242,11 @@ class Attempt:
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
         """Use the fast path for the rest of a stream."""
-        connection, lease, owner = self.connection, self.lease, self._owner
-        stream = response.flowing
-        if connection is None or lease is None or stream is None:
-            return
-        if self._passage is None:
-            self._passage = fast_path(owner, lease, response, stream)
-        connection.open_fast_path(self._passage)
+        connection, lease, stream = self.connection, self.lease, response.flowing
+        if connection is not None and lease is not None and stream is not None:
+            if self._passage is None:
+                self._passage = fast_path(self._owner, lease, response, stream)
+            connection.open_fast_path(self._passage)
 
     def _retry_failed_transfer(self, now: float) -> bool:
         """Retry as after a 500. Return False if no worker is left."""
@@ -276,8 +275,6 @@ class Attempt:
             return None
         self.response, owner.last_refusal = refused, refusal
         return error_body
-
-    # Failures
 
     def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds for a slow worker."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from proxy.core.model.refusals import no_worker_left
 from proxy.core.request.continuable import (
     DIFFERS,
     FIELD,
@@ -20,6 +21,7 @@ from proxy.core.request.continuable import (
 )
 from proxy.http.sent_text import FAILED, TextDiffersError
 from proxy.wire.exchange.state import ANSWERING
+from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 # A worker that is down without tokens for so long is left.
 SILENT_S = 10.0
-DIFFERENT = "another worker's response differs from what was sent"
+DIFFERENT = no_worker_left("another worker's response differs from what was sent")
+REFUSED_TOO = no_worker_left("another worker refused it")
 
 
 def keep_for_continuation(
@@ -73,9 +76,11 @@ def prepare(owner: AttemptOwner, lease: Lease, response: ResponseWriter) -> str:
     return ""
 
 
-def reports_failure(owner: AttemptOwner, body: bytes) -> bool:
-    """Return whether a worker says in its stream that its engine died or stops."""
-    return owner.sent_text is not None and FAILED.search(body) is not None
+def leaves_failed(owner: AttemptOwner, now: float, response: ResponseWriter, body: bytes) -> bool:
+    """Continue on another worker if this one reports that its engine died or stops."""
+    if owner.sent_text is None or FAILED.search(body) is None:
+        return False
+    return owner.continue_elsewhere(now, response, WorkerError.STATUS)
 
 
 def is_silent(owner: AttemptOwner, now: float) -> bool:
