@@ -13,11 +13,16 @@ import re
 from collections import deque
 
 # Quotes in a text are escaped, so these keys are never part of one.
-TEXT = re.compile(rb'"(?:content|text)" ?: ?"((?:[^"\\]|\\.)*)"')
+TEXT = re.compile(rb'"(?:content|text)" ?: ?"([^"\\]*(?:\\.[^"\\]*)*)"')
 OTHER_OUTPUT = re.compile(
     rb'"(?:reasoning|reasoning_content|refusal|arguments)" ?: ?"[^"]|"tool_calls" ?: ?\[ ?\{'
     rb'|"logprobs" ?: ?\{|"token_ids" ?: ?\[ ?\d'
 )
+# Without any of these in the bytes, the search above finds nothing.
+OTHER_KEYS = (
+    b'"reasoning', b'"refusal"', b'"arguments"', b'"tool_calls"', b'"logprobs":{', b'"logprobs": {',
+    b'"token_ids":[', b'"token_ids": [',
+)  # fmt: skip
 FINISHED = re.compile(rb'"finish_reason" ?: ?"')
 # An engine that dies or stops under a living server.
 FAILED = re.compile(rb'(?:\A|\n)data: ?\{"error"|"finish_reason" ?: ?"abort"')
@@ -31,6 +36,11 @@ MAX_LAST_PIECES = 3
 
 class TextDiffersError(Exception):
     """The other worker's text does not begin with the client's."""
+
+
+def has_other_output(data: bytes) -> bool:
+    found = any(key in data for key in OTHER_KEYS)
+    return found and OTHER_OUTPUT.search(data) is not None
 
 
 class SentText:
@@ -53,7 +63,7 @@ class SentText:
         text = b"".join(TEXT.findall(data))
         self.length += len(text)
         self._tail = (self._tail + text)[-TAIL_BYTES:]
-        self.other_output = self.other_output or OTHER_OUTPUT.search(data) is not None
+        self.other_output = self.other_output or has_other_output(data)
 
     def rest(self) -> RestOfText:
         """Return the filter of the other worker's stream."""
@@ -89,7 +99,7 @@ class RestOfText:
     def _new_in(self, event: bytes) -> bytes | None:
         """Return what is new from this event on; None if the client has more text than that."""
         found, ends = TEXT.search(event), FINISHED.search(event) is not None
-        if OTHER_OUTPUT.search(event) is not None or FAILED.search(event) is not None:
+        if has_other_output(event) or FAILED.search(event) is not None:
             raise TextDiffersError
         text = b"" if found is None else found[1]
         known = text[: self._left]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHUNK_END = b"\n\n\r\n"
 MAX_SIZE_DIGITS = 4
+TAIL_BYTES = 40
 
 
 @lru_cache(maxsize=1024)
@@ -47,6 +48,7 @@ class StreamFastPath:
         "_record",
         "_recounts",
         "_router",
+        "_tail",
         "_write",
     )
 
@@ -70,6 +72,7 @@ class StreamFastPath:
         self._count = stream.count
         self._write = write
         self._recounts = recounts  # the usage changes
+        self._tail = b""  # of the last piece
         self._may_continue = may_continue  # on another worker, if this one reports a failure
 
     def take(self, now: float, data: bytes) -> bool:
@@ -79,8 +82,11 @@ class StreamFastPath:
             return False
         if self._recounts and USAGE in data:
             return False
-        if self._may_continue and (ERROR_EVENT in data or ABORTED in data):
-            return False
+        if self._may_continue and (tail := data[-TAIL_BYTES:]) != self._tail:
+            # Pieces end alike, but for those that report a failure or the end.
+            if ERROR_EVENT in data or ABORTED in data:
+                return False
+            self._tail = tail
         self._keep(data)
         record = self._record
         if tokens := self._count(data):
