@@ -16,7 +16,7 @@ from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Nam
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
-AUTO = "auto"  # a journal whose address `up` chooses
+AUTO = "auto"  # `up` chooses the journal's address
 QUERY = re.compile(r"(?<=[?#]).+")
 
 

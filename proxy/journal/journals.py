@@ -27,7 +27,7 @@ MAX_SOCKETS: Final = 16_384
 
 
 class Journals:
-    """Reads the journal of each engine whose worker has one."""
+    """Reads the journals that the fleet's workers have."""
 
     def __init__(
         self, roster: Roster, key: bytes | None, clock: Callable[[], float] = time.monotonic
@@ -121,12 +121,14 @@ class Journals:
 
     def _follow_workers(self) -> None:
         wanted = {worker: worker.spec.journal for worker in self._roster if worker.spec.journal}
-        # Removed workers still have streams, whose tokens are in their journals.
-        self._leaving = self._roster.leaving & self._endpoints.keys()
-        for worker in self._leaving:
+        # The journals of removed workers have the tokens of their last streams.
+        leaving = self._roster.leaving & self._endpoints.keys()
+        for worker in leaving:
             wanted[worker] = self._endpoints[worker]
+        for worker in leaving - self._leaving:
             for prefixes in self._prefixes[worker]:
                 prefixes.unfollow()
+        self._leaving = leaving
         for worker, endpoints in [*self._endpoints.items()]:
             if wanted.get(worker) != endpoints:
                 self._remove(worker)

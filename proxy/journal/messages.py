@@ -84,6 +84,7 @@ class JournalSnapshot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     requests: list[msgspec.Raw]
 
 
+_NAMES: Final = msgspec.msgpack.Encoder()
 _STEPS: Final = msgspec.msgpack.Decoder(JournalStep)
 _SNAPSHOTS: Final = msgspec.msgpack.Decoder(JournalSnapshot)
 _ROWS: Final = msgspec.msgpack.Decoder(SnapshotRow)
@@ -93,6 +94,10 @@ def read_position(frame: bytes) -> Position:
     if len(frame) != POSITION_BYTES:
         raise MalformedMessageError(f"the position has {len(frame)} bytes, not {POSITION_BYTES}")
     return Position(frame[:RUN_BYTES], int.from_bytes(frame[RUN_BYTES:], "big"))
+
+
+def encode_name(request_id: str, name: bytes) -> bytes:
+    return _NAMES.encode((request_id, name))
 
 
 def decode_step(payload: bytes) -> JournalStep:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from math import inf
 from typing import Final
 
-import msgspec
 import zmq
 
 from proxy.journal.engine_state import EngineJournal
@@ -24,6 +23,7 @@ from proxy.journal.messages import (
     RUN_BYTES,
     MalformedMessageError,
     decode_step,
+    encode_name,
     read_position,
 )
 from proxy.journal.snapshot import SnapshotReader
@@ -43,7 +43,7 @@ MAX_MESSAGES_PER_WAKEUP: Final = 8
 MAX_SNAPSHOT_BYTES_PER_WAKEUP: Final = 64 << 10  # 1 ms
 MAX_QUEUED_MESSAGES: Final = 1000
 MAX_MESSAGE_BYTES: Final = 256 << 20
-# An engine whose machine disappears does not close its connection.
+# An engine on a machine that disappears does not close its connection.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 3000, 10_000
 FIRST_RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 
@@ -67,7 +67,6 @@ class JournalSubscriber:
         self.bad_signatures = 0
         self.up = False
         self._name = f"worker {worker}: the journal at {endpoint}"
-        self._encode = msgspec.msgpack.Encoder().encode
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._current_at = clock()  # last time when the replica had all messages
@@ -109,7 +108,7 @@ class JournalSubscriber:
         """Name a request for all readers of the journal; without a connection it gets no name."""
         if self._socket.closed:
             return
-        message = NAME + self._encode((request_id, name))
+        message = NAME + encode_name(request_id, name)
         if self.key is not None:
             message += hmac.digest(self.key, message, "sha256")
         self._send(message)

@@ -48,7 +48,7 @@ CONTINUED = Family(
 NOT_CONTINUED = Family(
     "proxy_streams_not_continued",
     "counter",
-    "Streams whose worker failed and that could not be continued, by reason.",
+    "Streams that could not be continued after their worker failed, by reason.",
     ("why",),
 )
 DECISIONS = Family(

@@ -110,6 +110,15 @@ async def completed(router: Router, client: AsyncOpenAI, tokens: list[int]) -> P
     return predicted(router, await complete(client, tokens, OUTPUT))
 
 
+async def completed_twice(
+    router: Router, client: AsyncOpenAI, prompts: list[list[int]]
+) -> list[Prediction]:
+    """Send all prompts, and then again; return the second predictions."""
+    for each in prompts:
+        await completed(router, client, each)
+    return [await completed(router, client, each) for each in prompts]
+
+
 async def chatted(
     router: Router, client: AsyncOpenAI, messages: list[dict[str, str]]
 ) -> Prediction:
@@ -170,9 +179,7 @@ async def test_no_prefix_is_expected_of_new_prompts(cold: Router) -> None:
 async def test_reset_cache_is_expected_empty(router: Router, request: Any) -> None:
     prompts = [prompt(72_000 + n, 4000) for n in range(4)]
     async with router.client() as client:
-        for each in prompts:
-            await completed(router, client, each)
-        warm = [await completed(router, client, each) for each in prompts]
+        warm = await completed_twice(router, client, prompts)
         assert all(each.expected > 3000 and each.found > 3000 for each in warm)
         request.getfixturevalue("cold")
         found = [await completed(router, client, each) for each in prompts]
@@ -184,9 +191,7 @@ async def test_late_router_makes_the_same_predictions(
 ) -> None:
     prompts = [prompt(73_000 + n, 3000 + 300 * n) for n in range(6)]
     async with cold.client() as client:
-        for each in prompts:
-            await completed(cold, client, each)
-        first = [await completed(cold, client, each) for each in prompts]
+        first = await completed_twice(cold, client, prompts)
     assert all(each.expected > 0 for each in first)
     with reading(pushing_fleet, tmp_path) as late:
         async with late.client() as client:
@@ -204,9 +209,7 @@ async def fill(worker: Worker, seed: int) -> None:
 async def test_evicted_prefixes_are_not_expected(cold: Router, pushing: Workers) -> None:
     prompts = [prompt(74_000 + n, 4000) for n in range(4)]
     async with cold.client() as client:
-        for each in prompts:
-            await completed(cold, client, each)
-        warm = [await completed(cold, client, each) for each in prompts]
+        warm = await completed_twice(cold, client, prompts)
         assert all(each.expected > 3000 for each in warm)
         await asyncio.gather(
             *(fill(each, 75_000 + 10 * n) for n, each in enumerate(pushing.values()))

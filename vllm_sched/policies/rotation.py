@@ -1,6 +1,6 @@
 """Prompts in prefill take turns: A1 B1 C1 A2 ..., so that no prompt has prefill to itself.
 
-Idea: the prompt whose last chunk is oldest has the next turn: a whole step, or at least `chunk`
+Idea: the prompt with the oldest last chunk has the next turn: a whole step, or at least `chunk`
 tokens. A newcomer goes before prompts that had a chunk since it arrived. It is held while prefills
 need the free KV blocks. With classes of service, this applies per class.
 Source: round robin.

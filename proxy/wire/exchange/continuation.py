@@ -1,4 +1,4 @@
-"""A stream whose worker fails goes on from another worker, and the client sees one stream.
+"""If its worker fails, a stream goes on from another worker, and the client sees one stream.
 
 The first worker's journal has the tokens, and the router keeps the request's body. The other worker
 gets both and returns the whole text; `RestOfText` passes what the client does not have.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.wire.exchange.owner import AttemptOwner
     from proxy.wire.exchange.response_writer import ResponseWriter
 
-# A worker that is down without tokens for so long is left.
+# After this time without a token, a stream leaves a worker that is down.
 SILENT_S = 10.0
 DIFFERENT = no_worker_left("another worker's response differs from what was sent")
 REFUSED_TOO = no_worker_left("another worker refused it")

@@ -139,7 +139,7 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
 def end_stream(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter
 ) -> None:
-    """End a stream whose last event the client has."""
+    """End a stream after its last event was sent."""
     owner.record.sent_bytes += len(response.end)
     owner.client.write(response.end)
     finish(owner, lease, now, response)

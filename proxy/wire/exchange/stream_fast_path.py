@@ -83,7 +83,7 @@ class StreamFastPath:
         if self._recounts and USAGE in data:
             return False
         if self._may_continue and (tail := data[-TAIL_BYTES:]) != self._tail:
-            # Pieces end alike, but for those that report a failure or the end.
+            # All pieces end alike, except reports of a failure and the last one.
             if ERROR_EVENT in data or ABORTED in data:
                 return False
             self._tail = tail

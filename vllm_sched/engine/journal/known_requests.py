@@ -39,20 +39,20 @@ class KnownRequest:
     def resident_prefix(self) -> int:
         """Return the resident tokens, considering evictions of shared blocks."""
         least = self.resident
-        visited = {id(self)}
+        visited = {self}
         pending = [*self.shares]
         while pending:
             owner, end = pending.pop()
             if owner.resident < end:
                 least = min(least, owner.resident)
-            if id(owner) not in visited:
-                visited.add(id(owner))
+            if owner not in visited:
+                visited.add(owner)
                 pending += [(other, min(limit, end)) for other, limit in owner.shares]
         return least
 
 
 class KnownRequests:
-    """Running requests, and those that ended but own cached blocks."""
+    """Running requests, and ended ones that own cached blocks."""
 
     def __init__(self) -> None:
         self.running: dict[str, KnownRequest] = {}

@@ -1,4 +1,4 @@
-"""The journal's socket: step messages, and snapshots for those that ask.
+"""The journal's socket: step messages, and snapshots on request.
 
 One lock guards the journal and the socket. The engine holds it during its own steps, a thread while
 it answers readers. A send never blocks: a reader that is too slow misses messages.

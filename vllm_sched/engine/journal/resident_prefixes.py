@@ -65,14 +65,13 @@ class ResidentPrefixes:
         blocks: Sequence[KVCacheBlock],
         first: int,
         last: int,
-        block_tokens: int,
         group: int,
     ) -> None:
         """Note that a request's blocks from `first` to `last` are cached."""
         known = self._known.running.get(request.request_id)
         if known is None or group != self._group or first >= last:
             return
-        owners = self._owners
+        owners, block_tokens = self._owners, self._block_tokens
         if first * block_tokens != known.stored:  # its first blocks, or those after a preemption
             known.shares = []
             if first and (shared := owners.get(blocks[first - 1].block_hash)) is not None:
@@ -182,7 +181,7 @@ class FollowedBlockPool(BlockPool):
         )
         try:
             self.prefixes.stored(
-                request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id
+                request, blocks, num_cached_blocks, num_full_blocks, kv_cache_group_id
             )
         except Exception as error:
             self.prefixes.fail(error)
