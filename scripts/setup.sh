@@ -51,7 +51,7 @@ for place in $(pip_setting find-links PIP_FIND_LINKS); do
 done
 inputs=$(hash_inputs)
 $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${torch[@]}" "${options[@]}" \
-    --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint ||
+    --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots,redis,postgres]' --group test --group lint ||
     fail "the installation failed; PIP_FIND_LINKS may name a folder with torch's CPU wheel"
 if [ -n "${UPDATE:-}" ]; then
     $venv/bin/uv pip freeze --quiet --python $venv/bin/python --exclude-editable | sed 's/+cpu$//' >constraints.txt
