@@ -106,7 +106,7 @@ def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig
             print(message, file=sys.stderr, flush=True)  # noqa: T201
 
     try:
-        if how_many(config) == 1:
+        if how_many(config) == 1 and config.router.shared is None:
             return uvloop.run(serve(config, source=source, read=read, on_ready=announce))
         return asyncio.run(supervise(config, source=source, read=read, on_ready=announce))
     finally:

@@ -8,11 +8,7 @@ for name in chromium-headless-shell chromium chromium-browser google-chrome; do
 done
 program=chromium wanted=chromium
 . "$(dirname "$0")/debian.sh"
-fetch() {
-    apt --simulate --no-install-recommends install chromium-headless-shell fonts-dejavu-core \
-        >plan && sed -n 's/^Inst \([^ ]*\).*/\1/p' plan | grep -v '^xdg-utils$' >names &&
-        apt download $(cat names) >>apt.log
-}
+fetch() { download chromium-headless-shell fonts-dejavu-core; }
 if ! [ -x "$cache/run" ]; then
     unpack
     cat >unpacked/fonts.conf <<'END'

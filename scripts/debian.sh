@@ -37,9 +37,30 @@ unpack() {
     for package in *.deb; do dpkg -x "$package" unpacked; done
 }
 
+# Download packages and the libraries that this machine lacks.
+download() { # PACKAGE...
+    apt --simulate --no-install-recommends install "$@" >plan &&
+        sed -n 's/^Inst \([^ ]*\).*/\1/p' plan | grep -v '^xdg-utils$' >names &&
+        apt download $(cat names) >>apt.log
+}
+
+# Write ./unpacked/run, which runs a program with the unpacked libraries.
+write_run() { # PROGRAM
+    cat >unpacked/run <<END
+#!/usr/bin/env bash
+here=\$(dirname "\$(readlink -f "\$0")")
+for folder in "\$here"/usr/lib/*-linux-gnu; do
+    LD_LIBRARY_PATH=\$folder\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
+done
+export LD_LIBRARY_PATH
+exec "\$here/$1" "\$@"
+END
+    chmod +x unpacked/run
+}
+
 # Move ./unpacked into the cache if PROGRAM in it runs.
-keep() { # PROGRAM
-    "unpacked/$1" --version >version 2>&1 || {
+keep() { # PROGRAM [FLAG]: the flag that prints its version
+    "unpacked/$1" "${2:---version}" >version 2>&1 || {
         sed "s/^/$program: /" version >&2
         fail "the program from apt does not run here"
     }

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.config.logs import Level
+from proxy.config.telemetry import Level
 from proxy.telemetry.logs import Logs
 
 LoggerName = Annotated[str, Field(pattern=r"^((proxy|vllm_sched)(\.\w+)*)?$", max_length=100)]

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 
 from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
-from proxy.config.logs import LogsConfig
+from proxy.config.shared import SharedConfig
+from proxy.config.telemetry import LogsConfig, TracingConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
-from proxy.config.tracing import TracingConfig
 from proxy.config.types import KIB, LIST, MIB, Block, Count, FilePath, Name, Port, Seconds
 from proxy.config.workers import DiscoveryConfig, WorkerConfig
 
@@ -181,6 +181,11 @@ class RouterConfig(Block):
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
     journal: JournalConfig = JournalConfig()
+    shared: SharedConfig | None = Field(
+        None,
+        description="Where replicas of this router share their state; without it each replica "
+        "knows its own requests only",
+    )
     continuation: bool = Field(
         True,
         description="Continue streams on another worker when theirs fails. Only streams of workers "

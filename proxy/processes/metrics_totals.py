@@ -15,6 +15,8 @@ from proxy.processes import metrics_merge
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.metrics.replica_counts import ReplicaCounts
+
 
 class MetricsTotals:
     """The last page of each process, and exited processes' counters."""
@@ -38,6 +40,7 @@ class MetricsTotals:
         number: int,
         serving: int,
         restarts: int,
+        replicas: ReplicaCounts,
         openmetrics: bool,
     ) -> tuple[bytes, str]:
         """Return the merged page; late processes count with their last page.
@@ -56,10 +59,9 @@ class MetricsTotals:
         if self._past:
             self._past = metrics_merge.without_removed_workers(self._past, total)
             total = metrics_merge.add_up([total, self._past])
-        for family, name, value in (
-            (PROCESSES, PROCESSES.name, serving),
-            (RESTARTS, f"{RESTARTS.name}_total", restarts),
-        ):
+        own = [(PROCESSES, float(serving)), (RESTARTS, float(restarts)), *replicas.rows()]
+        for family, value in own:
+            name = f"{family.name}_total" if family.kind == "counter" else family.name
             total[name] = metrics_merge.MergedFamily(family.kind, family.help, {name: value})
         return metrics_merge.write(total, openmetrics=openmetrics)
 

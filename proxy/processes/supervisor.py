@@ -22,10 +22,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proxy.config import FleetConfig, load
 from proxy.errors import ProxyError
+from proxy.metrics.replica_counts import ReplicaCounts
 from proxy.processes.channel import Channel
 from proxy.processes.child import Child
 from proxy.processes.ipc_messages import (
@@ -47,18 +48,24 @@ from proxy.processes.ipc_messages import (
 from proxy.processes.ipc_requests import PendingQuestions
 from proxy.processes.metrics_totals import MetricsTotals
 from proxy.processes.ports import Ports
-from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.replicas import redis_server
+from proxy.processes.replicas.replication import Replication
+from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from proxy.processes.size import how_many
 from proxy.processes.watchdog import kill_hung
 from proxy.setup.app import url_of
 from proxy.setup.secrets import SecretKeys
 from proxy.wire.bind import retry_until_free
 
+if TYPE_CHECKING:
+    from proxy.config.shared import SharedConfig
+
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 STABLE_S = 60.0  # a process that ran longer restarts with the first pause
 EXIT_TIMEOUT_S = 5.0  # for processes to exit
+JOIN_TIMEOUT_S = 2.0  # for other replicas to report their state at the start
 NO_SENDER = 0  # number of a question without a waiting sender
 MAX_UNSENT_BYTES = 8 << 20  # unread bytes after which a process gets no more changes of workers
 
@@ -83,6 +90,7 @@ class Supervisor:
         self._ports = Ports()
         self._children: dict[int, Child] = {}
         self._leader: Child | None = None
+        self.replication: Replication | None = None  # with other hosts
         self._tasks: set[asyncio.Task[None]] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._ending = False
@@ -116,7 +124,10 @@ class Supervisor:
     async def start(self) -> None:
         """Start all processes and wait until they serve; raise `ProxyError` on failure."""
         await self._take_ports()
-        self._table = SharedTable.make(self.processes)
+        shared = self._config.router.shared
+        self._table = SharedTable.make(self.processes, 0 if shared is None else MAX_REMOTE)
+        if shared is not None:
+            await self._join_replicas(shared)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
         watching = asyncio.create_task(kill_hung(self._children, self._table))
         watching.add_done_callback(_log_failure)
@@ -133,6 +144,23 @@ class Supervisor:
                     "lower router.processes"
                 )
             raise ProxyError("a router process exited before it served; see its log")
+
+    async def _join_replicas(self, settings: SharedConfig) -> None:
+        """Exchange state with other replicas; give them a moment to report theirs."""
+        redis_server.check(settings)
+        password = self._keys.shared
+        self.replication = Replication(
+            self._table,
+            partial(redis_server.open_channel, settings, password),
+            recall=self._recall,
+        )
+        task = asyncio.create_task(self.replication.run())
+        task.add_done_callback(_log_failure)
+        self._tasks.add(task)
+        await self.replication.wait_until_joined(JOIN_TIMEOUT_S)
+
+    def _recall(self, responses: tuple[tuple[str, str, str], ...]) -> None:
+        self._send_all(StoredResponses(responses))
 
     async def _take_ports(self) -> None:
         router = self._config.router
@@ -243,6 +271,8 @@ class Supervisor:
         self._table.clear(child.index)
         self._totals.gone(child.index)
         self._questions.gone(child.index)
+        if self.replication is not None:
+            self.replication.process_ended(child.index)
         if self._leader is child:
             self._leader = None
             self._elect()
@@ -271,10 +301,14 @@ class Supervisor:
                 if self._serving == self.processes:
                     self._all_serve.set()
             case WorkersChanged():
+                if self.replication is not None:
+                    self.replication.take(message)
                 for other in self._children.values():
                     if other is not child and other.joined:
                         self._pass_on(other, message)
-            case StoredResponses():
+            case StoredResponses(responses):
+                if self.replication is not None:
+                    self.replication.remember(responses)
                 self._send_all(message, but=child)
             case ConfigReloaded(config, keys):
                 self._config, self._keys, self._logs = config, keys, None
@@ -322,6 +356,7 @@ class Supervisor:
                 number=number,
                 serving=self._serving,
                 restarts=self.restarts,
+                replicas=ReplicaCounts() if self.replication is None else self.replication.counts,
                 openmetrics=bool(question.given),
             )
         child.channel.send(IpcAnswer(question.number, answer))

@@ -14,6 +14,7 @@ RESTART_ONLY = (
     "tls",
     "admin",
     "processes",
+    "shared",
     "tracing",
 )  # settings of the `router` block
 # Settings that `up` passes to the workers that it starts, besides the model name.

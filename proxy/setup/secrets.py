@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from proxy.admin import key as admin_key
 from proxy.discovery import reconcile
 from proxy.journal import key as journal_key
-from proxy.setup import tenancy
+from proxy.setup import redis_password, tenancy
 
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
@@ -27,6 +27,7 @@ class SecretKeys:
     # Keys for workers, by pool name.
     pools: Mapping[str, str | None] = field(repr=False)
     journal: bytes | None = field(default=None, repr=False)
+    shared: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, config: FleetConfig, source: str) -> SecretKeys:
@@ -36,9 +37,10 @@ class SecretKeys:
             admin_key.key_of(config.router.admin, source),
             reconcile.keys_of(config),
             journal_key.key_of(config.router.journal, source),
+            redis_password.password_of(config.router.shared, source),
         )
 
     @property
     def plain(self) -> list[str]:
         """The keys that are not hashes; logs must not contain them."""
-        return [key for key in (self.admin, *self.pools.values()) if key is not None]
+        return [key for key in (self.admin, self.shared, *self.pools.values()) if key is not None]

@@ -21,7 +21,7 @@ from proxy.metrics.registry import class_of
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from proxy.config.tracing import TracingConfig
+    from proxy.config.telemetry import TracingConfig
     from proxy.core.model.types import Reason
     from proxy.metrics.observed import ObservedRequest
 

@@ -88,6 +88,7 @@ class Worker:
         "reports_cache",
         "reports_prefixes",
         "requests",
+        "reserved",
         "role",
         "running_prefixes",
         "sequences",
@@ -108,6 +109,7 @@ class Worker:
         self.bit = 1 << index
         self.name = spec.name
         self.reported_max_model_len: int | None = None  # from /v1/models
+        self.reserved = 0  # of its slots, for routers on other hosts
         self.respecify(spec)
         self.models: tuple[str, ...] = (spec.model,)
         self.origins: dict[str, Origin] = {}  # of `models`
@@ -167,9 +169,14 @@ class Worker:
         self.spec = spec
         self.role = spec.role
         self.misfit_short, self.misfit_long = MISFIT.get(spec.role, (1, 1))
-        self.most = NO_LIMIT if spec.max_requests is None else spec.max_requests
+        self.reserve(self.reserved)
         lengths = [length for length in (spec.max_model_len, self.reported_max_model_len) if length]
         self.max_model_len = min(lengths, default=None)
+
+    def reserve(self, slots: int) -> None:
+        """Leave some of the allowed requests to routers on other hosts."""
+        self.reserved, most = slots, self.spec.max_requests
+        self.most = NO_LIMIT if most is None else max(most - slots, 0)
 
     def is_meant_by(self, spec: WorkerSpec) -> bool:
         """Return whether the address and model are the same."""

@@ -144,9 +144,13 @@ class Buckets:
 
 
 class RemoteQueues(Protocol):
-    """The queues of the other processes, as last reported."""
+    """The queues of the other processes, as last reported.
+
+    Processes, length, bytes and tokens are those of this host.
+    """
 
     processes: int
+    waits: bool  # a request waits in any of them
     length: int
     bytes: int
     tokens: int

@@ -94,7 +94,7 @@ class DispatchRound:
             known = oldest.setdefault(model, {})
             known[rank] = min(known.get(rank, bucket.oldest), bucket.oldest)
         first = {model: min(known) for model, known in oldest.items()}  # local
-        if others is not None and others.length:
+        if others is not None and others.waits:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():
                     known[rank] = min(known.get(rank, since), since)

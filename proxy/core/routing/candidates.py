@@ -97,7 +97,7 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
     if not worker.requests:
         return True
     share = 1.0 - settings.batch_reserve
-    if worker.requests + 1 > share * worker.most:
+    if worker.requests + 1 > share * (worker.most + worker.reserved):
         return False
     room, tokens = worker.kv_capacity, ask.prompt_tokens + ask.expected_output * ask.samples
     if room and worker.kv_held + tokens > share * room:

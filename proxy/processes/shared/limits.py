@@ -13,7 +13,7 @@ estimates of requests in flight are separate; a dead process's successor refunds
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence
 from typing import TYPE_CHECKING, cast
 
 from xxhash import xxh3_64_intdigest
@@ -62,7 +62,7 @@ class LimitsPeer:
 class SharedUsage:
     """A tenant's requests in flight, written and read at once; see `Others` in core's limits."""
 
-    def __init__(self, row: int, own: ProcessSheet, remote: Sequence[ProcessSheet]) -> None:
+    def __init__(self, row: int, own: ProcessSheet, remote: Iterable[ProcessSheet]) -> None:
         self._row = row
         self._own = own
         self._remote = remote
@@ -84,7 +84,8 @@ class SharedLimits:
         self._turns = turns
         self._table = table
         self._sheet = sharing.sheet
-        self._peers = [LimitsPeer(peer.sheet) for peer in sharing.peers]
+        self._peers = sharing.peers_of(LimitsPeer)
+        self._sheets = sharing.peers_of(lambda sheet: sheet)
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
         self._written: dict[Tenant, TenantRow] = {}
@@ -185,8 +186,7 @@ class SharedLimits:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
-        remote = [peer.sheet for peer in self._peers]
-        tenant.ledger.others = SharedUsage(row, self._sheet, remote)
+        tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets)
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Protocol
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.shared_memory import BREAKS, MAX_WORKERS, ProcessSheet, SharedTable
+from proxy.processes.shared.shared_memory import (
+    BREAKS,
+    MAX_WORKERS,
+    Peer,
+    Peers,
+    ProcessSheet,
+    SharedTable,
+)
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import BreakerSnapshot
@@ -67,7 +74,8 @@ class SharedLoad:
         self.sheet = table.sheet(process)
         self.parts: list[SharedPart] = []
         self.changes = 0  # changes applied; after a change queued requests may find capacity
-        self.peers = [LoadPeer(table.sheet(i)) for i in range(table.processes) if i != process]
+        self.table = table
+        self.peers = self.peers_of(LoadPeer)
         self._fleet = fleet
         self._clock = clock
         self._soon = soon
@@ -77,6 +85,10 @@ class SharedLoad:
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
+        self._reservations = 0  # changes applied
+
+    def peers_of(self, make: Callable[[ProcessSheet], Peer]) -> Peers[Peer]:
+        return Peers(self.table, self.process, make)
 
     # Rows
 
@@ -87,6 +99,7 @@ class SharedLoad:
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
+        worker.reserve(self.table.reserved(row))
         self.changed(worker)
 
     def row(self, worker: Worker) -> int | None:
@@ -182,6 +195,8 @@ class SharedLoad:
                     breakers = True
         if read_all:
             self._next_full_read = now + FULL_READ_INTERVAL_S
+        if self.table.reservation_changes != self._reservations:
+            self._take_reservations()
         if read_all or breakers:  # rare; the ring does not name the breakers that changed
             self._take(list(self._workers), now, breakers=True)
         elif rows:
@@ -199,6 +214,12 @@ class SharedLoad:
         self._take([row], now)
         return worker.requests >= worker.most
 
+    def _take_reservations(self) -> None:
+        self._reservations = self.table.reservation_changes
+        self.changes += 1
+        for row, worker in self._workers.items():
+            worker.reserve(self.table.reserved(row))
+
     def _take(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
         self._reading = True
         try:
@@ -212,8 +233,9 @@ class SharedLoad:
             self._reading = False
 
     def _take_load(self, worker: Worker, row: int, now: float) -> None:
-        load, due_at = self.peers[0].sheet.read_load(row) if self.peers else (NO_LOAD, 0.0)
-        for peer in self.peers[1:]:
+        load: tuple[int, ...] = NO_LOAD
+        due_at = 0.0
+        for peer in self.peers:
             other, other_due_at = peer.sheet.read_load(row)
             load = tuple(map(add, load, other))
             if other_due_at > due_at:

@@ -32,7 +32,7 @@ class SharedPrefixes:
     def __init__(self, fleet: Fleet, sharing: SharedLoad) -> None:
         self._fleet = fleet
         self._sharing = sharing
-        self._peers = [PrefixPeer(peer.sheet) for peer in sharing.peers]
+        self._peers = sharing.peers_of(PrefixPeer)
         self._new: list[tuple[int, tuple[int, ...]]] = []
         self._taking = False
         fleet.roster.prefixes.others_record = self._recorded

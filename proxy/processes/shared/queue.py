@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from proxy.processes.shared.load import SharedLoad
 
 HOLD_S = 0.01
+REMOTE_HOLD_S = 0.05  # with queues on other hosts, whose states come later
 STALE_HOLD_S = 1.0  # after this time a hold belongs to an earlier slot
 SIZES = "short", "long"
 EMPTY_FRONT = QueueFront()
@@ -39,18 +40,20 @@ class SharedQueues:
     """The queues of the other processes."""
 
     def __init__(self, queue: Queue, sharing: SharedLoad) -> None:
-        self.length = self.bytes = self.tokens = 0
-        self.processes = len(sharing.peers)
+        self.length = self.bytes = self.tokens = 0  # on this host, as the limits are
+        self.waits = False  # True if a request waits in any other queue
         self.held = False  # True if a request here is held back
         self.came = asyncio.Event()  # set when a request is queued here
         self._queue = queue
         self._sharing = sharing
-        self._sheets = [peer.sheet for peer in sharing.peers]
+        self._sheets = sharing.peers_of(lambda sheet: sheet)
+        self.processes = len(self._sheets.local)
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
         self._lasts: dict[str, LastDispatch] = {}
         # Time of the last pass out of order, or of the first hold.
         self._passed: dict[Place, float] = {}
         self._moved = False
+        self._hold_s = HOLD_S
 
     def moved(self) -> None:
         """Write the queue's state at the end of this turn."""
@@ -60,7 +63,7 @@ class SharedQueues:
 
     def before(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""
-        if not self.length:
+        if not self.waits:
             return False
         if rank > BATCH and self._higher(place[0]):
             return True  # batch waits for all sizes of its model
@@ -74,7 +77,10 @@ class SharedQueues:
         """
         before = self._sharing.process
         length, size, tokens = (
-            any(sheet.count(which) + (at < before) > mine for at, sheet in enumerate(self._sheets))
+            any(
+                sheet.count(which) + (at < before) > mine
+                for at, sheet in enumerate(self._sheets.local)
+            )
             for which, mine in zip((WAITING, BYTES, TOKENS), own, strict=True)
         )
         return length, size, tokens
@@ -94,7 +100,7 @@ class SharedQueues:
         self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
         """Return True if a request of another process should get the free slot."""
-        if not self.length:
+        if not self.waits:
             return False
         if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
             return self._hold()
@@ -106,9 +112,9 @@ class SharedQueues:
             self._passed.pop(place, None)
             return False
         waited_s = now - self._passed.setdefault(place, now)
-        if waited_s >= HOLD_S:
+        if waited_s >= self._hold_s:
             self._passed[place] = now
-        return self._hold() if waited_s < HOLD_S or waited_s > STALE_HOLD_S else False
+        return self._hold() if waited_s < self._hold_s or waited_s > STALE_HOLD_S else False
 
     def _hold(self) -> bool:
         self.held = True
@@ -149,7 +155,9 @@ class SharedQueues:
         sheet.write_count(WAITING, queue.length)
 
     def take(self, now: float) -> None:  # noqa: ARG002
-        sheets = self._sheets
+        self._hold_s = REMOTE_HOLD_S if self._sharing.table.remote_in_use else HOLD_S
+        self.waits = any(sheet.count(WAITING) for sheet in self._sheets)
+        sheets = self._sheets.local
         self.length = sum(sheet.count(WAITING) for sheet in sheets)
         if self.length:
             self.bytes = sum(sheet.count(BYTES) for sheet in sheets)

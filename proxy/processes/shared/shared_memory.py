@@ -1,6 +1,7 @@
-"""Memory that all router processes share.
+"""Memory that all router processes of a host share.
 
-Each process writes its own sheet and reads the others' sheets. All write tenants' limit counters,
+Each process writes its own sheet and reads the others' sheets. The sheets after them are copies of
+sheets on other hosts, which the supervisor writes (`replicas`). All write tenants' limit counters,
 where a lost update does little harm. A number is eight aligned bytes, so a store is atomic and
 needs no lock. Several numbers may be from different moments, so they are trusted only until the
 next read.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from struct import Struct, pack, unpack_from
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.queue.buckets import LastDispatch
@@ -30,6 +32,7 @@ MAX_TENANTS = 1024
 PLACES = 64  # models and sizes are hashed into this many places
 RING = 1024  # numbers of changed rows
 LOG = 8192  # words of the prefix log
+MAX_REMOTE = 64  # sheets for processes of other hosts
 
 HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 11
 CLASSES = len(Rank)
@@ -49,7 +52,11 @@ RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by the word that c
 FLOORS = 9  # and the next two words: each class's position when its last request left
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
-COMMON_WORDS = MAX_TENANTS * (1 + CELL_WORDS)
+# Then written by the supervisor: the number of remote sheets in use, the number of changes of
+# reservations, and for each worker the slots reserved for other hosts.
+AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
+AT_RESERVED = AT_REMOTE + 2
+COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 
 LOAD = Struct("@10qd")
 BREAKER = Struct("@dqdqqd")
@@ -57,6 +64,9 @@ AT_BREAKER = LOAD.size
 FRONT, LAST, TRAFFIC = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")
 TENANT, FLOOR = Struct("@qq9d"), Struct("@3d")
 IDLE = Struct("@qq")  # the first two numbers of a tenant's row
+
+
+Peer = TypeVar("Peer")
 
 
 class QueueFront(NamedTuple):
@@ -93,16 +103,50 @@ class SharedTable:
     def __init__(self, fd: int, processes: int) -> None:
         self.fd = fd
         self.processes = processes
+        self.sheets = (os.fstat(fd).st_size // WORD - COMMON_WORDS) // SHEET_WORDS
         self._given: list[memoryview[float]] = []
-        self._common = processes * SHEET_WORDS * WORD
+        self._marks = b""
+        self._rows_of_marks: dict[int, int] = {}
+        self._common = self.sheets * SHEET_WORDS * WORD
+        self._reserved = self._common + AT_RESERVED * WORD
         self.memory = mmap.mmap(fd, self._common + COMMON_WORDS * WORD)
 
     @classmethod
-    def make(cls, processes: int) -> SharedTable:
-        """Create the memory; its file descriptor is passed to the processes."""
+    def make(cls, processes: int, remote: int = 0) -> SharedTable:
+        """Create the memory; its file descriptor is passed to the processes.
+
+        `remote`: the number of sheets for processes of other hosts.
+        """
         fd = os.memfd_create("router-processes")
-        os.ftruncate(fd, (processes * SHEET_WORDS + COMMON_WORDS) * WORD)
+        os.ftruncate(fd, ((processes + remote) * SHEET_WORDS + COMMON_WORDS) * WORD)
         return cls(fd, processes)
+
+    @property
+    def remote_in_use(self) -> int:
+        """The number of remote sheets that have been used."""
+        return self._common_count(AT_REMOTE)
+
+    def use_remote(self, count: int) -> None:
+        """Have all processes read this many remote sheets from now on."""
+        _store(self.memory, self._common + AT_REMOTE * WORD, ONE_COUNT.pack(count))
+
+    @property
+    def reservation_changes(self) -> int:
+        return self._common_count(AT_REMOTE + 1)
+
+    def reserve(self, row: int, slots: int) -> None:
+        """Reserve a worker's slots for other hosts."""
+        if slots != self.reserved(row):
+            _store(self.memory, self._reserved + row * WORD, ONE_COUNT.pack(slots))
+            changes = ONE_COUNT.pack(self.reservation_changes + 1)
+            _store(self.memory, self._common + (AT_REMOTE + 1) * WORD, changes)
+
+    def reserved(self, row: int) -> int:
+        return self._common_count(AT_RESERVED + row)
+
+    def _common_count(self, at: int) -> int:
+        value: int = ONE_COUNT.unpack_from(self.memory, self._common + at * WORD)[0]
+        return value
 
     def sheet(self, process: int) -> ProcessSheet:
         return ProcessSheet(self.memory, process)
@@ -139,6 +183,15 @@ class SharedTable:
                 return row
         return None
 
+    def tenant_marks(self) -> dict[int, int]:
+        """Return the marks of all tenants by row."""
+        marks = self.memory[self._common : self._common + MAX_TENANTS * WORD]
+        if marks != self._marks:
+            self._marks = marks
+            numbers = unpack_from(f"@{MAX_TENANTS}q", marks)
+            self._rows_of_marks = {row: mark for row, mark in enumerate(numbers) if mark}
+        return self._rows_of_marks
+
     def tenant_cells(self, row: int) -> memoryview[float]:
         """Return the numbers of a tenant that all processes write."""
         start = self._common + (MAX_TENANTS + row * CELL_WORDS) * WORD
@@ -151,6 +204,21 @@ class SharedTable:
             cells.release()
         self.memory.close()
         os.close(self.fd)
+
+
+class Peers(Generic[Peer]):
+    """What a process keeps for each other process: first those of this host."""
+
+    def __init__(
+        self, table: SharedTable, process: int, make: Callable[[ProcessSheet], Peer]
+    ) -> None:
+        self._table = table
+        self._all = [make(table.sheet(i)) for i in range(table.sheets) if i != process]
+        self.local = self._all[: table.processes - 1]
+
+    def __iter__(self) -> Iterator[Peer]:
+        remote = self._table.remote_in_use
+        return iter(self._all[: len(self.local) + remote] if remote else self.local)
 
 
 class ProcessSheet:
@@ -307,6 +375,10 @@ class ProcessSheet:
         mark = (row + 1) << LENGTH_BITS | length
         _store(self._memory, self._log + at * WORD, pack(f"@{length + 1}Q", mark, *hashes))
         self.write_count(LOGGED, logged + 1 + length)
+
+    def places(self) -> bytes:
+        """Return all that is written by model and size, to see whether it has changed."""
+        return self._memory[self._fronts : self._tenants]
 
     def read_log(self, since: int) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
         """Return the new position and the entries since the last one.

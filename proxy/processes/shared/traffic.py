@@ -43,7 +43,7 @@ class SharedTraffic:
     def __init__(self, router: Router, sharing: SharedLoad) -> None:
         self._router = router
         self._sheet = sharing.sheet
-        self._peers = [TrafficPeer(peer.sheet) for peer in sharing.peers]
+        self._peers = sharing.peers_of(TrafficPeer)
         self._next = 0.0
 
     def publish(self) -> None:

@@ -37,13 +37,16 @@ class RouterGroup:
         drain_s: float = 5.0,
         notice_s: float = 0.0,
         more: str = "",
+        router: str = "",
+        ports: dict[str, int] | None = None,
     ) -> None:
-        self.ports = {name: free_port() for name in workers}
+        self.ports = ports or {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
         self.count = count
         self.listens = listens  # configured ports of clients and of the admin API
         self.drain_s, self.notice_s = drain_s, notice_s
         self.more = more  # appended to the fleet file
+        self.router = router  # more of its block `router`
         self.write(*workers)
         self.lines: list[str] = []
         self.line_added = threading.Condition()
@@ -70,7 +73,7 @@ class RouterGroup:
             f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
             f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
             f"drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
-            f"probe: {{interval_s: 0.05}}}}\n{self.more}"
+            f"probe: {{interval_s: 0.05}}{self.router}}}\n{self.more}"
         )
 
     def _read(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from proxy.config import load, parse
-from proxy.config.tracing import TracingConfig
+from proxy.config.telemetry import TracingConfig
 from proxy.core.model.types import Reason
 from proxy.errors import ConfigError, ProxyError
 from proxy.http.request import Request, RequestHead

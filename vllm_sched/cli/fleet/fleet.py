@@ -68,12 +68,13 @@ def files(draft: PartialConfig) -> Iterator[Problem]:
     from proxy.admin import key
     from proxy.journal import key as journal_key
     from proxy.net.tls import tls_problems
-    from proxy.setup import tenancy
+    from proxy.setup import redis_password, tenancy
 
     yield from tls_problems(draft)
     yield from tenancy.key_problems(draft)
     yield from key.key_problems(draft)
     yield from journal_key.key_problems(draft)
+    yield from redis_password.password_problems(draft)
 
 
 def policies(draft: PartialConfig) -> Iterator[Problem]:

@@ -1,13 +1,30 @@
-"""The block `router.tracing`: where traces are sent, and the share of requests that is traced."""
+"""The blocks `router.logs` and `router.tracing`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
 from proxy.config.types import Block, Name
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+class LogsConfig(Block):
+    """The router's log on standard error."""
+
+    format: Literal["text", "json"] = Field(
+        "text", description="Format of a line; json writes one object per line"
+    )
+    level: Level = Field("info", description="Lowest level of the router's own lines")
+    requests: bool = Field(False, description="Write one line per request, at its end")
+    prompts: bool = Field(
+        False,
+        description="Include the whole request body in these lines. Readers of the log then see "
+        "users' prompts",
+    )
 
 
 def _endpoint(url: str) -> str:
