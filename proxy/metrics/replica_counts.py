@@ -1,0 +1,39 @@
+"""Metrics of the state that replicas on several hosts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from proxy.metrics.exposition import Family
+
+UP = Family(
+    "proxy_shared_up",
+    "gauge",
+    "0 if the server of router.shared cannot be reached; 1 otherwise, and without router.shared.",
+)
+REPLICAS = Family(
+    "proxy_replicas", "gauge", "Router replicas that this one hears from, with itself."
+)
+AGE = Family(
+    "proxy_shared_age_seconds",
+    "gauge",
+    "Time since the last message of the replica that was silent for the longest time.",
+)
+ERRORS = Family(
+    "proxy_shared_errors",
+    "counter",
+    "Lost connections to the server of router.shared, and messages that could not be read.",
+)
+
+
+class ReplicaCounts(NamedTuple):
+    """The values; by default those of a router without replicas."""
+
+    up: bool = True
+    replicas: int = 1
+    age_s: float = 0.0
+    errors: int = 0
+
+    def rows(self) -> Iterator[tuple[Family, float]]:
+        return zip((UP, REPLICAS, AGE, ERRORS), map(float, self), strict=True)

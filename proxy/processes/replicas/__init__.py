@@ -1,0 +1,1 @@
+"""Router replicas on other hosts: their sheets are copied into this host's shared memory."""

@@ -1,0 +1,113 @@
+"""Reads what the processes of this host have changed in their sheets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from proxy.core.tenants.tenants import Rank
+from proxy.processes.replicas.messages import Front, Last, ProcessChanges, Traffic
+from proxy.processes.shared.limits import FLOORS_ROW
+from proxy.processes.shared.shared_memory import (
+    LIFE,
+    PLACES,
+    TENANT_CHANGES,
+    WAITING,
+    SharedTable,
+)
+
+if TYPE_CHECKING:
+    from proxy.processes.replicas.worker_names import WorkerNames
+
+
+class LocalSheet:
+    """A process's sheet, and how far it is read."""
+
+    def __init__(self, index: int, table: SharedTable) -> None:
+        self.index = index
+        self._table = table
+        self._sheet = table.sheet(index)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._read = self._tenants_read = self._logged = 0
+        self._waiting = 0
+        self._breakers: dict[str, float] = {}  # times of breakers' states
+        self._places = b""
+        self._fronts: dict[int, Front] = {}
+        self._lasts: dict[int, Last] = {}
+        self._traffic: dict[int, Traffic] = {}
+        self._floors: tuple[float, ...] = ()
+
+    def changes(self, workers: WorkerNames, *, whole: bool) -> ProcessChanges | None:
+        """Return what has changed since the last call, or all; None if that is nothing."""
+        sheet = self._sheet
+        if not (life := sheet.count(LIFE)):
+            return None  # not started yet
+        if whole:
+            logged = self._logged  # cached prefixes are not worth a message of their own
+            self._forget()
+            self._logged = logged
+        changed = ProcessChanges(self.index, life, waiting=sheet.count(WAITING))
+        self._read_workers(changed, workers, whole=whole)
+        self._read_places(changed)
+        self._read_tenants(changed, whole=whole)
+        self._logged, entries = sheet.read_log(self._logged)
+        names = workers.names
+        changed.prefixes = [(names[row], hashes) for row, hashes in entries if row in names]
+        if not whole and changed == ProcessChanges(self.index, life, waiting=self._waiting):
+            return None
+        self._waiting = changed.waiting
+        return changed
+
+    def _read_workers(self, changed: ProcessChanges, workers: WorkerNames, *, whole: bool) -> None:
+        sheet = self._sheet
+        self._read, rows = sheet.changed_since(self._read)
+        for row in workers.names if whole or rows is None else rows:
+            if (name := workers.names.get(row)) is None:
+                continue
+            changed.loads[name] = sheet.read_load(row)
+            at, snapshot = sheet.read_breaker(row)
+            if at and at != self._breakers.get(name):
+                self._breakers[name] = at
+                changed.breakers[name] = at, snapshot
+
+    def _read_places(self, changed: ProcessChanges) -> None:
+        sheet = self._sheet
+        if (places := sheet.places()) == self._places:
+            return
+        self._places = places
+        fronts: dict[int, Front] = {}
+        for place in range(PLACES):
+            for rank in Rank:
+                if (front := sheet.read_front(place, rank)).waits:
+                    fronts[place * len(Rank) + rank] = front
+        lasts: dict[int, Last] = {
+            place: last for place in range(PLACES) if (last := sheet.read_last(place)).at
+        }
+        traffic: dict[int, Traffic] = {
+            place: row for place in range(PLACES) if any(row := sheet.read_traffic(place))
+        }
+        changed.lasts = _changed(lasts, self._lasts)
+        changed.traffic = _changed(traffic, self._traffic)
+        changed.fronts = _changed(fronts, self._fronts)
+        for left in self._fronts.keys() - fronts.keys():
+            changed.fronts[left] = NO_FRONT
+        self._fronts, self._lasts, self._traffic = fronts, lasts, traffic
+
+    def _read_tenants(self, changed: ProcessChanges, *, whole: bool) -> None:
+        sheet = self._sheet
+        self._tenants_read, rows = sheet.changed_since(self._tenants_read, TENANT_CHANGES)
+        marks = self._table.tenant_marks()
+        for row in marks if whole or rows is None else rows:
+            if (mark := marks.get(row)) is not None:
+                changed.usage[mark] = sheet.read_usage(row)
+        if whole or rows is None or FLOORS_ROW in rows:
+            changed.floors = sheet.read_floors()
+
+
+Value = TypeVar("Value")
+NO_FRONT: Front = (0, 0.0, 0.0, 0.0)
+
+
+def _changed(now: dict[int, Value], before: dict[int, Value]) -> dict[int, Value]:
+    return {at: value for at, value in now.items() if before.get(at) != value}

@@ -1,0 +1,259 @@
+"""Writes what replicas report into the remote sheets of this host's shared memory.
+
+A replica that is silent for a while is taken for dead: its charges are released. Its tenants'
+charges stay, because tenants are compared by them.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING
+
+from proxy.core.queue.buckets import LastDispatch
+from proxy.core.tenants.tenants import Rank
+from proxy.processes.replicas.messages import (
+    Breaker,
+    Load,
+    ProcessChanges,
+    Settled,
+    Shares,
+    Update,
+)
+from proxy.processes.shared.limits import FLOORS_ROW
+from proxy.processes.shared.shared_memory import (
+    BREAKS,
+    LIFE,
+    TENANT_CHANGES,
+    WAITING,
+    QueueFront,
+    SharedTable,
+    TenantRow,
+    TrafficRow,
+)
+
+if TYPE_CHECKING:
+    from proxy.processes.replicas.worker_names import WorkerNames
+
+LEASE_S = 3.0  # silence after which a replica is taken for dead
+FORGET_S = 600.0  # then it may have new sheets when it returns
+OFFSET_WINDOW_S = 60.0  # clocks are compared by the fastest message in this time
+HISTORY = 0  # the first remote sheet: tenants' charges of processes that ended
+MAX_HISTORY = 256  # processes in the history
+
+
+class RemoteProcess:
+    """A process of another host, and its sheet."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index  # of the sheet
+        self.life = 0
+        self.loads: dict[str, Load] = {}
+        self.breakers: dict[str, Breaker] = {}
+        self.usage: Settled = {}
+
+
+class Member:
+    """Another replica."""
+
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name
+        self.number = -1  # of its last update
+        self.heard_at = now
+        self.heard: dict[str, int] = {}
+        self.is_lost = True  # some of its state is unknown until a whole update arrives
+        self.processes: dict[int, RemoteProcess] = {}
+        self._offset = inf  # from its clock to this host's
+        self._next_offset = inf
+        self._offset_since = now
+
+    @property
+    def offset(self) -> float:
+        return min(self._offset, self._next_offset)
+
+    def compare_clocks(self, now: float, clock: float) -> None:
+        """Messages take time, so the smallest difference is the best."""
+        if now - self._offset_since > OFFSET_WINDOW_S:
+            self._offset, self._next_offset, self._offset_since = self._next_offset, inf, now
+        self._next_offset = min(self._next_offset, now - clock)
+
+
+class RemoteSheets:
+    """The replicas that this host knows."""
+
+    def __init__(self, table: SharedTable, workers: WorkerNames) -> None:
+        self.members: dict[str, Member] = {}  # alive, or silent for less than FORGET_S
+        self.history: dict[str, Settled] = {}
+        self._table = table
+        self._workers = workers
+        self._free = list(range(table.sheets - 1, table.processes + HISTORY, -1))
+        self._lives = count(1)
+
+    def alive(self, now: float) -> list[Member]:
+        return [m for m in self.members.values() if now - m.heard_at <= LEASE_S]
+
+    def wants_whole(self, now: float) -> bool:
+        """Return True if the state of a living replica is not wholly known."""
+        return any(member.is_lost for member in self.alive(now))
+
+    def apply(self, update: Update, now: float) -> None:
+        """Apply an update of another replica."""
+        member = self.members.get(update.member)
+        if member is None:
+            member = self.members[update.member] = Member(update.member, now)
+        member.heard_at, member.heard = now, update.heard
+        member.compare_clocks(now, update.clock)
+        if update.number != member.number + 1:
+            member.is_lost = True
+        member.number = update.number
+        if update.whole:
+            member.is_lost = False
+            self._take_history(update.history)
+            running = {part.index for part in update.processes}
+            for index in member.processes.keys() - running:
+                self._end(member, index)
+        for index in update.gone:
+            self._clear(member, index)
+        if not member.is_lost:
+            for part in update.processes:
+                self._write(member, part)
+        if update.leaves:
+            self._forget(member)
+
+    def expire(self, now: float) -> list[str]:
+        """Release the charges of silent replicas; return their names."""
+        silent = []
+        for member in list(self.members.values()):
+            if now - member.heard_at > LEASE_S and not member.is_lost:
+                silent.append(member.name)
+                member.is_lost = True
+                for index in member.processes:
+                    self._clear(member, index)
+            if now - member.heard_at > FORGET_S:
+                self._forget(member)
+        return silent
+
+    def place(self, names: list[str]) -> None:
+        """Write workers that have new rows on this host."""
+        for member in self.members.values():
+            for process in member.processes.values():
+                for name in names:
+                    sheet = self._table.sheet(process.index)
+                    sheet.wipe(self._workers.rows[name])
+                    self._write_worker(process, name, member.offset)
+
+    def requests(self, name: str) -> int:
+        """Return the number of requests that other replicas have on a worker."""
+        return sum(
+            process.loads[name][0][0]
+            for member in self.members.values()
+            for process in member.processes.values()
+            if name in process.loads
+        )
+
+    # Sheets
+
+    def _process(self, member: Member, index: int) -> RemoteProcess | None:
+        process = member.processes.get(index)
+        if process is None and self._free:
+            process = member.processes[index] = RemoteProcess(self._free.pop())
+            in_use = process.index - self._table.processes + 1
+            self._table.use_remote(max(in_use, self._table.remote_in_use))
+        return process
+
+    def _write(self, member: Member, part: ProcessChanges) -> None:
+        if (process := self._process(member, part.index)) is None:
+            return
+        sheet, offset = self._table.sheet(process.index), member.offset
+        if part.life != process.life:  # a new process: readers start anew
+            process.life = part.life
+            sheet.write_count(LIFE, next(self._lives))
+        process.loads.update(part.loads)
+        process.breakers.update(part.breakers)
+        for name in {*part.loads, *part.breakers}:
+            self._write_worker(process, name, offset)
+        for at, (waits, virtual, since, oldest) in part.fronts.items():
+            front = QueueFront(waits, virtual, since + offset, oldest + offset)
+            sheet.write_front(*divmod(at, len(Rank)), front)
+        sheet.write_count(WAITING, part.waiting)
+        for place, (last_at, passed, passer) in part.lasts.items():
+            sheet.write_last(place, LastDispatch(last_at + offset, passed, passer))
+        for place, traffic in part.traffic.items():
+            sheet.write_traffic(place, TrafficRow(*traffic))
+        for mark, usage in part.usage.items():
+            if (tenant_row := self._table.tenant_row(mark)) is not None:
+                process.usage[mark] = usage[2]
+                sheet.write_usage(tenant_row, TenantRow(*usage))
+                sheet.mark_changed(tenant_row, TENANT_CHANGES)
+        if part.floors is not None:
+            sheet.write_floors(part.floors)
+            sheet.mark_changed(FLOORS_ROW, TENANT_CHANGES)
+        for name, hashes in part.prefixes:
+            if (worker_row := self._workers.rows.get(name)) is not None:
+                sheet.write_log(worker_row, hashes)
+
+    def _write_worker(self, process: RemoteProcess, name: str, offset: float) -> None:
+        if (row := self._workers.rows.get(name)) is None:
+            return
+        sheet = self._table.sheet(process.index)
+        if name in process.loads:
+            load, due_at = process.loads[name]
+            sheet.write_load(row, load, _shifted(due_at, offset))
+        if name in process.breakers:
+            at, (closed, busy, until, failures, openings, tried_at, why) = process.breakers[name]
+            until, tried_at = _shifted(until, offset), _shifted(tried_at, offset)
+            snapshot = closed, busy, until, failures, openings, tried_at, why
+            sheet.write_breaker(row, at + offset, snapshot)
+            sheet.write_count(BREAKS, sheet.count(BREAKS) + 1)
+        sheet.mark_changed(row)
+
+    def _clear(self, member: Member, index: int) -> None:
+        if (process := member.processes.get(index)) is not None:
+            self._table.clear(process.index)
+            process.life = 0
+            process.loads.clear()
+            process.breakers.clear()
+
+    def _end(self, member: Member, index: int) -> None:
+        """Move a process's charges into the history, and free its sheet."""
+        self._clear(member, index)
+        process = member.processes.pop(index)
+        self._take_history({f"{member.name}/{index}": process.usage})
+        sheet = self._table.sheet(process.index)
+        for mark in process.usage:
+            if (row := self._table.tenant_row(mark)) is not None:
+                sheet.write_usage(row, TenantRow())
+                sheet.mark_changed(row, TENANT_CHANGES)
+        self._free.append(process.index)
+
+    def _forget(self, member: Member) -> None:
+        for index in list(member.processes):
+            self._end(member, index)
+        del self.members[member.name]
+
+    def _take_history(self, found: dict[str, Settled]) -> None:
+        """Add processes that ended. All replicas add the same, each process once."""
+        marks: set[int] = set()
+        for name, settled in found.items():
+            before = self.history.setdefault(name, {})
+            for mark, shares in settled.items():
+                a, b, c = map(max, shares, before.get(mark, NO_SHARES))
+                if (a, b, c) != before.get(mark):
+                    before[mark] = a, b, c
+                    marks.add(mark)
+        while len(self.history) > MAX_HISTORY:
+            marks |= self.history.pop(next(iter(self.history))).keys()
+        sheet = self._table.sheet(self._table.processes + HISTORY)
+        for mark in marks:
+            if (row := self._table.tenant_row(mark)) is not None:
+                known = [settled.get(mark, NO_SHARES) for settled in self.history.values()]
+                a, b, c = map(sum, zip(*known, strict=True))
+                sheet.write_usage(row, TenantRow(settled=(a, b, c)))
+                sheet.mark_changed(row, TENANT_CHANGES)
+
+
+NO_SHARES: Shares = (0.0, 0.0, 0.0)
+
+
+def _shifted(time: float, offset: float) -> float:
+    return time + offset if time else time  # 0 means never

@@ -1,0 +1,262 @@
+"""Exchanges the sheets of this host's processes with those of other hosts, in the supervisor.
+
+Router processes know nothing of it: for them a process on another host is one more sheet in the
+shared memory. So no decision waits for the network. Changes are published every few milliseconds.
+Without the server, each host goes on with what it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from math import inf
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from proxy.core.request.response_owners import MAX_RESPONSES
+from proxy.metrics.replica_counts import ReplicaCounts
+from proxy.processes.replicas.local_sheets import LocalSheet
+from proxy.processes.replicas.messages import Update, decode, encode
+from proxy.processes.replicas.redis_server import Channel, server_errors
+from proxy.processes.replicas.remote_sheets import RemoteSheets
+from proxy.processes.replicas.reservations import Reservations
+from proxy.processes.replicas.worker_names import WorkerNames
+
+if TYPE_CHECKING:
+    from proxy.processes.ipc_messages import WorkersChanged
+    from proxy.processes.shared.shared_memory import SharedTable
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_INTERVAL_S = 0.01
+HEARTBEAT_S = 0.5
+ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
+WHOLE_INTERVAL_S = 0.5  # between two whole updates
+RETRY_INTERVAL_S = 0.5
+Response = tuple[str, str, str]  # id, worker, tenant
+
+
+class Replication:
+    """Makes this host one of several replicas."""
+
+    def __init__(
+        self,
+        table: SharedTable,
+        open_channel: Callable[[], AbstractAsyncContextManager[Channel]],
+        *,
+        recall: Callable[[tuple[Response, ...]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self.connected = False
+        self.errors = 0  # failed connections and unreadable messages
+        self.workers = WorkerNames()
+        self.sheets = RemoteSheets(table, self.workers)
+        self._table = table
+        self._open_channel = open_channel
+        self._recall = recall
+        self._clock = clock
+        self._local = [LocalSheet(index, table) for index in range(table.processes)]
+        self._requests: list[dict[str, int]] = [{} for _ in self._local]  # by process and worker
+        self._gone: list[int] = []
+        self._reservations = Reservations(self.name)
+        self._hosts = 1  # that shared the workers when the server was last reached
+        self._number = 0
+        self._whole = True  # the next update has everything
+        self._last_whole = self._last_sent = self._echo_at = -inf
+        self._heard: dict[str, int] = {}
+        self._responses: dict[str, Response] = {}
+        self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
+
+    # What the supervisor reports
+
+    def take(self, changes: WorkersChanged) -> None:
+        """Apply the leader's changes of workers."""
+        self.sheets.place(self.workers.take(changes))
+
+    def process_ended(self, index: int) -> None:
+        self._gone.append(index)
+        self._requests[index].clear()
+
+    def remember(self, responses: Iterable[Response]) -> None:
+        """Have other hosts know which worker stores a response."""
+        for response in responses:
+            self._keep(response)
+            self._new_responses.append(response)
+
+    def _keep(self, response: Response) -> None:
+        self._responses[response[0]] = response
+        if len(self._responses) > MAX_RESPONSES:
+            del self._responses[next(iter(self._responses))]
+
+    @property
+    def counts(self) -> ReplicaCounts:
+        """The state for the metrics page."""
+        now = self._clock()
+        alive = self.sheets.alive(now)
+        age_s = max((now - member.heard_at for member in alive), default=0.0)
+        return ReplicaCounts(self.connected, len(alive) + 1, age_s, self.errors)
+
+    # The exchange
+
+    async def wait_until_joined(self, timeout_s: float) -> None:
+        """Wait until the other replicas' state is known, or cannot be had."""
+        give_up = self._clock() + timeout_s
+        heartbeats = self._clock() + 2 * HEARTBEAT_S
+        while (now := self._clock()) < give_up and not self.errors:
+            if self.connected and now > heartbeats and not self.sheets.wants_whole(now):
+                break
+            await asyncio.sleep(PUBLISH_INTERVAL_S)
+
+    async def run(self) -> None:
+        """Exchange updates until cancelled."""
+        while True:
+            try:
+                async with self._open_channel() as channel:
+                    await self._exchange(channel)
+            except Exception as error:  # replicas must find each other again after any error
+                self._lost(error)
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _exchange(self, channel: Channel) -> None:
+        self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(channel))
+                tasks.create_task(self._publish(channel))
+        except asyncio.CancelledError:
+            self._number += 1
+            leaving = Update(self.name, self._number, self._clock(), leaves=True)
+            await channel.publish(encode(leaving))
+            raise
+
+    def _lost(self, error: Exception) -> None:
+        self.errors += 1
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if not isinstance(error, server_errors()):
+            logger.error("router.shared: an update failed", exc_info=error)
+        if self.connected or self.errors == 1:
+            logger.error(
+                "router.shared: the server cannot be reached; this replica goes on alone: %s: %s",
+                type(error).__name__,
+                error,
+            )
+        self.connected = False
+        now = self._clock()
+        self._expire(now)
+        self._reserve(now)
+
+    async def _publish(self, channel: Channel) -> None:
+        while True:
+            now = self._clock()
+            self._expire(now)
+            if now - self._echo_at > ECHO_TIMEOUT_S:
+                raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
+            if (message := self._next_message(now)) is not None:
+                await channel.publish(message)
+            await asyncio.sleep(PUBLISH_INTERVAL_S)
+
+    def _next_message(self, now: float) -> bytes | None:
+        """Return the next update; None if there is nothing to report yet."""
+        whole = self._whole and now - self._last_whole >= WHOLE_INTERVAL_S
+        found = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
+        processes = [changes for changes in found if changes is not None]
+        due = now - self._last_sent >= HEARTBEAT_S
+        if not (processes or whole or due or self._gone or self._new_responses):
+            return None
+        update = Update(
+            self.name,
+            self._number + 1,
+            now,
+            whole=whole,
+            wants_whole=self.sheets.wants_whole(now),
+            heard=self._heard,
+            processes=processes,
+            gone=self._gone,
+            responses=list(self._new_responses),
+        )
+        if whole:
+            self._whole, self._last_whole = False, now
+            update.history = self.sheets.history
+            update.responses = list(self._responses.values())
+        self._number += 1
+        self._last_sent = now
+        self._gone = []
+        self._new_responses.clear()
+        self._note_requests(update)
+        return encode(update)
+
+    def _note_requests(self, update: Update) -> None:
+        limits = self.workers.limits
+        for part in update.processes:
+            own = self._requests[part.index]
+            own.update({name: load[0] for name, (load, _) in part.loads.items() if name in limits})
+        total: Counter[str] = Counter()
+        for own in self._requests:
+            total.update(own)
+        self._reservations.report(update.number, total)
+
+    async def _receive(self, channel: Channel) -> None:
+        while True:
+            message = await channel.receive(HEARTBEAT_S)
+            now = self._clock()
+            if message is None:
+                continue
+            try:
+                update = decode(message)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                self.errors += 1
+                logger.warning("router.shared: a message cannot be read: %s", error)
+                continue
+            self._handle(update, now)
+
+    def _handle(self, update: Update, now: float) -> None:
+        if update.member == self.name:
+            self._echo_at = now
+            if not self.connected:
+                self.connected = True
+                logger.info("router.shared: connected to the server")
+            return
+        if update.member not in self.sheets.members and not update.leaves:
+            logger.info("router.shared: replica %s joined", update.member)
+            self._whole = True
+        self._whole = self._whole or update.wants_whole
+        self.sheets.apply(update, now)
+        if update.leaves:
+            logger.info("router.shared: replica %s left", update.member)
+            self._heard.pop(update.member, None)
+        elif not self.sheets.members[update.member].is_lost:
+            self._heard[update.member] = update.number
+        if update.responses:
+            for response in update.responses:
+                self._keep(response)
+            self._recall(tuple(update.responses))
+        self._reserve(now)
+
+    def _expire(self, now: float) -> None:
+        for name in self.sheets.expire(now):
+            logger.warning("router.shared: replica %s is silent; its charges are released", name)
+            self._heard.pop(name, None)
+            self._reserve(now)
+
+    def _reserve(self, now: float) -> None:
+        """Write how many slots of each worker are left to the other replicas."""
+        alive = self.sheets.alive(now)
+        if self.connected:
+            self._hosts = len(alive) + 1
+            self._reservations.acknowledge(alive)
+        for name, limit in self.workers.limits.items():
+            if self.connected:
+                remote = self.sheets.requests(name)
+                slots = self._reservations.slots(name, limit, remote, self._hosts)
+            else:  # an equal part for each
+                slots = limit - -(-limit // self._hosts)
+            self._table.reserve(self.workers.rows[name], slots)
