@@ -127,20 +127,24 @@ class Replication:
 
     async def _exchange(self, channel: Channel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
+        # A TaskGroup of Python 3.11 leaves its task marked as cancelled, which breaks timeouts.
+        both = [asyncio.create_task(work(channel)) for work in (self._receive, self._publish)]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(channel))
-                tasks.create_task(self._publish(channel))
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         except asyncio.CancelledError:
             self._number += 1
             leaving = Update(self.name, self._number, self._clock(), leaves=True)
             await channel.publish(encode(leaving))
             raise
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
 
     def _lost(self, error: Exception) -> None:
         self.errors += 1
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
         if not isinstance(error, server_errors()):
             logger.error("router.shared: an update failed", exc_info=error)
         if self.connected or self.errors == 1:
