@@ -37,6 +37,7 @@ from proxy.processes.ipc_messages import (
     What,
     WorkersChanged,
 )
+from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
@@ -85,6 +86,10 @@ class ServerProcess:
         )
         router.others_remember = self._remember
         fleet.roster.others, router.queue.elsewhere = self._sharing, self._queues
+        self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
+        if (settings := first.router.shared) is not None:
+            password = begin.keys.shared
+            self._limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
         self._index = index
         self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock)
         self._channel = channel
@@ -101,13 +106,18 @@ class ServerProcess:
         """Serve until `ended` is set."""
         self.app.open_admin(admin)
         self._channel.send(Joined())
-        watching = asyncio.create_task(self._watch())
-        watching.add_done_callback(self._done)
+        endless = [self._watch()]
+        if self._limiter is not None:
+            endless.append(self._limiter.run())
+        watching = [asyncio.create_task(work) for work in endless]
+        for task in watching:
+            task.add_done_callback(self._done)
         try:
             await self.ended.wait()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, *self._tasks, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, *self._tasks, return_exceptions=True)
 
     def handle(self, message: Message) -> None:
         """Handle a message of the supervisor."""

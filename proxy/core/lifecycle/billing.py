@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 from proxy.core.fleet.leases import Lease
@@ -10,13 +11,39 @@ from proxy.core.model import refusals
 from proxy.core.model.route_table import route_names
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, give_back
-from proxy.core.tenants.limits import LimitExceeded
+from proxy.core.tenants.limits import Admission, LimitExceeded
 from proxy.core.tenants.tenants import Tenant
 
 DONE = Outcome.DONE  # faster than an enum look-up
 # Routes with a stream that begins with the first token; a chat sends the role first.
 FIRST_EVENT_IS_TOKEN = route_names(lambda route: route.begins_with_token)
 STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
+
+
+def ask_other_hosts(
+    ask: RequestInfo, done: Callable[[LimitExceeded | None], None]
+) -> Admission | None:
+    """Have all hosts together decide whether a request exceeds its tenant's limits.
+
+    Returns None if this host decides. `done` is followed by `enter`, or by `leave`.
+    """
+    tenant = ask.tenant
+    if tenant is None:
+        return None
+    ledger = tenant.ledger
+    if ledger.remote is None or not ledger.is_limited or ledger.too_long(_sure(ask)) is not None:
+        return None
+    tokens = _tokens(ask)
+
+    def decided(exceeded: LimitExceeded | None) -> None:
+        ask.bill.decided, ask.bill.exceeded = tokens, exceeded
+        done(exceeded)
+
+    return ledger.remote.ask(tokens, decided)
+
+
+def _tokens(ask: RequestInfo) -> int:
+    return ask.prompt_tokens + ask.expected_output * ask.samples
 
 
 def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
@@ -30,9 +57,12 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
         return None
     ledger = tenant.ledger
     breach: LimitExceeded | None = None
-    tokens = ask.prompt_tokens + ask.expected_output * ask.samples
+    tokens = _tokens(ask)
     if ask.bill.entered >= 0:  # admitted for counting
         breach = ledger.too_long(_sure(ask))
+    elif ask.bill.decided >= 0:
+        breach, tokens = ledger.enter_decided(ask.bill.exceeded), ask.bill.decided
+        ask.bill.decided = -1
     elif again:
         ledger.enter_again(now, tokens)
     else:
@@ -88,7 +118,13 @@ def _count(tenant: Tenant, breach: LimitExceeded) -> None:
 
 
 def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
-    if ask.tenant is not None and ask.bill.entered >= 0:
+    if ask.tenant is None:
+        return
+    if ask.bill.decided >= 0:  # it never entered
+        if ask.bill.exceeded is None:
+            ask.tenant.ledger.give_back(now, ask.bill.decided)
+        ask.bill.decided = -1
+    if ask.bill.entered >= 0:
         ask.tenant.ledger.leave(now, ask.bill.entered, used)
         ask.tenant.change()
         ask.bill.entered = -1

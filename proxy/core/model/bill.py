@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from proxy.core.tenants.limits import LimitExceeded
+
 
 class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
-    __slots__ = ("entered", "free", "paid", "prepaid", "unsettled")
+    __slots__ = ("decided", "entered", "exceeded", "free", "paid", "prepaid", "unsettled")
 
     def __init__(self) -> None:
+        self.decided = -1  # tokens taken by a decision for all hosts, before it enters; -1: none
+        self.exceeded: LimitExceeded | None = None  # by that decision
         self.entered = -1  # tokens taken from the tenant's limit while in flight; -1: none
         self.free = False  # placed while no request waited, so it costs no share
         self.paid = 0.0  # charged for the prompt at the placement

@@ -14,7 +14,7 @@ counts its own requests in flight.
 from __future__ import annotations
 
 from array import array
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -59,10 +59,15 @@ class TokenBucket:
     __slots__ = ("_at", "_cells", "_each_s", "per_minute")
 
     def __init__(
-        self, per_minute: int, cells: MutableSequence[float] | None = None, at: int = 0
+        self,
+        per_minute: int,
+        cells: MutableSequence[float] | None = None,
+        at: int = 0,
+        parts: int = 1,
     ) -> None:
+        """Create a bucket; it has one of `parts` equal parts of the limit."""
         self.per_minute = per_minute
-        self._each_s = MINUTE / per_minute
+        self._each_s = MINUTE * parts / per_minute
         self._cells = array("d", [0.0]) if cells is None else cells
         self._at = at
 
@@ -101,15 +106,39 @@ class RemoteUsage(Protocol):
         """Publish this process's number."""
 
 
+class Admission(Protocol):
+    """A request that waits for a decision."""
+
+    def drop(self) -> None:
+        """Return what the decision takes: the client has left."""
+
+
+class RemoteLimits(Protocol):
+    """A tenant's limits as decided for all hosts together."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the reported state is almost of this moment."""
+
+    def ask(self, tokens: int, done: Callable[[LimitExceeded | None], None]) -> Admission | None:
+        """Have a request decided; None if this host decides."""
+
+    def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
+        """Report a charge that this host made; `soon`: others may wait for it."""
+
+
 class TenantUsage:
     __slots__ = (
         "_cells",
+        "_concurrency",
         "_held",
         "_limits",
+        "_parts",
         "_requests",
         "_tokens",
         "elsewhere",
         "others",
+        "remote",
         "running",
     )
 
@@ -117,6 +146,8 @@ class TenantUsage:
         self.running = 0  # includes queued ones
         self.elsewhere = 0  # in other processes
         self.others: RemoteUsage | None = None
+        self.remote: RemoteLimits | None = None  # decides for all hosts
+        self._parts = 1
         self._held = 0  # places kept for retries
         self._cells = array("d", [0.0] * CELLS_PER_TENANT) if cells is None else cells
         self.limit(limits)
@@ -124,9 +155,48 @@ class TenantUsage:
     def limit(self, limits: Limits) -> None:
         """Set the limits, keeping debts in seconds."""
         self._limits = limits
-        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._requests = None if requests is None else TokenBucket(requests, self._cells, REQUESTS)
-        self._tokens = None if tokens is None else TokenBucket(tokens, self._cells, TOKENS)
+        requests, tokens, most = (
+            limits.requests_per_minute, limits.tokens_per_minute, limits.concurrency,
+        )  # fmt: skip
+        cells, parts = self._cells, self._parts
+        self._requests = None if requests is None else TokenBucket(requests, cells, REQUESTS, parts)
+        self._tokens = None if tokens is None else TokenBucket(tokens, cells, TOKENS, parts)
+        self._concurrency = None if most is None else -(-most // parts)
+
+    def divide(self, parts: int) -> None:
+        """Apply one of some equal parts of each limit; other hosts have the others."""
+        if parts != self._parts:
+            self._parts = parts
+            self.limit(self._limits)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the number of requests of other processes matters."""
+        return not (self._requests is None and self._tokens is None and self._concurrency is None)
+
+    def reported(self, requests_full_at: float, tokens_full_at: float, elsewhere: int) -> None:
+        """Take over the state that was reported for all hosts."""
+        self._cells[REQUESTS], self._cells[TOKENS] = requests_full_at, tokens_full_at
+        self.elsewhere = elsewhere
+
+    def enter_decided(self, exceeded: LimitExceeded | None) -> LimitExceeded | None:
+        """Admit a request as decided for all hosts."""
+        if exceeded is None:
+            self._count(1)
+        return exceeded
+
+    def exceeded_elsewhere(self, now: float, limit: Limit, wait_s: float) -> LimitExceeded:
+        limits = self._limits
+        most = {
+            Limit.REQUESTS: limits.requests_per_minute,
+            Limit.TOKENS: limits.tokens_per_minute,
+            Limit.CONCURRENCY: limits.concurrency,
+        }[limit]
+        return self._exceeded(now, limit, most or 0, wait_s)
+
+    def _report(self, requests: int, tokens: int, *, soon: bool = False) -> None:
+        if self.remote is not None:
+            self.remote.charge(requests, tokens, soon=soon)
 
     def share(self, cells: MutableSequence[float]) -> None:
         for at, number in enumerate(self._cells):
@@ -142,16 +212,13 @@ class TenantUsage:
         if (exceeded := self.too_long(prompt)) is not None:
             self.was_read(now)
             return exceeded
-        most = self._limits.concurrency
+        most = self._concurrency
         others = None if most is None else self.others
         if others is not None:
             # Publish first: two concurrent processes see each other, though both may fail.
             others.publish(self.running + 1)
             self.elsewhere = others.running()
-        if most is not None and self.running + self.elsewhere >= most:
-            exceeded = self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
-        else:
-            exceeded = self._take(now, tokens)
+        exceeded = self.decide(now, tokens)
         if exceeded is None:
             self.running += 1
         elif others is not None:
@@ -160,8 +227,10 @@ class TenantUsage:
 
     def spent(self, now: float) -> LimitExceeded | None:
         """Return the limit that refuses every request now."""
+        if self.remote is not None and not self.remote.is_fresh:
+            return None
         most, others, requests, bucket = (
-            self._limits.concurrency, self.others, self._requests, self._tokens,
+            self._concurrency, self.others, self._requests, self._tokens,
         )  # fmt: skip
         if most is not None:
             elsewhere = self.elsewhere if others is None else others.running()
@@ -176,6 +245,14 @@ class TenantUsage:
     def was_read(self, now: float) -> None:
         if self._requests is not None:
             self._requests.charge(now, 1)
+            self._report(1, 0)
+
+    def decide(self, now: float, tokens: int) -> LimitExceeded | None:
+        """Charge a request to the buckets, or return the exceeded limit."""
+        most = self._concurrency
+        if most is not None and self.running + self.elsewhere >= most:
+            return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
+        return self._take(now, tokens)
 
     def _take(self, now: float, tokens: int) -> LimitExceeded | None:
         requests, bucket = self._requests, self._tokens
@@ -185,11 +262,13 @@ class TenantUsage:
             return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
         if requests is not None:
             requests.charge(now, 1)
+        if requests is not None or bucket is not None:
+            self._report(1, tokens)
         return None
 
     def _count(self, more: int) -> None:
         self.running += more
-        if self.others is not None and self._limits.concurrency is not None:
+        if self.others is not None and self._concurrency is not None:
             self.others.publish(self.running + self._held)
 
     def too_long(self, prompt: int) -> LimitExceeded | None:
@@ -212,6 +291,8 @@ class TenantUsage:
         self._count(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
+        if self.is_limited:
+            self._report(0, tokens)
 
     def hold(self) -> None:
         """Keep the place for a retry."""
@@ -226,3 +307,13 @@ class TenantUsage:
         self._count(-1)
         if self._tokens is not None and taken != used:
             self._tokens.charge(now, used - taken)
+        if self.is_limited:
+            self._report(0, used - taken, soon=self._concurrency is not None)
+
+    def give_back(self, now: float, tokens: int) -> None:
+        """Return what was taken for a request that did not enter."""
+        if self._requests is not None:
+            self._requests.charge(now, -1)
+        if self._tokens is not None:
+            self._tokens.charge(now, -tokens)
+        self._report(-1, -tokens, soon=True)

@@ -257,6 +257,7 @@ class Replication:
         if self.connected:
             self._hosts = len(alive) + 1
             self._reservations.acknowledge(alive)
+            self._table.write_hosts(self._hosts)
         for name, limit in self.workers.limits.items():
             if self.connected:
                 remote = self.sheets.requests(name)

@@ -53,9 +53,9 @@ FLOORS = 9  # and the next two words: each class's position when its last reques
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
 # Then written by the supervisor: the number of remote sheets in use, the number of changes of
-# reservations, and for each worker the slots reserved for other hosts.
+# reservations, the number of hosts, and for each worker the slots reserved for other hosts.
 AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
-AT_RESERVED = AT_REMOTE + 2
+AT_RESERVATIONS, AT_HOSTS, AT_RESERVED = AT_REMOTE + 1, AT_REMOTE + 2, AT_REMOTE + 3
 COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 
 LOAD = Struct("@10qd")
@@ -108,7 +108,6 @@ class SharedTable:
         self._marks = b""
         self._rows_of_marks: dict[int, int] = {}
         self._common = self.sheets * SHEET_WORDS * WORD
-        self._reserved = self._common + AT_RESERVED * WORD
         self.memory = mmap.mmap(fd, self._common + COMMON_WORDS * WORD)
 
     @classmethod
@@ -128,21 +127,31 @@ class SharedTable:
 
     def use_remote(self, count: int) -> None:
         """Have all processes read this many remote sheets from now on."""
-        _store(self.memory, self._common + AT_REMOTE * WORD, ONE_COUNT.pack(count))
+        self._write_common(AT_REMOTE, count)
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that serve the fleet, as last known."""
+        return max(self._common_count(AT_HOSTS), 1)
+
+    def write_hosts(self, count: int) -> None:
+        self._write_common(AT_HOSTS, count)
 
     @property
     def reservation_changes(self) -> int:
-        return self._common_count(AT_REMOTE + 1)
+        return self._common_count(AT_RESERVATIONS)
 
     def reserve(self, row: int, slots: int) -> None:
         """Reserve a worker's slots for other hosts."""
         if slots != self.reserved(row):
-            _store(self.memory, self._reserved + row * WORD, ONE_COUNT.pack(slots))
-            changes = ONE_COUNT.pack(self.reservation_changes + 1)
-            _store(self.memory, self._common + (AT_REMOTE + 1) * WORD, changes)
+            self._write_common(AT_RESERVED + row, slots)
+            self._write_common(AT_RESERVATIONS, self.reservation_changes + 1)
 
     def reserved(self, row: int) -> int:
         return self._common_count(AT_RESERVED + row)
+
+    def _write_common(self, at: int, value: int) -> None:
+        _store(self.memory, self._common + at * WORD, ONE_COUNT.pack(value))
 
     def _common_count(self, at: int) -> int:
         value: int = ONE_COUNT.unpack_from(self.memory, self._common + at * WORD)[0]

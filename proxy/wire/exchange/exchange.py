@@ -25,7 +25,7 @@ from proxy.wire.exchange import continuation
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
-from proxy.wire.exchange.state import COUNTING, DONE, QUEUED
+from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.worker.connection import WorkerError
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import RequestInfo
+    from proxy.core.tenants.limits import Admission, LimitExceeded
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
     from proxy.wire.exchange.response_writer import ResponseWriter
@@ -59,6 +60,7 @@ class Exchange(AttemptOwner):
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
+        self._admission: Admission | None = None
         self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
         self._attempt: Attempt | None = None
@@ -82,6 +84,19 @@ class Exchange(AttemptOwner):
         self.ask = self.record.ask = ask
         if ask.fields is not None:
             request.body = spliced(request.body, ask.fields, found=ask.found)
+        self._admission = wire.router.ask_other_hosts(ask, self._decided)
+        if self._admission is None:
+            self._admit(now, ask)
+        else:
+            self.enter(LIMITING)
+
+    def _decided(self, _: LimitExceeded | None) -> None:
+        self._admission = None
+        if self.ask is not None:
+            self._admit(self.wire.clock(), self.ask)
+
+    def _admit(self, now: float, ask: RequestInfo) -> None:
+        wire, request = self.wire, self.request
         counter = wire.router.counter_for(ask)
         if counter is None:
             self._place(now, ask)
@@ -288,6 +303,9 @@ class Exchange(AttemptOwner):
 
     def _stop(self, now: float) -> None:
         wire = self.wire
+        if self._admission is not None:
+            self._admission.drop()
+            self._admission = None
         if (count := self._count) is not None:
             self._count = None
             wire.counting.discard(count)

@@ -1,8 +1,8 @@
 """The states of an exchange, and the transitions between them.
 
-    reading -> counting -> queued -> prefilling -> sent -> answering -> done
-                             ^           |          |
-                             +-----------+----------+  retry on another worker
+    reading -> limiting -> counting -> queued -> prefilling -> sent -> answering -> done
+                                         ^           |          |
+                                         +-----------+----------+  retry on another worker
 
 A stream that another worker continues goes from `answering` back to `sent` or `queued`. Every state
 may lead to `done`. Most requests go from `reading` directly to `sent`.
@@ -17,6 +17,7 @@ class ExchangeState(Enum):
     """The phase of a request."""
 
     READING = "reading"
+    LIMITING = "limiting"  # all hosts together decide its tenant's limits
     COUNTING = "counting"
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -26,12 +27,14 @@ class ExchangeState(Enum):
 
 
 # By these names: Python 3.11 looks up a member of an enum in Python code.
-READING, COUNTING, QUEUED = ExchangeState.READING, ExchangeState.COUNTING, ExchangeState.QUEUED
+READING, LIMITING = ExchangeState.READING, ExchangeState.LIMITING
+COUNTING, QUEUED = ExchangeState.COUNTING, ExchangeState.QUEUED
 PREFILLING, SENT = ExchangeState.PREFILLING, ExchangeState.SENT
 ANSWERING, DONE = ExchangeState.ANSWERING, ExchangeState.DONE
 # String keys hash faster than enum members.
 NEXT: dict[str, tuple[ExchangeState, ...]] = {
-    "reading": (SENT, COUNTING, QUEUED, PREFILLING, DONE),
+    "reading": (SENT, LIMITING, COUNTING, QUEUED, PREFILLING, DONE),
+    "limiting": (SENT, COUNTING, QUEUED, PREFILLING, DONE),
     "counting": (SENT, QUEUED, PREFILLING, DONE),
     "queued": (SENT, PREFILLING, DONE),
     # A retry goes back to a worker or to the queue.

@@ -1,70 +1,20 @@
-"""Two routers that share their state through a real Redis server, before fake workers."""
+"""Requests, limits of workers and stored responses of two routers that share their state."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.proxy.processes.replicas.conftest import FREE, NAMES, start_host, wait_for_replicas
 from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, samples
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat, request
 from tests.redis_server import RedisServer
 
-NAMES = ("a", "b")
 LIMIT = 4  # of a worker, see RouterGroup
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def hosts(
-    redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[RouterGroup]]:
-    """Two routers, each of one process."""
-    shared = f", shared: {{url: '{redis.url}'}}"
-    first = RouterGroup(tmp_path_factory.mktemp("first"), NAMES, 1, router=shared)
-    folder = tmp_path_factory.mktemp("second")
-    second = RouterGroup(folder, NAMES, 1, router=shared, ports=first.ports)
-    yield [first, second]
-    first.close()
-    second.close()
-
-
-@pytest.fixture
-async def fakes(hosts: list[RouterGroup]) -> AsyncIterator[dict[str, FakeWorker]]:
-    """Workers that are up in both routers."""
-    found = {name: FakeWorker(name) for name in NAMES}
-    for name, fake in found.items():
-        fake.port = hosts[0].ports[name]
-        await fake.listen()
-    for host in hosts:
-        await host.wait_until_up()
-    await wait_for_replicas(hosts, 2)
-    for fake in found.values():
-        fake.calls.clear()
-    yield found
-    for fake in found.values():
-        await fake.stop()
-
-
-async def wait_for_replicas(hosts: list[RouterGroup], count: int) -> None:
-    """Wait until each router hears from this number of replicas."""
-    for host in hosts:
-        client = await Client.connect(host.port)
-        async with asyncio.timeout(DEADLINE_S):
-            while (await samples(client))["proxy_replicas"] != count:
-                await asyncio.sleep(0.05)
-        client.close()
 
 
 def served(fakes: dict[str, FakeWorker]) -> list[int]:
@@ -78,10 +28,10 @@ async def test_hosts_see_each_others_requests(
     for fake in fakes.values():
         fake.always(scripts.gated(opening, scripts.answer()))
     clients = [await Client.connect(host.port) for host in hosts]
-    await clients[0].send(chat())
+    await clients[0].send(chat("hi", FREE))
     for host in hosts:
         await host.wait_until(lambda workers: sum(w["requests"] for w in workers.values()) == 1)
-    await clients[1].send(chat())  # goes to the other worker
+    await clients[1].send(chat("hi", FREE))  # goes to the other worker
     for host in hosts:
         await host.wait_until(lambda workers: {w["requests"] for w in workers.values()} == {1})
     opening.set()
@@ -101,7 +51,7 @@ async def test_worker_limit_holds_in_a_burst_on_both_hosts(
         fake.always(scripts.gated(opening, scripts.answer()))
     clients = [await Client.connect(host.port) for _ in range(15) for host in hosts]
     for client in clients:
-        await client.send(chat())
+        await client.send(chat("hi", FREE))
     async with asyncio.timeout(DEADLINE_S):
         while sum(served(fakes)) < LIMIT * len(NAMES):
             await asyncio.sleep(0.02)
@@ -125,13 +75,13 @@ async def test_stored_response_is_found_from_any_host(
             fake.always(scripts.answer(200, body))
         fields: dict[str, object] = {"model": "tiny", "input": "hi", "max_output_tokens": 5}
         before = served(fakes)
-        answer = await first.ask(request(json.dumps(fields).encode(), path="/v1/responses"))
+        answer = await first.ask(request(json.dumps(fields).encode(), FREE, path="/v1/responses"))
         assert answer.status == 200
         owner = [now - then for now, then in zip(served(fakes), before, strict=True)]
         await asyncio.sleep(0.2)
         fields["previous_response_id"] = name
         before = served(fakes)
-        answer = await second.ask(request(json.dumps(fields).encode(), path="/v1/responses"))
+        answer = await second.ask(request(json.dumps(fields).encode(), FREE, path="/v1/responses"))
         assert answer.status == 200
         assert [now - then for now, then in zip(served(fakes), before, strict=True)] == owner
     first.close()
@@ -147,17 +97,17 @@ async def test_hosts_go_on_without_the_server_and_meet_again(
         async with asyncio.timeout(DEADLINE_S):
             for client in clients:
                 while (page := await samples(client))["proxy_shared_up"]:
-                    assert (await client.ask(chat())).status == 200
+                    assert (await client.ask(chat("hi", FREE))).status == 200
                 while page["proxy_replicas"] != 1:
                     page = await samples(client)
         for client in clients:
-            assert (await client.ask(chat())).status == 200
+            assert (await client.ask(chat("hi", FREE))).status == 200
         start()
         await wait_for_replicas(hosts, 2)
         opening = asyncio.Event()
         for fake in fakes.values():
             fake.always(scripts.gated(opening, scripts.answer()))
-        await clients[0].send(chat())
+        await clients[0].send(chat("hi", FREE))
         await hosts[1].wait_until(lambda workers: sum(w["requests"] for w in workers.values()) == 1)
         opening.set()
         assert (await clients[0].answer()).status == 200
@@ -166,19 +116,20 @@ async def test_hosts_go_on_without_the_server_and_meet_again(
 
 
 async def test_killed_host_frees_what_it_held(
-    redis: RedisServer, hosts: list[RouterGroup], fakes: dict[str, FakeWorker], tmp_path: Path
+    redis: RedisServer,
+    hosts: list[RouterGroup],
+    fakes: dict[str, FakeWorker],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    third = RouterGroup(
-        tmp_path, NAMES, 1, router=f", shared: {{url: '{redis.url}'}}", ports=hosts[0].ports
-    )
+    third = start_host(redis, "third", tmp_path_factory, hosts[0])
     opening = asyncio.Event()
     try:
-        await third.wait_until_up()
+        await third.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})
         for fake in fakes.values():
             fake.always(scripts.gated(opening, scripts.answer()))
         clients = [await Client.connect(third.port) for _ in range(3)]
         for client in clients:
-            await client.send(chat())
+            await client.send(chat("hi", FREE))
         for host in hosts:
             await host.wait_until(lambda workers: sum(w["requests"] for w in workers.values()) == 3)
     finally:

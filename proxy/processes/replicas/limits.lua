@@ -1,0 +1,106 @@
+-- Decides requests of tenants over all router processes. One key per tenant, a hash of
+--   r, t        times at which the buckets of requests and tokens will be full
+--   c:PROCESS   requests in flight in a process, and when that expires
+--   b:PROCESS   number of its last call, and what this call granted: requests, tokens
+-- ARGV: process, lease, then for each key
+--   number of the call, requests in flight, charges (requests, tokens),
+--   1 if the call is made again because its reply was lost; it then has no new requests,
+--   seconds to full as last known (requests, tokens),
+--   limits (requests and tokens per minute, concurrency; -1: none), number of new requests,
+--   and the tokens of each.
+-- Returns for each key: microseconds to full (requests, tokens), requests in flight elsewhere, and
+-- for each new request the exceeded limit (0: none, 1: requests, 2: tokens, 3: concurrency) and
+-- the microseconds to wait.
+local MINUTE, ROUNDING, KEEP = 60, 1e-6, 3600
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+local process, lease = ARGV[1], tonumber(ARGV[2])
+local at = 2
+local function take()
+  at = at + 1
+  return tonumber(ARGV[at])
+end
+
+local function charge(full, amount, limit)
+  if limit <= 0 then return full end
+  return math.max(full, now) + amount * MINUTE / limit
+end
+
+local function wait(full, amount, limit)
+  if limit <= 0 then return 0 end
+  local seconds = math.max(full - now, 0) + math.min(amount * MINUTE / limit, MINUTE) - MINUTE
+  return seconds > ROUNDING and seconds or 0
+end
+
+local function micros(seconds)
+  return math.floor(math.max(seconds, 0) * 1e6)
+end
+
+local found = {}
+for _, key in ipairs(KEYS) do
+  local call, running, requests, tokens, again = take(), take(), take(), take(), take()
+  local left_requests, left_tokens = take(), take()
+  local per_minute, tokens_per_minute, concurrency = take(), take(), take()
+  local count = take()
+
+  local known, fields = {}, redis.call('HGETALL', key)
+  for i = 1, #fields, 2 do known[fields[i]] = fields[i + 1] end
+  -- A server that lost its data continues from what the processes know.
+  local full_r = tonumber(known.r or now + left_requests)
+  local full_t = tonumber(known.t or now + left_tokens)
+  local elsewhere = 0
+  for field, value in pairs(known) do
+    if field:sub(1, 2) == 'c:' and field ~= 'c:' .. process then
+      local number, expires = value:match('(%d+) (.+)')
+      if tonumber(expires) > now then
+        elsewhere = elsewhere + tonumber(number)
+      else
+        redis.call('HDEL', key, field)
+      end
+    end
+  end
+
+  if again > 0 then
+    local done, granted_r, granted_t = (known['b:' .. process] or '0 0 0'):match('(%d+) (%S+) (%S+)')
+    if tonumber(done) == call then -- the process has decided its requests itself in the meantime
+      requests, tokens = -tonumber(granted_r), -tonumber(granted_t)
+    end
+  end
+  full_r = charge(full_r, requests, per_minute)
+  full_t = charge(full_t, tokens, tokens_per_minute)
+
+  local answer, granted_r, granted_t = {}, 0, 0
+  for _ = 1, count do
+    local amount = take()
+    local limit, seconds = 0, 0
+    if concurrency >= 0 and running + elsewhere >= concurrency then
+      limit = 3
+    else
+      seconds = wait(full_r, 1, per_minute)
+      if seconds > 0 then
+        limit = 1
+      else
+        seconds = wait(full_t, amount, tokens_per_minute)
+        if seconds > 0 then limit = 2 end
+      end
+    end
+    if limit == 0 then
+      full_r = charge(full_r, 1, per_minute)
+      full_t = charge(full_t, amount, tokens_per_minute)
+      granted_r, granted_t, running = granted_r + 1, granted_t + amount, running + 1
+    end
+    answer[#answer + 1] = limit
+    answer[#answer + 1] = micros(seconds)
+  end
+
+  redis.call('HSET', key, 'r', string.format('%.6f', full_r), 't', string.format('%.6f', full_t),
+    'b:' .. process, string.format('%d %d %d', call, granted_r, granted_t))
+  if running > 0 then
+    redis.call('HSET', key, 'c:' .. process, string.format('%d %.6f', running, now + lease))
+  else
+    redis.call('HDEL', key, 'c:' .. process)
+  end
+  redis.call('EXPIRE', key, KEEP)
+  found[#found + 1] = {micros(full_r - now), micros(full_t - now), elsewhere, unpack(answer)}
+end
+return found

@@ -1,0 +1,269 @@
+"""Decides the limits of tenants on the Redis server, for all router processes of all hosts.
+
+A request of a limited tenant waits for one answer of the server. Requests that arrive in the
+meantime share the next call. If the server does not answer, each host decides alone with an equal
+part of each limit, and reports what it charged when the server is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Limit, LimitExceeded
+from proxy.processes.replicas import redis_server
+
+if TYPE_CHECKING:
+    from proxy.config.shared import SharedConfig
+    from proxy.core.tenants.tenants import Tenant, Tenants
+    from proxy.processes.shared.shared_memory import SharedTable
+
+logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_suffix(".lua")
+BEAT_S = 1.0  # between two reports of requests in flight
+LEASE_S = 3.0  # after which a silent process has no requests in flight
+GATHER_S = 0.02  # for charges that no decision depends on at once
+FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
+MICRO = 1e-6
+NO_LIMIT = -1
+LIMITS = {1: Limit.REQUESTS, 2: Limit.TOKENS, 3: Limit.CONCURRENCY}
+Done = Callable[[LimitExceeded | None], None]
+
+
+class Call(NamedTuple):
+    """What a call of the server did for a tenant besides new requests."""
+
+    number: int
+    requests: int
+    tokens: int
+
+
+class Admission:
+    """A request that waits for the server's decision."""
+
+    __slots__ = ("done", "tokens")
+
+    def __init__(self, tokens: int, done: Done) -> None:
+        self.tokens = tokens
+        self.done: Done | None = done  # None: the client has left
+
+    def drop(self) -> None:
+        self.done = None
+
+
+class TenantLimits:
+    """One tenant's limits in this process; implements `RemoteLimits` of the core."""
+
+    def __init__(self, limiter: SharedLimiter, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.waiting: list[Admission] = []
+        self.requests = self.tokens = 0  # charges to report
+        self.full_at = (0.0, 0.0)  # of both buckets, as last reported
+        self.known_at = -FRESH_S
+        self.unsure: Call | None = None  # a call without a reply
+        self._limiter = limiter
+
+    @property
+    def is_fresh(self) -> bool:
+        return self._limiter.clock() - self.known_at <= FRESH_S
+
+    def ask(self, tokens: int, done: Done) -> Admission | None:
+        """Have the server decide a request; None if this process decides."""
+        if not self._limiter.is_up:
+            return None
+        admission = Admission(tokens, done)
+        self.waiting.append(admission)
+        self._limiter.wake(self)
+        return admission
+
+    def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
+        """Report charges; `soon`: others wait for what is free now."""
+        self.requests += requests
+        self.tokens += tokens
+        self._limiter.changed(self, soon=soon)
+
+
+class SharedLimiter:
+    """The limits of all tenants."""
+
+    def __init__(
+        self,
+        settings: SharedConfig,
+        password: str | None,
+        tenants: Tenants,
+        table: SharedTable,
+        clock: Callable[[], float],
+    ) -> None:
+        self.clock = clock
+        self.is_up = False
+        self._settings = settings
+        self._client = redis_server.client(settings, password)
+        self._script = self._client.register_script(SCRIPT.read_text())
+        self._tenants = tenants
+        self._table = table
+        self._edition = -1
+        self._known: dict[Tenant, TenantLimits] = {}
+        self._changed: dict[TenantLimits, None] = {}
+        self._name = uuid.uuid4().hex[:12]
+        self._calls = 0
+        self._wakeup = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._arrange()
+        self._wakeup.set()
+
+    def wake(self, limits: TenantLimits) -> None:
+        self._changed[limits] = None
+        self._wakeup.set()
+
+    def changed(self, limits: TenantLimits, *, soon: bool) -> None:
+        self._changed[limits] = None
+        if soon:
+            self._wakeup.set()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(GATHER_S, self._gathered)
+
+    def _gathered(self) -> None:
+        self._timer = None
+        self._wakeup.set()
+
+    def _arrange(self) -> None:
+        """Follow the tenants of the fleet file."""
+        if self._edition == self._tenants.edition:
+            return
+        self._edition = self._tenants.edition
+        here = set(self._tenants)
+        self._known = {tenant: each for tenant, each in self._known.items() if tenant in here}
+        for tenant in here - self._known.keys():
+            tenant.ledger.remote = self._known[tenant] = TenantLimits(self, tenant)
+        self._divide()
+
+    def _divide(self) -> None:
+        """Decide alone with a part of each limit while the server is away."""
+        parts = 1 if self.is_up else self._table.hosts
+        for tenant in self._known:
+            tenant.ledger.divide(parts)
+
+    async def run(self) -> None:
+        """Decide until cancelled."""
+        beat_at = 0.0
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(BEAT_S):
+                        await self._wakeup.wait()
+                except TimeoutError:
+                    pass
+                self._wakeup.clear()
+                self._arrange()
+                if (now := self.clock()) >= beat_at:
+                    beat_at = now + BEAT_S
+                    self._changed.update(dict.fromkeys(self._limited()))
+                await self._call()
+        finally:
+            await self._client.aclose()
+
+    def _limited(self) -> list[TenantLimits]:
+        return [limits for tenant, limits in self._known.items() if tenant.ledger.is_limited]
+
+    async def _call(self) -> None:
+        if not (batch := list(self._changed)):
+            return
+        self._changed.clear()
+        self._calls += 1
+        calls = []
+        keys, arguments = [], [self._name, LEASE_S]
+        for limits in batch:
+            again = limits.unsure
+            if again is None:
+                call = Call(self._calls, limits.requests, limits.tokens)
+                waiting, limits.waiting = limits.waiting, []
+                limits.requests = limits.tokens = 0
+            else:
+                call, waiting = again, []
+            calls.append((limits, call, waiting))
+            keys.append(f"{{{self._settings.namespace}}}:tenant:{limits.tenant.name}")
+            arguments += self._arguments(limits, call, waiting, again=again is not None)
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                answers = await self._script(keys=keys, args=arguments)
+        except redis_server.server_errors() as error:
+            for limits, call, waiting in calls:
+                limits.unsure = call
+                limits.waiting = waiting + limits.waiting
+                self._changed[limits] = None
+            self._went_down(error)
+            return
+        self._came_up()
+        for (limits, _, waiting), answer in zip(calls, answers, strict=True):
+            limits.unsure = None
+            self._take(limits, waiting, answer)
+            if limits.waiting or limits.requests or limits.tokens:
+                self.wake(limits)
+
+    def _arguments(
+        self, limits: TenantLimits, call: Call, waiting: list[Admission], *, again: bool
+    ) -> list[Any]:
+        now, tenant = self.clock(), limits.tenant
+        allowed = tenant.spec.limits
+        most = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
+        return [
+            call.number,
+            tenant.ledger.running,
+            call.requests,
+            call.tokens,
+            int(again),
+            *(max(full_at - now, 0.0) for full_at in limits.full_at),
+            *(NO_LIMIT if limit is None else limit for limit in most),
+            len(waiting),
+            *(admission.tokens for admission in waiting),
+        ]
+
+    def _take(self, limits: TenantLimits, waiting: list[Admission], answer: Sequence[int]) -> None:
+        requests_us, tokens_us, elsewhere, *verdicts = answer
+        now, ledger = self.clock(), limits.tenant.ledger
+        limits.known_at = now
+        limits.full_at = now + requests_us * MICRO, now + tokens_us * MICRO
+        ledger.reported(*limits.full_at, elsewhere)
+        for admission, which, wait_us in zip(waiting, verdicts[::2], verdicts[1::2], strict=True):
+            exceeded = (
+                None
+                if not which
+                else ledger.exceeded_elsewhere(
+                    now, LIMITS[which], wait_us * MICRO or CONCURRENCY_RETRY_S
+                )
+            )
+            if admission.done is not None:
+                admission.done(exceeded)
+            elif exceeded is None:  # the client has left
+                limits.charge(-1, -admission.tokens, soon=True)
+
+    # Without the server
+
+    def _went_down(self, error: Exception) -> None:
+        if self.is_up:
+            logger.error(
+                "router.shared: limits are decided with 1/%d of each: %s: %s",
+                self._table.hosts,
+                type(error).__name__,
+                error,
+            )
+        self.is_up = False
+        self._divide()
+        for limits in self._known.values():
+            waiting, limits.waiting = limits.waiting, []
+            for admission in waiting:
+                if admission.done is not None:
+                    ledger = limits.tenant.ledger
+                    admission.done(ledger.decide(self.clock(), admission.tokens))
+
+    def _came_up(self) -> None:
+        if not self.is_up:
+            logger.info("router.shared: the server decides limits")
+            self.is_up = True
+            self._divide()

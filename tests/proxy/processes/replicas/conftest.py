@@ -1,0 +1,88 @@
+"""Two routers that share their state through a real Redis server, before fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, samples
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client, bearer
+from tests.redis_server import RedisServer
+from vllm_sched.cli.fleet.key import hashed
+
+NAMES = ("a", "b")
+LIMITS = {
+    "free": "{}",
+    "minute": "{requests_per_minute: 30}",
+    "again": "{requests_per_minute: 30}",
+    "alone": "{requests_per_minute: 30}",
+    "tokens": "{tokens_per_minute: 2000}",
+    "parallel": "{concurrency: 5}",
+}
+KEYS = {name: bearer(f"key-of-{name}-0123456789") for name in LIMITS}
+FREE = KEYS["free"]
+
+
+def start_host(
+    redis: RedisServer, folder: str, make: pytest.TempPathFactory, first: RouterGroup | None = None
+) -> RouterGroup:
+    """Start a router of one process with the workers of the first one."""
+    tenants = "".join(
+        f"  - {{name: {name}, key_hashes: ['{hashed(f'key-of-{name}-0123456789')}'], "
+        f"limits: {limits}}}\n"
+        for name, limits in LIMITS.items()
+    )
+    return RouterGroup(
+        make.mktemp(folder),
+        NAMES,
+        1,
+        router=f", shared: {{url: '{redis.url}'}}",
+        more=f"tenants:\n{tenants}",
+        ports=None if first is None else first.ports,
+    )
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def hosts(
+    redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RouterGroup]]:
+    first = start_host(redis, "first", tmp_path_factory)
+    second = start_host(redis, "second", tmp_path_factory, first)
+    yield [first, second]
+    first.close()
+    second.close()
+
+
+@pytest.fixture
+async def fakes(hosts: list[RouterGroup]) -> AsyncIterator[dict[str, FakeWorker]]:
+    """Workers that are up in both routers."""
+    found = {name: FakeWorker(name) for name in NAMES}
+    for name, fake in found.items():
+        fake.port = hosts[0].ports[name]
+        await fake.listen()
+    for host in hosts:
+        await host.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})
+    await wait_for_replicas(hosts, 2)
+    yield found
+    for fake in found.values():
+        await fake.stop()
+
+
+async def wait_for_replicas(hosts: list[RouterGroup], count: int) -> None:
+    """Wait until each router hears from this number of replicas."""
+    for host in hosts:
+        client = await Client.connect(host.port)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await samples(client))["proxy_replicas"] != count:
+                await asyncio.sleep(0.05)
+        client.close()
