@@ -28,7 +28,7 @@ ERRORS = Family(
 
 
 class ReplicaCounts(NamedTuple):
-    """The values; by default those of a router without replicas."""
+    """Values of the metrics; by default those of a router without replicas."""
 
     up: bool = True
     replicas: int = 1
@@ -37,3 +37,6 @@ class ReplicaCounts(NamedTuple):
 
     def rows(self) -> Iterator[tuple[Family, float]]:
         return zip((UP, REPLICAS, AGE, ERRORS), map(float, self), strict=True)
+
+
+ALONE = ReplicaCounts()

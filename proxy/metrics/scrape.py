@@ -19,7 +19,7 @@ from proxy.core.request.continuable import REASONS
 from proxy.metrics import journal_counts, phases
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
-from proxy.metrics.replica_counts import ReplicaCounts
+from proxy.metrics.replica_counts import ALONE
 
 if TYPE_CHECKING:
     from proxy.metrics.registry import Metrics
@@ -390,7 +390,7 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     page.values(PROCESSES, [((), 1)])
     # A single process is restarted from outside, for example by systemd.
     page.values(RESTARTS, [((), 0)])
-    for family, value in ReplicaCounts().rows():
+    for family, value in ALONE.rows():
         page.values(family, [((), value)])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.metrics.replica_counts import ALONE, ReplicaCounts
 from proxy.metrics.scrape import PROCESSES, RESTARTS
 from proxy.processes import metrics_merge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from proxy.metrics.replica_counts import ReplicaCounts
 
 
 class MetricsTotals:
@@ -40,7 +39,7 @@ class MetricsTotals:
         number: int,
         serving: int,
         restarts: int,
-        replicas: ReplicaCounts,
+        replicas: ReplicaCounts = ALONE,
         openmetrics: bool,
     ) -> tuple[bytes, str]:
         """Return the merged page; late processes count with their last page.

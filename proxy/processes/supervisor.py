@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.config import FleetConfig, load
 from proxy.errors import ProxyError
-from proxy.metrics.replica_counts import ReplicaCounts
+from proxy.metrics.replica_counts import ALONE
 from proxy.processes.channel import Channel
 from proxy.processes.child import Child
 from proxy.processes.ipc_messages import (
@@ -356,7 +356,7 @@ class Supervisor:
                 number=number,
                 serving=self._serving,
                 restarts=self.restarts,
-                replicas=ReplicaCounts() if self.replication is None else self.replication.counts,
+                replicas=ALONE if self.replication is None else self.replication.counts,
                 openmetrics=bool(question.given),
             )
         child.channel.send(IpcAnswer(question.number, answer))

@@ -177,6 +177,12 @@ class WorkerHealth:
         worker.due_at = max(worker.due_at, due_at)
         self.roster.moved(worker)
 
+    def reserve(self, worker: Worker, slots: int) -> None:
+        """Leave some of a worker's slots to routers on other hosts."""
+        if slots != worker.reserved:
+            worker.reserve(slots)
+            self.roster.moved(worker)
+
     def take_breaker(self, worker: Worker, snapshot: BreakerSnapshot) -> None:
         worker.breaker.take(snapshot)
         self._judged(worker, self.roster.clock())

@@ -26,6 +26,7 @@ class LocalSheet:
         self.index = index
         self._table = table
         self._sheet = table.sheet(index)
+        self._life = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -43,8 +44,11 @@ class LocalSheet:
         sheet = self._sheet
         if not (life := sheet.count(LIFE)):
             return None  # not started yet
-        if whole:
-            logged = self._logged  # cached prefixes are not worth a message of their own
+        if life != self._life:
+            self._life = life
+            self._forget()
+        elif whole:
+            logged = self._logged  # old prefixes are not sent again
             self._forget()
             self._logged = logged
         changed = ProcessChanges(self.index, life, waiting=sheet.count(WAITING))

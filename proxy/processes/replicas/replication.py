@@ -26,7 +26,7 @@ from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Update, decode, encode
 from proxy.processes.replicas.redis_server import Channel, server_errors
 from proxy.processes.replicas.remote_sheets import RemoteSheets
-from proxy.processes.replicas.reservations import Reservations
+from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Replication:
         self._whole = True  # the next update has everything
         self._last_whole = self._last_sent = self._echo_at = -inf
         self._heard: dict[str, int] = {}
+        self._owes_answer = False  # a replica's slots depend on what this one has heard
         self._responses: dict[str, Response] = {}
         self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
 
@@ -164,16 +165,16 @@ class Replication:
             self._expire(now)
             if now - self._echo_at > ECHO_TIMEOUT_S:
                 raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
-            if (message := self._next_message(now)) is not None:
+            if (message := self.next_message(now)) is not None:
                 await channel.publish(message)
             await asyncio.sleep(PUBLISH_INTERVAL_S)
 
-    def _next_message(self, now: float) -> bytes | None:
+    def next_message(self, now: float) -> bytes | None:
         """Return the next update; None if there is nothing to report yet."""
         whole = self._whole and now - self._last_whole >= WHOLE_INTERVAL_S
         found = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
         processes = [changes for changes in found if changes is not None]
-        due = now - self._last_sent >= HEARTBEAT_S
+        due = self._owes_answer or now - self._last_sent >= HEARTBEAT_S
         if not (processes or whole or due or self._gone or self._new_responses):
             return None
         update = Update(
@@ -192,7 +193,7 @@ class Replication:
             update.history = self.sheets.history
             update.responses = list(self._responses.values())
         self._number += 1
-        self._last_sent = now
+        self._last_sent, self._owes_answer = now, False
         self._gone = []
         self._new_responses.clear()
         self._note_requests(update)
@@ -220,9 +221,10 @@ class Replication:
                 self.errors += 1
                 logger.warning("router.shared: a message cannot be read: %s", error)
                 continue
-            self._handle(update, now)
+            self.handle(update, now)
 
-    def _handle(self, update: Update, now: float) -> None:
+    def handle(self, update: Update, now: float) -> None:
+        """Apply an update, of this replica too."""
         if update.member == self.name:
             self._echo_at = now
             if not self.connected:
@@ -239,6 +241,8 @@ class Replication:
             self._heard.pop(update.member, None)
         elif not self.sheets.members[update.member].is_lost:
             self._heard[update.member] = update.number
+        if any(self.workers.limits.keys() & part.loads.keys() for part in update.processes):
+            self._owes_answer = True
         if update.responses:
             for response in update.responses:
                 self._keep(response)
@@ -258,10 +262,11 @@ class Replication:
             self._hosts = len(alive) + 1
             self._reservations.acknowledge(alive)
             self._table.write_hosts(self._hosts)
+        believed = self._reservations.believed()
         for name, limit in self.workers.limits.items():
             if self.connected:
                 remote = self.sheets.requests(name)
-                slots = self._reservations.slots(name, limit, remote, self._hosts)
+                slots = slots_for_others(limit, believed.get(name, 0), remote, self._hosts)
             else:  # an equal part for each
                 slots = limit - -(-limit // self._hosts)
             self._table.reserve(self.workers.rows[name], slots)

@@ -1,15 +1,16 @@
 """How many of a worker's slots this host may take before it hears from the other hosts.
 
-Hosts decide at the same moments, without waiting for each other. Of the slots that were free when
-all hosts last knew each other's charges, each may take an equal part, rounded up. So together they
-exceed a worker's limit by less than one request per host. What a host has taken counts as known
-once every other host has acknowledged it.
+Hosts decide at the same moments, without waiting for each other. A host assumes the least number
+of its own requests that another host may believe: the last one that all have acknowledged, or one
+reported since. Of the slots that are free then, each host may take an equal part, rounded up. So
+together they exceed a worker's limit by less than one request per host.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from sys import maxsize
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,20 +22,32 @@ class Reservations:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._reported: deque[tuple[int, Mapping[str, int]]] = deque()  # update number, requests
-        self._known: dict[str, int] = {}  # requests here that all other hosts know
+        # By update number; the first is the last that all other hosts have acknowledged.
+        self._reported: deque[tuple[int, Mapping[str, int]]] = deque([(0, {})])
 
     def report(self, number: int, requests: Mapping[str, int]) -> None:
         """Note the requests that an update reports."""
-        self._reported.append((number, requests))
+        if requests != self._reported[-1][1]:
+            self._reported.append((number, requests))
 
     def acknowledge(self, alive: list[Member]) -> None:
-        """Take over what all other hosts have heard."""
-        heard = min((member.heard.get(self._name, -1) for member in alive), default=None)
-        while self._reported and (heard is None or self._reported[0][0] <= heard):
-            self._known.update(self._reported.popleft()[1])
+        """Drop what no other host believes any more."""
+        reported = self._reported
+        heard = min((member.heard.get(self._name, -1) for member in alive), default=maxsize)
+        while len(reported) > 1 and reported[1][0] <= heard:
+            reported.popleft()
 
-    def slots(self, worker: str, limit: int, remote: int, hosts: int) -> int:
-        """Return how many of the free slots to leave to the other hosts."""
-        free = max(limit - remote - self._known.get(worker, 0), 0)
-        return free - -(-free // hosts)
+    def believed(self) -> dict[str, int]:
+        """Return the least number of requests that another host may believe, by worker."""
+        first, *later = (requests for _, requests in self._reported)
+        return {
+            name: min([count, *(requests.get(name, 0) for requests in later)])
+            for name, count in first.items()
+        }
+
+
+def slots_for_others(limit: int, believed: int, remote: int, hosts: int) -> int:
+    """Return how many of a worker's free slots to leave to the other hosts."""
+    free = max(limit - remote - believed, 0)
+    # Requests above what is believed take from this host's part.
+    return free - -(-free // hosts)

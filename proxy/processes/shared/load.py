@@ -99,7 +99,7 @@ class SharedLoad:
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
-        worker.reserve(self.table.reserved(row))
+        self._fleet.health.reserve(worker, self.table.reserved(row))
         self.changed(worker)
 
     def row(self, worker: Worker) -> int | None:
@@ -218,7 +218,7 @@ class SharedLoad:
         self._reservations = self.table.reservation_changes
         self.changes += 1
         for row, worker in self._workers.items():
-            worker.reserve(self.table.reserved(row))
+            self._fleet.health.reserve(worker, self.table.reserved(row))
 
     def _take(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
         self._reading = True

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from proxy.core.model.specs import WorkerSpec
-from tests.proxy.processes.virtual_group import VirtualGroup
+from tests.proxy.processes.virtual_group import HostGroup, VirtualGroup
+
+MakeAny = Callable[..., VirtualGroup]
 
 
 @pytest.fixture
-def make_group() -> Iterator[Callable[..., VirtualGroup]]:
-    """Return a function that makes virtual groups."""
+def make_any() -> Iterator[MakeAny]:
+    """Return a function that makes virtual groups of a class."""
     groups: list[VirtualGroup] = []
 
-    def make(size: int, *specs: WorkerSpec, **settings: object) -> VirtualGroup:
-        groups.append(VirtualGroup(size, *specs, **settings))
+    def make(
+        kind: type[VirtualGroup], size: int, *specs: WorkerSpec, **settings: object
+    ) -> VirtualGroup:
+        groups.append(kind(size, *specs, **settings))
         return groups[-1]
 
     yield make
     for group in groups:
-        group.table.close()
+        group.close()
+
+
+@pytest.fixture(params=[VirtualGroup, HostGroup])
+def make_group(request: pytest.FixtureRequest, make_any: MakeAny) -> Callable[..., VirtualGroup]:
+    """Make groups of processes, and of hosts in a second run of the test."""
+    return partial(make_any, request.param)
+
+
+@pytest.fixture
+def make_processes(make_any: MakeAny) -> Callable[..., VirtualGroup]:
+    """Make groups of processes, which see each other's changes at once."""
+    return partial(make_any, VirtualGroup)

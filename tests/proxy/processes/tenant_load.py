@@ -11,6 +11,8 @@ from proxy.core.tenants.tenants import Tenant
 from tests.proxy.core.making import ask, placed
 from tests.proxy.processes.virtual_group import VirtualGroup
 
+PUBLISH_STEPS = 10  # of a millisecond, between two messages of a host
+
 
 class TenantLoad:
     """The waiting requests of tenants, and what was served."""
@@ -52,6 +54,8 @@ class TenantLoad:
         self.served.clear()
         for step in range(round(seconds * 1000)):
             group.now = start + step / 1000
+            if step % PUBLISH_STEPS == 0:
+                group.exchange_once()
             group.sharings[step % len(group.sharings)].look(group.now)
             for (index, name), wanted in self.waiting.items():
                 while self.tenant(index, name).waiting < wanted:

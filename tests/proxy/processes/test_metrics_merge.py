@@ -31,6 +31,9 @@ EQUAL = {
     "proxy_queue_limit_requests",
     "proxy_journal_requests",
     "proxy_journal_up",
+    "proxy_replicas",
+    "proxy_shared_age_seconds",
+    "proxy_shared_up",
 }
 
 REQUESTS = Family("proxy_requests", "counter", "Requests.", ("worker",))

@@ -235,7 +235,7 @@ async def test_failed_watch_ends_the_process(caplog: pytest.LogCaptureFixture) -
     stub._tasks, stub.ended, stub.failed = set(), asyncio.Event(), False
     stub.app = SimpleNamespace(open_admin=lambda _: None)
     stub._channel = SimpleNamespace(send=lambda _: None)
-    stub._watch = watch
+    stub._watch, stub._limiter = watch, None
     async with asyncio.timeout(5):
         await member.run(stub)
     assert member.failed

@@ -1,19 +1,26 @@
-"""Routers over one shared table, in one process and in virtual time."""
+"""Routers that share their state, in one process and in virtual time.
+
+They are processes of one host with one shared table, or hosts that send each other messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome
 from proxy.core.queue.ticket import Ticket
+from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
+from proxy.processes.replicas.messages import decode
+from proxy.processes.replicas.replication import Replication
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import READ_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
 from proxy.processes.shared.queue import SharedQueues
-from proxy.processes.shared.shared_memory import LIFE, SharedTable
+from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 
@@ -22,7 +29,7 @@ class VirtualGroup:
     """Routers that publish their events when a turn ends."""
 
     def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
-        self.table = SharedTable.make(size)
+        self.tables = self.make_tables(size)
         self.now = 1.0
         self.callbacks: list[Callable[[], None]] = []
         self.lives = 0
@@ -33,17 +40,34 @@ class VirtualGroup:
         self.queues: list[SharedQueues] = [None] * size  # type: ignore[list-item]
         self.sharings = [self.join(i) for i in range(size)]
 
+    def make_tables(self, size: int) -> list[SharedTable]:
+        return [SharedTable.make(size)]
+
+    def place_of(self, index: int) -> tuple[SharedTable, int]:
+        """Return the table of a router, and its process index there."""
+        return self.tables[0], index
+
+    def close(self) -> None:
+        for table in self.tables:
+            table.close()
+
+    def crash(self, index: int) -> None:
+        """Let the supervisor of a process notice that it has ended."""
+        table, process = self.place_of(index)
+        table.clear(process)
+
     def join(self, index: int) -> SharedLoad:
         """Let a process share its load."""
         router = self.routers[index]
         fleet = router.fleet
-        sharing = SharedLoad(self.table, index, fleet, lambda: self.now, self.callbacks.append)
+        table, process = self.place_of(index)
+        sharing = SharedLoad(table, process, fleet, lambda: self.now, self.callbacks.append)
         self.lives += 1
         sharing.sheet.write_count(LIFE, self.lives)
         queues = self.queues[index] = SharedQueues(router.queue, sharing)
         sharing.parts += (
             queues,
-            SharedLimits(router.tenants, router.queue.turns, self.table, sharing),
+            SharedLimits(router.tenants, router.queue.turns, table, sharing),
             SharedTraffic(router, sharing),
             SharedPrefixes(fleet, sharing),
         )
@@ -54,9 +78,13 @@ class VirtualGroup:
 
     def restart(self, index: int) -> None:
         """Replace a process as after a crash."""
-        self.table.clear(index)
+        self.crash(index)
         self.routers[index] = router_of(*self.specs, **self.settings)
         self.sharings[index] = self.join(index)
+
+    def exchange_once(self) -> bool:
+        """Let each host send a message; return whether one had something to send."""
+        return False
 
     def end_turn(self) -> None:
         """End the turn of every process, and let a little time pass."""
@@ -84,3 +112,63 @@ class VirtualGroup:
     def worker(self, index: int, name: str) -> Worker:
         """Return a worker in one process."""
         return worker_of(self.routers[index], name)
+
+
+class HostGroup(VirtualGroup):
+    """Routers on hosts of their own; messages arrive at once, at the end of a turn."""
+
+    def make_tables(self, size: int) -> list[SharedTable]:
+        self.replications: list[Replication] = []
+        return [SharedTable.make(1, MAX_REMOTE) for _ in range(size)]
+
+    def place_of(self, index: int) -> tuple[SharedTable, int]:
+        return self.tables[index], 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def crash(self, index: int) -> None:
+        super().crash(index)
+        self.replications[index].process_ended(0)
+        self.exchange()
+
+    def end_turn(self) -> None:
+        super().end_turn()
+        self.exchange()
+
+    def read_all(self) -> None:
+        super().read_all()
+        self.exchange()
+        self.now += 2 * READ_INTERVAL_S
+        super().read_all()
+
+    def exchange(self) -> None:
+        """Let all hosts send what they have to send, until they have nothing."""
+        while self.exchange_once():
+            pass
+
+    def exchange_once(self) -> bool:
+        messages = [host.next_message(self.now) for host in self.hosts()]
+        for message in messages:
+            for host in self.replications if message is not None else ():
+                host.handle(decode(message), self.now)
+        return any(messages)
+
+    def hosts(self) -> list[Replication]:
+        """Return the hosts, which join at first use."""
+        if not self.replications:
+            known = tuple(
+                KnownWorker(
+                    spec, row, 0.0, up=True, probed=True, up_since=0.0, awaited_since=0.0,
+                    draining=False, models=(), reported_max_model_len=None, gauges=None, pace=None,
+                )
+                for row, spec in enumerate(self.specs)
+            )  # fmt: skip
+            for table in self.tables:
+                host = Replication(
+                    table, nullcontext, recall=lambda _: None, clock=lambda: self.now
+                )
+                host.take(WorkersChanged(known))
+                host.connected = True
+                self.replications.append(host)
+        return self.replications

@@ -12,6 +12,7 @@ from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, samples
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat, request
+from tests.proxy.wire.site import eventually
 from tests.redis_server import RedisServer
 
 LIMIT = 4  # of a worker, see RouterGroup
@@ -52,9 +53,8 @@ async def test_worker_limit_holds_in_a_burst_on_both_hosts(
     clients = [await Client.connect(host.port) for _ in range(15) for host in hosts]
     for client in clients:
         await client.send(chat("hi", FREE))
-    async with asyncio.timeout(DEADLINE_S):
-        while sum(served(fakes)) < LIMIT * len(NAMES):
-            await asyncio.sleep(0.02)
+    full = LIMIT * len(NAMES)
+    await eventually(lambda: sum(served(fakes)) >= full, within=DEADLINE_S)
     await asyncio.sleep(0.5)  # more would come now
     at_once = served(fakes)
     opening.set()

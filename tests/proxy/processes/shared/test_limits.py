@@ -77,8 +77,8 @@ def test_concurrency_is_counted_across_processes(make_group: MakeGroup) -> None:
     assert refused(submit(group, 1)).status == 429
 
 
-def test_burst_within_a_turn_is_counted_across_processes(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=3)))
+def test_burst_within_a_turn_is_counted_across_processes(make_processes: MakeGroup) -> None:
+    group = group_of(make_processes, TenantSpec("t", limits=Limits(concurrency=3)))
     group.read_all()
     answers = [submit_in_turn(group, index) for index in (0, 1, 0, 1, 0, 1)]
     assert [type(answer) for answer in answers] == [Lease] * 3 + [Refusal] * 3
@@ -87,10 +87,10 @@ def test_burst_within_a_turn_is_counted_across_processes(make_group: MakeGroup) 
 
 
 def test_simultaneous_requests_keep_the_limit(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second request comes just after the first has read the count."""
-    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=1)))
+    group = group_of(make_processes, TenantSpec("t", limits=Limits(concurrency=1)))
     group.read_all()
     others, second = remote_usage(group, 0), []
     look = others.running
@@ -107,10 +107,10 @@ def test_simultaneous_requests_keep_the_limit(
 
 @pytest.mark.parametrize("retried", [True, False])
 def test_retry_keeps_its_concurrency(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, retried: bool
+    make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch, retried: bool
 ) -> None:
     """Another process would take the place as soon as it is free."""
-    group = make_group(2, spec("a"), spec("b"), max_attempts=2 if retried else 1)
+    group = make_processes(2, spec("a"), spec("b"), max_attempts=2 if retried else 1)
     for router in group.routers:
         router.tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
     group.read_all()
@@ -141,9 +141,9 @@ def test_retry_keeps_its_concurrency(
         assert remote_usage(group, 1).running() == 0
 
 
-def test_refused_request_is_not_counted(make_group: MakeGroup) -> None:
+def test_refused_request_is_not_counted(make_processes: MakeGroup) -> None:
     limits = Limits(concurrency=2, requests_per_minute=1, tokens_per_minute=5000)
-    group = group_of(make_group, TenantSpec("t", limits=limits))
+    group = group_of(make_processes, TenantSpec("t", limits=limits))
     placed(submit(group, 0))
     for prompt in (100, 10_000):
         assert refused(submit(group, 1, prompt=prompt)).status == 429
@@ -167,8 +167,8 @@ def test_finish_of_a_removed_tenant_does_not_change_its_successor(make_group: Ma
     assert refused(submit(group, 1)).status == 429
 
 
-def test_requests_per_minute_are_counted_across_processes(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t", limits=Limits(requests_per_minute=6)))
+def test_requests_per_minute_are_counted_across_processes(make_processes: MakeGroup) -> None:
+    group = group_of(make_processes, TenantSpec("t", limits=Limits(requests_per_minute=6)))
     answers = [submit(group, n % 2) for n in range(8)]
     assert [type(answer) for answer in answers] == [Lease] * 6 + [Refusal] * 2
     group.now += 10.0
@@ -176,8 +176,8 @@ def test_requests_per_minute_are_counted_across_processes(make_group: MakeGroup)
     assert refused(submit(group, 0)).retry_after_s
 
 
-def test_tokens_per_minute_are_counted_across_processes(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t", limits=Limits(tokens_per_minute=1000)))
+def test_tokens_per_minute_are_counted_across_processes(make_processes: MakeGroup) -> None:
+    group = group_of(make_processes, TenantSpec("t", limits=Limits(tokens_per_minute=1000)))
     lease = placed(submit(group, 0, prompt=600, output=300))
     assert refused(submit(group, 1, prompt=300, output=100)).status == 429
     group.finish(0, lease, Outcome.CLIENT_GONE)  # unused tokens are returned
@@ -195,9 +195,9 @@ def test_dead_process_releases_its_concurrency(make_group: MakeGroup) -> None:
     assert refused(submit(group, 0)).status == 429
 
 
-def test_shares_count_service_in_all_processes(make_group: MakeGroup) -> None:
+def test_shares_count_service_in_all_processes(make_processes: MakeGroup) -> None:
     """The first tenant that waits has no service, so that no tenant is lifted."""
-    group = group_of(make_group, *map(TenantSpec, ("much", "little", "none")), max_requests=3)
+    group = group_of(make_processes, *map(TenantSpec, ("much", "little", "none")), max_requests=3)
     leases = [placed(submit(group, 0, "much", 5000))]
     tenant(group, 0, "much").charge(10_000)
     tenant(group, 1, "little").charge(100)
@@ -236,10 +236,10 @@ def test_charges_of_a_dead_process_stay(make_group: MakeGroup) -> None:
 
 
 def test_clear_is_atomic_for_readers(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process reads after each write."""
-    group = group_of(make_group, TenantSpec("t"), TenantSpec("u"))
+    group = group_of(make_processes, TenantSpec("t"), TenantSpec("u"))
     placed(submit(group, 0))
     for name in "tu":
         tenant(group, 0, name).charge(1e6)
@@ -259,7 +259,7 @@ def test_clear_is_atomic_for_readers(
     with monkeypatch.context() as patch:
         for name in ("write_usage", "write_idle", "write_count"):
             patch.setattr(ProcessSheet, name, read_after(getattr(ProcessSheet, name)))
-        group.table.clear(0)
+        group.crash(0)
     assert set(standings) == {1e6}
     group.now += READ_INTERVAL_S
     group.read_all()
@@ -433,9 +433,9 @@ def test_only_changed_tenants_are_written(
 
 
 def test_only_changed_tenants_are_read(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = group_of(make_group, *(TenantSpec(f"t{n}") for n in range(200)))
+    group = group_of(make_processes, *(TenantSpec(f"t{n}") for n in range(200)))
     placed(submit(group, 0, "t7"))
     group.read_all()
     rows: list[int] = []
@@ -475,7 +475,7 @@ def test_more_tenants_than_rows_are_logged(
     for sharing in group.sharings:
         for part in sharing.parts:
             if isinstance(part, tenancy.SharedLimits):
-                monkeypatch.setattr(group.table, "tenant_row", lambda _: None)
+                monkeypatch.setattr(group.tables[0], "tenant_row", lambda _: None)
     with caplog.at_level(logging.ERROR):
         placed(submit(group, 0))
     assert "each process separately" in caplog.text

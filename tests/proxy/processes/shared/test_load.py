@@ -64,7 +64,7 @@ def test_charges_of_a_dead_process_are_released(make_group: Callable[..., Virtua
     group.submit(0)
     group.submit(0)
     assert refused(group.routers[1].submit(ask(), group.now)).status == 429
-    group.table.clear(0)
+    group.crash(0)
     group.now += 1
     group.submit(1)
     worker = group.worker(1, "a")
@@ -143,8 +143,8 @@ def test_panic_is_shared(make_group: Callable[..., VirtualGroup]) -> None:
     assert add_up([page, page, page]) == page
 
 
-def test_load_is_read_once_per_interval(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(2, spec("a"))
+def test_load_is_read_once_per_interval(make_processes: Callable[..., VirtualGroup]) -> None:
+    group = make_processes(2, spec("a"))
     group.submit(0)
     group.sharings[1].look(group.now)
     before = group.now
@@ -158,9 +158,9 @@ def test_load_is_read_once_per_interval(make_group: Callable[..., VirtualGroup])
 
 
 def test_limit_check_reads_one_number_per_process(
-    make_group: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
+    make_processes: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = make_group(4, spec("a", most=5), spec("b"))
+    group = make_processes(4, spec("a", most=5), spec("b"))
     reads: list[int] = []
     read = ProcessSheet.read_requests
 
@@ -190,11 +190,11 @@ def test_limit_check_reads_one_number_per_process(
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("turns", ["one after the other", "all at once"])
 def test_burst_within_a_turn_keeps_the_limit(
-    make_group: Callable[..., VirtualGroup], size: int, turns: str
+    make_processes: Callable[..., VirtualGroup], size: int, turns: str
 ) -> None:
     """No turn ends here."""
     max_requests, burst = 8, 50
-    group = make_group(
+    group = make_processes(
         size, spec("a", most=max_requests), spec("b", most=max_requests), queue_wait_s=5.0
     )
     group.read_all()
@@ -209,9 +209,9 @@ def test_burst_within_a_turn_keeps_the_limit(
         assert [worker.requests for worker in router.fleet.roster] == [max_requests, max_requests]
 
 
-def test_burst_of_handovers_keeps_the_limits(make_group: Callable[..., VirtualGroup]) -> None:
+def test_burst_of_handovers_keeps_the_limits(make_processes: Callable[..., VirtualGroup]) -> None:
     sides = spec("p", Role.PREFILL, most=3), spec("d", Role.DECODE, most=5)
-    group = make_group(3, *sides, queue_wait_s=5.0, transfer=True, disaggregate_above=1)
+    group = make_processes(3, *sides, queue_wait_s=5.0, transfer=True, disaggregate_above=1)
     group.read_all()
     answers = [router.submit(ask(), group.now) for router in group.routers for _ in range(20)]
     leases = [answer for answer in answers if isinstance(answer, Lease)]
@@ -244,11 +244,11 @@ def test_moved_decode_legs_keep_the_limit(make_group: Callable[..., VirtualGroup
 
 @pytest.mark.plain("replaces a part")
 def test_request_at_a_filled_worker_is_reconsidered_later(
-    make_group: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
+    make_processes: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason to serve it whole, a long wait for a seat, does not hold later."""
     sides = spec("p", Role.PREFILL), spec("d", Role.DECODE, most=3)
-    group = make_group(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
+    group = make_processes(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
     group.read_all()
     for name in ("may_begin", "is_seated"):
         monkeypatch.setattr(HandoverOffer, name, lambda *_: False)
@@ -305,8 +305,10 @@ def test_row_of_a_removed_worker_is_kept_until_its_last_request(
     assert group.sharings[0].row(lease.worker) is None
 
 
-def test_rows_are_reused_when_no_process_uses_them(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(2, spec("a"), spec("b"), spec("c"))
+def test_rows_are_reused_when_no_process_uses_them(
+    make_processes: Callable[..., VirtualGroup],
+) -> None:
+    group = make_processes(2, spec("a"), spec("b"), spec("c"))
     a, b, c = members(group.routers[0].fleet)
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=2)
     first = rows.of(a)

@@ -37,8 +37,8 @@ def due(group: VirtualGroup, index: int) -> list[Ticket]:
     return [ticket for ticket, _ in found]
 
 
-def test_queue_limit_holds_across_processes(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1), queue_requests=3)
+def test_queue_limit_holds_across_processes(make_processes: MakeGroup) -> None:
+    group = make_processes(2, spec("a", most=1), queue_requests=3)
     group.submit(0)
     for index in (0, 1, 1):
         wait(group, index)
@@ -49,8 +49,8 @@ def test_queue_limit_holds_across_processes(make_group: MakeGroup) -> None:
     wait(group, 0)
 
 
-def test_queue_bytes_and_tokens_count_across_processes(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1), queue_bytes=1000, queue_tokens=500)
+def test_queue_bytes_and_tokens_count_across_processes(make_processes: MakeGroup) -> None:
+    group = make_processes(2, spec("a", most=1), queue_bytes=1000, queue_tokens=500)
     group.submit(0)
     waits(group.routers[0].submit(ask(100, size=600), group.now))
     group.end_turn()
@@ -77,9 +77,9 @@ def add_two_tenants(group: VirtualGroup) -> None:
     group.submit(0)
 
 
-def test_full_queue_of_one_tenant_gives_way_in_another_process(make_group: MakeGroup) -> None:
+def test_full_queue_of_one_tenant_gives_way_in_another_process(make_processes: MakeGroup) -> None:
     """The last tickets of the process with the most waiting are evicted."""
-    group = make_group(2, spec("a", most=1), queue_requests=6)
+    group = make_processes(2, spec("a", most=1), queue_requests=6)
     add_two_tenants(group)
     crowd = [waits(submit(group, 1, "crowd")) for _ in range(6)]
     assert refused(submit(group, 1, "crowd")).status == 429
@@ -97,8 +97,8 @@ def test_full_queue_of_one_tenant_gives_way_in_another_process(make_group: MakeG
     assert not single.left
 
 
-def test_one_of_two_equal_processes_evicts(make_group: MakeGroup) -> None:
-    group = make_group(3, spec("a", most=1), queue_requests=6)
+def test_one_of_two_equal_processes_evicts(make_processes: MakeGroup) -> None:
+    group = make_processes(3, spec("a", most=1), queue_requests=6)
     add_two_tenants(group)
     crowd = [waits(submit(group, index, "crowd")) for index in (0, 0, 0, 1, 1, 1)]
     waits(submit(group, 2, "single"))
@@ -110,8 +110,8 @@ def test_one_of_two_equal_processes_evicts(make_group: MakeGroup) -> None:
     assert [router.due(group.now) for router in group.routers] == [[], [], []]
 
 
-def test_large_bodies_of_one_tenant_give_way_in_another_process(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1), queue_bytes=1000)
+def test_large_bodies_of_one_tenant_give_way_in_another_process(make_processes: MakeGroup) -> None:
+    group = make_processes(2, spec("a", most=1), queue_bytes=1000)
     add_two_tenants(group)
     large = [waits(submit(group, 1, "crowd", size=200)) for _ in range(5)]
     waits(submit(group, 0, "single", size=10))
@@ -150,8 +150,10 @@ def test_new_request_does_not_overtake_other_processes(make_group: MakeGroup) ->
     assert due(group, 1) == [first]
 
 
-def test_place_not_taken_by_the_first_goes_to_the_next_after_hold_s(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1))
+def test_place_not_taken_by_the_first_goes_to_the_next_after_hold_s(
+    make_processes: MakeGroup,
+) -> None:
+    group = make_processes(2, spec("a", most=1))
     running = group.submit(0)
     wait(group, 1)
     others = [wait(group, 0) for _ in range(2)]

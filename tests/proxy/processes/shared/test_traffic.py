@@ -38,8 +38,8 @@ def test_traffic_rates_are_shared(make_group: MakeGroup) -> None:
     assert all(traffic.longs_lately(group.now) for traffic in traffics)
 
 
-def test_restarted_process_counts_from_zero(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a"))
+def test_restarted_process_counts_from_zero(make_processes: MakeGroup) -> None:
+    group = make_processes(2, spec("a"))
     for _ in range(5):
         submit(group, 0, long=False)
     group.now += EXCHANGE_INTERVAL_S

@@ -1,0 +1,179 @@
+"""Sheets of other hosts: clocks, silence, restarts, and what stays of hosts that ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
+from proxy.processes.replicas.messages import ProcessChanges, Update, decode, encode
+from proxy.processes.replicas.remote_sheets import FORGET_S, LEASE_S, MAX_HISTORY, RemoteSheets
+from proxy.processes.replicas.worker_names import WorkerNames
+from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, WAITING, SharedTable
+from tests.proxy.core.making import spec
+
+FIRST, HISTORY = 2, 1  # sheets of a host with one process
+LOAD = (3, 3, 500, 0, 100, 900, 1, 0, 0, 7)
+MARK, NOTHING = 12345, (0.0, 0.0, 0.0)
+
+
+def known(name: str = "a", row: int | None = 5, most: int | None = None) -> KnownWorker:
+    """Return a worker as the leader reports it."""
+    return KnownWorker(
+        spec(name, most=most), row, 0.0, up=True, probed=True, up_since=0.0, awaited_since=0.0,
+        draining=False, models=(), reported_max_model_len=None, gauges=None, pace=None,
+    )  # fmt: skip
+
+
+class Receiver:
+    """A host that receives updates."""
+
+    def __init__(self) -> None:
+        self.table = SharedTable.make(1, MAX_REMOTE)
+        self.workers = WorkerNames()
+        self.workers.take(WorkersChanged((known(),)))
+        self.sheets = RemoteSheets(self.table, self.workers)
+        self.numbers: dict[str, int] = {}
+
+    def receive(
+        self, now: float, *parts: ProcessChanges, member: str = "m", **more: object
+    ) -> None:
+        """Receive the next update of a member whose clock is 1000 s ahead."""
+        number = self.numbers[member] = self.numbers.get(member, 0) + 1
+        update = Update(member, number, now + 1000.0, processes=list(parts), **more)
+        self.sheets.apply(decode(encode(update)), now)
+
+    def settled(self, sheet: int) -> float:
+        row = self.table.tenant_row(MARK)
+        assert row is not None
+        return sum(self.table.sheet(sheet).read_usage(row).settled)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+    yield found
+    found.table.close()
+
+
+def loaded(index: int = 0, life: int = 1, waiting: int = 2) -> ProcessChanges:
+    name = next(iter(WORKERS))
+    return ProcessChanges(
+        index,
+        life,
+        waiting=waiting,
+        loads={name: (LOAD, 1012.0)},
+        breakers={name: (1008.0, (False, False, 1030.0, 3, 1, 0.0, "500"))},
+        usage={MARK: (1, 0, (70.0, 0.0, 0.0), NOTHING, NOTHING)},
+    )
+
+
+WORKERS = {f"a {spec('a').url}": 5}
+
+
+def test_times_are_those_of_this_host(receiver: Receiver) -> None:
+    receiver.receive(10.5, loaded(), whole=True)
+    receiver.receive(11.0)  # this one was faster
+    receiver.sheets.apply(Update("m", 3, 1012.0, processes=[loaded()]), 11.5)
+    sheet = receiver.table.sheet(FIRST)
+    assert sheet.read_load(5) == (LOAD, 11.5)
+    at, snapshot = sheet.read_breaker(5)
+    assert (at, snapshot) == (7.5, (False, False, 29.5, 3, 1, 0.0, "500"))
+
+
+def test_updates_count_only_after_the_whole_state(receiver: Receiver) -> None:
+    receiver.receive(1.0, loaded())
+    assert receiver.sheets.wants_whole(1.0)
+    assert receiver.table.remote_in_use == 0
+    receiver.receive(1.1, loaded(), whole=True)
+    assert not receiver.sheets.wants_whole(1.1)
+    receiver.numbers["m"] += 1  # a message was lost
+    receiver.receive(1.2, loaded(waiting=9))
+    assert receiver.sheets.wants_whole(1.2)
+    assert receiver.table.sheet(FIRST).count(WAITING) == 2
+
+
+def test_silent_host_frees_its_requests_but_keeps_what_tenants_were_charged(
+    receiver: Receiver,
+) -> None:
+    receiver.receive(1.0, loaded(), whole=True)
+    sheet = receiver.table.sheet(FIRST)
+    assert receiver.sheets.expire(1.0 + LEASE_S) == []
+    assert sheet.has(5)
+    assert receiver.sheets.expire(1.1 + LEASE_S) == ["m"]
+    assert not sheet.has(5)
+    assert (sheet.count(WAITING), receiver.settled(FIRST)) == (0, 70.0)
+    assert not receiver.sheets.wants_whole(1.1 + LEASE_S)
+    # It returns: the same charges, in the same sheet.
+    receiver.receive(9.0, loaded())
+    assert receiver.sheets.wants_whole(9.0)
+    receiver.receive(9.1, loaded(), whole=True)
+    assert sheet.has(5)
+    assert receiver.settled(FIRST) == 70.0
+    # It does not return: its charges move into the history.
+    receiver.sheets.expire(9.2 + FORGET_S)
+    assert receiver.settled(FIRST) == 0.0
+    assert receiver.settled(HISTORY) == 70.0
+    assert receiver.sheets.members == {}
+
+
+def test_all_hosts_have_one_history(receiver: Receiver) -> None:
+    """A host that joins later learns it; a host that ended counts once."""
+    receiver.receive(1.0, loaded(), whole=True)
+    receiver.receive(1.1, leaves=True)
+    assert receiver.settled(HISTORY) == 70.0
+    late = Receiver()
+    history = receiver.sheets.history
+    for member in ("x", "y"):
+        late.receive(2.0, member=member, whole=True, history=history)
+    assert late.settled(HISTORY) == 70.0
+    receiver.receive(2.0, member="x", whole=True, history=history)
+    assert receiver.settled(HISTORY) == 70.0
+    late.table.close()
+
+
+def test_history_and_sheets_are_bounded(receiver: Receiver) -> None:
+    for number in range(MAX_HISTORY + 10):
+        receiver.receive(1.0, loaded(), member=f"m{number}", whole=True)
+        receiver.receive(1.0, member=f"m{number}", leaves=True)
+    assert len(receiver.sheets.history) == MAX_HISTORY
+    assert receiver.settled(HISTORY) == 70.0 * MAX_HISTORY
+    receiver.receive(1.0, *(loaded(index) for index in range(MAX_REMOTE)), whole=True)
+    assert sum(receiver.table.sheet(at).has(5) for at in range(MAX_REMOTE + 1)) == MAX_REMOTE - 1
+
+
+def test_restarted_process_is_read_anew(receiver: Receiver) -> None:
+    receiver.receive(1.0, loaded(), whole=True)
+    sheet = receiver.table.sheet(FIRST)
+    before = sheet.count(LIFE)
+    receiver.receive(1.1, loaded())
+    assert sheet.count(LIFE) == before
+    receiver.receive(1.2, loaded(life=2), gone=[0])
+    assert sheet.count(LIFE) != before
+    assert sheet.has(5)
+    receiver.receive(1.3, gone=[0])
+    assert not sheet.has(5)
+    assert receiver.settled(FIRST) == 70.0
+
+
+def test_worker_that_this_host_finds_later_has_its_load(receiver: Receiver) -> None:
+    receiver.workers.take(WorkersChanged((), gone=("a",)))
+    receiver.receive(1.0, loaded(), whole=True)
+    assert not receiver.table.sheet(FIRST).has(8)
+    receiver.sheets.place(receiver.workers.take(WorkersChanged((known(row=8),))))
+    assert receiver.table.sheet(FIRST).read_load(8)[0] == LOAD
+
+
+def test_names_follow_the_leader() -> None:
+    workers = WorkerNames()
+    name = next(iter(WORKERS))
+    assert workers.take(WorkersChanged((known(most=4),))) == [name]
+    assert workers.take(WorkersChanged((known(most=None),))) == []
+    assert (workers.rows, workers.names, workers.limits) == ({name: 5}, {5: name}, {})
+    assert workers.take(WorkersChanged((known("b", 5, 2),))) == [f"b {spec('b').url}"]  # reused
+    assert workers.names == {5: f"b {spec('b').url}"}
+    assert workers.take(WorkersChanged((known("c", 6),), all=True)) == [f"c {spec('c').url}"]
+    assert workers.names == {6: f"c {spec('c').url}"}
+    assert workers.take(WorkersChanged((known("c", None),))) == []
+    assert (workers.rows, workers.limits) == ({}, {})
