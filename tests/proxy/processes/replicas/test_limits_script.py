@@ -1,0 +1,110 @@
+"""The script that decides limits on a real server, call by call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as redis_library
+
+from proxy.processes.replicas.limits import SCRIPT
+from tests.redis_server import RedisServer
+
+NONE, REQUESTS, TOKENS, CONCURRENCY = range(4)
+KEY = "{fleet}:tenant:t"
+
+
+class Script:
+    """Calls of two processes."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.client: Any = redis_library.Redis(port=server.port)
+        self.client.flushall()
+        self.script = self.client.register_script(SCRIPT.read_text())
+
+    def call(
+        self,
+        *tokens: int,
+        process: str = "p",
+        number: int = 1,
+        running: int = 0,
+        charges: tuple[int, int] = (0, 0),
+        again: bool = False,
+        left: tuple[float, float] = (0.0, 0.0),
+        limits: tuple[int, int, int] = (60, 6000, -1),
+        lease: float = 3.0,
+    ) -> tuple[list[int], float, float, int]:
+        """Return the exceeded limits, the seconds to full, and the requests elsewhere."""
+        arguments = [
+            process, lease, number, running, *charges, int(again), *left, *limits, len(tokens),
+            *tokens,
+        ]  # fmt: skip
+        [[requests_us, tokens_us, elsewhere, *verdicts]] = self.script(keys=[KEY], args=arguments)
+        return verdicts[::2], requests_us / 1e6, tokens_us / 1e6, elsewhere
+
+
+@pytest.fixture
+def script(redis: RedisServer) -> Iterator[Script]:
+    made = Script(redis)
+    yield made
+    made.client.close()
+
+
+def test_buckets_are_shared_and_report_when_they_are_full(script: Script) -> None:
+    assert script.call(*[10] * 40)[0] == [NONE] * 40
+    verdicts, requests_s, tokens_s, _ = script.call(*[10] * 40, process="q")
+    assert verdicts.count(NONE) in (20, 21)
+    assert {*verdicts} == {NONE, REQUESTS}
+    assert requests_s == pytest.approx(60.0, abs=1.0)
+    assert tokens_s == pytest.approx(6.0, abs=0.5)
+
+
+def test_tokens_are_charged_only_if_the_request_enters(script: Script) -> None:
+    assert script.call(5000, 2000, 900)[0] == [NONE, TOKENS, NONE]
+    _, requests_s, tokens_s, _ = script.call(charges=(0, -4000))
+    assert requests_s == pytest.approx(2.0, abs=0.1)
+    assert tokens_s == pytest.approx(19.0, abs=0.2)
+    assert script.call(20_000, limits=(-1, 6000, -1))[0] == [TOKENS]
+    script.call(charges=(0, -6000))
+    assert script.call(20_000, limits=(-1, 6000, -1))[0] == [NONE]  # a full bucket is enough
+
+
+def test_small_charges_add_up(script: Script) -> None:
+    for number in range(200):
+        script.call(number=number, charges=(1, 0), limits=(1_000_000, -1, -1))
+    _, requests_s, _, _ = script.call(charges=(60_000, 0), limits=(1_000_000, -1, -1))
+    assert requests_s == pytest.approx(3.6, abs=0.02)
+
+
+def test_requests_in_flight_expire_with_their_process(script: Script) -> None:
+    limits = (-1, -1, 5)
+    assert script.call(1, 1, 1, limits=limits, lease=0.2)[0] == [NONE] * 3
+    verdicts, _, _, elsewhere = script.call(1, 1, 1, process="q", limits=limits)
+    assert (verdicts, elsewhere) == ([NONE, NONE, CONCURRENCY], 3)
+    time.sleep(0.25)
+    verdicts, _, _, elsewhere = script.call(1, 1, 1, 1, process="q", running=2, limits=limits)
+    assert (verdicts, elsewhere) == ([NONE] * 3 + [CONCURRENCY], 0)
+    assert script.call(1, process="p", limits=limits)[0] == [CONCURRENCY]
+    script.call(process="q", running=0, limits=limits)
+    assert script.call(1, process="p", limits=limits)[3] == 0
+
+
+@pytest.mark.parametrize("lost", ["call", "reply"])
+def test_call_without_a_reply_is_charged_once(script: Script, lost: str) -> None:
+    """The process has decided the new request itself: its charge is in the next call."""
+    if lost == "reply":
+        assert script.call(600, number=7, charges=(5, 300))[0] == [NONE]
+    for _ in range(2):  # the reply of the first resolution may be lost too
+        script.call(number=7, charges=(5, 300), again=True)
+    _, requests_s, tokens_s, _ = script.call(number=8, charges=(1, 600))
+    assert requests_s == pytest.approx(6.0, abs=0.1)
+    assert tokens_s == pytest.approx(9.0, abs=0.1)
+
+
+def test_server_without_its_data_continues_from_what_a_process_knows(script: Script) -> None:
+    _, requests_s, tokens_s, _ = script.call(left=(30.0, 20.0))
+    assert (requests_s, tokens_s) == pytest.approx((30.0, 20.0), abs=0.1)
+    _, requests_s, tokens_s, _ = script.call(process="q", left=(50.0, 50.0))
+    assert (requests_s, tokens_s) == pytest.approx((30.0, 20.0), abs=0.1)

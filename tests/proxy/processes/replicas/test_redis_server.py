@@ -1,0 +1,136 @@
+"""Connections to the server: passwords, TLS, clusters, and what cannot work."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import redis as redis_library
+import trustme
+
+from proxy.config.shared import SharedConfig
+from proxy.core.tenants.limits import LimitExceeded, Limits
+from proxy.core.tenants.tenants import Tenants, TenantSpec
+from proxy.errors import ProxyError
+from proxy.processes.replicas.limits import SharedLimiter
+from proxy.processes.replicas.redis_server import check, open_channel, server_errors
+from proxy.processes.shared.shared_memory import SharedTable
+from tests.proxy.wire.site import eventually
+from tests.redis_server import RedisServer
+from vllm_sched.workers.launch import free_port
+
+Start = Callable[..., RedisServer]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[RedisServer] = []
+
+    def started(*options: str) -> RedisServer:
+        servers.append(RedisServer(tmp_path, *options))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.close()
+
+
+async def exchange(settings: SharedConfig, password: str | None = None) -> None:
+    """Send a message through the channel, and have the server decide a request."""
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(open_channel(settings, password)) for _ in range(2)
+        ]
+        await channels[0].publish(b"hello")
+        for channel in channels:
+            received = None
+            while received is None:
+                received = await channel.receive(5.0)
+            assert received == b"hello"
+    tenants, table = Tenants(), SharedTable.make(1)
+    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=1))], {})
+    clock = asyncio.get_running_loop().time
+    limiter = SharedLimiter(settings, password, tenants, table, clock)
+    task = asyncio.create_task(limiter.run())
+    await eventually(lambda: limiter.is_up)
+    [tenant] = tenants
+    assert tenant.ledger.remote is not None
+    decided: list[LimitExceeded | None] = []
+    for _ in range(2):
+        assert tenant.ledger.remote.ask(10, decided.append) is not None
+    await eventually(lambda: len(decided) == 2)
+    assert decided[0] is None
+    assert decided[1] is not None
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    table.close()
+
+
+async def test_password(start: Start) -> None:
+    settings = SharedConfig(url=start("--requirepass", "secret").url)
+    await exchange(settings, "secret")
+    for wrong in (None, "other"):
+        with pytest.raises(server_errors()):
+            await exchange(settings, wrong)
+
+
+async def test_tls(start: Start, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    paths = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}
+    certificate = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(paths["ca"])
+    certificate.cert_chain_pems[0].write_to_path(paths["cert"])
+    certificate.private_key_pem.write_to_path(paths["key"])
+    options = [f"--tls-{name}-file {paths[key]}" for name, key in
+               (("cert", "cert"), ("key", "key"), ("ca-cert", "ca"))]  # fmt: skip
+    words = " ".join(options).split()
+    server = start("--tls-port", "0", "--tls-auth-clients", "no", *words)
+    client = redis_library.Redis(port=server.port)
+    client.config_set("port", "0")
+    client.config_set("tls-port", str(server.port))
+    client.close()
+    url = f"rediss://127.0.0.1:{server.port}/0"
+    await exchange(SharedConfig(url=url, ca_file=paths["ca"]))
+    with pytest.raises(server_errors()):
+        await exchange(SharedConfig(url=url))
+
+
+async def test_cluster(start: Start) -> None:
+    server = start("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    client = redis_library.Redis(host="127.0.0.1", port=server.port)
+    client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+    await eventually(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"))
+    client.close()
+    await exchange(SharedConfig(url=server.url, cluster=True))
+
+
+async def test_unix_socket(start: Start, tmp_path: Path) -> None:
+    start("--unixsocket", str(tmp_path / "redis.sock"))
+    await exchange(SharedConfig(url=f"unix://{tmp_path}/redis.sock"))
+
+
+def test_unusable_certificates_are_an_error_at_the_start(tmp_path: Path) -> None:
+    settings = SharedConfig(url="rediss://127.0.0.1", ca_file=tmp_path / "none.pem")
+    with pytest.raises(ProxyError, match=r"router\.shared\.ca_file .*cannot be used"):
+        check(settings)
+
+
+def test_missing_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "redis.py").write_text("raise ImportError('not installed')\n")
+    code = (
+        "from proxy.config.shared import SharedConfig\n"
+        "from proxy.processes.replicas.redis_server import check\n"
+        "check(SharedConfig(url='redis://127.0.0.1'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[4]}"},
+    )
+    assert "pip install 'vllm-sched[redis]'" in done.stderr
