@@ -192,7 +192,7 @@ class SharedLimiter:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 answers = await self._script(keys=keys, args=arguments)
-        except redis_server.server_errors() as error:
+        except Exception as error:  # requests go on whatever the server does
             for limits, call, waiting in calls:
                 limits.unsure = call
                 limits.waiting = waiting + limits.waiting

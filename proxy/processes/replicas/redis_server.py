@@ -91,6 +91,8 @@ async def open_channel(settings: SharedConfig, password: str | None) -> AsyncIte
     """Connect to the channel of a fleet."""
     connection = client(settings, password)
     try:
+        if settings.cluster:
+            await connection.initialize()  # a subscription alone does not
         subscription = connection.pubsub()
         name = f"{settings.namespace}:{VERSION}:replicas"
         await subscription.subscribe(name)
