@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 # Between two looks; shorter with queued requests, which wait for capacity that others free.
 IDLE_INTERVAL_S, QUEUED_INTERVAL_S = 0.05, 0.005
+FLUSH_DELAY_S = 0.004  # until a host's only process writes changes, for other hosts
 FIRST_PROBES_S = 1.0  # wait for the first probes
 ANSWER_TIMEOUT_S = 5.0  # longer than the supervisor's timeout
 EXIT_FAILURE = 1
@@ -75,7 +77,8 @@ class ServerProcess:
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
         shared, router = SharedTable(table, begin.processes), self.app.router
-        self._sharing = SharedLoad(shared, index, fleet, clock, loop.call_soon)
+        soon = loop.call_soon if begin.processes > 1 else partial(loop.call_later, FLUSH_DELAY_S)
+        self._sharing = SharedLoad(shared, index, fleet, clock, soon)
         self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
         self._queues = SharedQueues(router.queue, self._sharing)
         self._sharing.parts += (

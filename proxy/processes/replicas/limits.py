@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 SCRIPT = Path(__file__).with_suffix(".lua")
 BEAT_S = 1.0  # between two reports of requests in flight
 LEASE_S = 3.0  # after which a silent process has no requests in flight
-GATHER_S = 0.02  # for charges that no decision depends on at once
+PACE_S = 0.0007  # between two calls; requests that arrive in the meantime share one
+SOON_S, GATHER_S = 0.002, 0.02  # charges wait as long for a call, if others wait for them or not
 FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
 MICRO = 1e-6
 NO_LIMIT = -1
@@ -122,11 +123,13 @@ class SharedLimiter:
 
     def changed(self, limits: TenantLimits, *, soon: bool) -> None:
         self._changed[limits] = None
-        if soon:
-            self._wakeup.set()
-        elif self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(GATHER_S, self._gathered)
+        loop = asyncio.get_running_loop()
+        at = loop.time() + (SOON_S if soon else GATHER_S)
+        if self._timer is not None and self._timer.when() > at:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = loop.call_at(at, self._gathered)
 
     def _gathered(self) -> None:
         self._timer = None
@@ -165,6 +168,8 @@ class SharedLimiter:
                     beat_at = now + BEAT_S
                     self._changed.update(dict.fromkeys(self._limited()))
                 await self._call()
+                if self.is_up:
+                    await asyncio.sleep(PACE_S)
         finally:
             await self._client.aclose()
 

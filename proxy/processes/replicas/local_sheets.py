@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from proxy.core.tenants.tenants import Rank
-from proxy.processes.replicas.messages import Front, Last, ProcessChanges, Traffic
+from proxy.processes.replicas.messages import ProcessChanges
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.shared_memory import (
     LIFE,
-    PLACES,
+    NO_PLACES,
     TENANT_CHANGES,
     WAITING,
+    PlaceKind,
     SharedTable,
+    changed_places,
 )
 
 if TYPE_CHECKING:
@@ -33,10 +35,7 @@ class LocalSheet:
         self._read = self._tenants_read = self._logged = 0
         self._waiting = 0
         self._breakers: dict[str, float] = {}  # times of breakers' states
-        self._places = b""
-        self._fronts: dict[int, Front] = {}
-        self._lasts: dict[int, Last] = {}
-        self._traffic: dict[int, Traffic] = {}
+        self._places = NO_PLACES
         self._floors: tuple[float, ...] = ()
 
     def changes(self, workers: WorkerNames, *, whole: bool) -> ProcessChanges | None:
@@ -76,27 +75,16 @@ class LocalSheet:
                 changed.breakers[name] = at, snapshot
 
     def _read_places(self, changed: ProcessChanges) -> None:
-        sheet = self._sheet
-        if (places := sheet.places()) == self._places:
-            return
-        self._places = places
-        fronts: dict[int, Front] = {}
-        for place in range(PLACES):
-            for rank in Rank:
-                if (front := sheet.read_front(place, rank)).waits:
-                    fronts[place * len(Rank) + rank] = front
-        lasts: dict[int, Last] = {
-            place: last for place in range(PLACES) if (last := sheet.read_last(place)).at
-        }
-        traffic: dict[int, Traffic] = {
-            place: row for place in range(PLACES) if any(row := sheet.read_traffic(place))
-        }
-        changed.lasts = _changed(lasts, self._lasts)
-        changed.traffic = _changed(traffic, self._traffic)
-        changed.fronts = _changed(fronts, self._fronts)
-        for left in self._fronts.keys() - fronts.keys():
-            changed.fronts[left] = NO_FRONT
-        self._fronts, self._lasts, self._traffic = fronts, lasts, traffic
+        sheet, before = self._sheet, self._places
+        self._places = sheet.places()
+        for kind, at in changed_places(before, self._places):
+            match kind:
+                case PlaceKind.FRONT:
+                    changed.fronts[at] = sheet.read_front(*divmod(at, len(Rank)))
+                case PlaceKind.LAST:
+                    changed.lasts[at] = sheet.read_last(at)
+                case PlaceKind.TRAFFIC:
+                    changed.traffic[at] = sheet.read_traffic(at)
 
     def _read_tenants(self, changed: ProcessChanges, *, whole: bool) -> None:
         sheet = self._sheet
@@ -107,11 +95,3 @@ class LocalSheet:
                 changed.usage[mark] = sheet.read_usage(row)
         if whole or rows is None or FLOORS_ROW in rows:
             changed.floors = sheet.read_floors()
-
-
-Value = TypeVar("Value")
-NO_FRONT: Front = (0, 0.0, 0.0, 0.0)
-
-
-def _changed(now: dict[int, Value], before: dict[int, Value]) -> dict[int, Value]:
-    return {at: value for at, value in now.items() if before.get(at) != value}

@@ -9,6 +9,9 @@ counts once it has chosen, and chooses again if the worker is full. So at most o
 process exceeds a limit.
 
 Ends of requests are written with other changes: learning late about free capacity does no harm.
+
+A host's only process shares with other hosts only. Their changes come every few milliseconds, so
+it writes and reads less often.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
 READ_INTERVAL_S = 0.002
+REMOTE_INTERVAL_S = 0.008  # without other processes on this host
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
@@ -83,6 +87,7 @@ class SharedLoad:
         self._workers: dict[int, Worker] = {}
         self._changed: set[Worker] = set()
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
+        self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
@@ -129,7 +134,8 @@ class SharedLoad:
         """Write a worker at the end of this turn; write an additional request at once."""
         if self._reading:
             return
-        if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
+        immediate = worker.most != NO_LIMIT and self.peers.local
+        if immediate and (row := self._rows.get(worker)) is not None:
             own = worker.requests - worker.elsewhere.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
@@ -177,7 +183,7 @@ class SharedLoad:
         """Read the other processes' changes since the last look."""
         if now < self._next:
             return
-        self._next = now + READ_INTERVAL_S
+        self._next = now + self._interval_s
         for part in self.parts:
             part.take(now)
         rows: set[int] = set()

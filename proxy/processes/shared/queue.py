@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from proxy.processes.shared.load import SharedLoad
 
 HOLD_S = 0.01
-REMOTE_HOLD_S = 0.05  # with queues on other hosts, whose states come later
+REMOTE_HOLD_S = 0.04  # with queues on other hosts, whose states come later
 STALE_HOLD_S = 1.0  # after this time a hold belongs to an earlier slot
 SIZES = "short", "long"
 EMPTY_FRONT = QueueFront()

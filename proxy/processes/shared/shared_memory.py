@@ -18,6 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from enum import Enum
 from struct import Struct, pack, unpack_from
 from typing import Generic, NamedTuple, TypeVar
 
@@ -63,6 +64,10 @@ BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, LAST, TRAFFIC = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")
 TENANT, FLOOR = Struct("@qq9d"), Struct("@3d")
+# Each of these takes as much.
+PLACE_BYTES, FRONTS = FRONT_WORDS * WORD, PLACES * CLASSES
+NO_PLACES = bytes((FRONTS + 2 * PLACES) * PLACE_BYTES)
+CHUNK_BYTES = 16 * PLACE_BYTES  # compared first
 IDLE = Struct("@qq")  # the first two numbers of a tenant's row
 
 
@@ -95,6 +100,27 @@ class TenantRow(NamedTuple):
     settled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # charged since the start
     lifts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     unsettled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # estimates of requests in flight
+
+
+class PlaceKind(Enum):
+    """What is written by model and size."""
+
+    FRONT, LAST, TRAFFIC = range(3)
+
+
+def changed_places(before: bytes, now: bytes) -> Iterator[tuple[PlaceKind, int]]:
+    """Return what differs between two results of `ProcessSheet.places`."""
+    for chunk in range(0, len(now), CHUNK_BYTES):
+        if before[chunk : chunk + CHUNK_BYTES] == now[chunk : chunk + CHUNK_BYTES]:
+            continue
+        for at in range(chunk, min(chunk + CHUNK_BYTES, len(now)), PLACE_BYTES):
+            if before[at : at + PLACE_BYTES] != now[at : at + PLACE_BYTES]:
+                index = at // PLACE_BYTES
+                if index < FRONTS:
+                    yield PlaceKind.FRONT, index
+                else:
+                    kind, place = divmod(index - FRONTS, PLACES)
+                    yield (PlaceKind.TRAFFIC if kind else PlaceKind.LAST), place
 
 
 class SharedTable:

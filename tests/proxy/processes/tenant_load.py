@@ -11,7 +11,7 @@ from proxy.core.tenants.tenants import Tenant
 from tests.proxy.core.making import ask, placed
 from tests.proxy.processes.virtual_group import VirtualGroup
 
-PUBLISH_STEPS = 10  # of a millisecond, between two messages of a host
+PUBLISH_STEPS = 20  # of a millisecond, between two messages of a host
 
 
 class TenantLoad:

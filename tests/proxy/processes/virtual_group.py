@@ -17,7 +17,7 @@ from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import decode
 from proxy.processes.replicas.replication import Replication
 from proxy.processes.shared.limits import SharedLimits
-from proxy.processes.shared.load import READ_INTERVAL_S, SharedLoad
+from proxy.processes.shared.load import READ_INTERVAL_S, REMOTE_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, SharedTable
@@ -27,6 +27,8 @@ from tests.proxy.core.making import ask, placed, router_of, worker_of
 
 class VirtualGroup:
     """Routers that publish their events when a turn ends."""
+
+    turn_s = 2 * READ_INTERVAL_S
 
     def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
         self.tables = self.make_tables(size)
@@ -91,7 +93,7 @@ class VirtualGroup:
         callbacks, self.callbacks[:] = list(self.callbacks), []
         for callback in callbacks:
             callback()
-        self.now += 2 * READ_INTERVAL_S
+        self.now += self.turn_s
 
     def read_all(self) -> None:
         """Let every process read the table."""
@@ -117,6 +119,8 @@ class VirtualGroup:
 class HostGroup(VirtualGroup):
     """Routers on hosts of their own; messages arrive at once, at the end of a turn."""
 
+    turn_s = 1.1 * REMOTE_INTERVAL_S
+
     def make_tables(self, size: int) -> list[SharedTable]:
         self.replications: list[Replication] = []
         return [SharedTable.make(1, MAX_REMOTE) for _ in range(size)]
@@ -139,7 +143,7 @@ class HostGroup(VirtualGroup):
     def read_all(self) -> None:
         super().read_all()
         self.exchange()
-        self.now += 2 * READ_INTERVAL_S
+        self.now += self.turn_s
         super().read_all()
 
     def exchange(self) -> None:

@@ -33,8 +33,8 @@ from tests.proxy.core.making import (
 from tests.proxy.processes.virtual_group import VirtualGroup
 
 
-def test_processes_spread_load_like_one(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(3, *(spec(f"w{i}") for i in range(6)))
+def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGroup]) -> None:
+    group = make_processes(3, *(spec(f"w{i}") for i in range(6)))
     leases = [(i % 3, group.submit(i % 3)) for i in range(12)]
     names = [lease.worker.name for _, lease in leases]
     assert sorted(names[:6]) == sorted(names[6:]) == [f"w{i}" for i in range(6)]

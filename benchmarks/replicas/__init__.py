@@ -1,0 +1,1 @@
+"""What several routers with shared state cost, and what they keep to, against one router."""

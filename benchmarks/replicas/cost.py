@@ -1,0 +1,124 @@
+"""Processor time per request of one router alone and of several that share their state."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from benchmarks.processes import Cpus, env_without_proxies
+from benchmarks.replicas.stage import READY_S, key_of, make_router, started
+from benchmarks.router import mock, processes
+from benchmarks.router.load import HOST, closed_loop
+from benchmarks.router.prompts import Prompts
+from tests.redis_server import RedisServer
+from vllm_sched.workers.launch import Worker, free_port
+
+SETTLE_S, MICRO = 2.0, 1e6
+BODY_BYTES, CONNECTIONS = 1024, 32
+KEY = b"sk-0123456789abcdef0123456789abcdef"  # in every prompt
+LIMITS = {"limits": {"requests_per_minute": 10_000_000, "concurrency": 10_000}}
+TENANTS = {"free": {}, "limited": LIMITS}
+
+
+async def measure(
+    routers: Sequence[Worker], redis: RedisServer, tenant: str, seconds: float, seed: int
+) -> tuple[float, float]:
+    """Return the processor time per request in microseconds: of the routers, of the server."""
+    pids = [pid for router in routers for pid in processes.tree(router.pid or 0)]
+    servers = [redis.process.pid]
+    each = max(CONNECTIONS // len(routers), 1)
+    before, before_server = processes.cpu_seconds(pids), processes.cpu_seconds(servers)
+    async with asyncio.TaskGroup() as tasks:
+        loads = [
+            tasks.create_task(
+                _load(router.port, each, seconds, TenantPrompts(tenant, seed + number))
+            )
+            for number, router in enumerate(routers)
+        ]
+    requests = sum(load.result() for load in loads)
+    used = processes.cpu_seconds(pids) - before
+    used_server = processes.cpu_seconds(servers) - before_server
+    return used / requests * MICRO, used_server / requests * MICRO
+
+
+class TenantPrompts(Prompts):
+    """Requests with a tenant's key."""
+
+    def __init__(self, tenant: str, seed: int) -> None:
+        super().__init__(BODY_BYTES, seed=seed)
+        self._key = key_of(tenant).encode()
+
+    def next(self) -> tuple[bytes, bytes, bytes]:
+        before, number, after = super().next()
+        return before.replace(KEY, self._key, 1), number, after
+
+
+async def _load(port: int, connections: int, seconds: float, prompts: Prompts) -> int:
+    async with closed_loop(port, prompts, connections) as clients:
+        await asyncio.sleep(seconds)
+    if clients.errors:
+        raise RuntimeError(f"requests failed: {dict(clients.errors)}")
+    return clients.tally.done
+
+
+async def run(folder: Path, counts: Sequence[int], rounds: int, seconds: float) -> None:
+    """Print the medians."""
+    cpus = Cpus.here(1)
+    samples: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    with ExitStack() as stack:
+        ports = [free_port() for _ in range(2)]
+        workers = {f"w{port}": f"http://{HOST}:{port}" for port in ports}
+        with processes.running_on(cpus.others):
+            redis = RedisServer(folder)
+            stack.callback(redis.close)
+            for port in ports:
+                command = [sys.executable, mock.__file__, str(port)]
+                worker = Worker(
+                    command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S
+                )
+                stack.callback(worker.stop)
+                worker.start()
+                worker.wait_ready()
+        with processes.running_on(cpus.routers):
+            sides = {
+                count: [
+                    make_router(
+                        folder / f"{count}-{number}.yaml",
+                        workers,
+                        redis if count else None,
+                        model=mock.MODEL,
+                        tenants=TENANTS,
+                    )
+                    for number in range(max(count, 1))
+                ]
+                for count in (0, *counts)
+            }
+        for number in range(rounds):
+            for count in list(sides)[:: 1 if number % 2 else -1]:
+                with processes.running_on(cpus.routers):
+                    stack.enter_context(started(sides[count])) if not number else None
+                if not number:
+                    time.sleep(SETTLE_S)
+                for tenant in TENANTS:
+                    found = await measure(sides[count], redis, tenant, seconds, number)
+                    samples[tenant, count].append(found)
+    for tenant in TENANTS:
+        alone = median(cpu for cpu, _ in samples[tenant, 0])
+        print(f"tenant {tenant}: a router alone, without router.shared: {alone:.0f} us")
+        for count in counts:
+            cpu = median(cpu for cpu, _ in samples[tenant, count])
+            server = median(cpu for _, cpu in samples[tenant, count])
+            print(
+                f"  {count} routers: {cpu:.0f} us per request, {cpu / alone:.2f}x; "
+                f"the server: {server:.0f} us"
+            )
+
+
+def main(folder: Path, counts: Sequence[int], rounds: int, seconds: float) -> None:
+    asyncio.run(run(folder, counts, rounds, seconds))

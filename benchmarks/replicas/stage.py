@@ -1,0 +1,73 @@
+"""Routers of one process each before the same workers, with a Redis server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.processes import env_without_proxies
+from benchmarks.router.load import HOST
+from tests.redis_server import RedisServer
+from vllm_sched.cli.fleet.key import hashed
+from vllm_sched.workers.launch import Worker, free_port
+
+READY_S, GRACE_S = 60.0, 5.0
+
+
+def key_of(tenant: str) -> str:
+    return f"key-of-{tenant}-0123456789"
+
+
+def make_router(
+    path: Path,
+    workers: Mapping[str, str],
+    redis: RedisServer | None,
+    *,
+    model: str,
+    tenants: Mapping[str, dict[str, Any]],
+    max_requests: int | None = None,
+) -> Worker:
+    """Return a router as users start it, alone without a server."""
+    port = free_port()
+    fleet: dict[str, Any] = {
+        "model": model,
+        "workers": [
+            {"name": name, "url": url} | ({"max_requests": max_requests} if max_requests else {})
+            for name, url in workers.items()
+        ],
+        "router": {
+            "host": HOST,
+            "port": port,
+            "admin": {"host": HOST, "port": free_port()},
+            "queue": {"max_requests": 4096},
+        },
+        "tenants": [
+            {"name": name, "key_hashes": [hashed(key_of(name))], **more}
+            for name, more in tenants.items()
+        ],
+    }
+    if redis is not None:
+        fleet["router"]["shared"] = {"url": redis.url}
+    path.write_text(yaml.safe_dump(fleet, sort_keys=False))
+    command = [str(Path(sys.executable).with_name("vllm-sched")), "router", str(path)]
+    return Worker(
+        command, port=port, name=path.stem, env=env_without_proxies(), deadline_s=READY_S,
+        grace_s=GRACE_S,
+    )  # fmt: skip
+
+
+@contextmanager
+def started(routers: Sequence[Worker]) -> Iterator[None]:
+    """Run routers."""
+    with ExitStack() as stack:
+        for router in routers:
+            stack.callback(router.stop)
+            router.start()
+        for router in routers:
+            router.wait_ready()
+        yield
