@@ -224,8 +224,8 @@ def test_image_has_pinned_bases_and_an_unprivileged_user(name: str) -> None:
 def test_router_image_contains_no_vllm() -> None:
     assert not [value for kind, value in dockerfile("router.Dockerfile") if "vllm/" in value]
     [installed] = [v for _, v in dockerfile("router.Dockerfile") if "/opt/venv/bin/pip" in v]
-    # A fleet file with `router.tracing` is refused where its extra is not installed.
-    pip = "/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'"
+    # Fleet files with these blocks are refused where their extra is not installed.
+    pip = "/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel,redis,postgres]'"
     assert installed == f'VLLM_SCHED_COMPILED="$COMPILED" {pip}'
 
 
