@@ -150,8 +150,10 @@ def test_stop_grace_period_exceeds_the_drain_time() -> None:
 
 
 @pytest.mark.skipif(not has_compose(), reason="docker has no compose plugin here")
-def test_docker_compose_accepts_the_file() -> None:
-    command = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), "config", "--quiet"]
+@pytest.mark.parametrize("added", [[], ["replicas.yaml"]])
+def test_docker_compose_accepts_the_files(added: list[str]) -> None:
+    files = [f"--file={COMPOSE / name}" for name in ("compose.yaml", *added)]
+    command = ["docker", "compose", *files, "config", "--quiet"]
     environment = {**os.environ, "GRAFANA_PASSWORD": "x", "ADMIN_KEY": "x"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
