@@ -23,6 +23,7 @@ COMPONENTS = {
     "pod-monitor": "short-long",
     "redis": "short-long",
     "postgres": "short-long",
+    "journal": "short-long",
 }
 WITH_PODS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 

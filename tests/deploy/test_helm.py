@@ -63,6 +63,7 @@ def by_name(objects: tuple[Json, ...], pattern: str, name: str) -> dict[tuple[st
         each["metadata"] = {"name": each["metadata"]["name"]}
         if each["kind"] == "ConfigMap":
             each["data"] = yaml.safe_load(LINE.sub("  ", each["data"]["fleet.yaml"]))
+            each["data"]["router"].pop("journal", None)
         found[each["kind"], each["metadata"]["name"]] = each
     return found
 

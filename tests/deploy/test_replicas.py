@@ -1,4 +1,4 @@
-"""The components through which replicas of the router share their state."""
+"""The components with which replicas share their state, and read the workers' journals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import redis
 import yaml
 
 from proxy.config import parse
+from proxy.discovery.endpoints import JOURNAL_PORT
 from tests.deploy.rendered import (
+    COMPONENTS,
     KUBERNETES,
     OVERLAYS,
     Json,
@@ -27,9 +29,10 @@ from tests.deploy.rendered import (
     with_components,
 )
 from tests.programs import fetched
+from vllm_sched.cli.serve import vllm_command
 
 SERVERS = {"redis": "Deployment", "postgres": "StatefulSet"}
-LINE = re.compile(r"^  # (?=(?:shared|batches): )", re.MULTILINE)
+LINE = re.compile(r"^  # (?=(?:shared|batches|journal): )", re.MULTILINE)
 
 each_server = pytest.mark.parametrize("name", SERVERS)
 objects = with_components(*SERVERS)
@@ -111,6 +114,36 @@ def test_lines_of_the_fleet_file_name_the_servers(overlay: str) -> None:
     env = {e["name"]: e["value"] for e in pod("postgres")["spec"]["containers"][0]["env"]}
     assert (env["POSTGRES_USER"], env["POSTGRES_DB"]) == ("router", "router")
     assert parse(LINE.sub("  ", text.replace("  # batches:", "  #")), overlay).router.shared
+
+
+def test_workers_publish_signed_journals_to_routers_only() -> None:
+    with_journal = with_components("journal")
+    text = (KUBERNETES / "overlays" / COMPONENTS["journal"] / "fleet.yaml").read_text()
+    key_file = yaml.safe_load(LINE.sub("  ", text))["router"]["journal"]["key_file"]
+    policies = kinds(with_journal, "NetworkPolicy")
+    router = named(with_journal, "Deployment", "router")["spec"]["template"]
+    for template in (template for _, template in templates(with_journal)):
+        [container] = template["spec"]["containers"]
+        [volume] = (v for v in template["spec"]["volumes"] if v["name"] == "journal")
+        [mount] = (m for m in container["volumeMounts"] if m["name"] == "journal")
+        assert volume["secret"] == {"secretName": "journal", "defaultMode": 0o440}
+        assert f"{mount['mountPath']}/key" == key_file
+        if template == router:
+            continue
+        port = ports(template)["journal"]
+        sets = [each[6:] for each in container["args"] if each.startswith("--set=")]
+        assert sets == [f"journal.endpoint=tcp://0.0.0.0:{port}", f"journal.key_file={key_file}"]
+        command = vllm_command(container["args"][1], None, sets, [])
+        assert f"tcp://0.0.0.0:{port}" in command[-1]
+        assert allowed(policies, "in", template, router, port)
+        assert allowed(policies, "out", router, template, port)
+        assert not allowed(policies, "in", template, template, port)
+    for name in ("worker-short", "worker-long"):
+        service = named(with_journal, "Service", name)["spec"]
+        assert [each["name"] for each in service["ports"]] == ["http", JOURNAL_PORT]
+        assert service["ports"][1]["targetPort"] == "journal"
+    shown = (KUBERNETES / "components" / "journal" / "kustomization.yaml").read_text()
+    assert "create secret generic journal --from-literal=key=" in shown
 
 
 def connected(sock: Path, password: str | None) -> redis.Redis:
