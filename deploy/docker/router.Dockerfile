@@ -1,4 +1,4 @@
-# The router with its dependencies, tracing included, without vLLM or torch. From the repository's root:
+# The router with its dependencies (tracing, Redis, PostgreSQL), without vLLM or torch. From the repository's root:
 #
 #     docker build --file deploy/docker/router.Dockerfile --tag vllm-sched/router:0.1.0 .
 #
@@ -13,7 +13,7 @@ RUN if [ "$COMPILED" = 1 ]; then apt-get update \
 COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 COPY vllm_sched vllm_sched
-RUN VLLM_SCHED_COMPILED="$COMPILED" /opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'
+RUN VLLM_SCHED_COMPILED="$COMPILED" /opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel,redis,postgres]'
 # Fails if pip could not compile and installed plain modules.
 RUN if [ "$COMPILED" = 1 ]; then /opt/venv/bin/vllm-sched compile; fi
 

@@ -6,6 +6,7 @@ import functools
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ COMPONENTS = {
     "keda-short-long": "short-long",
     "keda-prefill-decode": "prefill-decode",
     "pod-monitor": "short-long",
+    "redis": "short-long",
+    "postgres": "short-long",
+    "journal": "short-long",
 }
 WITH_PODS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 
@@ -40,6 +44,29 @@ def rendered(folder: Path) -> tuple[Json, ...]:
 def overlay(name: str) -> tuple[Json, ...]:
     """Render an overlay."""
     return rendered(KUBERNETES / "overlays" / name)
+
+
+@functools.cache
+def with_components(*names: str) -> tuple[Json, ...]:
+    """Return a rendered overlay with components, which are all of the same overlay."""
+    [overlay_of_all] = {COMPONENTS[name] for name in names}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        # kustomize needs a relative path to the folder.
+        up = "../" * len(folder.parts)
+        where = f"{up}{KUBERNETES.relative_to('/')}".removeprefix("../")
+        (folder / "kustomization.yaml").write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "kustomize.config.k8s.io/v1beta1",
+                    "kind": "Kustomization",
+                    "namespace": "vllm-sched",
+                    "resources": [f"{where}/overlays/{overlay_of_all}"],
+                    "components": [f"{where}/components/{name}" for name in names],
+                }
+            )
+        )
+        return rendered(folder)
 
 
 def kinds(objects: tuple[Json, ...], *wanted: str) -> list[Json]:
@@ -94,6 +121,31 @@ def ports(template: Json) -> dict[str, int]:
     }
 
 
+def allowed(policies: list[Json], way: str, at: Json, peer: Json, port: int) -> bool:
+    """Return whether the policies of pod `at` allow traffic with a peer."""
+    side, other = ("ingress", "from") if way == "in" else ("egress", "to")
+    of_it = [
+        p["spec"]
+        for p in policies
+        if matches(p["spec"]["podSelector"]["matchLabels"], at)
+        and side.capitalize() in p["spec"]["policyTypes"]
+    ]
+    server = at if way == "in" else peer
+    for policy in of_it:
+        for rule in policy.get(side, ()):
+            numbers = [ports(server).get(p["port"], p["port"]) for p in rule.get("ports", ())]
+            if numbers and port not in numbers:
+                continue
+            peers = rule.get(other)
+            if peers is None or any(
+                matches(each["podSelector"]["matchLabels"], peer)
+                for each in peers
+                if "podSelector" in each
+            ):
+                return True
+    return not of_it
+
+
 def component(template: Json) -> str:
-    """Return the component of a pod: router or worker."""
+    """Return the component of a pod, as router or worker."""
     return str(template["metadata"]["labels"]["app.kubernetes.io/component"])

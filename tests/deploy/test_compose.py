@@ -150,8 +150,10 @@ def test_stop_grace_period_exceeds_the_drain_time() -> None:
 
 
 @pytest.mark.skipif(not has_compose(), reason="docker has no compose plugin here")
-def test_docker_compose_accepts_the_file() -> None:
-    command = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), "config", "--quiet"]
+@pytest.mark.parametrize("added", [[], ["replicas.yaml"]])
+def test_docker_compose_accepts_the_files(added: list[str]) -> None:
+    files = [f"--file={COMPOSE / name}" for name in ("compose.yaml", *added)]
+    command = ["docker", "compose", *files, "config", "--quiet"]
     environment = {**os.environ, "GRAFANA_PASSWORD": "x", "ADMIN_KEY": "x"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -224,8 +226,8 @@ def test_image_has_pinned_bases_and_an_unprivileged_user(name: str) -> None:
 def test_router_image_contains_no_vllm() -> None:
     assert not [value for kind, value in dockerfile("router.Dockerfile") if "vllm/" in value]
     [installed] = [v for _, v in dockerfile("router.Dockerfile") if "/opt/venv/bin/pip" in v]
-    # A fleet file with `router.tracing` is refused where its extra is not installed.
-    pip = "/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'"
+    # Fleet files with these blocks are refused where their extra is not installed.
+    pip = "/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel,redis,postgres]'"
     assert installed == f'VLLM_SCHED_COMPILED="$COMPILED" {pip}'
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from tests.deploy.rendered import (
     KUBERNETES,
     OVERLAYS,
     Json,
+    allowed,
     component,
     containers,
     found_by,
@@ -34,8 +33,8 @@ from tests.deploy.rendered import (
     named,
     overlay,
     ports,
-    rendered,
     templates,
+    with_components,
 )
 from tests.prometheus.tools import ALERTS, PROMETHEUS, groups, promtool
 from vllm_sched.cli.fleet.fleet import read
@@ -46,28 +45,6 @@ VERSIONS = ("1.30.0", kubernetes_validate.latest_version())
 PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
-
-
-@functools.cache
-def with_component(name: str) -> tuple[Json, ...]:
-    """Return a rendered overlay with a component."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made).resolve()
-        # kustomize needs a relative path to the folder.
-        up = "../" * len(folder.parts)
-        where = f"{up}{KUBERNETES.relative_to('/')}".removeprefix("../")
-        (folder / "kustomization.yaml").write_text(
-            yaml.safe_dump(
-                {
-                    "apiVersion": "kustomize.config.k8s.io/v1beta1",
-                    "kind": "Kustomization",
-                    "namespace": "vllm-sched",
-                    "resources": [f"{where}/overlays/{COMPONENTS[name]}"],
-                    "components": [f"{where}/components/{name}"],
-                }
-            )
-        )
-        return rendered(folder)
 
 
 def fleet(name: str, tmp_path: Path) -> FleetConfig:
@@ -126,7 +103,7 @@ def test_objects_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_objects_with_a_component_are_valid(name: str) -> None:
-    for each in with_component(name):
+    for each in with_components(name):
         validate(each, *VERSIONS)
 
 
@@ -155,7 +132,7 @@ def maps(value: object, name: str = "") -> Iterator[Json]:
 @pytest.mark.parametrize("kind", custom.KINDS)
 def test_unknown_field_of_a_custom_resource_is_refused(kind: str) -> None:
     name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
-    objects = with_component(name) if name else overlay("multi-node")
+    objects = with_components(name) if name else overlay("multi-node")
     resource = copy.deepcopy(kinds(objects, kind)[0])
     validate(resource, VERSIONS[-1])
     for one in list(maps(resource)):
@@ -182,7 +159,7 @@ def test_unknown_field_of_a_custom_resource_is_refused(kind: str) -> None:
 )
 def test_invalid_value_of_a_custom_resource_is_refused(kind: str, given: str, wrong: str) -> None:
     name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
-    objects = with_component(name) if name else overlay("multi-node")
+    objects = with_components(name) if name else overlay("multi-node")
     text = yaml.safe_dump(kinds(objects, kind)[0])
     assert given in text
     with pytest.raises(REFUSED):
@@ -384,26 +361,6 @@ def test_router_role_only_lists_and_watches_endpointslices(name: str) -> None:
     assert router(name)[0]["spec"]["serviceAccountName"] == account["metadata"]["name"]
 
 
-def allowed(policies: list[Json], way: str, at: Json, peer: Json, port: int) -> bool:
-    """Return whether the policies of pod `at` allow traffic with a peer."""
-    of_it = [p for p in policies if matches(p["spec"]["podSelector"]["matchLabels"], at)]
-    side, other = ("ingress", "from") if way == "in" else ("egress", "to")
-    server = at if way == "in" else peer
-    for policy in of_it:
-        for rule in policy["spec"].get(side, ()):
-            numbers = [ports(server).get(p["port"], p["port"]) for p in rule.get("ports", ())]
-            if numbers and port not in numbers:
-                continue
-            peers = rule.get(other)
-            if peers is None or any(
-                matches(each["podSelector"]["matchLabels"], peer)
-                for each in peers
-                if "podSelector" in each
-            ):
-                return True
-    return not of_it
-
-
 @each_overlay
 def test_network_policies_allow_only_required_traffic(name: str) -> None:
     objects = overlay(name)
@@ -443,7 +400,7 @@ def families() -> dict[str, Family]:
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
 def test_scaling_queries_use_existing_metrics(name: str) -> None:
-    objects = with_component(name)
+    objects = with_components(name)
     scaled = kinds(objects, "ScaledObject")
     assert {each["spec"]["scaleTargetRef"]["name"] for each in scaled} == {
         each["metadata"]["name"] for each in kinds(objects, "StatefulSet")
@@ -470,7 +427,7 @@ def test_scaling_threshold_is_below_max_requests(name: str, tmp_path: Path) -> N
     # Requests in the router's queue are charged to no worker, so a threshold at or above
     # max_requests would never be exceeded.
     thresholds: dict[str, float] = {}
-    for each in kinds(with_component(name), "ScaledObject"):
+    for each in kinds(with_components(name), "ScaledObject"):
         for trigger in each["spec"]["triggers"]:
             query = trigger["metadata"]["query"]
             if "proxy_worker_inflight_requests" in query:
@@ -487,7 +444,7 @@ def test_full_decode_pool_is_scaled_up(tmp_path: Path) -> None:
     name = "keda-prefill-decode"
     queries = [
         trigger["metadata"]
-        for each in kinds(with_component(name), "ScaledObject")
+        for each in kinds(with_components(name), "ScaledObject")
         for trigger in each["spec"]["triggers"]
         if "proxy_worker_seats_taken_ratio" in trigger["metadata"]["query"]
     ]
@@ -515,7 +472,7 @@ def test_full_decode_pool_is_scaled_up(tmp_path: Path) -> None:
 
 def test_prometheusrule_matches_the_rule_files() -> None:
     assert rules.differing() == []
-    (rule,) = kinds(with_component("pod-monitor"), "PrometheusRule")
+    (rule,) = kinds(with_components("pod-monitor"), "PrometheusRule")
     assert rule["metadata"]["namespace"] == "vllm-sched"
     assert rule["spec"]["groups"] == groups("rules.yml") + groups("alerts.yml")
 
@@ -526,7 +483,7 @@ def test_outdated_rules_are_reported() -> None:
 
 
 def test_pod_monitors_match_pods_and_ports() -> None:
-    objects = with_component("pod-monitor")
+    objects = with_components("pod-monitor")
     seen = []
     for each in kinds(objects, "PodMonitor"):
         chosen = found_by(each["spec"]["selector"]["matchLabels"], objects)
