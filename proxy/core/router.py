@@ -37,7 +37,6 @@ from proxy.core.request.sizing import Sizer
 from proxy.core.routing import candidates
 from proxy.core.routing.handover_cost import FALLBACK_WAIT_SHARE
 from proxy.core.routing.placer import Placer
-from proxy.core.tenants.limits import Admission, LimitExceeded
 from proxy.core.tenants.tenants import Tenant, Tenants
 
 __all__ = ["Router", "RouterSettings"]
@@ -105,12 +104,6 @@ class Router:
         if not self.settings.tokenize:
             return None
         return self._reader.counter_for(ask, by_size=self.placer.rule.by_size)
-
-    def ask_other_hosts(
-        self, ask: RequestInfo, done: Callable[[LimitExceeded | None], None]
-    ) -> Admission | None:
-        """Have a request's limits decided for all hosts; None if this host decides."""
-        return billing.ask_other_hosts(ask, done)
 
     def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""

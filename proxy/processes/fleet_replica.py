@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from proxy.core.learned.latency import PARTS, LatencyModel
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.shared.load import SharedLoad, WorkerRows
-from proxy.processes.shared.shared_memory import MAX_WORKERS
+from proxy.processes.shared.process_sheet import MAX_WORKERS
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker

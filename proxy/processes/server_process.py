@@ -42,8 +42,9 @@ from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.process_sheet import ALIVE, LIFE
 from proxy.processes.shared.queue import SharedQueues
-from proxy.processes.shared.shared_memory import ALIVE, LIFE, SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
 from proxy.processes.signals import reload
 from proxy.setup.app import App

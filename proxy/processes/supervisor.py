@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -48,7 +48,6 @@ from proxy.processes.ipc_messages import (
 from proxy.processes.ipc_requests import PendingQuestions
 from proxy.processes.metrics_totals import MetricsTotals
 from proxy.processes.ports import Ports
-from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.replication import Replication
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from proxy.processes.size import how_many
@@ -129,9 +128,7 @@ class Supervisor:
         if shared is not None:
             await self._join_replicas(shared)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
-        watching = asyncio.create_task(kill_hung(self._children, self._table))
-        watching.add_done_callback(_log_failure)
-        self._tasks.add(watching)
+        self._run_in_background(kill_hung(self._children, self._table))
         served = asyncio.create_task(self._all_serve.wait())
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
         served.cancel()
@@ -146,21 +143,15 @@ class Supervisor:
             raise ProxyError("a router process exited before it served; see its log")
 
     async def _join_replicas(self, settings: SharedConfig) -> None:
-        """Exchange state with other replicas; give them a moment to report theirs."""
-        redis_server.check(settings)
-        password = self._keys.shared
-        self.replication = Replication(
-            self._table,
-            partial(redis_server.open_channel, settings, password),
-            recall=self._recall,
-        )
-        task = asyncio.create_task(self.replication.run())
+        replicas = Replication.on_redis(settings, self._keys.shared, self._table, self._send_all)
+        self._run_in_background(replicas.run())
+        self.replication = replicas
+        await replicas.wait_until_joined(JOIN_TIMEOUT_S)
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         task.add_done_callback(_log_failure)
         self._tasks.add(task)
-        await self.replication.wait_until_joined(JOIN_TIMEOUT_S)
-
-    def _recall(self, responses: tuple[tuple[str, str, str], ...]) -> None:
-        self._send_all(StoredResponses(responses))
 
     async def _take_ports(self) -> None:
         router = self._config.router
@@ -379,9 +370,9 @@ class Supervisor:
         return await self._questions.put(question, children)
 
 
-def _log_failure(watching: asyncio.Task[None]) -> None:
-    if not watching.cancelled() and (error := watching.exception()) is not None:
-        logger.error("the processes are no longer watched: %s", error, exc_info=error)
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a task of the supervisor failed: %s", error, exc_info=error)
 
 
 def _describe_exit(status: int) -> str:

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from proxy.processes.shared.shared_memory import ALIVE
+from proxy.processes.shared.process_sheet import ALIVE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 from proxy.core.fleet.leases import Lease
@@ -11,7 +10,7 @@ from proxy.core.model import refusals
 from proxy.core.model.route_table import route_names
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, give_back
-from proxy.core.tenants.limits import Admission, LimitExceeded
+from proxy.core.tenants.limits import Decided, LimitExceeded, PendingDecision
 from proxy.core.tenants.tenants import Tenant
 
 DONE = Outcome.DONE  # faster than an enum look-up
@@ -20,9 +19,7 @@ FIRST_EVENT_IS_TOKEN = route_names(lambda route: route.begins_with_token)
 STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
 
 
-def ask_other_hosts(
-    ask: RequestInfo, done: Callable[[LimitExceeded | None], None]
-) -> Admission | None:
+def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
     """Have all hosts together decide whether a request exceeds its tenant's limits.
 
     Returns None if this host decides. `done` is followed by `enter`, or by `leave`.

@@ -106,7 +106,10 @@ class RemoteUsage(Protocol):
         """Publish this process's number."""
 
 
-class Admission(Protocol):
+Decided = Callable[[LimitExceeded | None], None]
+
+
+class PendingDecision(Protocol):
     """A request that waits for a decision."""
 
     def drop(self) -> None:
@@ -120,7 +123,9 @@ class RemoteLimits(Protocol):
     def is_fresh(self) -> bool:
         """Whether the reported state is almost of this moment."""
 
-    def ask(self, tokens: int, done: Callable[[LimitExceeded | None], None]) -> Admission | None:
+    def ask(
+        self, tokens: int, done: Callable[[LimitExceeded | None], None]
+    ) -> PendingDecision | None:
         """Have a request decided; None if this host decides."""
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Limit, LimitExceeded
+from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Decided, Limit
 from proxy.processes.replicas import redis_server
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests u
 MICRO = 1e-6
 NO_LIMIT = -1
 LIMITS = {1: Limit.REQUESTS, 2: Limit.TOKENS, 3: Limit.CONCURRENCY}
-Done = Callable[[LimitExceeded | None], None]
 
 
 class Call(NamedTuple):
@@ -44,14 +43,14 @@ class Call(NamedTuple):
     tokens: int
 
 
-class Admission:
+class LimitRequest:
     """A request that waits for the server's decision."""
 
     __slots__ = ("done", "tokens")
 
-    def __init__(self, tokens: int, done: Done) -> None:
+    def __init__(self, tokens: int, done: Decided) -> None:
         self.tokens = tokens
-        self.done: Done | None = done  # None: the client has left
+        self.done: Decided | None = done  # None: the client has left
 
     def drop(self) -> None:
         self.done = None
@@ -62,7 +61,7 @@ class TenantLimits:
 
     def __init__(self, limiter: SharedLimiter, tenant: Tenant) -> None:
         self.tenant = tenant
-        self.waiting: list[Admission] = []
+        self.waiting: list[LimitRequest] = []
         self.requests = self.tokens = 0  # charges to report
         self.full_at = (0.0, 0.0)  # of both buckets, as last reported
         self.known_at = -FRESH_S
@@ -73,14 +72,14 @@ class TenantLimits:
     def is_fresh(self) -> bool:
         return self._limiter.clock() - self.known_at <= FRESH_S
 
-    def ask(self, tokens: int, done: Done) -> Admission | None:
+    def ask(self, tokens: int, done: Decided) -> LimitRequest | None:
         """Have the server decide a request; None if this process decides."""
         if not self._limiter.is_up:
             return None
-        admission = Admission(tokens, done)
-        self.waiting.append(admission)
+        request = LimitRequest(tokens, done)
+        self.waiting.append(request)
         self._limiter.wake(self)
-        return admission
+        return request
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
         """Report charges; `soon`: others wait for what is free now."""
@@ -212,7 +211,7 @@ class SharedLimiter:
                 self.wake(limits)
 
     def _arguments(
-        self, limits: TenantLimits, call: Call, waiting: list[Admission], *, again: bool
+        self, limits: TenantLimits, call: Call, waiting: list[LimitRequest], *, again: bool
     ) -> list[Any]:
         now, tenant = self.clock(), limits.tenant
         allowed = tenant.spec.limits
@@ -226,16 +225,18 @@ class SharedLimiter:
             *(max(full_at - now, 0.0) for full_at in limits.full_at),
             *(NO_LIMIT if limit is None else limit for limit in most),
             len(waiting),
-            *(admission.tokens for admission in waiting),
+            *(request.tokens for request in waiting),
         ]
 
-    def _take(self, limits: TenantLimits, waiting: list[Admission], answer: Sequence[int]) -> None:
+    def _take(
+        self, limits: TenantLimits, waiting: list[LimitRequest], answer: Sequence[int]
+    ) -> None:
         requests_us, tokens_us, elsewhere, *verdicts = answer
         now, ledger = self.clock(), limits.tenant.ledger
         limits.known_at = now
         limits.full_at = now + requests_us * MICRO, now + tokens_us * MICRO
         ledger.reported(*limits.full_at, elsewhere)
-        for admission, which, wait_us in zip(waiting, verdicts[::2], verdicts[1::2], strict=True):
+        for request, which, wait_us in zip(waiting, verdicts[::2], verdicts[1::2], strict=True):
             exceeded = (
                 None
                 if not which
@@ -243,10 +244,10 @@ class SharedLimiter:
                     now, LIMITS[which], wait_us * MICRO or CONCURRENCY_RETRY_S
                 )
             )
-            if admission.done is not None:
-                admission.done(exceeded)
+            if request.done is not None:
+                request.done(exceeded)
             elif exceeded is None:  # the client has left
-                limits.charge(-1, -admission.tokens, soon=True)
+                limits.charge(-1, -request.tokens, soon=True)
 
     # Without the server
 
@@ -262,10 +263,10 @@ class SharedLimiter:
         self._divide()
         for limits in self._known.values():
             waiting, limits.waiting = limits.waiting, []
-            for admission in waiting:
-                if admission.done is not None:
+            for request in waiting:
+                if request.done is not None:
                     ledger = limits.tenant.ledger
-                    admission.done(ledger.decide(self.clock(), admission.tokens))
+                    request.done(ledger.decide(self.clock(), request.tokens))
 
     def _came_up(self) -> None:
         if not self.is_up:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.replicas.messages import ProcessChanges
 from proxy.processes.shared.limits import FLOORS_ROW
-from proxy.processes.shared.shared_memory import (
+from proxy.processes.shared.process_sheet import (
     LIFE,
     NO_PLACES,
     TENANT_CHANGES,
     WAITING,
     PlaceKind,
-    SharedTable,
     changed_places,
 )
+from proxy.processes.shared.shared_memory import SharedTable
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames

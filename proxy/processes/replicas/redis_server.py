@@ -16,7 +16,7 @@ PATH = "router.shared"
 VERSION = 1  # replicas of another version use another channel
 
 
-class Channel(Protocol):
+class ReplicaChannel(Protocol):
     """What every replica publishes, all replicas receive, the sender too."""
 
     async def publish(self, message: bytes) -> None: ...
@@ -87,7 +87,9 @@ class RedisChannel:
 
 
 @asynccontextmanager
-async def open_channel(settings: SharedConfig, password: str | None) -> AsyncIterator[Channel]:
+async def open_channel(
+    settings: SharedConfig, password: str | None
+) -> AsyncIterator[ReplicaChannel]:
     """Connect to the channel of a fleet."""
     connection = client(settings, password)
     try:

@@ -21,16 +21,16 @@ from proxy.processes.replicas.messages import (
     Update,
 )
 from proxy.processes.shared.limits import FLOORS_ROW
-from proxy.processes.shared.shared_memory import (
+from proxy.processes.shared.process_sheet import (
     BREAKS,
     LIFE,
     TENANT_CHANGES,
     WAITING,
     QueueFront,
-    SharedTable,
     TenantRow,
     TrafficRow,
 )
+from proxy.processes.shared.shared_memory import SharedTable
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames

@@ -15,6 +15,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,16 @@ import msgspec
 
 from proxy.core.request.response_owners import MAX_RESPONSES
 from proxy.metrics.replica_counts import ReplicaCounts
+from proxy.processes.ipc_messages import StoredResponses
+from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Update, decode, encode
-from proxy.processes.replicas.redis_server import Channel, server_errors
 from proxy.processes.replicas.remote_sheets import RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
+    from proxy.config.shared import SharedConfig
     from proxy.processes.ipc_messages import WorkersChanged
     from proxy.processes.shared.shared_memory import SharedTable
 
@@ -49,9 +52,9 @@ class Replication:
     def __init__(
         self,
         table: SharedTable,
-        open_channel: Callable[[], AbstractAsyncContextManager[Channel]],
+        open_channel: Callable[[], AbstractAsyncContextManager[redis_server.ReplicaChannel]],
         *,
-        recall: Callable[[tuple[Response, ...]], None],
+        recall: Callable[[StoredResponses], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
@@ -75,6 +78,19 @@ class Replication:
         self._owes_answer = False  # a replica's slots depend on what this one has heard
         self._responses: dict[str, Response] = {}
         self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
+
+    @classmethod
+    def on_redis(
+        cls,
+        settings: SharedConfig,
+        password: str | None,
+        table: SharedTable,
+        recall: Callable[[StoredResponses], None],
+    ) -> Replication:
+        """Return a replica of a fleet; raise `ProxyError` if the settings cannot be used here."""
+        redis_server.check(settings)
+        open_channel = partial(redis_server.open_channel, settings, password)
+        return cls(table, open_channel, recall=recall)
 
     # What the supervisor reports
 
@@ -126,7 +142,7 @@ class Replication:
                 self._lost(error)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _exchange(self, channel: Channel) -> None:
+    async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
         # A TaskGroup of Python 3.11 leaves its task marked as cancelled, which breaks timeouts.
         both = [asyncio.create_task(work(channel)) for work in (self._receive, self._publish)]
@@ -146,7 +162,7 @@ class Replication:
 
     def _lost(self, error: Exception) -> None:
         self.errors += 1
-        if not isinstance(error, server_errors()):
+        if not isinstance(error, redis_server.server_errors()):
             logger.error("router.shared: an update failed", exc_info=error)
         if self.connected or self.errors == 1:
             logger.error(
@@ -159,7 +175,7 @@ class Replication:
         self._expire(now)
         self._reserve(now)
 
-    async def _publish(self, channel: Channel) -> None:
+    async def _publish(self, channel: redis_server.ReplicaChannel) -> None:
         while True:
             now = self._clock()
             self._expire(now)
@@ -209,7 +225,7 @@ class Replication:
             total.update(own)
         self._reservations.report(update.number, total)
 
-    async def _receive(self, channel: Channel) -> None:
+    async def _receive(self, channel: redis_server.ReplicaChannel) -> None:
         while True:
             message = await channel.receive(HEARTBEAT_S)
             now = self._clock()
@@ -246,7 +262,7 @@ class Replication:
         if update.responses:
             for response in update.responses:
                 self._keep(response)
-            self._recall(tuple(update.responses))
+            self._recall(StoredResponses(tuple(update.responses)))
         self._reserve(now)
 
     def _expire(self, now: float) -> None:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, cast
 from xxhash import xxh3_64_intdigest
 
 from proxy.core.tenants.tenants import ChangedTenants, Rank
-from proxy.processes.shared.shared_memory import (
+from proxy.processes.shared.process_sheet import (
     LIFE,
     MAX_TENANTS,
     TENANT_CHANGES,
     ProcessSheet,
-    SharedTable,
     TenantRow,
 )
+from proxy.processes.shared.shared_memory import SharedTable
 
 if TYPE_CHECKING:
     from proxy.core.queue.fairness import ShareCounters

@@ -23,14 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.shared_memory import (
-    BREAKS,
-    MAX_WORKERS,
-    Peer,
-    Peers,
-    ProcessSheet,
-    SharedTable,
-)
+from proxy.processes.shared.process_sheet import BREAKS, MAX_WORKERS, ProcessSheet
+from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import BreakerSnapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.processes.shared.shared_memory import LIFE, ProcessSheet
+from proxy.processes.shared.process_sheet import LIFE, ProcessSheet
 
 if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet

@@ -17,7 +17,7 @@ from zlib import crc32
 from proxy.core.queue.buckets import IN_ORDER
 from proxy.core.queue.dispatch import NO_TURN
 from proxy.core.tenants.tenants import Rank
-from proxy.processes.shared.shared_memory import BYTES, PLACES, TOKENS, WAITING, QueueFront
+from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING, QueueFront
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from proxy.processes.shared.shared_memory import LIFE, PLACES, ProcessSheet, TrafficRow
+from proxy.processes.shared.process_sheet import LIFE, PLACES, ProcessSheet, TrafficRow
 
 if TYPE_CHECKING:
     from proxy.core.router import Router

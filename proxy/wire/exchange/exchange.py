@@ -13,6 +13,7 @@ from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import RequestInfo
-    from proxy.core.tenants.limits import Admission, LimitExceeded
+    from proxy.core.tenants.limits import LimitExceeded, PendingDecision
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
     from proxy.wire.exchange.response_writer import ResponseWriter
@@ -60,7 +61,7 @@ class Exchange(AttemptOwner):
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
-        self._admission: Admission | None = None
+        self._pending: PendingDecision | None = None
         self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
         self._attempt: Attempt | None = None
@@ -84,14 +85,14 @@ class Exchange(AttemptOwner):
         self.ask = self.record.ask = ask
         if ask.fields is not None:
             request.body = spliced(request.body, ask.fields, found=ask.found)
-        self._admission = wire.router.ask_other_hosts(ask, self._decided)
-        if self._admission is None:
+        self._pending = billing.ask_other_hosts(ask, self._decided)
+        if self._pending is None:
             self._admit(now, ask)
         else:
             self.enter(LIMITING)
 
     def _decided(self, _: LimitExceeded | None) -> None:
-        self._admission = None
+        self._pending = None
         if self.ask is not None:
             self._admit(self.wire.clock(), self.ask)
 
@@ -303,9 +304,9 @@ class Exchange(AttemptOwner):
 
     def _stop(self, now: float) -> None:
         wire = self.wire
-        if self._admission is not None:
-            self._admission.drop()
-            self._admission = None
+        if self._pending is not None:
+            self._pending.drop()
+            self._pending = None
         if (count := self._count) is not None:
             self._count = None
             wire.counting.discard(count)

@@ -22,8 +22,9 @@ from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from proxy.processes.shared.load import SharedLoad
+from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
-from proxy.processes.shared.shared_memory import LIFE, SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
 from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
 from tests.proxy.core.toy import Speed, Toy, p99

@@ -23,7 +23,8 @@ from proxy.processes import supervisor as module
 from proxy.processes.child import Child
 from proxy.processes.ipc_messages import ConfigReloaded, IpcQuestion, KnownWorker, WorkersChanged
 from proxy.processes.server_process import ServerProcess
-from proxy.processes.shared.shared_memory import ALIVE, SharedTable
+from proxy.processes.shared.process_sheet import ALIVE
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.supervisor import Supervisor
 from proxy.setup.secrets import SecretKeys
 from proxy.wire import bind

@@ -19,8 +19,9 @@ from proxy.processes.replicas.replication import Replication
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import READ_INTERVAL_S, REMOTE_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
-from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, SharedTable
+from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 

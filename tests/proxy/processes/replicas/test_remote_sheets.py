@@ -10,7 +10,8 @@ from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import ProcessChanges, Update, decode, encode
 from proxy.processes.replicas.remote_sheets import FORGET_S, LEASE_S, MAX_HISTORY, RemoteSheets
 from proxy.processes.replicas.worker_names import WorkerNames
-from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, WAITING, SharedTable
+from proxy.processes.shared.process_sheet import LIFE, WAITING
+from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from tests.proxy.core.making import spec
 
 FIRST, HISTORY = 2, 1  # sheets of a host with one process

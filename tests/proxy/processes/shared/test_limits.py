@@ -15,7 +15,7 @@ from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared import limits as tenancy
 from proxy.processes.shared.limits import FULL_READ_INTERVAL_S, READ_INTERVAL_S
-from proxy.processes.shared.shared_memory import ProcessSheet, TenantRow
+from proxy.processes.shared.process_sheet import ProcessSheet, TenantRow
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.tenant_load import TenantLoad
 from tests.proxy.processes.virtual_group import VirtualGroup

@@ -20,7 +20,7 @@ from proxy.processes.shared.load import (
     ROW_REUSE_AFTER_S,
     WorkerRows,
 )
-from proxy.processes.shared.shared_memory import RING, ProcessSheet
+from proxy.processes.shared.process_sheet import RING, ProcessSheet
 from tests.proxy.core.making import (
     ask,
     idle,

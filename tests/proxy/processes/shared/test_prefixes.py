@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome
-from proxy.processes.shared.shared_memory import LOG, SharedTable
+from proxy.processes.shared.process_sheet import LOG
+from proxy.processes.shared.shared_memory import SharedTable
 from tests.proxy.core.making import ask, placed, spec
 from tests.proxy.processes.virtual_group import VirtualGroup
 

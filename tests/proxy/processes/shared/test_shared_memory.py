@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.fleet.worker_load import WorkerLoad
 from proxy.core.queue.buckets import LastDispatch
-from proxy.processes.shared.shared_memory import (
+from proxy.processes.shared.process_sheet import (
     BYTES,
     CHANGES,
     MAX_TENANTS,
@@ -22,10 +22,10 @@ from proxy.processes.shared.shared_memory import (
     RINGS,
     WAITING,
     QueueFront,
-    SharedTable,
     TenantRow,
     TrafficRow,
 )
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.wire.worker.connection import WorkerError
 
 LOAD = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -154,7 +154,8 @@ def test_another_process_reads_and_writes_the_table(table: SharedTable) -> None:
 
 def test_concurrent_read_returns_one_version(table: SharedTable) -> None:
     code = (
-        "import sys; from proxy.processes.shared.shared_memory import SharedTable, TenantRow;"
+        "import sys; from proxy.processes.shared.process_sheet import TenantRow;"
+        "from proxy.processes.shared.shared_memory import SharedTable;"
         "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
         "ones, twos = (TenantRow(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2));"
         "exec('while not stop.count(1): s.write_usage(5, ones); s.write_usage(5, twos)')"
