@@ -1,10 +1,11 @@
 """Measure routers that share their state against one router.
 
-    python -m benchmarks.replicas cost [--routers 1 2 4] [--rounds 5] [--seconds 3]
-    python -m benchmarks.replicas quality [--routers 1 2 4] [--seconds 20]
+    python -m benchmarks.replicas cost [--routers 1 2 4] [--rounds 5]
+    python -m benchmarks.replicas quality [--routers 1 2 4]
 
-`cost`: processor time per request. `quality`: how well shares, limits and workers' limits are kept,
-and the first tokens of short requests beside long ones. Everything runs on this machine.
+`cost`: processor time per request. `quality`: how far shares of two equal tenants differ, by how
+much a tenant exceeds its limit, how many requests too many a worker has, and the first tokens of
+short requests beside long ones. Everything runs on this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.replicas import cost
+from benchmarks.replicas import cost, quality
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=["cost", "quality"])
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="per window")
+    parser.add_argument("--seconds", type=float, help="per window; default: 3, of quality 20")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        cost.main(Path(folder), given.routers, given.rounds, given.seconds)
+        if given.part == "cost":
+            cost.main(Path(folder), given.routers, given.rounds, given.seconds or 3.0)
+        else:
+            quality.main(Path(folder), given.routers, given.seconds or 20.0)
     return 0
 
 
