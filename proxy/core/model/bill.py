@@ -6,7 +6,15 @@ from __future__ import annotations
 class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
-    __slots__ = ("entered", "free", "paid", "prepaid", "unsettled")
+    __slots__ = (
+        "entered",
+        "free",
+        "paid",
+        "prepaid",
+        "settled_output",
+        "settled_prompt",
+        "unsettled",
+    )
 
     def __init__(self) -> None:
         self.entered = -1  # tokens taken from the tenant's limit while in flight; -1: none
@@ -14,3 +22,5 @@ class Bill:
         self.paid = 0.0  # charged for the prompt at the placement
         self.unsettled = 0.0  # the part of the tenant's share that was charged by estimates
         self.prepaid = 0  # output tokens that were charged before they were written
+        # Of earlier attempts of a stream.
+        self.settled_prompt = self.settled_output = 0

@@ -287,14 +287,15 @@ class Attempt:
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         lease, handover = self.lease, self.handover
         owner = self._owner
-        if lease is None or owner.last_refusal or (self.has_begun and not is_silent(owner, now)):
+        begun = self.has_begun
+        if lease is None or owner.last_refusal or (begun and not is_silent(owner, now)):
             return
         if lease.under_way.worker not in workers:
             return
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection
-        if connection is not None and self._wire.router.may_go_over(lease, now):
+        if connection is not None and self._wire.router.may_go_over(lease, now, continues=begun):
             connection.fail(now, WorkerError.TIMEOUT)
 
     def lost(self, now: float, error: WorkerError) -> None:

@@ -10,19 +10,21 @@ is finished once, and each ticket is withdrawn or placed.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
-from proxy.core.request.continuable import NO_WORKER
+from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER, NOT_KEPT, PINNED
 from proxy.core.request.json_edit import spliced
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange import continuation
 from proxy.wire.exchange.attempt import Attempt
+from proxy.wire.exchange.continuation import Obstacle
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, QUEUED
@@ -163,7 +165,8 @@ class Exchange(AttemptOwner):
     ) -> Refusal | None:
         """Send the request to another worker; return a refusal if none is left.
 
-        `free`: the retry does not use the retry budget. `why`: details of the error.
+        `free`: the retry does not use the retry budget. `why`: details of the error. A drained
+        worker has not failed, so that no attempt is counted.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
@@ -177,14 +180,15 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
+        moves = error is WorkerError.DRAINED
         placed = wire.router.retry(
             lease,
             now,
             outcome,
             retry_after_s,
-            avoid=worker,
+            avoid=None if moves else worker,
             after=failed,
-            free=free,
+            free=free or moves,
             dropped=error is WorkerError.RESET and attempt.response is None,
             explain=self.request.head.explain,
             why=why or error.value,
@@ -207,15 +211,52 @@ class Exchange(AttemptOwner):
         lease = None if attempt is None else attempt.lease
         if self.sent_text is None or lease is None:
             return False
-        if why := continuation.prepare(self, lease, response):
-            self.wire.metrics.not_continued(why)
-            return False
-        self.failed_worker = lease.worker.name
-        if self.try_another(now, Outcome.FAILED, error) is None:
-            return True
-        self.failed_worker = ""
-        self.wire.metrics.not_continued(NO_WORKER)
+        found, name = continuation.find_tokens(self, lease, response), lease.worker.name
+        if not isinstance(found, Obstacle):
+            continuation.prepare(self, lease, response, found)
+            if self.try_another(now, Outcome.FAILED, error) is None:
+                return True
+            found = Obstacle(NO_WORKER)
+        continuation.not_continued(self, now, found, name)
         return False
+
+    # Off a worker that is drained
+
+    def uses(self, worker: Worker) -> bool:
+        """Return whether the worker has a part of the request."""
+        lease = None if self._attempt is None else self._attempt.lease
+        return lease is not None and worker in (lease.worker, lease.under_way.worker)
+
+    def move(self, now: float) -> str:
+        """Go to another worker if one has room; return why not, or nothing."""
+        attempt = self._attempt
+        lease = None if attempt is None else attempt.lease
+        if attempt is None or lease is None or self.last_refusal is not None:
+            return ENDS
+        if attempt.handover is not None:
+            return HANDOVER
+        if lease.ask.pinned:
+            return PINNED
+        before, response = lease.attempts, attempt.response
+        ask, placer = before.enlarged or lease.ask, self.wire.router.placer
+        if response is None or not response.has_begun or self.rest is not None:
+            if not placer.may_move(ask, now, replace(before, moved=True)):
+                return NO_WORKER
+        else:
+            if response.is_whole:
+                return ENDS
+            if self.sent_text is None:
+                return NOT_KEPT
+            found = continuation.find_tokens(self, lease, response)
+            if isinstance(found, Obstacle):
+                return found.reason
+            if not placer.may_move(ask, now, continuation.continued(before)):
+                return NO_WORKER
+            continuation.prepare(self, lease, response, found)
+        refusal = self.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
+        if refusal is not None:  # in this moment another process has filled the worker
+            self.refuse(now, refusal)
+        return ""
 
     def condense_text(self) -> None:
         """Count the text that was sent, and forget it."""
@@ -230,8 +271,8 @@ class Exchange(AttemptOwner):
 
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun is not None:
-            if self.failed_worker:  # the stream did not go on since
-                self.wire.metrics.not_continued(NO_WORKER)
+            if failed := self.failed_worker:  # the stream did not go on since
+                continuation.not_continued(self, now, Obstacle(NO_WORKER), failed)
             status, reason = refusal.status, refusal.reason
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
             return
