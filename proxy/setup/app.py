@@ -43,6 +43,7 @@ from proxy.telemetry.logs import Logs
 from proxy.telemetry.tracing import Tracing
 from proxy.transfer.registry import connector
 from proxy.wire.bind import retry_until_free
+from proxy.wire.exchange.moves import MovedRequests
 from proxy.wire.server import WireServer
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
+MOVE_S = 3.0  # until a drain is answered; less than a process has for an answer
 
 
 class SiblingProcesses(Protocol):
@@ -62,6 +64,9 @@ class SiblingProcesses(Protocol):
 
     async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
         """Return the last requests of all processes, newest first."""
+
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Move a drained worker's requests in all processes."""
 
 
 class App:
@@ -236,6 +241,21 @@ class App:
         if self.siblings is not None:
             return await self.siblings.decisions(limit, filters)
         return list(self.recent.newest(limit, **filters))
+
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Move a drained worker's requests to others, and return after a few seconds."""
+        if self.siblings is not None:
+            return await self.siblings.move_requests(name)
+        return await self.move_own_requests(name)
+
+    async def move_own_requests(self, name: str) -> MovedRequests:
+        """Move the requests of this process."""
+        worker = self.fleet.roster.get(name)
+        if worker is None:
+            return 0, {}
+        if not worker.draining:  # the leader's message comes later
+            self.fleet.roster.drain(name)
+        return await self.wire.moves.leave(worker, self.wire.exchanges, MOVE_S)
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker until the next reload."""

@@ -161,7 +161,11 @@ class LeaseBook:
                 self._sizer.learn(lease.ask, usage)
             if may_learn and not lease.attempts.continues:
                 feedback.learn(lease, now, usage, decoding)
-        elif may_learn and not lease.attempts.continues and (written := feedback.tokens_by_events(lease)) > 0:
+        elif (
+            may_learn
+            and not lease.attempts.continues
+            and (written := feedback.tokens_by_events(lease)) > 0
+        ):
             self._sizer.wrote(lease.ask, written)
             feedback.learn_pace(lease, now, written, decoding)
 

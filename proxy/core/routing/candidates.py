@@ -107,9 +107,7 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _possible_holders(
-    pool: Pool, ask: RequestInfo, now: float, attempts: Attempts
-) -> list[Worker]:
+def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
     left = [w for w in pool.all if w.may_hold(ask) and attempts.allows(w)]
     if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):

@@ -110,7 +110,9 @@ class Placer:
         """Return whether a worker has room for a request, and would soon prefill it."""
         self.fleet.settle(now)
         _, decision = self.decide(ask, now, attempts, explain=False, aged=False, late=False)
-        return decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
+        return (
+            decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
+        )
 
     def decide(
         self,
@@ -125,9 +127,7 @@ class Placer:
         """Choose among the workers that other processes have not filled meanwhile."""
         others = self.roster.others
         while True:
-            view, decision = self._decide(
-                ask, now, attempts, explain=explain, aged=aged, late=late
-            )
+            view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
             if decision is None or others is None or not _is_filled(decision, others, now):
                 return view, decision
 

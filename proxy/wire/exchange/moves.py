@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeAlias
 
 from proxy.core.request.continuable import LASTING, WAITS
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MovedRequests: TypeAlias = "tuple[int, Mapping[str, int]]"  # and those that remain, by reason
 MAX_MOVES_PER_SWEEP = 32
-POLL_S = 0.05
 
 
 class WorkerMoves:
@@ -30,15 +31,12 @@ class WorkerMoves:
     def __init__(self, worker: Worker, exchanges: Iterable[ServedExchange]) -> None:
         self.worker = worker
         self.moved = 0
+        self.ended = asyncio.Event()
         self._why = {each: WAITS for each in exchanges if each.uses(worker)}
         self._waiting = deque(self._why)
 
-    @property
-    def ended(self) -> bool:
-        """True if no request waits to be moved."""
-        return not self._waiting or not self.worker.draining
-
     def step(self, now: float) -> None:
+        """Move the next requests."""
         waiting = self._waiting
         for _ in range(min(MAX_MOVES_PER_SWEEP, len(waiting))):
             exchange = waiting.popleft()
@@ -49,6 +47,8 @@ class WorkerMoves:
                 self.moved += 1
             elif why not in LASTING:
                 waiting.append(exchange)
+        if not waiting:
+            self.ended.set()
 
     def remaining(self) -> dict[str, int]:
         """Return how many requests the worker still has, by reason."""
@@ -64,20 +64,23 @@ class Moves:
 
     async def leave(
         self, worker: Worker, exchanges: Iterable[ServedExchange], within_s: float
-    ) -> tuple[int, Mapping[str, int]]:
-        """Move requests, and return after a while how many have moved, and why others have not."""
+    ) -> MovedRequests:
+        """Move requests; return when all have moved that can, or after a while."""
         moves = self._of[worker] = WorkerMoves(worker, exchanges)
-        self.step(now := self._clock())
-        give_up = now + within_s
-        while not moves.ended and self._clock() < give_up:
-            await asyncio.sleep(POLL_S)
+        self.step(self._clock())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await moves.ended.wait()
         return moves.moved, moves.remaining()
 
     def step(self, now: float) -> None:
         """Move the next requests."""
         for worker, moves in list(self._of.items()):
-            moves.step(now)
-            if moves.ended:
+            if worker.draining:
+                moves.step(now)
+            else:
+                moves.ended.set()
+            if moves.ended.is_set():
                 del self._of[worker]
                 left = ", ".join(f"{why} {n}" for why, n in moves.remaining().items())
                 logger.info(

@@ -131,6 +131,7 @@ class RequestRecord:
         done = FinishedRequest(route, status, reason, now - self.started)
         done.queue_s = self.queue_s
         done.size = class_of(ask)
+        done.left_workers = self.left_workers
         if ask is not None:
             done.model = ask.model
             if ask.computes:
