@@ -195,8 +195,7 @@ class Router:
             drops=before.drops + dropped,  # by a worker that may have read it
         )
         if outcome is ERRED:
-            failed = lease.under_way.worker
-            attempts = replace(attempts, erred_on=(*before.erred_on, failed.name))
+            attempts = replace(attempts, erred_on=(*before.erred_on, lease.under_way.worker.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
@@ -307,17 +306,13 @@ class Router:
 
     def may_go_over(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
         """Return whether a request would be retried if the current leg failed."""
-        ask, leg = lease.ask, lease.under_way
-        tried = lease.attempts.tried | {leg.worker}
+        leg, before = lease.under_way, lease.attempts
+        tried = before.tried | {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
         if not free and len(tried) >= self.settings.max_attempts:
             return False
-        others = [w for w in self._roster.pool(ask.model).all if w not in tried]
-        if continues:
-            others = [w for w in others if w.can_continue]
-        if ask.pinned or not any(
-            w.may_hold(ask) and (not w.barred or w.takes(now)) for w in others
-        ):
+        attempts = replace(before, tried=tried, continues=before.continues or continues)
+        if not candidates.may_take(self._roster, lease.ask, now, attempts):
             return False
         if free:
             return True

@@ -217,7 +217,7 @@ class ServerProcess:
             self.app.logs.change(*given)
             return None
         if what == "move":
-            return await self.app.move_own_requests(given)
+            return await self.app.wire.moves.leave(given)
         limit, filters = given
         return list(self.app.recent.newest(limit, **filters))
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
-MOVE_S = 3.0  # until a drain is answered; less than a process has for an answer
 
 
 class SiblingProcesses(Protocol):
@@ -246,16 +245,7 @@ class App:
         """Move a drained worker's requests to others, and return after a few seconds."""
         if self.siblings is not None:
             return await self.siblings.move_requests(name)
-        return await self.move_own_requests(name)
-
-    async def move_own_requests(self, name: str) -> MovedRequests:
-        """Move the requests of this process."""
-        worker = self.fleet.roster.get(name)
-        if worker is None:
-            return 0, {}
-        if not worker.draining:  # the leader's message comes later
-            self.fleet.roster.drain(name)
-        return await self.wire.moves.leave(worker, self.wire.exchanges, MOVE_S)
+        return await self.wire.moves.leave(name)
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker until the next reload."""

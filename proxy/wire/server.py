@@ -95,7 +95,7 @@ class WireServer:
         max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
         self.collecting = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
-        self.moves = Moves(clock)
+        self.moves = Moves(router.fleet.roster, self.exchanges, clock)
         self.continuations = ContinuationLog()
         self._servers: list[asyncio.Server] = []
         self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)

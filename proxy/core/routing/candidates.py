@@ -119,6 +119,14 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
+def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
+    """Return whether another worker would take a request."""
+    return not ask.pinned and any(
+        attempts.allows(w) and w.may_hold(ask) and (not w.barred or w.takes(now))
+        for w in roster.pool(ask.model).all
+    )
+
+
 def why_hopeless(
     roster: Roster, ask: RequestInfo, now: float, attempts: Attempts
 ) -> Refusal | None:

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proxy.core.model.refusals import no_worker_left
+from proxy.core.model.types import Outcome
 from proxy.core.request.continuable import (
     DIFFERS,
     FIELD,
     NO_TOKENS,
+    NO_WORKER,
     OTHER_OUTPUT,
     TORN,
     why_not_continued,
@@ -106,11 +108,33 @@ def not_continued(owner: AttemptOwner, now: float, obstacle: Obstacle, worker: s
     owner.wire.continuations.lost(now, owner.record, worker, obstacle.reason, obstacle.detail)
 
 
-def leaves_failed(owner: AttemptOwner, now: float, response: ResponseWriter, body: bytes) -> bool:
+def move_stream(
+    owner: AttemptOwner,
+    lease: Lease | None,
+    now: float,
+    response: ResponseWriter,
+    error: WorkerError,
+) -> bool:
+    """Continue the stream on another worker; False if it can't be continued."""
+    if owner.sent_text is None or lease is None:
+        return False
+    found = find_tokens(owner, lease, response)
+    if not isinstance(found, Obstacle):
+        prepare(owner, lease, response, found)
+        if owner.try_another(now, Outcome.FAILED, error) is None:
+            return True
+        found = Obstacle(NO_WORKER)
+    not_continued(owner, now, found, lease.worker.name)
+    return False
+
+
+def leaves_failed(
+    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
+) -> bool:
     """Continue on another worker if this one reports that its engine died or stops."""
     if owner.sent_text is None or FAILED.search(body) is None:
         return False
-    return owner.continue_elsewhere(now, response, WorkerError.STATUS)
+    return move_stream(owner, lease, now, response, WorkerError.STATUS)
 
 
 def is_silent(owner: AttemptOwner, now: float) -> bool:

@@ -10,21 +10,20 @@ is finished once, and each ticket is withdrawn or placed.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
-from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER, NOT_KEPT, PINNED
+from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
 from proxy.core.request.json_edit import spliced
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
-from proxy.wire.exchange import continuation
 from proxy.wire.exchange.attempt import Attempt
-from proxy.wire.exchange.continuation import Obstacle
+from proxy.wire.exchange.continuation import Obstacle, not_continued
+from proxy.wire.exchange.moves import move
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, QUEUED
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from proxy.core.model.types import RequestInfo
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
-    from proxy.wire.exchange.response_writer import ResponseWriter
     from proxy.wire.extension import Client
 
 NOT_CONTINUED = "not_continued"
@@ -205,21 +203,6 @@ class Exchange(AttemptOwner):
         wire.settle(now)
         return placed if isinstance(placed, Refusal) else None
 
-    def continue_elsewhere(self, now: float, response: ResponseWriter, error: WorkerError) -> bool:
-        """Continue the stream on another worker; False if it can't be continued."""
-        attempt = self._attempt
-        lease = None if attempt is None else attempt.lease
-        if self.sent_text is None or lease is None:
-            return False
-        found, name = continuation.find_tokens(self, lease, response), lease.worker.name
-        if not isinstance(found, Obstacle):
-            continuation.prepare(self, lease, response, found)
-            if self.try_another(now, Outcome.FAILED, error) is None:
-                return True
-            found = Obstacle(NO_WORKER)
-        continuation.not_continued(self, now, found, name)
-        return False
-
     # Off a worker that is drained
 
     def uses(self, worker: Worker) -> bool:
@@ -230,33 +213,11 @@ class Exchange(AttemptOwner):
     def move(self, now: float) -> str:
         """Go to another worker if one has room; return why not, or nothing."""
         attempt = self._attempt
-        lease = None if attempt is None else attempt.lease
-        if attempt is None or lease is None or self.last_refusal is not None:
+        if attempt is None or attempt.lease is None:
             return ENDS
         if attempt.handover is not None:
             return HANDOVER
-        if lease.ask.pinned:
-            return PINNED
-        before, response = lease.attempts, attempt.response
-        ask, placer = before.enlarged or lease.ask, self.wire.router.placer
-        if response is None or not response.has_begun or self.rest is not None:
-            if not placer.may_move(ask, now, replace(before, moved=True)):
-                return NO_WORKER
-        else:
-            if response.is_whole:
-                return ENDS
-            if self.sent_text is None:
-                return NOT_KEPT
-            found = continuation.find_tokens(self, lease, response)
-            if isinstance(found, Obstacle):
-                return found.reason
-            if not placer.may_move(ask, now, continuation.continued(before)):
-                return NO_WORKER
-            continuation.prepare(self, lease, response, found)
-        refusal = self.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
-        if refusal is not None:  # in this moment another process has filled the worker
-            self.refuse(now, refusal)
-        return ""
+        return move(self, now, attempt.lease, attempt.response)
 
     def condense_text(self) -> None:
         """Count the text that was sent, and forget it."""
@@ -272,7 +233,7 @@ class Exchange(AttemptOwner):
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun is not None:
             if failed := self.failed_worker:  # the stream did not go on since
-                continuation.not_continued(self, now, Obstacle(NO_WORKER), failed)
+                not_continued(self, now, Obstacle(NO_WORKER), failed)
             status, reason = refusal.status, refusal.reason
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
             return
