@@ -83,6 +83,9 @@ class MockJournal:
                 if message.startswith(b"\x01snapshot/"):
                     self._send(message[1:], (16, []))
 
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
     def _send(self, topic: bytes, payload: Any) -> None:
         position = RUN + self._message.to_bytes(8, "big")
         self._socket.send_multipart([topic, position, msgspec.msgpack.encode(payload)])
