@@ -69,11 +69,11 @@ class MockJournal:
         """Publish a step every `STEP_S`, and answer readers."""
         while True:
             await asyncio.sleep(STEP_S)
-            counts = [*self._tokens.values()]
+            counts, total = [*self._tokens.values()], sum(self._tokens.values())
             ended = [(number, "stop") for number in self._ended]
             step = (
-                self._arrived, [], False, [], [], [*self._tokens], counts, [7] * sum(counts), [],
-                ended, self._ended,
+                self._arrived, [], False, [], [], [*self._tokens],
+                counts if total > len(counts) else [], [7] * total, [], ended, self._ended,
             )  # fmt: skip
             self._message += 1
             self._send(b"step", step)

@@ -165,6 +165,9 @@ class WireContext(Protocol):
     def unqueue(self, ticket: Ticket) -> None:
         """Forget a ticket."""
 
+    def has_twin(self, request: Request) -> bool:
+        """Return whether another request in flight has this id."""
+
     def settle(self, now: float) -> None:
         """Send queued requests that have room."""
 

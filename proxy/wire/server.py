@@ -217,6 +217,10 @@ class WireServer:
     def unqueue(self, ticket: Ticket) -> None:
         del self.queued[ticket]
 
+    def has_twin(self, request: Request) -> bool:
+        others = (exchange.record.request for exchange in self.exchanges)
+        return any(o is not request and o is not None and o.id == request.id for o in others)
+
     def settle(self, now: float) -> None:
         if not self.queued:
             return

@@ -136,7 +136,7 @@ async def test_streams_of_drained_workers_equal_whole_ones(
             assert drained["remaining"] == {}
             asked(router, f"workers/{name}/undrain", "POST")
 
-    names = "proxy_streams_not_continued_total", "proxy_breaker_opened_total"
+    names = "proxy_streams_not_continued_total", "proxy_breaker_openings_total"
     before = [counted(router, name) for name in names]
     async with client_of(router) as client:
         for chat, fields in requests(rng, DRAINED_STREAMS):

@@ -73,6 +73,8 @@ def find_tokens(
     tokens_of = owner.wire.router.fleet.roster.stream_tokens
     if sent is None or not request.body or tokens_of is None:
         return Obstacle(NO_TOKENS)
+    if request.head.id and owner.wire.has_twin(request):  # two streams of one name in a journal
+        return Obstacle(NO_TOKENS)
     tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
     if tokens is None:
         return Obstacle(NO_TOKENS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.request.continuable import FIELD, NO_WORKER, OTHER_OUTPUT
+from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, OTHER_OUTPUT
 from proxy.wire.exchange.continuation_log import INTERVAL_S, MAX_LINES, ContinuationLog
 from proxy.wire.exchange.exchange import MAX_PIECES
 from proxy.wire.exchange.request_record import RequestRecord
@@ -425,6 +425,20 @@ async def test_each_stream_has_a_log_line(start: Start, caplog: pytest.LogCaptur
     in_turn(site, engines.serve(dies_after=3))
     await (await site.send(chat("hi", stream=True, frequency_penalty=0.5))).answer()
     assert caplog.messages[-1].endswith("is not continued: field 'frequency_penalty'")
+    await site.settled()
+
+
+async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, scripts.stall, engines.serve(dies_after=3))
+    other = await site.send(chat("other", b"X-Request-Id: mine", stream=True))
+    await eventually(lambda: len(site.served()) == 1)
+    answer = await (await site.send(chat("hi", b"X-Request-Id: mine", stream=True))).answer()
+    assert b'"error"' in answer.body
+    assert site.metrics.lost_streams == {NO_TOKENS: 1}
+    other.close()
     await site.settled()
 
 
