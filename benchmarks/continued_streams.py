@@ -1,10 +1,11 @@
 """Count lost and repeated tokens of streams whose workers are killed again and again.
 
 Fake workers generate a numbered text. Every few seconds one of them resets its connections, as a
-process that is killed does, and serves again. Each client gets the whole text once, or the stream
-counts as lost. The router is the real one, with fake journals.
+process that is killed does, and serves again; with --drain it is drained at once instead, until it
+has no stream. Each client gets the whole text once, or the stream counts as lost. The router is the
+real one, with fake journals.
 
-    python -m benchmarks.continued_streams [--streams 2000] [--workers 8] [--seconds 300]
+    python -m benchmarks.continued_streams [--streams 2000] [--workers 8] [--seconds 300] [--drain]
 """
 
 from __future__ import annotations
@@ -112,6 +113,23 @@ async def kill(site: Site, engines: FakeEngines, every_s: float, until: float, s
     raise AssertionError
 
 
+async def drain(site: Site, every_s: float, until: float, seed: int) -> list[float]:
+    """Drain one worker after the other at once; return the seconds until each was empty."""
+    names, took = list(site.fakes), []
+    random.Random(seed).shuffle(names)
+    for name in itertools.cycle(names):
+        await asyncio.sleep(every_s)
+        begun = time.monotonic()
+        if begun >= until:
+            break
+        site.fleet.roster.drain(name)
+        while site.worker(name).requests:
+            await site.wire.moves.leave(name)
+        took.append(time.monotonic() - begun)
+        site.fleet.roster.drain(name, draining=False)
+    return took
+
+
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     site = Site({"max_attempts": ATTEMPTS, "retry_budget": 1.0}, {})
     await site.start(tuple(Fake(f"w{number}") for number in range(arguments.workers)))
@@ -126,12 +144,18 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     clients = [
         client(site, engines, ends, until, lasts_s * number / streams) for number in range(streams)
     ]
-    killer = kill(site, engines, arguments.every, until, arguments.seed)
-    *_, kills = await asyncio.gather(*clients, killer)
+    every_s, seed = arguments.every, arguments.seed
+    faults: dict[str, Any] = {}
+    if arguments.drain:
+        *_, took = await asyncio.gather(*clients, drain(site, every_s, until, seed))
+        faults = {"drains": len(took), "slowest drain, s": round(max(took), 2)}
+    else:
+        *_, kills = await asyncio.gather(*clients, kill(site, engines, every_s, until, seed))
+        faults = {"kills": kills}
     continued = sum(site.metrics.continuations.values())
     await site.settled()
     await site.stop()
-    return {"kills": kills, "continued": continued, **ends, "not continued": dict(
+    return {**faults, "continued": continued, **ends, "not continued": dict(
         site.metrics.lost_streams
     )}  # fmt: skip
 
@@ -145,6 +169,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
     parser.add_argument("--words", type=int, default=20, help="tokens of a response, one a second")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drain", action="store_true", help="drain workers instead of killing")
     result = asyncio.run(run(parser.parse_args()))
     Console().print(result)
     lost = result.get("lost", 0) + result.get("wrong", 0)

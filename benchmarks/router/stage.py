@@ -83,7 +83,7 @@ async def stage(
     async with AsyncExitStack() as stack:
         report_progress("starting the mock workers")
         with processes.running_on(cpus.others):
-            await stack.enter_async_context(_process("mock workers", command, ports[0]))
+            await stack.enter_async_context(process("mock workers", command, ports[0]))
         sides = [Side(DIRECT, ports[0])]
         with processes.running_on(cpus.routers):
             for router, _ in routers:
@@ -91,7 +91,7 @@ async def stage(
                 router.start()
         for router, over in routers:
             report_progress(f"waiting for {router.name}")
-            await _wait_served(router)
+            await wait_served(router)
             sides.append(Side(router.name, router.port, router, over))
         yield sides
 
@@ -116,16 +116,16 @@ def our_router(folder: Path, urls: Sequence[str], hands_over: bool = False) -> W
     path = folder / ("handover.yaml" if hands_over else "fleet.yaml")
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     script = Path(sys.executable).with_name("vllm-sched")
-    return _process(OURS, [str(script), "router", str(path.absolute())], port)
+    return process(OURS, [str(script), "router", str(path.absolute())], port)
 
 
 def _their_router(folder: Path, opponent: Opponent, urls: Sequence[str]) -> Worker:
     port = free_port()
     command = opponent.command(peers(folder), urls, (port, free_port()))
-    return _process(opponent.name, command, port)
+    return process(opponent.name, command, port)
 
 
-def _process(name: str, command: Sequence[str], port: int) -> Worker:
+def process(name: str, command: Sequence[str], port: int) -> Worker:
     """Return a process whose environment names no HTTP proxy."""
     env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     return Worker(
@@ -133,7 +133,7 @@ def _process(name: str, command: Sequence[str], port: int) -> Worker:
     )
 
 
-async def _wait_served(router: Worker) -> None:
+async def wait_served(router: Worker) -> None:
     """Wait until the router serves completions: a healthy router may not have its workers yet."""
     await asyncio.to_thread(router.wait_ready)
     deadline = time.monotonic() + READY_TIMEOUT_S

@@ -20,6 +20,7 @@ from proxy.admin.key import AdminKey
 from proxy.admin.log_routes import log_routes
 from proxy.admin.reference import reference_routes
 from proxy.admin.schemas import (
+    Drained,
     Explanation,
     Question,
     Reloaded,
@@ -38,6 +39,7 @@ from proxy.health.balance import Balance, BalanceShown
 from proxy.metrics.recent import RecentRequest
 from proxy.status_page.live import LiveView
 from proxy.telemetry.logs import Logs
+from proxy.wire.exchange.moves import MovedRequests
 
 MAX_DECISIONS = 1000  # in one response
 
@@ -75,6 +77,9 @@ class AdminState(Protocol):
     @property
     def config(self) -> FleetConfig:
         """The fleet file as last read."""
+
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Move the requests of a drained worker to others, and return after a few seconds."""
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker that has a URL; its name and URL must be new."""
@@ -123,11 +128,6 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
             raise AdminError(HTTPStatus.NOT_FOUND, "no_such_worker", f"there is no worker {name!r}")
         return worker
 
-    def drain(name: str, *, draining: bool) -> WorkerShown:
-        worker = find(name)
-        state.router.fleet.roster.drain(name, draining=draining)
-        return shown_worker(worker, clock())
-
     @api.get("", summary="List the workers")
     async def workers() -> list[WorkerShown]:
         now = clock()
@@ -147,12 +147,24 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         return shown_worker(find(worker.name), clock())
 
     @api.post("/{name}/drain", summary="Drain a worker: no new requests; requests in flight finish")
-    async def drain_worker(name: str) -> WorkerShown:
-        return drain(name, draining=True)
+    async def drain_worker(
+        name: str,
+        now: Annotated[
+            bool, Query(description="move requests and streams to other workers at once")
+        ] = False,
+    ) -> Drained:
+        """Drain a worker. With `now`, call again to see what remains."""
+        worker = find(name)
+        state.router.fleet.roster.drain(name)
+        moved, remaining = await state.move_requests(name) if now else (0, {})
+        shown = shown_worker(worker, clock()).model_dump()
+        return Drained(**shown, moved=moved, remaining=dict(remaining))
 
     @api.post("/{name}/undrain", summary="End a worker's draining")
     async def undrain_worker(name: str) -> WorkerShown:
-        return drain(name, draining=False)
+        worker = find(name)
+        state.router.fleet.roster.drain(name, draining=False)
+        return shown_worker(worker, clock())
 
     @api.delete("/{name}", summary="Remove a worker; requests in flight finish")
     async def remove(name: str) -> Removed:

@@ -54,6 +54,18 @@ class WorkerShown(BaseModel):
     engine: EngineShown | None
 
 
+class Drained(WorkerShown):
+    """A drained worker, and the requests that left it at once."""
+
+    moved: int = Field(0, description="with `now`: requests that went on to other workers")
+    remaining: dict[str, int] = Field(
+        {},
+        description="with `now`: requests that are still there, by reason. These move later: "
+        "`waits` for its turn, `no_worker` has room, `no_tokens`, `torn`. These end there: "
+        "`field` of the request, `other_output`, `not_kept`, `handover`, `pinned`, `ends`",
+    )
+
+
 class Removed(BaseModel):
     """A removed worker."""
 

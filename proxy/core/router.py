@@ -148,12 +148,12 @@ class Router:
         only a prefill was lost. The retry is no attempt and needs no budget: the decode worker is
         healthy, and a dead prefill worker may have had many requests.
         """
-        tried = attempts.tried
-        if self.draining and not tried:
+        again = attempts.is_retry
+        if self.draining and not again:
             billing.leave(ask, now)
             return self.placer.count_refusal(ask.model, refusals.draining())
         self.fleet.settle(now)
-        if tried:
+        if again:
             if (refusal := self._refuse_retry(ask, now, attempts, after, free=free)) is not None:
                 return refusal
         else:
@@ -161,7 +161,7 @@ class Router:
             self.placer.record_traffic(ask, now)
         if ask.tenant is None:
             return self._submit(ask, now, attempts, explain=explain)
-        if (refusal := billing.enter(ask, now, again=bool(tried))) is not None:
+        if (refusal := billing.enter(ask, now, again=again)) is not None:
             return self.placer.count_refusal(ask.model, refusal)
         answer = self._submit(ask, now, attempts, explain=explain)
         if isinstance(answer, Refusal):
@@ -175,24 +175,27 @@ class Router:
         outcome: Outcome,
         retry_after_s: float | None = None,
         *,
-        avoid: Worker,
+        avoid: Worker | None,
         after: Lease,
         free: bool = False,
         dropped: bool = False,
         explain: bool = False,
         why: str = "",
     ) -> Lease | Ticket | Refusal:
-        """Finish a lease and submit its request again, keeping its tenant's place."""
+        """Finish a lease and submit its request again, keeping its tenant's place.
+
+        `avoid`: the worker that failed; None if the request moves for another reason.
+        """
         before = lease.attempts
         ask = before.enlarged or lease.ask
         attempts = replace(
             before,
-            tried=before.tried | {avoid},
+            tried=before.tried if avoid is None else before.tried | {avoid},
+            moved=before.moved or avoid is None,
             drops=before.drops + dropped,  # by a worker that may have read it
         )
         if outcome is ERRED:
-            failed = lease.under_way.worker
-            attempts = replace(attempts, erred_on=(*before.erred_on, failed.name))
+            attempts = replace(attempts, erred_on=(*before.erred_on, lease.under_way.worker.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
@@ -207,16 +210,16 @@ class Router:
         self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
     ) -> Lease | Ticket | Refusal:
         # Queued requests go first.
-        queue, tried = self.queue, attempts.tried
-        strict = None if tried else self.settings.admission
+        queue, again = self.queue, attempts.is_retry
+        strict = None if again else self.settings.admission
         free = not queue.any_ahead_of(ask)
-        if free or tried or ask.pinned:
+        if free or again or ask.pinned:
             answer = self.placer.place(
                 ask, now, attempts, explain=explain, free=free, admission=strict
             )
             if answer is not None:
                 return answer
-        refusal = candidates.why_hopeless(self._roster, ask, now, tried)
+        refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
         give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
             give_way = queue.choose_evicted(ask)
@@ -270,7 +273,7 @@ class Router:
             answer = self.placer.place(ask, now, attempts, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
-            refusal = candidates.why_hopeless(self._roster, ask, now, attempts.tried)
+            refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
             return refusal and self.placer.count_refusal(ask.model, refusal)
 
         gone += queue.leave(end, now)
@@ -301,17 +304,15 @@ class Router:
         why = "too many requests are being retried"
         return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
 
-    def may_go_over(self, lease: Lease, now: float) -> bool:
+    def may_go_over(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
         """Return whether a request would be retried if the current leg failed."""
-        ask, leg = lease.ask, lease.under_way
-        tried = lease.attempts.tried | {leg.worker}
+        leg, before = lease.under_way, lease.attempts
+        tried = before.tried | {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
         if not free and len(tried) >= self.settings.max_attempts:
             return False
-        others = (w for w in self._roster.pool(ask.model).all if w not in tried)
-        if ask.pinned or not any(
-            w.may_hold(ask) and (not w.barred or w.takes(now)) for w in others
-        ):
+        attempts = replace(before, tried=tried, continues=before.continues or continues)
+        if not candidates.may_take(self._roster, lease.ask, now, attempts):
             return False
         if free:
             return True

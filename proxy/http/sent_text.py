@@ -65,6 +65,11 @@ class SentText:
         self._tail = (self._tail + text)[-TAIL_BYTES:]
         self.other_output = self.other_output or has_other_output(data)
 
+    @property
+    def has_other_output(self) -> bool:
+        """True if the stream has more than text."""
+        return self.other_output or has_other_output(b"".join(self.pieces))
+
     def rest(self) -> RestOfText:
         """Return the filter of the other worker's stream."""
         self.condense(0)

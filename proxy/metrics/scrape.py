@@ -37,13 +37,13 @@ REQUESTS = Family(
 RETRIES = Family(
     "proxy_retries",
     "counter",
-    "Requests that failed on a worker before its first byte and were sent to another worker.",
+    "Requests that left a worker for another because it failed, or was drained.",
     ("worker", "why"),
 )
 CONTINUED = Family(
     "proxy_continued_streams",
     "counter",
-    "Streams that went on from another worker after this worker failed.",
+    "Streams that went on from another worker after this worker failed or was drained.",
     ("worker",),
 )
 NOT_CONTINUED = Family(

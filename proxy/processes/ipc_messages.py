@@ -107,7 +107,7 @@ class Stop:
     """Exit at once."""
 
 
-What = Literal["page", "decisions", "minute", "logs"]
+What = Literal["page", "decisions", "minute", "logs", "move"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
@@ -50,6 +51,7 @@ from proxy.processes.signals import reload
 from proxy.setup.app import App
 from proxy.setup.secrets import SecretKeys
 from proxy.status_page.recorder import LiveUpdate, UpdateRequest
+from proxy.wire.exchange.moves import MovedRequests
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +194,15 @@ class ServerProcess:
         """Change the log settings of all processes."""
         await self._ask("logs", (requests, dict(levels)))
 
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Move a drained worker's requests in all processes."""
+        self._send_changes()
+        found: list[MovedRequests] = await self._ask("move", name)
+        remaining: Counter[str] = Counter()
+        for _, left in found:
+            remaining.update(left)
+        return sum(moved for moved, _ in found), remaining
+
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
         answer = self._pending[number] = asyncio.get_running_loop().create_future()
@@ -219,6 +230,8 @@ class ServerProcess:
         if what == "logs":
             self.app.logs.change(*given)
             return None
+        if what == "move":
+            return await self.app.wire.moves.leave(given)
         limit, filters = given
         return list(self.app.recent.newest(limit, **filters))
 

@@ -43,6 +43,7 @@ from proxy.telemetry.logs import Logs
 from proxy.telemetry.tracing import Tracing
 from proxy.transfer.registry import connector
 from proxy.wire.bind import retry_until_free
+from proxy.wire.exchange.moves import MovedRequests
 from proxy.wire.server import WireServer
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class SiblingProcesses(Protocol):
 
     async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
         """Return the last requests of all processes, newest first."""
+
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Move a drained worker's requests in all processes."""
 
 
 class App:
@@ -236,6 +240,12 @@ class App:
         if self.siblings is not None:
             return await self.siblings.decisions(limit, filters)
         return list(self.recent.newest(limit, **filters))
+
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Move a drained worker's requests to others, and return after a few seconds."""
+        if self.siblings is not None:
+            return await self.siblings.move_requests(name)
+        return await self.wire.moves.leave(name)
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker until the next reload."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from proxy.http.request import Request, RequestHead
     from proxy.metrics.registry import Metrics
     from proxy.transfer.types import Connector
+    from proxy.wire.exchange.continuation_log import ContinuationLog
     from proxy.wire.exchange.request_record import RequestRecord
     from proxy.wire.exchange.tokenize import TokenizeRequest
     from proxy.wire.settings import WireSettings
@@ -65,6 +66,12 @@ class ServedExchange(Conversation, Expiring, Protocol):
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         """Leave these workers if possible."""
 
+    def uses(self, worker: Worker) -> bool:
+        """Return whether the worker has a part of the request."""
+
+    def move(self, now: float) -> str:
+        """Go to another worker if one has room; return why not, or nothing."""
+
     def condense_text(self) -> None:
         """Count the text that was sent, and forget it."""
 
@@ -84,6 +91,7 @@ class WireContext(Protocol):
     outbox: WriteBatch
     pools: ConnectionPools
     collecting: BodyBudget
+    continuations: ContinuationLog
 
     @property
     def encrypted(self) -> bool:
@@ -156,6 +164,9 @@ class WireContext(Protocol):
 
     def unqueue(self, ticket: Ticket) -> None:
         """Forget a ticket."""
+
+    def has_twin(self, request: Request) -> bool:
+        """Return whether another request in flight has this id."""
 
     def settle(self, now: float) -> None:
         """Send queued requests that have room."""

@@ -33,8 +33,10 @@ from proxy.wire.client import endpoints
 from proxy.wire.client.auth import identify
 from proxy.wire.client.connection import ClientConnection
 from proxy.wire.client.origin_check import page_refusal
+from proxy.wire.exchange.continuation_log import ContinuationLog
 from proxy.wire.exchange.exchange import Exchange
 from proxy.wire.exchange.failover import Failover
+from proxy.wire.exchange.moves import Moves
 from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.settings import WireSettings
@@ -93,6 +95,8 @@ class WireServer:
         max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
         self.collecting = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
+        self.moves = Moves(router.fleet.roster, self.exchanges, clock)
+        self.continuations = ContinuationLog()
         self._servers: list[asyncio.Server] = []
         self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
         self._next_log = 0.0
@@ -212,6 +216,10 @@ class WireServer:
 
     def unqueue(self, ticket: Ticket) -> None:
         del self.queued[ticket]
+
+    def has_twin(self, request: Request) -> bool:
+        others = (exchange.record.request for exchange in self.exchanges)
+        return any(o is not request and o is not None and o.id == request.id for o in others)
 
     def settle(self, now: float) -> None:
         if not self.queued:
@@ -336,4 +344,5 @@ class WireServer:
         for exchange in self.exchanges:
             exchange.condense_text()
         self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
+        self.moves.step(now)
         self.router.fleet.settle(now)

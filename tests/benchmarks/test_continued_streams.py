@@ -9,11 +9,14 @@ import pytest
 from benchmarks import continued_streams
 
 
-async def test_all_streams_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drain", [False, True])
+async def test_all_streams_are_whole(monkeypatch: pytest.MonkeyPatch, drain: bool) -> None:
     monkeypatch.setattr(continued_streams, "GAP_S", 0.02)
-    arguments = Namespace(streams=12, workers=4, seconds=1.5, every=0.3, words=10, seed=0)
+    arguments = Namespace(
+        streams=12, workers=4, seconds=1.5, every=0.3, words=10, seed=0, drain=drain
+    )
     result = await continued_streams.run(arguments)
-    assert result["kills"] >= 2
+    assert result["drains" if drain else "kills"] >= 2
     assert result["continued"] > 0
     assert result["whole"] >= 12
     assert "lost" not in result

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +22,7 @@ from tests.fleet.test_worker import Workers, client_of
 pytestmark = pytest.mark.engine
 
 OUTPUT_TOKENS = 300
-STREAMS = 12
+STREAMS, DRAINED_STREAMS = 12, 6
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,13 @@ def cut_fleet(
 
 
 async def streamed(
-    client: AsyncOpenAI, chat: bool, fields: dict[str, Any], relays: list[Relay], cut_at: int | None
+    client: AsyncOpenAI,
+    chat: bool,
+    fields: dict[str, Any],
+    act: Callable[[], object],
+    act_at: int | None,
 ) -> tuple[str, str | None, int]:
-    """Return text, reason of the end and output tokens; cut after that many pieces."""
+    """Return text, reason of the end and output tokens; act after that many pieces."""
     create: Any = client.chat.completions.create if chat else client.completions.create
     text, reason, tokens, pieces = "", None, 0, 0
     async for event in await create(
@@ -66,36 +72,76 @@ async def streamed(
             text += (choice.delta.content if chat else choice.text) or ""
             reason = choice.finish_reason or reason
             pieces += 1
-        if pieces == cut_at:
-            max(relays, key=lambda relay: relay.data_at).cut()
-            cut_at = None
+        if pieces == act_at:
+            await asyncio.to_thread(act)
+            act_at = None
     return text, reason, tokens
 
 
-def continued(router: Router) -> float:
+def counted(router: Router, name: str) -> float:
+    """Return the sum of a metric."""
     with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith("proxy_continued_streams_total{")
-    )
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def requests(rng: random.Random, count: int) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Yield the fields of requests, and whether each is a chat."""
+    for number in range(count):
+        chat = number % 2 == 0
+        words = " ".join(rng.choices(["one", "two", "three", "four"], k=rng.randrange(1, 300)))
+        fields: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+        )
+        if number % 3 == 0:
+            fields["extra_body"] = {"repetition_penalty": 1.2, "min_tokens": 40}
+        yield chat, fields
+
+
+def asked(router: Router, path: str, method: str = "GET") -> Any:
+    """Return the response of the admin API."""
+    request = urllib.request.Request(f"{router.admin}/admin/{path}", method=method)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
 
 
 async def test_cut_streams_equal_whole_ones(cut_fleet: tuple[Router, list[Relay]]) -> None:
     router, relays = cut_fleet
     rng = random.Random(11)
+
+    def cut() -> None:
+        max(relays, key=lambda relay: relay.data_at).cut()
+
     async with client_of(router) as client:
-        for number in range(STREAMS):
-            chat = number % 2 == 0
-            words = " ".join(rng.choices(["one", "two", "three", "four"], k=rng.randrange(1, 300)))
-            fields: dict[str, Any] = (
-                {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
-            )
-            if number % 3 == 0:
-                fields["extra_body"] = {"repetition_penalty": 1.2, "min_tokens": 40}
-            whole = await streamed(client, chat, fields, relays, None)
+        for chat, fields in requests(rng, STREAMS):
+            whole = await streamed(client, chat, fields, cut, None)
             cut_at = rng.randrange(2, OUTPUT_TOKENS // 2)
-            assert await streamed(client, chat, fields, relays, cut_at) == whole
+            assert await streamed(client, chat, fields, cut, cut_at) == whole
     # A stream may have arrived as a whole before its connection is cut.
-    assert continued(router) > STREAMS / 2
+    assert counted(router, "proxy_continued_streams_total") > STREAMS / 2
+
+
+async def test_streams_of_drained_workers_equal_whole_ones(
+    cut_fleet: tuple[Router, list[Relay]],
+) -> None:
+    router, _ = cut_fleet
+    rng = random.Random(12)
+    moved = []
+
+    def drain() -> None:
+        busy = [each["name"] for each in asked(router, "workers") if each["requests"]]
+        for name in busy:
+            drained = asked(router, f"workers/{name}/drain?now=true", "POST")
+            moved.append(drained["moved"])
+            assert drained["remaining"] == {}
+            asked(router, f"workers/{name}/undrain", "POST")
+
+    names = "proxy_streams_not_continued_total", "proxy_breaker_openings_total"
+    before = [counted(router, name) for name in names]
+    async with client_of(router) as client:
+        for chat, fields in requests(rng, DRAINED_STREAMS):
+            whole = await streamed(client, chat, fields, drain, None)
+            drain_at = rng.randrange(2, OUTPUT_TOKENS // 2)
+            assert await streamed(client, chat, fields, drain, drain_at) == whole
+    assert sum(moved) > DRAINED_STREAMS / 2
+    assert [counted(router, name) for name in names] == before

@@ -20,7 +20,7 @@ from vllm_sched.version import __version__
 MEASURING_COMMANDS = frozenset(
     ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
 )
-FLEET = ("router", "up", "demo", "check", "explain")
+FLEET = ("router", "up", "demo", "check", "explain", "drain")
 # The module of each command, in the order of --help.
 MODULES = {
     "serve": "serve",

@@ -22,6 +22,16 @@ class Attempts:
     drops: int = 0  # connections closed before any response
     whole: str = ""  # why it can be split no more
     enlarged: RequestInfo | None = None  # once a worker was too small
+    moved: bool = False  # off a worker that had not failed it
+    continues: bool = False  # with the output so far, which needs our scheduler
+
+    @property
+    def is_retry(self) -> bool:
+        return bool(self.tried) or self.moved
+
+    def allows(self, worker: Worker) -> bool:
+        """Return whether a worker may be tried."""
+        return worker not in self.tried and (worker.can_continue or not self.continues)
 
 
 FIRST_ATTEMPT: Final = Attempts()

@@ -214,6 +214,11 @@ class Worker:
         return self.up and now - self.worked_at <= MAX_IDLE_PAGE_S
 
     @property
+    def can_continue(self) -> bool:
+        """Return whether it can continue streams of others: it has a journal."""
+        return self.reports_prefixes or bool(self.spec.journal)
+
+    @property
     def live(self) -> bool:
         """Return whether it may decode."""
         return self.up and not self.draining and self.role.serves_whole

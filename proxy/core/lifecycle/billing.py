@@ -40,7 +40,9 @@ def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
 
 
 def _tokens(ask: RequestInfo) -> int:
-    return ask.prompt_tokens + ask.expected_output * ask.samples
+    """Return what a request may use, without what an earlier attempt has been charged."""
+    tokens = ask.prompt_tokens + ask.expected_output * ask.samples
+    return max(tokens - ask.bill.settled_prompt - ask.bill.settled_output, 0)
 
 
 def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
@@ -130,29 +132,35 @@ def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
 def settle(
     settings: FairnessSettings, lease: Lease, now: float, outcome: Outcome, usage: Usage | None
 ) -> None:
-    """Charge a tenant; worker failures are free."""
+    """Charge a tenant; worker failures are free, and earlier attempts of a stream are settled."""
     ask = lease.ask
     tenant = ask.tenant
     if tenant is None:
         return
+    bill = ask.bill
     prompt = output = 0
     if outcome is DONE and usage is not None:
         prompt, output = usage.prompt_tokens, usage.completion_tokens
         if not ask.pinned:  # most is cached
             charge_prompt(tenant, ask, prompt - ask.prompt_tokens)
+        output = max(output - bill.settled_output, 0)
     elif outcome is DONE:
         prompt = ask.prompt_tokens
-        output = max(lease.seen_tokens or ask.bill.prepaid, _written(lease, now))
+        unseen = 0 if bill.settled_output else bill.prepaid
+        output = max(lease.seen_tokens or unseen, _written(lease, now))
     elif outcome in STOPPED_EARLY:
         prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
     elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
-    charge_output(settings, ask, output - ask.bill.prepaid)
-    ask.bill.prepaid = 0
+    prompt = max(prompt - bill.settled_prompt, 0)
+    charge_output(settings, ask, output - bill.prepaid)
+    bill.prepaid = 0
     if not prompt:
         give_back(tenant, ask)
-    tenant.settle(ask.bill.unsettled, ask.rank)
-    ask.bill.unsettled = 0.0
+    tenant.settle(bill.unsettled, ask.rank)
+    bill.unsettled = 0.0
+    bill.settled_prompt += prompt
+    bill.settled_output += output
     tenant.totals.prompt_tokens += prompt
     tenant.totals.output_tokens += output
     leave(ask, now, prompt + output)

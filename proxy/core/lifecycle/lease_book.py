@@ -159,9 +159,13 @@ class LeaseBook:
             # One tenant's requests must not delay learning for another.
             if may_learn or self._sizer.knows_little(lease.ask):
                 self._sizer.learn(lease.ask, usage)
-            if may_learn:
+            if may_learn and not lease.attempts.continues:
                 feedback.learn(lease, now, usage, decoding)
-        elif may_learn and (written := feedback.tokens_by_events(lease)) > 0:
+        elif (
+            may_learn
+            and not lease.attempts.continues
+            and (written := feedback.tokens_by_events(lease)) > 0
+        ):
             self._sizer.wrote(lease.ask, written)
             feedback.learn_pace(lease, now, written, decoding)
 

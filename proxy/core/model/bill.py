@@ -8,7 +8,17 @@ from proxy.core.tenants.limits import LimitExceeded
 class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
-    __slots__ = ("decided", "entered", "exceeded", "free", "paid", "prepaid", "unsettled")
+    __slots__ = (
+        "decided",
+        "entered",
+        "exceeded",
+        "free",
+        "paid",
+        "prepaid",
+        "settled_output",
+        "settled_prompt",
+        "unsettled",
+    )
 
     def __init__(self) -> None:
         self.decided = -1  # tokens taken by a decision for all hosts, before it enters; -1: none
@@ -18,3 +28,5 @@ class Bill:
         self.paid = 0.0  # charged for the prompt at the placement
         self.unsettled = 0.0  # the part of the tenant's share that was charged by estimates
         self.prepaid = 0  # output tokens that were charged before they were written
+        # Of earlier attempts of a stream.
+        self.settled_prompt = self.settled_output = 0

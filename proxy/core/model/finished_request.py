@@ -11,6 +11,7 @@ class FinishedRequest:
     __slots__ = (
         "duration_s",
         "fetched",
+        "left_workers",
         "leg",
         "leg_s",
         "model",
@@ -42,6 +43,7 @@ class FinishedRequest:
         self.ttft_s: float | None = None  # from the arrival, like the prediction
         self.predicted_ttft_s: float | None = None
         self.tpot_s: float | None = None  # mean time between tokens, of two or more
+        self.left_workers: tuple[str, ...] = ()  # from which a stream went on elsewhere
         self.leg: tuple[str, str] | None = None  # current worker and pool, if not `worker`
         self.placed_s: float | None = None  # from the arrival to the last placement
         self.leg_s: float | None = None  # of the prefill leg

@@ -185,6 +185,6 @@ def place_of(ask: RequestInfo) -> Place:
 
 def key_of(ticket: Ticket) -> Key:
     ask = ticket.ask
-    if ticket.attempts.tried or ask.pinned:
+    if ticket.attempts.is_retry or ask.pinned:
         return (ask.model, OWN_PLACE), ask.rank, ask.tenant
     return place_of(ask), ask.rank, ask.tenant

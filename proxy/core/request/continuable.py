@@ -32,10 +32,15 @@ EXACT_VALUES: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},), "use_beam_search": (False,),
     "return_token_ids": (False,), "parallel_tool_calls": (True, False),
 }  # fmt: skip
-# Why a stream was not continued, as in metrics.
+# Why a stream was not continued, as in metrics and in the response to a drain.
 REASONS = NO_TOKENS, OTHER_OUTPUT, TORN, FIELD, NO_WORKER, DIFFERS = (
     "no_tokens", "other_output", "torn", "field", "no_worker", "differs",
 )  # fmt: skip
+# Why a request stays on a drained worker, besides these.
+NOT_KEPT, HANDOVER, PINNED, ENDS = "not_kept", "handover", "pinned", "ends"
+WAITS = "waits"  # for its turn to move
+# These do not change while the request runs.
+LASTING = frozenset((OTHER_OUTPUT, FIELD, NOT_KEPT, HANDOVER, PINNED, ENDS))
 SEED, TEMPERATURE = "seed", "temperature"
 
 

@@ -33,6 +33,8 @@ def find_candidates(
 ) -> View:
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
+    if attempts.continues:
+        tried |= {worker for worker in pool.all if not worker.can_continue}
     held: PrefixHolders = []
     holders: list[Worker] = []
     if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
@@ -54,8 +56,8 @@ def find_candidates(
         found = pool.open_to(ask, now, roster.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
-    if not found and ask.prompt_error and not ask.pinned:
-        found = _possible_holders(pool, ask, now, tried)
+    if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
+        found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
 
@@ -105,11 +107,9 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _possible_holders(
-    pool: Pool, ask: RequestInfo, now: float, tried: frozenset[Worker]
-) -> list[Worker]:
+def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
-    left = [w for w in pool.all if w.may_hold(ask) and w not in tried]
+    left = [w for w in pool.all if w.may_hold(ask) and attempts.allows(w)]
     if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):
         return []  # full or busy: worth the wait
     return [w for w in left if w.takes(now)]
@@ -119,11 +119,19 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
+def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
+    """Return whether another worker would take a request."""
+    return not ask.pinned and any(
+        attempts.allows(w) and w.may_hold(ask) and (not w.barred or w.takes(now))
+        for w in roster.pool(ask.model).all
+    )
+
+
 def why_hopeless(
-    roster: Roster, ask: RequestInfo, now: float, tried: frozenset[Worker]
+    roster: Roster, ask: RequestInfo, now: float, attempts: Attempts
 ) -> Refusal | None:
     """Return the refusal if waiting cannot help, else None."""
-    if not ask.pinned and any(_can_serve(w, ask, tried) for w in roster.pool(ask.model).all):
+    if not ask.pinned and any(_can_serve(w, ask, attempts) for w in roster.pool(ask.model).all):
         return None
     workers = [w for w in roster.of(ask.model) if w.role.serves_whole]
     if ask.pinned:
@@ -131,21 +139,21 @@ def why_hopeless(
     holders = [w for w in workers if w.may_hold(ask)]
     if workers and not holders:  # down and draining workers included
         return refusals.too_long(ask, max(w.limit for w in workers))
-    if any(not w.probed and not w.draining and w not in tried for w in holders):
+    if any(not w.probed and not w.draining and attempts.allows(w) for w in holders):
         return None  # its first probe is due
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
-    left = [w for w in live if w not in tried]
+    left = [w for w in live if attempts.allows(w)]
     if live and not left:
         return refusals.no_worker_left("no other worker can take it")
-    if any(_can_serve(w, ask, tried) for w in left):
+    if any(_can_serve(w, ask, attempts) for w in left):
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)
     return refusals.no_worker(ask.model, soonest)
 
 
-def _can_serve(worker: Worker, ask: RequestInfo, tried: frozenset[Worker]) -> bool:
+def _can_serve(worker: Worker, ask: RequestInfo, attempts: Attempts) -> bool:
     well = not worker.barred or worker.breaker.busy
-    return well and worker not in tried and worker.may_hold(ask)
+    return well and attempts.allows(worker) and worker.may_hold(ask)
 
 
 def note(worker: Worker, ask: RequestInfo, now: float) -> str:

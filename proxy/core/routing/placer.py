@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.leases import FIRST_ATTEMPT, NO_WORKERS, Attempts, Decision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, Lease
 from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
@@ -24,6 +24,8 @@ from proxy.core.routing.view import HandoverOffer, View
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
+# Longer queues of prefills get no request that another worker serves.
+MAX_MOVE_WAIT_S = 0.5
 
 
 def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
@@ -77,10 +79,7 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
-        others, tried = self.roster.others, attempts.tried
         view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
-        while decision is not None and others is not None and _is_filled(decision, others, now):
-            view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return None
         if admission is not None:
@@ -91,7 +90,7 @@ class Placer:
             decision.whether = handover_cost.verdict(decision, view)
             key = ask.model, decision.whether
             self.handovers[key] = self.handovers.get(key, 0) + 1
-        if tried:
+        if attempts.is_retry:
             decision = replace(decision, reason=Reason.RETRY)
         if decision.whole:
             attempts = replace(attempts, whole=decision.whole)
@@ -107,7 +106,32 @@ class Placer:
         self.count_decision(ask.model, decision.reason)
         return lease
 
+    def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
+        """Return whether a worker has room for a request, and would soon prefill it."""
+        self.fleet.settle(now)
+        _, decision = self.decide(ask, now, attempts, explain=False, aged=False, late=False)
+        return (
+            decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
+        )
+
     def decide(
+        self,
+        ask: RequestInfo,
+        now: float,
+        attempts: Attempts,
+        *,
+        explain: bool,
+        aged: bool,
+        late: bool,
+    ) -> tuple[View, Decision | None]:
+        """Choose among the workers that other processes have not filled meanwhile."""
+        others = self.roster.others
+        while True:
+            view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+            if decision is None or others is None or not _is_filled(decision, others, now):
+                return view, decision
+
+    def _decide(
         self,
         ask: RequestInfo,
         now: float,
@@ -227,7 +251,7 @@ class Placer:
             asked = view.pool.decodes and self.settings.transfer
             whether = handover_cost.verdict(decision, view) if asked else ""
             return replace(decision, scores=scores, whether=whether)
-        if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, NO_WORKERS)) is None:
+        if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)) is None:
             message = (
                 "The request would wait: every worker that can hold it is full, reserved for long "
                 "requests, or not probed yet."

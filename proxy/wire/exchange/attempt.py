@@ -19,6 +19,7 @@ from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
     is_silent,
     leaves_failed,
+    move_stream,
     rest_of,
     take_up,
 )
@@ -201,7 +202,7 @@ class Attempt:
                 self.lost(now, WorkerError.RESET)
                 return
             self.connection = None
-        if leaves_failed(owner, now, response, body):
+        if leaves_failed(owner, self.lease, now, response, body):
             return
         handover = self.handover
         if handover is not None and handover.waits and response.status == OK:
@@ -285,16 +286,15 @@ class Attempt:
         return extra_timeout_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
-        lease, handover = self.lease, self.handover
-        owner = self._owner
-        if lease is None or owner.last_refusal or (self.has_begun and not is_silent(owner, now)):
+        lease, handover, owner, begun = self.lease, self.handover, self._owner, self.has_begun
+        if lease is None or owner.last_refusal or (begun and not is_silent(owner, now)):
             return
         if lease.under_way.worker not in workers:
             return
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection
-        if connection is not None and self._wire.router.may_go_over(lease, now):
+        if connection is not None and self._wire.router.may_go_over(lease, now, continues=begun):
             connection.fail(now, WorkerError.TIMEOUT)
 
     def lost(self, now: float, error: WorkerError) -> None:
@@ -321,7 +321,7 @@ class Attempt:
                 failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
             owner.refuse(now, failed)
             return
-        if self.end_complete_stream(now) or owner.continue_elsewhere(now, response, error):
+        if self.end_complete_stream(now) or move_stream(owner, self.lease, now, response, error):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)

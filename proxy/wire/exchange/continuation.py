@@ -6,14 +6,17 @@ gets both and returns the whole text; `RestOfText` passes what the client does n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proxy.core.model.refusals import no_worker_left
+from proxy.core.model.types import Outcome
 from proxy.core.request.continuable import (
     DIFFERS,
     FIELD,
     NO_TOKENS,
+    NO_WORKER,
     OTHER_OUTPUT,
     TORN,
     why_not_continued,
@@ -24,7 +27,7 @@ from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
+    from proxy.core.fleet.leases import Attempts, Lease
     from proxy.wire.exchange.owner import AttemptOwner
     from proxy.wire.exchange.response_writer import ResponseWriter
 
@@ -52,35 +55,88 @@ def keep_for_continuation(
     return owner.sent_text is not None
 
 
-def prepare(owner: AttemptOwner, lease: Lease, response: ResponseWriter) -> str:
-    """Write the request that continues the stream; return why there is none, or nothing."""
+class Obstacle:
+    """Why a stream can't be continued."""
+
+    __slots__ = ("detail", "reason")
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason  # as in metrics
+        self.detail = detail  # the field of the request
+
+
+def find_tokens(
+    owner: AttemptOwner, lease: Lease, response: ResponseWriter
+) -> Sequence[int] | Obstacle:
+    """Return the tokens of a stream, or why it can't be continued. Nothing changes."""
     sent, request = owner.sent_text, owner.request
     tokens_of = owner.wire.router.fleet.roster.stream_tokens
     if sent is None or not request.body or tokens_of is None:
-        return NO_TOKENS
+        return Obstacle(NO_TOKENS)
+    if request.head.id and owner.wire.has_twin(request):  # two streams of one name in a journal
+        return Obstacle(NO_TOKENS)
     tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
     if tokens is None:
-        return NO_TOKENS
-    sent.condense(0)
-    if sent.other_output:
-        return OTHER_OUTPUT
-    if not response.may_go_on():
-        return TORN
+        return Obstacle(NO_TOKENS)
+    if sent.has_other_output:
+        return Obstacle(OTHER_OUTPUT)
+    if owner.begun is None and (field := why_not_continued(request.body)):
+        return Obstacle(FIELD, field)
+    return Obstacle(TORN) if response.is_torn else tokens
+
+
+def prepare(
+    owner: AttemptOwner, lease: Lease, response: ResponseWriter, tokens: Sequence[int]
+) -> None:
+    """Write the request that continues the stream."""
     if owner.begun is None:
-        if why_not_continued(request.body):
-            return FIELD
-        lease.attempts = replace(lease.attempts, whole="continued")
-        owner.whole_body = request.body
-    request.body = with_output(owner.whole_body, tokens)
+        lease.attempts = continued(lease.attempts)
+        owner.whole_body = owner.request.body
+    owner.request.body = with_output(owner.whole_body, tokens)
+    response.drop_partial_event()
     owner.begun = response
-    return ""
+    owner.failed_worker = lease.worker.name
 
 
-def leaves_failed(owner: AttemptOwner, now: float, response: ResponseWriter, body: bytes) -> bool:
+def continued(attempts: Attempts) -> Attempts:
+    """Return the attempts of a stream whose next attempt continues it."""
+    return replace(attempts, whole="continued", continues=True)
+
+
+def not_continued(owner: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
+    """Count and log a stream that ends because its worker failed."""
+    owner.failed_worker = ""
+    owner.wire.metrics.not_continued(obstacle.reason)
+    owner.wire.continuations.lost(now, owner.record, worker, obstacle.reason, obstacle.detail)
+
+
+def move_stream(
+    owner: AttemptOwner,
+    lease: Lease | None,
+    now: float,
+    response: ResponseWriter,
+    error: WorkerError,
+) -> bool:
+    """Continue the stream on another worker; False if it can't be continued."""
+    if owner.sent_text is None or lease is None:
+        return False
+    found = find_tokens(owner, lease, response)
+    if not isinstance(found, Obstacle):
+        prepare(owner, lease, response, found)
+        if owner.try_another(now, Outcome.FAILED, error) is None:
+            return True
+        found = Obstacle(NO_WORKER)
+    not_continued(owner, now, found, lease.worker.name)
+    return False
+
+
+def leaves_failed(
+    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
+) -> bool:
     """Continue on another worker if this one reports that its engine died or stops."""
     if owner.sent_text is None or FAILED.search(body) is None:
         return False
-    return owner.continue_elsewhere(now, response, WorkerError.STATUS)
+    return move_stream(owner, lease, now, response, WorkerError.STATUS)
 
 
 def is_silent(owner: AttemptOwner, now: float) -> bool:
@@ -102,14 +158,15 @@ def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -
     try:
         new = rest.feed(body)
     except TextDiffersError:
-        owner.wire.metrics.not_continued(DIFFERS)
-        owner.failed_worker = ""
+        not_continued(owner, now, Obstacle(DIFFERS), owner.failed_worker)
         return None
     if rest.is_reached:
+        failed, owner.failed_worker = owner.failed_worker, ""
         owner.rest = None
-        owner.wire.metrics.continued(owner.failed_worker)
-        owner.failed_worker = ""
+        owner.wire.metrics.continued(failed)
         owner.enter(ANSWERING)
         if lease is not None:
+            owner.record.left_workers += (failed,)
+            owner.wire.continuations.continued(now, owner.record, failed, lease.worker.name)
             owner.wire.router.leases.first_token(lease, now)
     return new

@@ -17,13 +17,14 @@ from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
-from proxy.core.request.continuable import NO_WORKER
+from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
 from proxy.core.request.json_edit import spliced
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
-from proxy.wire.exchange import continuation
 from proxy.wire.exchange.attempt import Attempt
+from proxy.wire.exchange.continuation import Obstacle, not_continued
+from proxy.wire.exchange.moves import move
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from proxy.core.tenants.limits import LimitExceeded, PendingDecision
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
-    from proxy.wire.exchange.response_writer import ResponseWriter
     from proxy.wire.extension import Client
 
 NOT_CONTINUED = "not_continued"
@@ -179,7 +179,8 @@ class Exchange(AttemptOwner):
     ) -> Refusal | None:
         """Send the request to another worker; return a refusal if none is left.
 
-        `free`: the retry does not use the retry budget. `why`: details of the error.
+        `free`: the retry does not use the retry budget. `why`: details of the error. A drained
+        worker has not failed, so that no attempt is counted.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
@@ -193,14 +194,15 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
+        moves = error is WorkerError.DRAINED
         placed = wire.router.retry(
             lease,
             now,
             outcome,
             retry_after_s,
-            avoid=worker,
+            avoid=None if moves else worker,
             after=failed,
-            free=free,
+            free=free or moves,
             dropped=error is WorkerError.RESET and attempt.response is None,
             explain=self.request.head.explain,
             why=why or error.value,
@@ -217,21 +219,21 @@ class Exchange(AttemptOwner):
         wire.settle(now)
         return placed if isinstance(placed, Refusal) else None
 
-    def continue_elsewhere(self, now: float, response: ResponseWriter, error: WorkerError) -> bool:
-        """Continue the stream on another worker; False if it can't be continued."""
+    # Off a worker that is drained
+
+    def uses(self, worker: Worker) -> bool:
+        """Return whether the worker has a part of the request."""
+        lease = None if self._attempt is None else self._attempt.lease
+        return lease is not None and worker in (lease.worker, lease.under_way.worker)
+
+    def move(self, now: float) -> str:
+        """Go to another worker if one has room; return why not, or nothing."""
         attempt = self._attempt
-        lease = None if attempt is None else attempt.lease
-        if self.sent_text is None or lease is None:
-            return False
-        if why := continuation.prepare(self, lease, response):
-            self.wire.metrics.not_continued(why)
-            return False
-        self.failed_worker = lease.worker.name
-        if self.try_another(now, Outcome.FAILED, error) is None:
-            return True
-        self.failed_worker = ""
-        self.wire.metrics.not_continued(NO_WORKER)
-        return False
+        if attempt is None or attempt.lease is None:
+            return ENDS
+        if attempt.handover is not None:
+            return HANDOVER
+        return move(self, now, attempt.lease, attempt.response)
 
     def condense_text(self) -> None:
         """Count the text that was sent, and forget it."""
@@ -246,8 +248,8 @@ class Exchange(AttemptOwner):
 
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun is not None:
-            if self.failed_worker:  # the stream did not go on since
-                self.wire.metrics.not_continued(NO_WORKER)
+            if failed := self.failed_worker:  # the stream did not go on since
+                not_continued(self, now, Obstacle(NO_WORKER), failed)
             status, reason = refusal.status, refusal.reason
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
             return

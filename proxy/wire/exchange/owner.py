@@ -59,10 +59,6 @@ class AttemptOwner:
         """Retry, or return a refusal."""
         raise NotImplementedError
 
-    def continue_elsewhere(self, now: float, response: ResponseWriter, error: WorkerError) -> bool:
-        """Continue the stream on another worker; False if it can't be continued."""
-        raise NotImplementedError
-
     def refuse(self, now: float, refusal: Refusal) -> None:
         """End the exchange with a refusal."""
         raise NotImplementedError

@@ -31,6 +31,7 @@ class RequestRecord:
         "decision",
         "first_token_at",
         "last_token_at",
+        "left_workers",
         "number",
         "opening",
         "placed_at",
@@ -60,6 +61,7 @@ class RequestRecord:
         self.opening = 0  # tokens in the first piece
         self.tokens = 0  # in later pieces
         self.last_token_at = 0.0
+        self.left_workers: tuple[str, ...] = ()  # from which the stream went on elsewhere
         self._gaps: Histogram | None = None
 
     @property
@@ -129,6 +131,7 @@ class RequestRecord:
         done = FinishedRequest(route, status, reason, now - self.started)
         done.queue_s = self.queue_s
         done.size = class_of(ask)
+        done.left_workers = self.left_workers
         if ask is not None:
             done.model = ask.model
             if ask.computes:

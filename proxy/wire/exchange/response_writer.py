@@ -139,13 +139,15 @@ class ResponseWriter:
         stream = self._stream
         return stream.collect_text() if stream is not None and self._chunked else None
 
-    def may_go_on(self) -> bool:
-        """Prepare for events of another worker; False if half an event was sent."""
-        stream = self._stream
-        if stream is None or stream.torn:
-            return False
-        stream.drop_partial_event()
-        return True
+    @property
+    def is_torn(self) -> bool:
+        """True if half an event was sent."""
+        return self._stream is None or self._stream.torn
+
+    def drop_partial_event(self) -> None:
+        """Prepare for events of another worker."""
+        if self._stream is not None:
+            self._stream.drop_partial_event()
 
     @property
     def recounts(self) -> bool:

@@ -38,6 +38,7 @@ class WorkerError(StrEnum):
     BROKEN = "broken"  # invalid HTTP
     STATUS = "status"  # a 5xx or 429
     OURS = "ours"  # no local resources
+    DRAINED = "drained"  # it failed nothing: its requests go elsewhere
 
 
 class ResponseReceiver(Protocol):

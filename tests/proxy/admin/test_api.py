@@ -27,6 +27,7 @@ from proxy.metrics.registry import Metrics
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
+from proxy.wire.exchange.moves import MovedRequests
 from tests.proxy.metrics.finished import finished
 
 FLEET = """
@@ -53,6 +54,12 @@ class State:
         self.logs = Logs(self.config, Metrics(self.router))
         self.error: Exception | None = None
         self.reloads = 0
+        self.moved: list[str] = []
+
+    async def move_requests(self, name: str) -> MovedRequests:
+        """Pretend to move requests."""
+        self.moved.append(name)
+        return 3, {"field": 2}
 
     async def decisions(self, limit: int, **wanted: Any) -> list[RecentRequest]:
         return list(self.recent.newest(limit, **wanted))
@@ -182,6 +189,20 @@ async def test_drain_keeps_running_requests(state: State, api: httpx.AsyncClient
     assert (await api.get("/admin/workers")).json()[0]["state"] == "drained"
     assert (await api.post("/admin/workers/s0/undrain")).json()["state"] == "up"
     assert not state.worker("s0").draining
+
+
+async def test_drain_now_moves_requests(state: State, api: httpx.AsyncClient) -> None:
+    state.mark_up()
+    plain = (await api.post("/admin/workers/s0/drain")).json()
+    assert (state.moved, plain["moved"], plain["remaining"]) == ([], 0, {})
+    drained = (await api.post("/admin/workers/s0/drain?now=true")).json()
+    assert state.moved == ["s0"]
+    assert (drained["state"], drained["moved"], drained["remaining"]) == (
+        "drained", 3, {"field": 2},
+    )  # fmt: skip
+    assert state.worker("s0").draining
+    assert (await api.post("/admin/workers/s0/drain?now=perhaps")).status_code == 422
+    assert (await api.post("/admin/workers/x/drain?now=true")).status_code == 404
 
 
 async def test_worker_is_added(state: State, api: httpx.AsyncClient) -> None:

@@ -14,7 +14,8 @@ from tests.proxy.core.making import fleet_of, spec
 WITHOUT_TEXT = {
     WorkerError.STATUS,
     WorkerError.OURS,
-}  # a status is shown as it is; OURS is no worker's failure
+    WorkerError.DRAINED,
+}  # a status is shown as it is; the others are no worker's failure
 
 
 def test_every_worker_error_has_a_text() -> None:

@@ -24,6 +24,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import BrokenError, Client, bearer, chat, get, request
 from tests.proxy.wire.site import eventually
+from vllm_sched.cli.main import main
 
 NAMES = ("a", "b")
 
@@ -168,6 +169,30 @@ async def test_admin_requests_hold_in_all_processes(
     await wait_for_only(clients, fakes["a"])
     spec = {"name": "b", "url": fakes["b"].url, "max_requests": 4}
     await group.admin_request("/workers", "POST", json=spec)
+    await group.wait_until_up()
+    for client in clients:
+        client.close()
+
+
+async def test_drain_now_moves_requests_of_all_processes(
+    group: RouterGroup, fakes: dict[str, FakeWorker]
+) -> None:
+    opening = hold(fakes)
+    each, more = await group.connect_to_each(), await group.connect_to_each()
+    clients = [client for name in each for client in (each[name], more[name])]
+    for number, client in enumerate(clients):
+        await client.send(chat())
+        await wait_for_requests(fakes, number + 1)
+    assert [len(fake.served) for fake in fakes.values()] == [2, 2]
+    drained = await group.admin_request("/workers/a/drain?now=true", "POST")
+    assert (drained["moved"], drained["remaining"]) == (2, {})
+    await eventually(lambda: len(fakes["b"].served) == 4, within=DEADLINE_S)
+    await group.wait_until(lambda workers: workers["a"]["state"] == "drained")
+    command = ["drain", str(group.file), "a", "--now", "--url", group.admin]
+    assert await asyncio.to_thread(main, command) == 0
+    opening.set()
+    assert {(await client.answer()).status for client in clients} == {200}
+    await group.admin_request("/workers/a/undrain", "POST")
     await group.wait_until_up()
     for client in clients:
         client.close()

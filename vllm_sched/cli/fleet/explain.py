@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
-import ssl
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from proxy.admin.key import key_of
 from proxy.admin.schemas import Explanation, Question, explanation
-from proxy.config import TlsConfig
 from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
+from vllm_sched.cli.fleet.live_router import LiveRouter, ask
 from vllm_sched.cli.plain_text import columns
 from vllm_sched.errors import UsageError
 
@@ -30,11 +22,6 @@ if TYPE_CHECKING:
     from proxy.config import FleetConfig
     from proxy.core.model.specs import Score
 
-TIMEOUT_S = 10.0
-URL_REMEDY = (
-    "give the URL of a running router's admin API, such as http://127.0.0.1:8001; its port is "
-    "router.admin.port, not the port for clients"
-)
 ASSUMED_NOTE = "these times are assumptions; --live asks a running router, which measures them"
 NO_WORKER_STATUS = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
@@ -48,7 +35,6 @@ NO_HANDOVER_REASONS = {
     HandoverVerdict.NO_PREFILL: "no prefill worker is up",
     HandoverVerdict.PREFILL_BUSY: "no prefill worker is free and connected to the decode worker",
 }
-Answer = TypeVar("Answer")
 EXPLANATION = TypeAdapter(Explanation)
 BALANCES = TypeAdapter(list[BalanceShown])
 
@@ -85,18 +71,15 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
 
     With --live, also print the load of prefill and decode workers.
     """
-    from proxy.setup.app import url_of
-
-    admin = config.router.admin
-    url = arguments.live or url_of(admin.host, admin.port, admin.tls)
-    key = key_of(admin, str(arguments.fleet)) if arguments.live is not None else None
-    live = LiveRouter(url, key, admin.tls)
+    live = None
+    if arguments.live is not None:
+        live = LiveRouter.of(config, arguments.fleet, arguments.live)
     status = 0
     if arguments.prompt_tokens is not None:
         status = _explain_one(arguments, config, live)
-    elif arguments.live is None:
+    elif live is None:
         raise UsageError("--prompt-tokens is missing; give the prompt's length, such as 12000")
-    if arguments.live is not None and config.transfer is not None:
+    if live is not None and config.transfer is not None:
         _show_sides(balances(live))
     elif arguments.prompt_tokens is None:
         print("this fleet has no prefill and decode workers; give --prompt-tokens")
@@ -112,41 +95,15 @@ def _show_sides(sides: Sequence[BalanceShown]) -> None:
         print(f"{each.model}: {each.advice}")
 
 
-@dataclass(frozen=True)
-class LiveRouter:
-    """A running router's admin API."""
-
-    url: str
-    key: str | None = field(default=None, repr=False)
-    tls: TlsConfig | None = None
-
-    def headers(self) -> dict[str, str]:
-        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return {"Content-Type": "application/json", **key}
-
-    def opener(self) -> urllib.request.OpenerDirector:
-        """Return a URL opener that ignores proxies and trusts the fleet file's certificate.
-
-        The certificate is trusted for any host name.
-        """
-        context = ssl.create_default_context()
-        if self.tls is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-            context.load_verify_locations(self.tls.cert_file)
-        return urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        )
-
-
-def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: LiveRouter) -> int:
+def _explain_one(
+    arguments: argparse.Namespace, config: FleetConfig, live: LiveRouter | None
+) -> int:
     question = Question(
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
         model=arguments.model or config.model,
     )
-    if arguments.live is None:
+    if live is None:
         _note_discovered(config, question.model)
         found = predicted(config, question)
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
@@ -156,7 +113,7 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: LiveR
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
-    if arguments.live is None and found.worker:
+    if live is None and found.worker:
         print(ASSUMED_NOTE)
     return 0 if found.worker else NO_WORKER_STATUS
 
@@ -189,43 +146,12 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
 
 def live_explanation(live: LiveRouter, question: Question) -> Explanation:
     """Return a running router's decision from its admin API."""
-    return _ask(live, "explain", EXPLANATION, question.model_dump_json())
+    return ask(live, "explain", EXPLANATION, question.model_dump_json())
 
 
 def balances(live: LiveRouter) -> list[BalanceShown]:
     """Return the load of prefill and decode workers from a running router's admin API."""
-    return _ask(live, "balance", BALANCES)
-
-
-def _ask(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
-    url = live.url
-    try:
-        opener = live.opener()
-        request = urllib.request.Request(  # noqa: S310 - the user's own URL
-            f"{url.rstrip('/')}/admin/{what}",
-            data=body.encode() if body is not None else None,
-            headers=live.headers(),
-        )
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return kind.validate_json(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            why = _error_message(error.read()) or error.reason
-        elsewhere = f"; {URL_REMEDY}" if error.code == HTTPStatus.NOT_FOUND else ""
-        raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(error, ValidationError):
-            why = "the response is not from a router's admin API"
-        else:
-            why = str(getattr(error, "reason", error))
-        raise UsageError(f"{url}: {why}; {URL_REMEDY}") from None
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, TypeError, KeyError):
-        return ""
+    return ask(live, "balance", BALANCES)
 
 
 def _verdict(found: Explanation) -> str:

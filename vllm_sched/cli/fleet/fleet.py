@@ -1,4 +1,4 @@
-"""The commands that take a fleet file: `router`, `up`, `demo`, `check`, `explain`."""
+"""The commands that take a fleet file: `router`, `up`, `demo`, `check`, `explain`, `drain`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerConfig, load, shown
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
-from vllm_sched.cli.fleet import demo, explain, up
+from vllm_sched.cli.fleet import demo, drain, explain, up
 from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.wiring import compatibility_problems
 from vllm_sched.cli.plain_text import columns
@@ -47,6 +47,10 @@ def describe(commands: Commands) -> None:
     asked = _command(commands, "explain", "show where a request would go, and why")
     explain.add_options(asked)
     asked.set_defaults(func=lambda given: explain.explain(given, read(given.fleet)))
+
+    drained = _command(commands, "drain", "send a worker of a running router no new requests")
+    drain.add_options(drained)
+    drained.set_defaults(func=lambda given: drain.drain(given, read(given.fleet)))
 
 
 def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:

@@ -352,6 +352,38 @@ def test_retry_is_charged_as_the_same_request() -> None:
     assert (tokens_left(owner), owner.ledger.running) == (850, 0)
 
 
+@pytest.mark.parametrize("end", ["usage", "no usage", "client gone", "failed"])
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.MOOT])
+def test_a_continued_stream_is_charged_once(outcome: Outcome, end: str) -> None:
+    router = router_of(spec("a"), spec("b"), retry_budget=1.0)
+    owner = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
+    request = of(owner)
+    lease = placed(router.submit(request, 0.0))
+    router.leases.first_token(lease, 0.0)
+    router.leases.tokens(lease, 30)
+    moves = outcome is Outcome.MOOT
+    again = router.retry(
+        lease, 0.0, outcome, avoid=None if moves else lease.worker, after=lease, free=moves
+    )
+    assert isinstance(again, Lease)
+    assert again.worker is not lease.worker
+    assert owner.ledger.running == 1
+    assert tokens_left(owner) == 1000 - 150  # as before
+    refused(router.submit(of(owner), 0.0))  # concurrency
+    router.leases.first_token(again, 0.0)
+    router.leases.tokens(again, 20)
+    last, usage = {
+        "usage": (Outcome.DONE, Usage(100, 50)),
+        "no usage": (Outcome.DONE, None),
+        "client gone": (Outcome.CLIENT_GONE, None),
+        "failed": (Outcome.FAILED, None),
+    }[end]
+    router.leases.finish(again, 0.0, last, usage)
+    assert (tokens_left(owner), owner.ledger.running, owner.virtual) == (850, 0, 200)
+    assert (owner.totals.prompt_tokens, owner.totals.output_tokens) == (100, 50)
+    assert idle([worker_of(router, "a"), worker_of(router, "b")])
+
+
 def test_waiting_request_holds_and_releases_a_concurrency_slot() -> None:
     router, owner = one_slot_router(), tenant(concurrency=2, tokens_per_minute=1000)
     lease = placed(router.submit(of(owner), 0.0))

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.core.request.continuable import FIELD, NO_WORKER, OTHER_OUTPUT
+from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, OTHER_OUTPUT
+from proxy.wire.exchange.continuation_log import INTERVAL_S, MAX_LINES, ContinuationLog
 from proxy.wire.exchange.exchange import MAX_PIECES
+from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.raw_client import Client, chat, request
-from tests.proxy.wire.site import Fake, Site
+from tests.proxy.wire.site import Fake, Site, eventually
 
 # Escapes, several bytes a character, repetitions.
 WORDS = ["Hel", "lo", ' "w', "\\", "ö", "rld", "\n\n", "a", "a", "a", "😀", " data: [DONE]", "end"]
@@ -366,3 +368,85 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"error"' in answer.body
     assert site.metrics.lost_streams == {OTHER_OUTPUT: 1}
+
+
+async def test_only_workers_with_a_journal_continue_a_stream(start: Start) -> None:
+    """Another server ignores the tokens, and would generate another text."""
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=4), engines.serve())
+    client = await site.send(chat(stream=True))
+    await eventually(lambda: len(site.served()) == 1)
+    others = [name for name, fake in site.fakes.items() if not fake.served]
+    site.worker(others[0]).reports_prefixes = False
+    text, _ = await text_of(client)
+    assert text == "".join(WORDS)
+    assert len(site.fakes[others[1]].served) == 1
+    await site.settled()
+
+
+async def test_a_stream_ends_at_once_without_another_journal(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    gate = asyncio.Event()
+    in_turn(site, scripts.gated(gate, engines.serve(dies_after=4)))
+    client = await site.send(chat(stream=True))
+    await eventually(lambda: len(site.served()) == 1)
+    [spare] = [name for name, fake in site.fakes.items() if not fake.served]
+    site.worker(spare).reports_prefixes = False
+    gate.set()
+    answer = await client.answer()
+    assert b'"error"' in answer.body
+    assert not site.fakes[spare].served
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
+    assert "is not continued: no_worker" in caplog.text
+    await site.settled()
+
+
+async def test_each_stream_has_a_log_line(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "proxy.wire.exchange.continuation_log")
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=3), engines.serve())
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = b"X-Request-Id: mine", b"traceparent: 00-%b-b7ad6b7169203331-01" % trace.encode()
+    await text_of(await site.send(chat("hi", *headers, stream=True)))
+    first, second = [call.connection.worker.name for call in site.served()]
+    assert caplog.messages == [
+        f"request mine, trace {trace}: the stream of worker {first} continues on {second}"
+    ]
+    [recent] = site.metrics.recent.newest(1)
+    assert (recent.worker, recent.left_workers) == (second, (first,))
+    in_turn(site, engines.serve(dies_after=3))
+    await (await site.send(chat("hi", stream=True, frequency_penalty=0.5))).answer()
+    assert caplog.messages[-1].endswith("is not continued: field 'frequency_penalty'")
+    await site.settled()
+
+
+async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, scripts.stall, engines.serve(dies_after=3))
+    other = await site.send(chat("other", b"X-Request-Id: mine", stream=True))
+    await eventually(lambda: len(site.served()) == 1)
+    answer = await (await site.send(chat("hi", b"X-Request-Id: mine", stream=True))).answer()
+    assert b'"error"' in answer.body
+    assert site.metrics.lost_streams == {NO_TOKENS: 1}
+    other.close()
+    await site.settled()
+
+
+def test_a_worker_with_many_streams_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    log, record = ContinuationLog(), RequestRecord()
+    for number in range(1000):
+        log.lost(number / 1000, record, "w0", NO_WORKER, "")
+    assert len(caplog.messages) == MAX_LINES
+    log.lost(INTERVAL_S, record, "w0", NO_WORKER, "")
+    assert caplog.messages[MAX_LINES].startswith(f"{1000 - MAX_LINES} lines")
+    assert len(caplog.messages) == MAX_LINES + 2

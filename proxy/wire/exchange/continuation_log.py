@@ -1,0 +1,52 @@
+"""A log line for each stream that went on from another worker, or could not.
+
+A worker with thousands of streams may fail: most lines beyond `MAX_LINES` are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.wire.exchange.request_record import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_LINES, INTERVAL_S = 100, 10.0
+MAX_NAME_CHARS = 100  # clients choose ids and fields
+
+
+class ContinuationLog:
+    """The log of one process."""
+
+    def __init__(self) -> None:
+        self._since = -inf
+        self._lines = 0
+        self._left_out = 0
+
+    def continued(self, now: float, record: RequestRecord, before: str, after: str) -> None:
+        if self._may_log(now):
+            logger.info("%s: the stream of worker %s continues on %s", _name(record), before, after)
+
+    def lost(self, now: float, record: RequestRecord, worker: str, reason: str, field: str) -> None:
+        if self._may_log(now):
+            why = f"{reason} {field[:MAX_NAME_CHARS]!r}" if field else reason
+            logger.warning(
+                "%s: the stream of worker %s is not continued: %s", _name(record), worker, why
+            )
+
+    def _may_log(self, now: float) -> bool:
+        if now - self._since >= INTERVAL_S:
+            if self._left_out:
+                logger.warning("%d lines on other streams are left out", self._left_out)
+            self._since, self._lines, self._left_out = now, 0, 0
+        self._lines += 1
+        self._left_out += self._lines > MAX_LINES
+        return self._lines <= MAX_LINES
+
+
+def _name(record: RequestRecord) -> str:
+    name, trace = f"request {record.id[:MAX_NAME_CHARS]}", record.trace_id
+    return f"{name}, trace {trace}" if trace else name

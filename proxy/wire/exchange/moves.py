@@ -1,0 +1,140 @@
+"""Requests leave a worker that is drained at once.
+
+A sweep moves a few of them: each costs another worker a prefill. What can't be continued ends where
+it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from proxy.core.model.types import Outcome
+from proxy.core.request.continuable import (
+    ENDS,
+    LASTING,
+    NO_WORKER,
+    NOT_KEPT,
+    PINNED,
+    WAITS,
+)
+from proxy.wire.exchange.continuation import Obstacle, continued, find_tokens, prepare
+from proxy.wire.worker.connection import WorkerError
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Lease
+    from proxy.core.fleet.roster import Roster
+    from proxy.core.fleet.worker import Worker
+    from proxy.wire.context import ServedExchange
+    from proxy.wire.exchange.owner import AttemptOwner
+    from proxy.wire.exchange.response_writer import ResponseWriter
+
+logger = logging.getLogger(__name__)
+
+MovedRequests: TypeAlias = "tuple[int, Mapping[str, int]]"  # and those that remain, by reason
+MAX_MOVES_PER_SWEEP = 32
+MOVE_S = 3.0  # less than a process has for an answer
+
+
+def move(owner: AttemptOwner, now: float, lease: Lease, response: ResponseWriter | None) -> str:
+    """Send a request to another worker if one has room; return why not, or nothing."""
+    if owner.last_refusal is not None or (response is not None and response.is_whole):
+        return ENDS
+    if lease.ask.pinned:
+        return PINNED
+    attempts = replace(lease.attempts, moved=True)
+    ask, placer = attempts.enlarged or lease.ask, owner.wire.router.placer
+    if response is None or not response.has_begun or owner.rest is not None:
+        if not placer.may_move(ask, now, attempts):
+            return NO_WORKER
+    else:
+        if owner.sent_text is None:
+            return NOT_KEPT
+        tokens = find_tokens(owner, lease, response)
+        if isinstance(tokens, Obstacle):
+            return tokens.reason
+        if not placer.may_move(ask, now, continued(attempts)):
+            return NO_WORKER
+        prepare(owner, lease, response, tokens)
+    refusal = owner.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
+    if refusal is not None:  # in this moment another process has filled the worker
+        owner.refuse(now, refusal)
+    return ""
+
+
+class WorkerMoves:
+    """The requests that one worker had when it was drained."""
+
+    def __init__(self, worker: Worker, exchanges: Iterable[ServedExchange]) -> None:
+        self.worker = worker
+        self.moved = 0
+        self.ended = asyncio.Event()
+        self._why = {each: WAITS for each in exchanges if each.uses(worker)}
+        self._waiting = deque(self._why)
+
+    def step(self, now: float) -> None:
+        """Move the next requests."""
+        waiting = self._waiting
+        for _ in range(min(MAX_MOVES_PER_SWEEP, len(waiting))):
+            exchange = waiting.popleft()
+            if not exchange.uses(self.worker):
+                continue
+            why = self._why[exchange] = exchange.move(now)
+            if not why:
+                self.moved += 1
+            elif why not in LASTING:
+                waiting.append(exchange)
+        if not waiting:
+            self.ended.set()
+
+    def remaining(self) -> dict[str, int]:
+        """Return how many requests the worker still has, by reason."""
+        return dict(Counter(why for each, why in self._why.items() if each.uses(self.worker)))
+
+
+class Moves:
+    """All workers that requests leave, in one process."""
+
+    def __init__(
+        self, roster: Roster, exchanges: Iterable[ServedExchange], clock: Callable[[], float]
+    ) -> None:
+        self._roster = roster
+        self._exchanges = exchanges
+        self._clock = clock
+        self._of: dict[Worker, WorkerMoves] = {}
+
+    async def leave(self, name: str, within_s: float = MOVE_S) -> MovedRequests:
+        """Move requests off a drained worker; return when all have moved that can, or later."""
+        worker = self._roster.get(name)
+        if worker is None:
+            return 0, {}
+        if not worker.draining:  # the message of the leading process comes later
+            self._roster.drain(name)
+        moves = self._of[worker] = WorkerMoves(worker, self._exchanges)
+        self.step(self._clock())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await moves.ended.wait()
+        return moves.moved, moves.remaining()
+
+    def step(self, now: float) -> None:
+        """Move the next requests."""
+        for worker, moves in list(self._of.items()):
+            if worker.draining:
+                moves.step(now)
+            else:
+                moves.ended.set()
+            if moves.ended.is_set():
+                del self._of[worker]
+                left = ", ".join(f"{why} {n}" for why, n in moves.remaining().items())
+                logger.info(
+                    "worker %s: %d requests moved, remaining: %s",
+                    worker.name,
+                    moves.moved,
+                    left or "none",
+                )

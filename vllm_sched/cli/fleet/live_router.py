@@ -1,0 +1,101 @@
+"""The admin API of a running router."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from proxy.admin.key import key_of
+from proxy.config import TlsConfig
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from proxy.config import FleetConfig
+
+TIMEOUT_S = 10.0
+URL_REMEDY = (
+    "give the URL of a running router's admin API, such as http://127.0.0.1:8001; its port is "
+    "router.admin.port, not the port for clients"
+)
+NO_SUCH_WORKER = "there is no worker"
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class LiveRouter:
+    """A running router's admin API."""
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+    tls: TlsConfig | None = None
+
+    @classmethod
+    def of(cls, config: FleetConfig, source: Path, url: str = "") -> LiveRouter:
+        """Return the router of a fleet file, or the one at a URL."""
+        from proxy.setup.app import url_of
+
+        admin = config.router.admin
+        url = url or url_of(admin.host, admin.port, admin.tls)
+        return cls(url, key_of(admin, str(source)), admin.tls)
+
+    def headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        """Return a URL opener that ignores proxies and trusts the fleet file's certificate.
+
+        The certificate is trusted for any host name.
+        """
+        context = ssl.create_default_context()
+        if self.tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(self.tls.cert_file)
+        return urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+
+
+def ask(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+    """Return the response to a GET, or to a POST with a body."""
+    url = live.url
+    try:
+        opener = live.opener()
+        request = urllib.request.Request(  # noqa: S310 - the user's own URL
+            f"{url.rstrip('/')}/admin/{what}",
+            data=body.encode() if body is not None else None,
+            headers=live.headers(),
+        )
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            return kind.validate_json(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            why = _error_message(error.read()) or error.reason
+        known = error.code != HTTPStatus.NOT_FOUND or why.startswith(NO_SUCH_WORKER)
+        elsewhere = "" if known else f"; {URL_REMEDY}"
+        raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, ValidationError):
+            why = "the response is not from a router's admin API"
+        else:
+            why = str(getattr(error, "reason", error))
+        raise UsageError(f"{url}: {why}; {URL_REMEDY}") from None
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return ""
