@@ -550,6 +550,29 @@ SELF = (
         ),
     ),
     Panel(
+        "Replicas",
+        "Routers that each router hears from, with itself, and routers without the server of "
+        "`router.shared`: `alone` see only their own requests, `alone, limits` decide tenants' "
+        "limits alone.", "short",
+        (
+            Query(f"min by (instance) (proxy_replicas{{{ROUTER}}})", "{{instance}}"),
+            Query(f"min by (instance) (proxy_shared_up{{{ROUTER}}}) == 0", "{{instance}} alone"),
+            Query(
+                f"min by (instance) (proxy_shared_limits_up{{{ROUTER}}}) == 0",
+                "{{instance}} alone, limits",
+            ),
+        ),
+    ),
+    Panel(
+        "Shared state",
+        "Age of the last message of the replica that was silent for the longest time, in seconds, "
+        "and errors of the connection to the server per second.", "short",
+        (
+            Query(f"max by (instance) (proxy_shared_age_seconds{{{ROUTER}}})", "{{instance}} age"),
+            Query(rate("proxy_shared_errors_total", ROUTER, "instance"), "{{instance}} errors"),
+        ),
+    ),
+    Panel(
         "Journals",
         "Requests in the journal of each worker, and journals that a router can't read.", "short",
         (

@@ -78,6 +78,10 @@ class AdminState(Protocol):
     def config(self) -> FleetConfig:
         """The fleet file as last read."""
 
+    @property
+    def drained(self) -> Callable[[str, bool, bool], None]:
+        """Have routers on other hosts drain or undrain a worker too, and move its requests."""
+
     async def move_requests(self, name: str) -> MovedRequests:
         """Move the requests of a drained worker to others, and return after a few seconds."""
 
@@ -156,6 +160,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         """Drain a worker. With `now`, call again to see what remains."""
         worker = find(name)
         state.router.fleet.roster.drain(name)
+        state.drained(name, True, now)
         moved, remaining = await state.move_requests(name) if now else (0, {})
         shown = shown_worker(worker, clock()).model_dump()
         return Drained(**shown, moved=moved, remaining=dict(remaining))
@@ -164,6 +169,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     async def undrain_worker(name: str) -> WorkerShown:
         worker = find(name)
         state.router.fleet.roster.drain(name, draining=False)
+        state.drained(name, False, False)
         return shown_worker(worker, clock())
 
     @api.delete("/{name}", summary="Remove a worker; requests in flight finish")

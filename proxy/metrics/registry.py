@@ -116,6 +116,7 @@ class Metrics:
         self.under_way: Callable[[], Iterable[ObservedRequest]] = tuple
         self.log_lines_dropped: Callable[[], int] = int
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
+        self.limits_shared: Callable[[], bool] = lambda: True
         self.journals: Callable[[], Iterable[JournalCount]] = tuple
         self.batches: BatchCounts | None = None  # set if batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)

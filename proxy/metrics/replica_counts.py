@@ -12,6 +12,12 @@ UP = Family(
     "gauge",
     "0 if the server of router.shared cannot be reached; 1 otherwise, and without router.shared.",
 )
+LIMITS_UP = Family(
+    "proxy_shared_limits_up",
+    "gauge",
+    "0 if this router decides tenants' limits alone, because the server of router.shared does not "
+    "answer; 1 otherwise.",
+)
 REPLICAS = Family(
     "proxy_replicas", "gauge", "Router replicas that this one hears from, with itself."
 )

@@ -19,7 +19,7 @@ from proxy.core.request.continuable import REASONS
 from proxy.metrics import journal_counts, phases
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
-from proxy.metrics.replica_counts import ALONE
+from proxy.metrics.replica_counts import ALONE, LIMITS_UP
 
 if TYPE_CHECKING:
     from proxy.metrics.registry import Metrics
@@ -392,6 +392,7 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     page.values(RESTARTS, [((), 0)])
     for family, value in ALONE.rows():
         page.values(family, [((), value)])
+    page.values(LIMITS_UP, [((), metrics.limits_shared())])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])

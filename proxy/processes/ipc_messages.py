@@ -98,6 +98,15 @@ class StoredResponses:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDrained:
+    """A worker was drained or undrained by the admin API of any host; the leader follows."""
+
+    name: str
+    draining: bool
+    now: bool = False  # its requests move to other workers
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Refuse new requests, let requests in flight finish, and exit."""
 
@@ -143,6 +152,7 @@ Message: TypeAlias = (
     | ConfigReloaded
     | WorkersChanged
     | StoredResponses
+    | WorkerDrained
     | Drain
     | Stop
     | IpcQuestion

@@ -37,6 +37,7 @@ from proxy.processes.ipc_messages import (
     Stop,
     StoredResponses,
     What,
+    WorkerDrained,
     WorkersChanged,
 )
 from proxy.processes.replicas.limits import SharedLimiter
@@ -74,6 +75,7 @@ class ServerProcess:
         )
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
+        self.app.drained = self._drained
         self.app.wire.pages = self.page
         self.app.live.collect_all = self.minute
         self.app.logs.change_all = self.change_logs
@@ -95,7 +97,9 @@ class ServerProcess:
         self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
         if (settings := first.router.shared) is not None:
             password = begin.keys.shared
-            self._limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
+            limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
+            self._limiter = limiter
+            self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
         self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock)
         self._channel = channel
@@ -148,6 +152,11 @@ class ServerProcess:
                     self.app.take(config, keys)
                 except ProxyError as error:
                     logger.error("process %d keeps its configuration:\n%s", self._index, error)
+            case WorkerDrained(name, draining, now):
+                if self.app.leads:
+                    self.app.fleet.roster.drain(name, draining=draining)
+                    if now:
+                        self._run_in_background(self._move_requests(name))
             case Drain():
                 self.drain()
             case Stop():
@@ -193,6 +202,13 @@ class ServerProcess:
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         """Change the log settings of all processes."""
         await self._ask("logs", (requests, dict(levels)))
+
+    def _drained(self, name: str, draining: bool, now: bool) -> None:
+        """Have the routers on other hosts drain or undrain a worker too."""
+        self._channel.send(WorkerDrained(name, draining, now))
+
+    async def _move_requests(self, name: str) -> None:
+        await self.move_requests(name)
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""

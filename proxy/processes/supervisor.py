@@ -281,6 +281,8 @@ class Supervisor:
     # Messages
 
     def _handle(self, child: Child, message: Message) -> None:
+        if self.replication is not None:
+            self.replication.report(message)
         match message:
             case Joined():
                 child.joined = True
@@ -292,14 +294,10 @@ class Supervisor:
                 if self._serving == self.processes:
                     self._all_serve.set()
             case WorkersChanged():
-                if self.replication is not None:
-                    self.replication.take(message)
                 for other in self._children.values():
                     if other is not child and other.joined:
                         self._pass_on(other, message)
-            case StoredResponses(responses):
-                if self.replication is not None:
-                    self.replication.remember(responses)
+            case StoredResponses():
                 self._send_all(message, but=child)
             case ConfigReloaded(config, keys):
                 self._config, self._keys, self._logs = config, keys, None

@@ -119,6 +119,7 @@ class App:
             self.metrics.at_end += (self.tracing.ended,)
         self.batches = self._batches(config.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
+        self.drained: Callable[[str, bool, bool], None] = _ignore_drain  # reports to other hosts
         self.leads = False
         self._admin_key = AdminKey()
         self._admin_key.take(keys.admin)
@@ -371,3 +372,7 @@ class App:
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _ignore_drain(name: str, draining: bool, now: bool) -> None:
+    """Do nothing: no other host has to know."""

@@ -17,6 +17,7 @@ Last: TypeAlias = tuple[float, bool, int]
 Traffic: TypeAlias = tuple[int, int, float]
 Shares: TypeAlias = tuple[float, float, float]  # one number per class
 Usage: TypeAlias = tuple[int, int, Shares, Shares, Shares]
+Drained: TypeAlias = tuple[float, bool, bool]  # time of day, whether it drains, and at once
 Settled: TypeAlias = dict[int, Shares]  # charges of processes, by tenant mark
 
 
@@ -49,6 +50,7 @@ class Update(msgspec.Struct, array_like=True):
     processes: list[ProcessChanges] = []
     gone: list[int] = []  # processes that ended
     history: dict[str, Settled] = {}  # of processes that ended for good, on any host
+    drains: dict[str, Drained] = {}  # by the worker's name in the fleet file
     responses: list[tuple[str, str, str]] = []  # stored responses: id, worker, tenant
 
 

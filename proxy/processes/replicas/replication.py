@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from math import inf
@@ -23,17 +23,17 @@ import msgspec
 
 from proxy.core.request.response_owners import MAX_RESPONSES
 from proxy.metrics.replica_counts import ReplicaCounts
-from proxy.processes.ipc_messages import StoredResponses
+from proxy.processes.ipc_messages import StoredResponses, WorkerDrained, WorkersChanged
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
-from proxy.processes.replicas.messages import Update, decode, encode
+from proxy.processes.replicas.messages import Drained, Update, decode, encode
 from proxy.processes.replicas.remote_sheets import RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
     from proxy.config.shared import SharedConfig
-    from proxy.processes.ipc_messages import WorkersChanged
+    from proxy.processes.ipc_messages import Message
     from proxy.processes.shared.shared_memory import SharedTable
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
+MAX_DRAINS = 4096
+NEVER_DRAINED: Drained = (-inf, False, False)
 Response = tuple[str, str, str]  # id, worker, tenant
 
 
@@ -54,7 +56,7 @@ class Replication:
         table: SharedTable,
         open_channel: Callable[[], AbstractAsyncContextManager[redis_server.ReplicaChannel]],
         *,
-        recall: Callable[[StoredResponses], None],
+        send: Callable[[StoredResponses | WorkerDrained], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
@@ -64,7 +66,7 @@ class Replication:
         self.sheets = RemoteSheets(table, self.workers)
         self._table = table
         self._open_channel = open_channel
-        self._recall = recall
+        self._send = send
         self._clock = clock
         self._local = [LocalSheet(index, table) for index in range(table.processes)]
         self._requests: list[dict[str, int]] = [{} for _ in self._local]  # by process and worker
@@ -77,6 +79,8 @@ class Replication:
         self._heard: dict[str, int] = {}
         self._owes_answer = False  # a replica's slots depend on what this one has heard
         self._responses: dict[str, Response] = {}
+        self._drains: dict[str, Drained] = {}  # the last change of each worker
+        self._new_drains: dict[str, Drained] = {}
         self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
 
     @classmethod
@@ -85,28 +89,45 @@ class Replication:
         settings: SharedConfig,
         password: str | None,
         table: SharedTable,
-        recall: Callable[[StoredResponses], None],
+        send: Callable[[StoredResponses | WorkerDrained], None],
     ) -> Replication:
         """Return a replica of a fleet; raise `ProxyError` if the settings cannot be used here."""
         redis_server.check(settings)
         open_channel = partial(redis_server.open_channel, settings, password)
-        return cls(table, open_channel, recall=recall)
+        return cls(table, open_channel, send=send)
 
     # What the supervisor reports
 
-    def take(self, changes: WorkersChanged) -> None:
-        """Apply the leader's changes of workers."""
-        self.sheets.place(self.workers.take(changes))
+    def report(self, message: Message) -> None:
+        """Take what other hosts must know from a message of a process."""
+        match message:
+            case WorkersChanged():
+                self.sheets.place(self.workers.take(message))
+            case StoredResponses(responses):
+                for response in responses:
+                    self._keep(response)
+                    self._new_responses.append(response)
+            case WorkerDrained():
+                self._drained(message)
 
     def process_ended(self, index: int) -> None:
         self._gone.append(index)
         self._requests[index].clear()
 
-    def remember(self, responses: Iterable[Response]) -> None:
-        """Have other hosts know which worker stores a response."""
-        for response in responses:
-            self._keep(response)
-            self._new_responses.append(response)
+    def _drained(self, message: WorkerDrained) -> None:
+        """Have other hosts drain or undrain a worker, as the admin API of this one did."""
+        state = time.time(), message.draining, message.now
+        self._drains[message.name] = self._new_drains[message.name] = state
+        if len(self._drains) > MAX_DRAINS:
+            del self._drains[next(iter(self._drains))]
+
+    def _follow(self, drains: dict[str, Drained]) -> None:
+        """Drain workers as other hosts did; the last change counts."""
+        for name, state in drains.items():
+            at, draining, now = state
+            if at > self._drains.get(name, NEVER_DRAINED)[0]:
+                self._drains[name] = state
+                self._send(WorkerDrained(name, draining, now))
 
     def _keep(self, response: Response) -> None:
         self._responses[response[0]] = response
@@ -191,7 +212,7 @@ class Replication:
         found = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
         processes = [changes for changes in found if changes is not None]
         due = self._owes_answer or now - self._last_sent >= HEARTBEAT_S
-        if not (processes or whole or due or self._gone or self._new_responses):
+        if not (processes or whole or due or self._gone or self._new_responses or self._new_drains):
             return None
         update = Update(
             self.name,
@@ -202,15 +223,18 @@ class Replication:
             heard=self._heard,
             processes=processes,
             gone=self._gone,
+            drains=self._new_drains,
             responses=list(self._new_responses),
         )
         if whole:
             self._whole, self._last_whole = False, now
             update.history = self.sheets.history
+            update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
+            update.drains |= self._new_drains
             update.responses = list(self._responses.values())
         self._number += 1
         self._last_sent, self._owes_answer = now, False
-        self._gone = []
+        self._gone, self._new_drains = [], {}
         self._new_responses.clear()
         self._note_requests(update)
         return encode(update)
@@ -259,10 +283,11 @@ class Replication:
             self._heard[update.member] = update.number
         if any(self.workers.limits.keys() & part.loads.keys() for part in update.processes):
             self._owes_answer = True
+        self._follow(update.drains)
         if update.responses:
             for response in update.responses:
                 self._keep(response)
-            self._recall(StoredResponses(tuple(update.responses)))
+            self._send(StoredResponses(tuple(update.responses)))
         self._reserve(now)
 
     def _expire(self, now: float) -> None:

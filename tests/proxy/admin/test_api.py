@@ -55,6 +55,10 @@ class State:
         self.error: Exception | None = None
         self.reloads = 0
         self.moved: list[str] = []
+        self.drains: list[tuple[str, bool, bool]] = []  # reported to other hosts
+
+    def drained(self, name: str, draining: bool, now: bool) -> None:
+        self.drains.append((name, draining, now))
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Pretend to move requests."""
@@ -189,6 +193,7 @@ async def test_drain_keeps_running_requests(state: State, api: httpx.AsyncClient
     assert (await api.get("/admin/workers")).json()[0]["state"] == "drained"
     assert (await api.post("/admin/workers/s0/undrain")).json()["state"] == "up"
     assert not state.worker("s0").draining
+    assert state.drains == [("s0", True, False), ("s0", False, False)]
 
 
 async def test_drain_now_moves_requests(state: State, api: httpx.AsyncClient) -> None:

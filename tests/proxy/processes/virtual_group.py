@@ -170,10 +170,8 @@ class HostGroup(VirtualGroup):
                 for row, spec in enumerate(self.specs)
             )  # fmt: skip
             for table in self.tables:
-                host = Replication(
-                    table, nullcontext, recall=lambda _: None, clock=lambda: self.now
-                )
-                host.take(WorkersChanged(known))
+                host = Replication(table, nullcontext, send=lambda _: None, clock=lambda: self.now)
+                host.report(WorkersChanged(known))
                 host.connected = True
                 self.replications.append(host)
         return self.replications

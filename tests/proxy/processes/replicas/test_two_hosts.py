@@ -88,6 +88,32 @@ async def test_stored_response_is_found_from_any_host(
     second.close()
 
 
+async def test_drain_holds_on_all_hosts(
+    hosts: list[RouterGroup], fakes: dict[str, FakeWorker]
+) -> None:
+    """A service address leads to any of the admin APIs; `now` moves requests on all hosts."""
+    assert len(fakes) == 2
+    first, second = hosts
+    await first.admin_request("/workers/a/drain", "POST")
+    await second.wait_until(lambda workers: workers["a"]["state"] == "drained")
+    await second.admin_request("/workers/a/undrain", "POST")
+    await first.wait_until(lambda workers: workers["a"]["state"] == "up")
+    opening = fakes["a"].hold()
+    client = await Client.connect(second.port)
+    async with asyncio.timeout(DEADLINE_S):
+        while not fakes["a"].served:  # until one is on this worker
+            fakes["b"].always(scripts.answer())
+            task = asyncio.create_task(client.ask(chat("hi", FREE)))
+            await asyncio.wait([task], timeout=0.3)
+    await first.admin_request("/workers/a/drain?now=true", "POST")
+    assert (await task).status == 200
+    assert fakes["b"].served
+    opening.set()
+    await first.admin_request("/workers/a/undrain", "POST")
+    await second.wait_until(lambda workers: workers["a"]["state"] == "up")
+    client.close()
+
+
 async def test_hosts_go_on_without_the_server_and_meet_again(
     hosts: list[RouterGroup], fakes: dict[str, FakeWorker], redis: RedisServer
 ) -> None:
