@@ -92,6 +92,10 @@ class LongPromptSettings(Settings):
         " see itl_ms",
     }
 
+    @property
+    def off(self) -> bool:
+        return self.max_num_partial_prefills == 1
+
     @field_validator("long_prefill_share")
     @classmethod
     def _in_range(cls, share: float | str) -> float | str:
@@ -105,6 +109,7 @@ class LongPrompt(Policy):
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
     held_reasons = ("long_limit", "shorts_first")
     settings: LongPromptSettings
+    arranges = True
 
     def __init__(self, facts: EngineFacts, settings: LongPromptSettings) -> None:
         super().__init__(facts, settings)
@@ -116,7 +121,6 @@ class LongPrompt(Policy):
                 f"give 0 to {facts.max_model_len}"
             )
         budget = facts.max_num_batched_tokens
-        self.arranges = self._active = settings.max_num_partial_prefills != 1
         self._places = settings.max_long_partial_prefills
         most = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
         self._places_overdue = max(most, self._places + 1)
@@ -125,7 +129,7 @@ class LongPrompt(Policy):
         self._lookups = LongPromptLookups(threshold or default)
         self._block = facts.block_tokens
         self.size = ChunkSize(budget, self._block, settings.itl_ms / 1000)
-        self._prefilling: list[str] = []  # when the step began
+        self._prefilling: set[str] = set()  # when the step began
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_at = -math.inf  # when a short was last seen
         self._releases = 0
@@ -144,8 +148,6 @@ class LongPrompt(Policy):
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
-        if not self._active:
-            return FluidEffects()
         share = settings.long_prefill_share
         return FluidEffects(
             longs=LongPromptLimits(
@@ -163,7 +165,7 @@ class LongPrompt(Policy):
         """Return the lane of short prompts, or of longs of one size; cached tokens do not count."""
         lookups = self._lookups
         # A preempted request with output is short: shorts would take its KV blocks.
-        if request.num_tokens <= lookups.threshold or request.num_output_tokens or not self._active:
+        if request.num_tokens <= lookups.threshold or request.num_output_tokens:
             return SHORT
         left = lookups.left_if_long(request, cached, self._step.now)
         if left is None:
@@ -183,17 +185,10 @@ class LongPrompt(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Divide the budget between long and short prompts."""
-        if not self._active:
-            return
         self._step = step
-        self._lookups.begin_step()
         self._overdue.clear()
-        # The cache grows mainly when prefills change.
-        prefilling = [request.request_id for request in step.prefills]
-        if prefilling != self._prefilling:
-            self._lookups.cache_changed(step.now)
-            self._prefilling = prefilling
-        self._longs.intersection_update(prefilling)
+        self._prefilling = {request.request_id for request in step.prefills}
+        self._longs &= self._prefilling
         waiting_shorts = lanes.get(SHORT, EMPTY)
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
@@ -214,8 +209,7 @@ class LongPrompt(Policy):
         prompts.classes = [step.class_of(r) for r in longs if r.request_id not in prompts.ending]
         prompts.free_places = self._free_places(len(prompts.classes))
         prompts.entering = self._entering()
-        may_enter = waiting_shorts.requests or prompts.entering or self._one_may_pass()
-        self._counts_are_current = step.free_slots <= 0 or not may_enter
+        self._counts_are_current = step.free_slots <= 0 or not step.waiting
         self._division = self._divide()
 
     def _free_places(self, taken: int) -> int:
@@ -254,18 +248,17 @@ class LongPrompt(Policy):
             return 0
         return min(self._prompts.waiting_longs.asking, self._prompts.free_places)
 
-    def _one_may_pass(self) -> bool:
-        prompts = self._prompts
-        if not (prompts.waiting_longs.asking and prompts.classes):
-            return False
-        return self._step.class_of is not one_class
-
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
-        head = self._step.may_enter() if self._one_may_pass() else None
-        if head is None or head.request_id == self._step.refused:
+        step, prompts = self._step, self._prompts
+        if step.class_of is one_class or not (prompts.waiting_longs.asking and prompts.classes):
             return 0
-        return int(head.request_id in self._lookups)
+        head = step.may_enter()
+        return int(
+            head is not None
+            and head.request_id != step.refused
+            and head.request_id in self._lookups
+        )
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
@@ -299,20 +292,16 @@ class LongPrompt(Policy):
 
     def admitted(self, request: RequestView) -> None:
         name = request.request_id
-        self._lookups.admitted(name)
-        if not self._active:
-            return
+        self._lookups.forget(name)
         if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
             self._longs.add(name)
             self._prompts.classes.append(self._step.class_of(request))
         self._releases += name in self._overdue
 
     def departed(self, request: RequestView, now: float) -> None:
-        self._lookups.departed(request.request_id)
+        self._lookups.forget(request.request_id)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        if not self._active:
-            return tokens
         if not self._counts_are_current or self._step.decodes != self._division.decodes:
             self._update_division()
         division = self._division
@@ -328,8 +317,7 @@ class LongPrompt(Policy):
         return division.grant(request, computed, tokens, as_long=as_long)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        if self._active:
-            self._division.take_back(request, tokens)
+        self._division.take_back(request, tokens)
 
     def rank(self, request: RequestView) -> float:
         """Place shorts before longs, so that a long is preempted first.
@@ -341,13 +329,10 @@ class LongPrompt(Policy):
         return float(request.request_id in self._longs and not request.num_preemptions)
 
     def observe(self, result: StepResult) -> None:
-        if self._active:
-            self.size.observe(result)
+        self.size.observe(result)
 
     def gauges(self) -> Mapping[str, float]:
         """Return the longs in prefill and the size of their chunks."""
-        if not self._active:
-            return {}
         tokens = self.size.tokens if self._chunk is None else self._chunk.tokens
         longs = len(self._prompts.classes)
         return {"long_prefills": float(longs), "long_chunk_tokens": float(tokens)}

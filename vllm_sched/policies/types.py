@@ -152,6 +152,11 @@ class Settings(BaseModel):
     # Settings that still work, with a warning that says what to do instead.
     former: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def off(self) -> bool:
+        """Return whether the policy is left out."""
+        return False
+
     def shown(self) -> dict[str, object]:
         """Return the settings, without former ones that were not given."""
         return self.model_dump(exclude=set(self.former.keys() - self.model_fields_set))
