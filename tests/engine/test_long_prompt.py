@@ -741,17 +741,6 @@ def test_steps_with_fewer_tokens_than_prefills_are_not_empty() -> None:
     assert all(step(scheduler) for _ in range(20))
 
 
-@pytest.mark.parametrize("decodes", [1, 3, 7])
-def test_large_chunks_are_whole_blocks(decodes: int) -> None:
-    scheduler = loaded(*[8] * decodes, options={}, budget=1024, max_model_len=20_000)
-    step(scheduler)
-    request = make_request(9000, name="long")
-    scheduler.add_request(request)
-    pinned(scheduler, 700)
-    chunks = [step(scheduler)["long"] for _ in range(12)]
-    assert chunks == [688] * 12  # 43 blocks of 16 tokens
-
-
 def test_long_does_not_yield_to_shorts_without_a_slot() -> None:
     scheduler = pinned(loaded(8, options={}, budget=512, max_num_seqs=2), 100)
     step(scheduler)

@@ -23,11 +23,7 @@ from pydantic import Field, field_validator
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
 from vllm_sched.policies.long_prompts.chunk_size import ChunkSize
-from vllm_sched.policies.long_prompts.division import (
-    LongChunk,
-    StepDivision,
-    StepPrompts,
-)
+from vllm_sched.policies.long_prompts.division import LongChunk, StepDivision, StepPrompts
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -127,8 +123,7 @@ class LongPrompt(Policy):
         # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
         default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
-        self._block = facts.block_tokens
-        self.size = ChunkSize(budget, self._block, settings.itl_ms / 1000)
+        self.size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
         self._prefilling: set[str] = set()  # when the step began
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_at = -math.inf  # when a short was last seen
@@ -225,9 +220,9 @@ class LongPrompt(Policy):
             return None
         share = self.settings.long_prefill_share
         if share == "auto":
-            return LongChunk(*(self.size.plan() if longs else self.size.usual), self._block)
+            return LongChunk(*(self.size.plan() if longs else self.size.usual))
         tokens = max(int(step.budget * share), 1)
-        return LongChunk(tokens, tokens, self._block)
+        return LongChunk(tokens, tokens)
 
     def _divide(self) -> StepDivision:
         return StepDivision(self._step, self._prompts, self._chunk, self._lookups.threshold)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 
@@ -13,8 +13,6 @@ from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 LEAST_OF_STEP: Final = 1 / 4
 # Prompts of one class of service among which its share of a step is divided.
 MAX_PARTS: Final = 4
-# Chunks of at least this many blocks end at a block boundary.
-MIN_WHOLE_BLOCKS: Final = 32
 
 
 @dataclass(slots=True)
@@ -43,13 +41,11 @@ class StepPrompts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LongChunk:
+class LongChunk(NamedTuple):
     """The limit of all long prompts' tokens in one step."""
 
     tokens: int
     least: int  # with the tokens of short prompts taken from it
-    block: int  # tokens
 
 
 class StepDivision:
@@ -116,8 +112,6 @@ class StepDivision:
         share = max(self.long_left - self._for_barred_long, min(self.long_left, 1))
         ends = request.request_id in self._prompts.ending
         granted = min(granted, share if ends else math.ceil(share / max(self._longs_due, 1)))
-        if self._chunk is not None and granted < left:
-            granted = _to_block_end(computed, granted, self._chunk.block)
         self.long_left -= granted
         self._longs_due -= not ends
         return granted
@@ -157,7 +151,3 @@ class StepDivision:
 
 def _tokens_left(requests: Sequence[RequestView]) -> int:
     return sum(request.num_tokens - request.num_computed_tokens for request in requests)
-
-
-def _to_block_end(computed: int, tokens: int, block: int) -> int:
-    return tokens - (computed + tokens) % block if tokens >= MIN_WHOLE_BLOCKS * block else tokens
