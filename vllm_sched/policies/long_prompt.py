@@ -88,16 +88,16 @@ class LongPromptSettings(Settings):
         " see itl_ms",
     }
 
-    @property
-    def off(self) -> bool:
-        return self.max_num_partial_prefills == 1
-
     @field_validator("long_prefill_share")
     @classmethod
     def _in_range(cls, share: float | str) -> float | str:
         if isinstance(share, float | int) and not 0 < share <= 1:
             raise ValueError("give 'auto' or 0 < share <= 1")
         return share
+
+    @property
+    def off(self) -> bool:
+        return self.max_num_partial_prefills == 1
 
 
 class LongPrompt(Policy):
@@ -124,7 +124,6 @@ class LongPrompt(Policy):
         default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
         self.size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
-        self._prefilling: set[str] = set()  # when the step began
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_at = -math.inf  # when a short was last seen
         self._releases = 0
@@ -182,8 +181,7 @@ class LongPrompt(Policy):
         """Divide the budget between long and short prompts."""
         self._step = step
         self._overdue.clear()
-        self._prefilling = {request.request_id for request in step.prefills}
-        self._longs &= self._prefilling
+        self._longs.intersection_update([request.request_id for request in step.prefills])
         waiting_shorts = lanes.get(SHORT, EMPTY)
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
@@ -246,14 +244,11 @@ class LongPrompt(Policy):
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
-        if step.class_of is one_class or not (prompts.waiting_longs.asking and prompts.classes):
+        may_pass = step.class_of is not one_class and prompts.classes
+        head = step.may_enter() if may_pass else None
+        if head is None or head.request_id == step.refused:
             return 0
-        head = step.may_enter()
-        return int(
-            head is not None
-            and head.request_id != step.refused
-            and head.request_id in self._lookups
-        )
+        return int(head.request_id in self._lookups)
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
@@ -261,7 +256,8 @@ class LongPrompt(Policy):
             return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        taken = self._places_taken(head)
+        own = self._step.class_of(head)
+        taken = sum(each <= own for each in self._prompts.classes)
         if taken >= places or self._division.long_left <= 0:
             return Gate.CLOSED
         if overdue and taken >= self._places:
@@ -273,13 +269,6 @@ class LongPrompt(Policy):
     def _a_long_is_stuck(self) -> bool:
         refused = self._step.refused
         return refused is not None and refused in self._lookups
-
-    def _places_taken(self, head: RequestView) -> int:
-        classes = self._prompts.classes
-        if len(classes) < self._places:
-            return len(classes)
-        own = self._step.class_of(head)
-        return sum(taken <= own for taken in classes)
 
     def stays(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""
@@ -303,13 +292,10 @@ class LongPrompt(Policy):
         if self._step.budget < division.budget:
             division.reserve()
         name = request.request_id
-        as_long = name in self._longs
-        if not as_long and name not in self._prefilling and name in self._lookups:
+        if name in self._lookups and self._lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
-            as_long = self._lookups.is_long(request, computed)
-            if as_long:
-                self._longs.add(name)
-        return division.grant(request, computed, tokens, as_long=as_long)
+            self._longs.add(name)
+        return division.grant(request, computed, tokens, as_long=name in self._longs)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
         self._division.take_back(request, tokens)

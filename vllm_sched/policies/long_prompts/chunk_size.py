@@ -21,6 +21,8 @@ from vllm_sched.policies.types import StepResult
 FIRST_SHARE: Final = 1 / 4
 # Steps between two comparisons.
 MIN_INTERVAL, MAX_INTERVAL = 2, 32
+# Comparisons without a result after which they become rarer; some results are still under way.
+MAX_IN_VAIN: Final = 3
 # After this many comparisons without a decision, either size will do.
 UNDECIDED: Final = 16
 # Comparisons before the size may halve: steps with short prompts in them can mislead.
@@ -75,6 +77,7 @@ class ChunkSize:
         self._loss = MeanLoss()
         self._interval = MIN_INTERVAL
         self._steps = 0  # since the last comparison
+        self._in_vain = 0  # comparisons without a result, because other prompts filled the steps
 
     @property
     def usual(self) -> tuple[int, int]:
@@ -87,6 +90,9 @@ class ChunkSize:
         if self._steps < self._interval:
             return self.usual
         self._steps = 0
+        self._in_vain += 1
+        if self._in_vain > MAX_IN_VAIN:
+            self._compare_less()
         return max(self.tokens // 2, 1), 1
 
     def observe(self, result: StepResult) -> None:
@@ -117,6 +123,7 @@ class ChunkSize:
         fixed_s = (tried.seconds * around - seconds * tried.tokens) / (around - tried.tokens)
         step_s = fixed_s + (seconds - fixed_s) / around * self.tokens
         if step_s > 0:
+            self._in_vain = 0
             self._loss.add(max(min(fixed_s / step_s, MAX_LOSS), MIN_LOSS))
             self._decide(step_s)
 
