@@ -42,7 +42,6 @@ THRESHOLD_SHARE: Final = 0.04  # of max_model_len
 MIN_OVERDUE_PLACES: Final = 4
 # Without decodes and shorts for this time, a long prompt has whole steps.
 QUIET_S: Final = 1.0
-EMPTY = LaneCount()
 
 
 class LongPromptSettings(Settings):
@@ -132,10 +131,9 @@ class LongPrompt(Policy):
         self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
         self._prompts = StepPrompts()
         self._chunk: LongChunk | None = None
-        self._division = self._divide()
+        self._divide()
         # False if the gates must be asked before held requests are counted.
         self._counts_are_current = True
-        self._overdue: set[str] = set()  # fronts that may enter after max_wait_s
 
     def resolved(self) -> dict[str, object]:
         return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
@@ -157,16 +155,10 @@ class LongPrompt(Policy):
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane of short prompts, or of longs of one size; cached tokens do not count."""
-        lookups = self._lookups
-        # A preempted request with output is short: shorts would take its KV blocks.
-        if request.num_tokens <= lookups.threshold or request.num_output_tokens:
-            return SHORT
-        left = lookups.left_if_long(request, cached, self._step.now)
+        left = self._lookups.left_if_long(request, cached, self._step.now)
         if left is None:
             return SHORT
-        if self.facts.orders_by_priority:
-            return LONG
-        return f"{LONG}/{left.bit_length()}"
+        return LONG if self.facts.orders_by_priority else f"{LONG}/{left.bit_length()}"
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Return when the prompt would end had it begun on arrival; overdue ones come first."""
@@ -180,30 +172,22 @@ class LongPrompt(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Divide the budget between long and short prompts."""
         self._step = step
-        self._overdue.clear()
         self._longs.intersection_update([request.request_id for request in step.prefills])
-        waiting_shorts = lanes.get(SHORT, EMPTY)
+        waiting_shorts = lanes.get(SHORT, LaneCount())
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
             shorts=[r for r in step.prefills if r.request_id not in self._longs],
             waiting_shorts=waiting_shorts,
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
-        prompts.count_longs()
         if prompts.shorts or (waiting_shorts.asking and step.free_slots > 0):
             self._short_at = step.now
-        longs = prompts.longs
-        self._chunk = self._chunk_of(longs) if longs or prompts.waiting_longs.requests else None
-        # A long that this step completes leaves its place to the next one.
+        self._chunk = self._chunk_of(prompts.longs)
         most = step.budget if self._chunk is None else self._chunk.tokens
-        prompts.ending = {
-            r.request_id for r in longs if r.num_tokens - r.num_computed_tokens <= most
-        }
-        prompts.classes = [step.class_of(r) for r in longs if r.request_id not in prompts.ending]
+        prompts.note_ending(most, step.class_of)
         prompts.free_places = self._free_places(len(prompts.classes))
-        prompts.entering = self._entering()
         self._counts_are_current = step.free_slots <= 0 or not step.waiting
-        self._division = self._divide()
+        self._divide()
 
     def _free_places(self, taken: int) -> int:
         free = self._places - taken
@@ -222,24 +206,12 @@ class LongPrompt(Policy):
         tokens = max(int(step.budget * share), 1)
         return LongChunk(tokens, tokens)
 
-    def _divide(self) -> StepDivision:
-        return StepDivision(self._step, self._prompts, self._chunk, self._lookups.threshold)
-
-    def _update_division(self) -> None:
-        """Divide again if other policies hold other requests than before, or pause decodes."""
-        self._counts_are_current = True
-        prompts = self._prompts
-        before = prompts.waiting_shorts.asking, prompts.entering, self._division.decodes
-        self._step.ask_gates()
-        prompts.count_longs()
-        prompts.entering = self._entering() or self._count_passing()
-        if (prompts.waiting_shorts.asking, prompts.entering, self._step.decodes) != before:
-            self._division = self._divide()
-
-    def _entering(self) -> int:
-        if self._a_long_is_stuck:
-            return 0
-        return min(self._prompts.waiting_longs.asking, self._prompts.free_places)
+    def _divide(self, passing: int = 0) -> None:
+        step, prompts = self._step, self._prompts
+        stuck = step.refused in self._lookups
+        entering = 0 if stuck else min(prompts.waiting_longs.asking, prompts.free_places)
+        prompts.entering = entering or passing
+        self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
@@ -256,19 +228,16 @@ class LongPrompt(Policy):
             return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        own = self._step.class_of(head)
-        taken = sum(each <= own for each in self._prompts.classes)
+        taken = self._count_places_taken(head)
         if taken >= places or self._division.long_left <= 0:
             return Gate.CLOSED
-        if overdue and taken >= self._places:
-            self._overdue.add(head.request_id)
         # Shorts need not wait behind longs that lack KV blocks.
-        return Gate.LAST if self._a_long_is_stuck and not overdue else Gate.OPEN
+        stuck = self._step.refused in self._lookups
+        return Gate.LAST if stuck and not overdue else Gate.OPEN
 
-    @property
-    def _a_long_is_stuck(self) -> bool:
-        refused = self._step.refused
-        return refused is not None and refused in self._lookups
+    def _count_places_taken(self, head: RequestView) -> int:
+        own = self._step.class_of(head)
+        return sum(each <= own for each in self._prompts.classes)
 
     def stays(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""
@@ -279,15 +248,19 @@ class LongPrompt(Policy):
         self._lookups.forget(name)
         if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
             self._longs.add(name)
+            self._releases += self._count_places_taken(request) >= self._places
             self._prompts.classes.append(self._step.class_of(request))
-        self._releases += name in self._overdue
 
     def departed(self, request: RequestView, now: float) -> None:
         self._lookups.forget(request.request_id)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         if not self._counts_are_current or self._step.decodes != self._division.decodes:
-            self._update_division()
+            # Other policies may hold other requests than before, or pause decodes.
+            self._counts_are_current = True
+            self._step.ask_gates()
+            self._prompts.count_longs()
+            self._divide(self._count_passing())
         division = self._division
         if self._step.budget < division.budget:
             division.reserve()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -25,9 +25,19 @@ class StepPrompts:
     classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
     waiting_shorts: LaneCount = field(default_factory=LaneCount)
     long_lanes: Sequence[LaneCount] = ()
-    waiting_longs: LaneCount = field(default_factory=LaneCount)  # of all these lanes
+    waiting_longs: LaneCount = field(init=False)  # of all these lanes
     free_places: int = 0  # for waiting longs
     entering: int = 0  # waiting longs that may enter
+
+    def __post_init__(self) -> None:
+        self.count_longs()
+
+    def note_ending(self, most: int, class_of: Callable[[RequestView], float]) -> None:
+        """Let longs that the step completes leave their places to the next ones."""
+        self.ending = {
+            r.request_id for r in self.longs if r.num_tokens - r.num_computed_tokens <= most
+        }
+        self.classes = [class_of(r) for r in self.longs if r.request_id not in self.ending]
 
     def count_longs(self) -> None:
         """Add up the lanes of longs; their counts change when gates are asked."""

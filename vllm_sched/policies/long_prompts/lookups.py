@@ -35,6 +35,9 @@ class LongPromptLookups:
         self, request: RequestView, cached: Callable[[], int], now: float
     ) -> int | None:
         """Return the tokens left of a waiting prompt above the threshold; None if it is short."""
+        # A preempted request with output is short: shorts would take its KV blocks.
+        if not self.is_long(request, 0):
+            return None
         found = self._found.get(request.request_id)
         if found is None or now > found.valid_until:
             known = cached()
@@ -55,9 +58,9 @@ class LongPromptLookups:
     def forget(self, name: str) -> None:
         self._found.pop(name, None)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: str | None) -> bool:
         """Return whether the last look-up found the prompt long."""
-        found = self._found.get(name)
+        found = None if name is None else self._found.get(name)
         return found is not None and found.left > self.threshold
 
     def is_long(self, request: RequestView, computed: int) -> bool:
