@@ -216,8 +216,8 @@ class LongPrompt(Policy):
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
-        may_pass = step.class_of is not one_class and prompts.classes
-        head = step.may_enter() if may_pass else None
+        may_pass = prompts.classes and prompts.waiting_longs.asking
+        head = step.may_enter() if may_pass and step.class_of is not one_class else None
         if head is None or head.request_id == step.refused:
             return 0
         return int(head.request_id in self._lookups)
