@@ -162,10 +162,9 @@ class ChunkBudget(Policy):
 
     def _better_newcomer(self, step: Step) -> RequestView | None:
         """Return a newcomer of a better class than some prefill, or None."""
-        # A refused request may be refused again.
-        if step.class_of is one_class or not step.prefills or step.refused is not None:
+        if step.class_of is one_class or not step.prefills:
             return None
-        head = step.may_enter()
+        head = step.newcomer()
         if head is None or step.class_of(head) >= step.class_of(step.prefills[-1]):
             return None
         return head

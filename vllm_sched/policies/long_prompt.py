@@ -217,10 +217,8 @@ class LongPrompt(Policy):
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
         may_pass = prompts.classes and prompts.waiting_longs.asking
-        head = step.may_enter() if may_pass and step.class_of is not one_class else None
-        if head is None or head.request_id == step.refused:
-            return 0
-        return int(head.request_id in self._lookups)
+        head = step.newcomer() if may_pass and step.class_of is not one_class else None
+        return int(head is not None and head.request_id in self._lookups)
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""

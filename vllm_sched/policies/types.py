@@ -126,6 +126,11 @@ class Step:
     ask_gates: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
 
+    def newcomer(self) -> RequestView | None:
+        """Return the request of `may_enter`, unless it lacked KV blocks in the last step."""
+        head = self.may_enter()
+        return None if head is None or head.request_id == self.refused else head
+
 
 @dataclass(frozen=True)
 class StepResult:
