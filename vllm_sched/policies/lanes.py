@@ -116,7 +116,6 @@ class Lanes(Policy):
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
         self._others_in_prefill = False
-        self._one_is_late = False  # the front of a lane has waited for max_wait_s
         self._shares = StepShares(facts.max_num_batched_tokens)
 
     def fluid_effects(self) -> FluidEffects:
@@ -149,10 +148,6 @@ class Lanes(Policy):
         share = 1.0 if alone else self.settings.batch_share
         self._others_in_prefill = any(self.lane(request) != BATCH for request in step.prefills)
         self._shares = StepShares(max(int(share * step.budget), 1))
-        self._one_is_late = any(
-            (count := lanes.get(lane)) is not None and count.waited >= self.max_wait_s[lane]
-            for lane in (NORMAL, BATCH)
-        )
 
     def _others_wait(self) -> bool:
         # Requests that the engine cannot start do not hold batch.
@@ -162,16 +157,14 @@ class Lanes(Policy):
         """Hold batch while other lanes wait or prefill, or if only the reserve is free."""
         if lane != BATCH or self._overdue.is_due(lane, head, waited):
             return Gate.OPEN
-        if self._others_in_prefill or self._others_wait() or not self._has_room(head):
-            return Gate.CLOSED
-        return Gate.OPEN
+        held = self._others_in_prefill or self._others_wait() or not self._has_room(head)
+        return Gate.CLOSED if held else Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
         # Without a free slot, about the next slot.
         enough_slots = max(self._free_slots, 1) > self._reserve
-        return enough_slots and (
-            self._kv_free - self.facts.kv_share(head) >= self.settings.reserve_kv
-        )
+        kv_left = self._kv_free - self.facts.kv_share(head)
+        return enough_slots and kv_left >= self.settings.reserve_kv
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Return the lane's place, or a rank before all lanes."""
@@ -218,8 +211,7 @@ class Lanes(Policy):
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         shares = self._shares
         shares.begin_chunk()
-        is_released = self._is_released(request)
-        if is_released:
+        if is_released := self._is_released(request):
             left = shares.left("overdue", self._share_of_overdue)
             tokens = shares.charge("overdue", min(tokens, left))
         if is_released or self.lane(request) != BATCH:
@@ -275,27 +267,19 @@ class Lanes(Policy):
         Prefills run before newcomers. Later policies may not let the newcomer use its part.
         """
         step = self._step
-        urgent_waits = bool(self._waiting.get(URGENT, EMPTY).requests)
-        head = step.newcomer() if urgent_waits or self._one_is_late else None
-        if head is None:
+        is_better = any(
+            count.requests and (lane == URGENT or count.waited >= self.max_wait_s[lane])
+            for lane, count in self._waiting.items()
+        )
+        if not is_better or (head := step.newcomer()) is None:
             return NO_LIMIT
         lane = self.lane(head)
         if lane == URGENT:
-            better = OVERDUE if self._urgent_has_turn() else PLACES[URGENT]
-            self._shares.others_between = better, math.inf
+            self._shares.others_between = PLACES[URGENT], math.inf
         elif self._overdue.is_new(head.request_id):
             self._shares.others_between = OVERDUE, PLACES[lane]
         room = max(step.budget - step.decodes, 0)
         return room - min(head.num_tokens, room // 2)
-
-    def _urgent_has_turn(self) -> bool:
-        """Return whether an urgent request goes before waiting overdue requests.
-
-        The prefills of its lane then leave it room, so that the overdue requests follow soon.
-        """
-        waited = self._waiting.get(URGENT, EMPTY).waited
-        has_turn = self._one_is_late and self._urgents_turn
-        return has_turn and waited >= self.settings.urgent_max_wait_s
 
     def gauges(self) -> Mapping[str, float]:
         counts = self._running.counts
