@@ -243,10 +243,11 @@ class LongPrompt(Policy):
 
     def admitted(self, request: RequestView) -> None:
         name = request.request_id
+        had_lane = name in self._lookups
         self._lookups.forget(name)
         if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
             self._longs.add(name)
-            self._releases += self._count_places_taken(request) >= self._places
+            self._releases += had_lane and self._count_places_taken(request) >= self._places
             self._prompts.classes.append(self._step.class_of(request))
 
     def departed(self, request: RequestView, now: float) -> None:
