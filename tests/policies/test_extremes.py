@@ -31,10 +31,10 @@ def accepted_extremes(name: str, key: str) -> list[object]:
     found: list[object] = []
     for value in (0, 1, LEAST, MOST, 10**30, 10**400):
         try:
-            registry.build({name: {key: value}}, FACTS)
+            if registry.build({name: {key: value}}, FACTS):
+                found.append(value)
         except UsageError:
             continue
-        found.append(value)
     return found
 
 

@@ -42,7 +42,6 @@ def test_each_policy_declares_its_effects(name: str) -> None:
         ("prefill_first", {"pause_decodes": False}, FluidEffects()),
         ("lanes", {}, FluidEffects(ignored=True)),
         ("rotation", {}, FluidEffects(ignored=True)),
-        ("long_prompt", {"max_num_partial_prefills": 1}, FluidEffects()),
         ("chunk_budget", {"chunk": 128}, FluidEffects(mixed_steps=MixedStepLimit(chunk=128))),
         (
             "chunk_budget",

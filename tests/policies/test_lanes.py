@@ -354,18 +354,16 @@ def test_overdue_prompt_begins_in_the_next_step(lane: str | None, key: str, kind
     assert bench.steps(10) == [{"u": 32, "late": 32}] * 9 + [{"late": 12, "u": 52}]
 
 
-def test_overdue_urgent_prompt_shares_steps_with_overdue_prompts() -> None:
-    bench = Bench(laned(urgent_max_wait_s=5.0, normal_max_wait_s=5.0, batch_max_wait_s=5.0))
+def test_overdue_prompts_share_a_half_beside_an_urgent_prompt() -> None:
+    bench = Bench(laned(normal_max_wait_s=5.0, batch_max_wait_s=5.0))
     bench.add("u", 1900, lane="urgent")
     bench.step()
     bench.add("n", 300, output=1)
     bench.add("b", 300, lane="batch")
-    bench.add("v", 1900, lane="urgent")
     bench.now += 5
-    steps = [bench.step(0.0) for _ in range(3)]
-    assert steps == [{"u": 32, "n": 32}, {"n": 32, "v": 32}, {"n": 32, "b": 32}]
-    # Overdue prompts share one half, the older first.
-    assert bench.steps(6) == [{"n": 32, "u": 32}] * 6
+    assert bench.steps(2) == [{"u": 32, "n": 32}, {"n": 32, "b": 32}]
+    # The older is first.
+    assert bench.steps(7) == [{"n": 32, "u": 32}] * 7
     assert bench.steps(2) == [{"n": 12, "b": 20, "u": 32}, {"b": 32, "u": 32}]
 
 

@@ -11,20 +11,14 @@ them, and a seed starts anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
 
+from vllm_sched.engine.vllm_compat import UpstreamScheduler
+
 OUTPUT_SO_FAR: Final = "output_so_far"
-
-# The next class is either of vLLM's.
-if TYPE_CHECKING:
-
-    class UpstreamOfContinued(Scheduler): ...
-else:
-    UpstreamOfContinued = object
 
 
 class ContinuedRequests:
@@ -96,7 +90,7 @@ def output_so_far(request: Request) -> list[int]:
     return tokens
 
 
-class ContinuingScheduler(UpstreamOfContinued):
+class ContinuingScheduler(UpstreamScheduler):
     """Continues requests on the scheduler after this class."""
 
     # vLLM's tests make schedulers without `__init__`.

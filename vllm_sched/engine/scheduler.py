@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,21 +22,14 @@ from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
 from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.planner import StepPlanner
 from vllm_sched.engine.telemetry import SchedulerTelemetry
+from vllm_sched.engine.vllm_compat import UpstreamScheduler
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Policy
-
-# The next class is either of vLLM's.
-if TYPE_CHECKING:
-
-    class Upstream(Scheduler):
-        max_num_scheduled_tokens: int
-else:
-    Upstream = object
 
 RUNNING: Final = RequestStatus.RUNNING
 
 
-class PolicySteps(Upstream):
+class PolicySteps(UpstreamScheduler):
     """Overrides of vLLM's scheduler that ask the policies."""
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}

@@ -10,9 +10,19 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_sched.errors import UnsupportedVllmError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class UpstreamScheduler(Scheduler):
+        """Either of vLLM's schedulers, to a class that comes before it."""
+
+        max_num_scheduled_tokens: int
+else:
+    UpstreamScheduler = object
 
 # As in pyproject's extras.
 TESTED = ((0, 31), (0, 34))

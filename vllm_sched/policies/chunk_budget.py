@@ -30,7 +30,6 @@ from vllm_sched.policies.chunks.prefill_seconds import PrefillSeconds
 from vllm_sched.policies.fluid_effects import FluidEffects, MixedStepLimit
 from vllm_sched.policies.types import (
     EngineFacts,
-    LaneCount,
     Policy,
     RequestView,
     Settings,
@@ -114,7 +113,6 @@ class ChunkBudget(Policy):
         # Of the current step.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._prefill: PrefillSeconds | None = None  # None = only the budget limits prefill
-        self._requests_wait = False
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
@@ -126,16 +124,11 @@ class ChunkBudget(Policy):
             )
         return FluidEffects(mixed_steps=limit)
 
-    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        self._step = step
-        self._prefill = None
-        self._requests_wait = any(lane.requests for lane in lanes.values())
-
     def budget(self, step: Step) -> int:
         """Return the largest budget that keeps decodes on time."""
+        self._step, self._prefill = step, None
         if not step.decodes:
-            self._tokens = step.budget
-            return step.budget
+            return self._with_decodes(step, step.budget)
         settings = self.settings
         if settings.chunk is not None:
             return self._with_decodes(step, settings.chunk)
@@ -169,12 +162,9 @@ class ChunkBudget(Policy):
 
     def _better_newcomer(self, step: Step) -> RequestView | None:
         """Return a newcomer of a better class than some prefill, or None."""
-        if step.class_of is one_class or not (step.prefills and self._requests_wait):
+        if step.class_of is one_class or not step.prefills:
             return None
-        # A refused request may be refused again.
-        if step.free_slots <= 0 or step.refused is not None:
-            return None
-        head = step.may_enter()
+        head = step.newcomer()
         if head is None or step.class_of(head) >= step.class_of(step.prefills[-1]):
             return None
         return head
@@ -198,16 +188,13 @@ class ChunkBudget(Policy):
     def _is_at_risk(self, step: Step, ttft_s: float) -> bool:
         """Return whether a prompt will be late at the current pace."""
         pace = max(min(self._tokens, self._measured.tokens), 1.0) / self._itl_s
-        before = 0
-        for request in step.prefills:
+        before, head = 0, step.may_enter()
+        for request in step.prefills if head is None else (*step.prefills, head):
             before += request.num_tokens - request.num_computed_tokens
             due = request.arrival_time + step.clock_offset + ttft_s
             if step.now + before / pace > due:
                 return True
-        if not self._requests_wait or (head := step.may_enter()) is None:
-            return False
-        due = head.arrival_time + step.clock_offset + ttft_s
-        return step.now + (before + head.num_tokens) / pace > due
+        return False
 
     def observe(self, result: StepResult) -> None:
         if not self.learns:

@@ -22,7 +22,7 @@ from pydantic import Field
 from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.service.overdue import OverdueTurns
 from vllm_sched.policies.service.running import RunningLanes
-from vllm_sched.policies.service.shares import Allowance, StepShares
+from vllm_sched.policies.service.shares import NO_LIMIT, StepShares
 from vllm_sched.policies.types import (
     FIRST_CLASS,
     EngineFacts,
@@ -116,7 +116,6 @@ class Lanes(Policy):
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
         self._others_in_prefill = False
-        self._one_is_late = False  # the front of a lane has waited for max_wait_s
         self._shares = StepShares(facts.max_num_batched_tokens)
 
     def fluid_effects(self) -> FluidEffects:
@@ -129,14 +128,10 @@ class Lanes(Policy):
         elif lane is not None:
             self._unknown += 1  # too late to refuse the request; its priority applies
 
-    def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        return self._lane(request)
-
-    def _lane(self, request: RequestView) -> str:
-        lane = self._asked.get(request.request_id)
-        if lane is None:
-            lane = NORMAL if not request.priority else URGENT if request.priority < 0 else BATCH
-        return lane
+    def lane(self, request: RequestView, cached: Callable[[], int] | None = None) -> str:
+        if (asked := self._asked.get(request.request_id)) is not None:
+            return asked
+        return NORMAL if not request.priority else URGENT if request.priority < 0 else BATCH
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step
@@ -151,12 +146,8 @@ class Lanes(Policy):
             self._others_at = step.now
         alone = step.now - self._others_at > self.settings.recent_s
         share = 1.0 if alone else self.settings.batch_share
-        self._others_in_prefill = any(self._lane(request) != BATCH for request in step.prefills)
+        self._others_in_prefill = any(self.lane(request) != BATCH for request in step.prefills)
         self._shares = StepShares(max(int(share * step.budget), 1))
-        self._one_is_late = any(
-            (count := lanes.get(lane)) is not None and count.waited >= self.max_wait_s[lane]
-            for lane in (NORMAL, BATCH)
-        )
 
     def _others_wait(self) -> bool:
         # Requests that the engine cannot start do not hold batch.
@@ -166,16 +157,14 @@ class Lanes(Policy):
         """Hold batch while other lanes wait or prefill, or if only the reserve is free."""
         if lane != BATCH or self._overdue.is_due(lane, head, waited):
             return Gate.OPEN
-        if self._others_in_prefill or self._others_wait() or not self._has_room(head):
-            return Gate.CLOSED
-        return Gate.OPEN
+        held = self._others_in_prefill or self._others_wait() or not self._has_room(head)
+        return Gate.CLOSED if held else Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
         # Without a free slot, about the next slot.
         enough_slots = max(self._free_slots, 1) > self._reserve
-        return enough_slots and (
-            self._kv_free - self.facts.kv_share(head) >= self.settings.reserve_kv
-        )
+        kv_left = self._kv_free - self.facts.kv_share(head)
+        return enough_slots and kv_left >= self.settings.reserve_kv
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Return the lane's place, or a rank before all lanes."""
@@ -185,7 +174,7 @@ class Lanes(Policy):
 
     def admitted(self, request: RequestView) -> None:
         name = request.request_id
-        lane = self._lane(request)
+        lane = self.lane(request)
         # With remote KV, a request decodes at once.
         if lane != BATCH and request.num_tokens - request.num_computed_tokens > 1:
             self._others_in_prefill = True
@@ -202,125 +191,95 @@ class Lanes(Policy):
 
     def departed(self, request: RequestView, now: float) -> None:
         name = request.request_id
-        self.reclassed += self._overdue.departed(self._lane(request), name)
+        self.reclassed += self._overdue.departed(self.lane(request), name)
         self._asked.pop(name, None)
         self._running.discard(name)
 
     def service_class(self, request: RequestView) -> float:
         """Return the lane's place, or the first one for an overdue request."""
         now = self._step.now
-        lane, since = self._running.requests.get(request.request_id) or (self._lane(request), now)
-        if self._is_released(request):
-            return PLACES[URGENT]
-        if now - since < self.max_wait_s[lane]:
-            return PLACES[lane]
+        lane, since = self._running.requests.get(request.request_id) or (self.lane(request), now)
         # Only prefill can be overdue: outputs may take as long.
         in_prefill = request.num_tokens - request.num_computed_tokens > 1
-        return PLACES[URGENT] if in_prefill else PLACES[lane]
+        overdue = in_prefill and now - since >= self.max_wait_s[lane]
+        return PLACES[URGENT if overdue or self._is_released(request) else lane]
 
     def rank(self, request: RequestView) -> float:
         place = self.service_class(request)
-        return place if place == PLACES[self._lane(request)] else OVERDUE
+        return place if place == PLACES[self.lane(request)] else OVERDUE
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         shares = self._shares
-        shares.charged.clear()
-        is_released = self._is_released(request)
-        if is_released:
-            if shares.overdue is None:
-                shares.overdue = self._overdue_allowance()
-            tokens = shares.charge(shares.overdue, shares.overdue.limit(tokens))
-        if is_released or self._lane(request) != BATCH:
+        shares.begin_chunk()
+        if is_released := self._is_released(request):
+            left = shares.left("overdue", self._share_of_overdue)
+            tokens = shares.charge("overdue", min(tokens, left))
+        if is_released or self.lane(request) != BATCH:
             return self._chunk_of_others(request, tokens)
         if self._overdue.is_new(request.request_id) or self.rank(request) < PLACES[BATCH]:
             return tokens
-        if shares.batch is None:
-            shares.batch = self._batch_allowance()
-        return shares.charge(shares.batch, shares.batch.limit(tokens))
+        return shares.charge("batch", min(tokens, shares.left("batch", self._share_of_batch)))
 
     def _chunk_of_others(self, request: RequestView, tokens: int) -> int:
         shares = self._shares
         if request.request_id not in self._running.requests:
             return tokens  # a newcomer
-        if shares.others is None:
-            shares.others = self._others_allowance()
-        if shares.others.left is None:
-            return tokens
+        left = shares.left("others", self._share_of_others)
         better, worse = shares.others_between
         limited = better < self.rank(request) < worse
-        return shares.charge(shares.others, shares.others.limit(tokens) if limited else tokens)
+        return shares.charge("others", min(tokens, left) if limited else tokens)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
         self._shares.take_back(tokens)
 
     def _is_released(self, request: RequestView) -> bool:
-        return self._overdue.released.get(self._lane(request)) == request.request_id
+        return self._overdue.released.get(self.lane(request)) == request.request_id
 
-    def _batch_allowance(self) -> Allowance:
+    def _share_of_batch(self) -> int:
         step = self._step
-        if self._others_prefill(step):
-            return Allowance(0)
+        if self._others_in_prefill or self._other_newcomer() is not None:
+            return 0
         # While decodes pause for the prompt, it gets the whole step.
         paused = step.decoding and not step.decodes
-        return Allowance(step.budget if paused else self._shares.batch_share)
+        return step.budget if paused else self._shares.batch_share
 
-    def _overdue_allowance(self) -> Allowance:
+    def _other_newcomer(self) -> RequestView | None:
+        """Return the next request to admit if it is urgent or normal."""
+        head = self._step.newcomer()
+        return None if head is None or self.lane(head) == BATCH else head
+
+    def _share_of_overdue(self) -> int:
         """Leave other urgent and normal prompts what they can use, up to half of the step."""
         step = self._step
         room = max(step.budget - step.decodes, 1)
         others = sum(
             request.num_tokens - request.num_computed_tokens
             for request in step.prefills
-            if self._lane(request) != BATCH and self.rank(request) != OVERDUE
+            if self.lane(request) != BATCH and self.rank(request) != OVERDUE
         )
-        if self._others_wait() and step.refused is None:
-            head = step.may_enter()
-            if head is not None and self._lane(head) != BATCH:
-                others += head.num_tokens
-        return Allowance(room - min(others, room // 2) if others else None)
+        if (head := self._other_newcomer()) is not None:
+            others += head.num_tokens
+        return room - min(others, room // 2) if others else NO_LIMIT
 
-    def _others_allowance(self) -> Allowance:
+    def _share_of_others(self) -> int:
         """Leave a newcomer of a better rank what it can use, up to half of the step.
 
         Prefills run before newcomers. Later policies may not let the newcomer use its part.
         """
         step = self._step
-        urgent_waits = bool(self._waiting.get(URGENT, EMPTY).requests)
-        # A refused request may be refused again.
-        if step.refused is not None or not (urgent_waits or self._one_is_late):
-            return Allowance(None)
-        if (head := step.may_enter()) is None:
-            return Allowance(None)
-        lane = self._lane(head)
+        is_better = any(
+            count.requests and (lane == URGENT or count.waited >= self.max_wait_s[lane])
+            for lane, count in self._waiting.items()
+        )
+        if not is_better or (head := step.newcomer()) is None:
+            return NO_LIMIT
+        lane = self.lane(head)
         if lane == URGENT:
-            better = OVERDUE if self._urgent_has_turn() else PLACES[URGENT]
-            self._shares.others_between = better, math.inf
+            self._shares.others_between = PLACES[URGENT], math.inf
         elif self._overdue.is_new(head.request_id):
             self._shares.others_between = OVERDUE, PLACES[lane]
-        else:
-            return Allowance(None)
         room = max(step.budget - step.decodes, 0)
-        return Allowance(room - min(head.num_tokens, room // 2))
-
-    def _urgent_has_turn(self) -> bool:
-        """Return whether an urgent request goes before waiting overdue requests.
-
-        The prefills of its lane then leave it room, so that the overdue requests follow soon.
-        """
-        waited = self._waiting.get(URGENT, EMPTY).waited
-        has_turn = self._one_is_late and self._urgents_turn
-        return has_turn and waited >= self.settings.urgent_max_wait_s
-
-    def _others_prefill(self, step: Step) -> bool:
-        if self._others_in_prefill:
-            return True
-        # Batch must not stand still for a request refused again.
-        entering = step.may_enter()
-        return (
-            entering is not None
-            and self._lane(entering) != BATCH
-            and entering.request_id != step.refused
-        )
+        return room - min(head.num_tokens, room // 2)
 
     def gauges(self) -> Mapping[str, float]:
         counts = self._running.counts

@@ -23,11 +23,7 @@ from pydantic import Field, field_validator
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
 from vllm_sched.policies.long_prompts.chunk_size import ChunkSize
-from vllm_sched.policies.long_prompts.division import (
-    LongChunk,
-    StepDivision,
-    StepPrompts,
-)
+from vllm_sched.policies.long_prompts.division import LongChunk, StepDivision, StepPrompts
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -46,7 +42,6 @@ THRESHOLD_SHARE: Final = 0.04  # of max_model_len
 MIN_OVERDUE_PLACES: Final = 4
 # Without decodes and shorts for this time, a long prompt has whole steps.
 QUIET_S: Final = 1.0
-EMPTY = LaneCount()
 
 
 class LongPromptSettings(Settings):
@@ -99,12 +94,17 @@ class LongPromptSettings(Settings):
             raise ValueError("give 'auto' or 0 < share <= 1")
         return share
 
+    @property
+    def off(self) -> bool:
+        return self.max_num_partial_prefills == 1
+
 
 class LongPrompt(Policy):
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
     held_reasons = ("long_limit", "shorts_first")
     settings: LongPromptSettings
+    arranges = True
 
     def __init__(self, facts: EngineFacts, settings: LongPromptSettings) -> None:
         super().__init__(facts, settings)
@@ -116,16 +116,13 @@ class LongPrompt(Policy):
                 f"give 0 to {facts.max_model_len}"
             )
         budget = facts.max_num_batched_tokens
-        self.arranges = self._active = settings.max_num_partial_prefills != 1
         self._places = settings.max_long_partial_prefills
         most = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
         self._places_overdue = max(most, self._places + 1)
         # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
         default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
-        self._block = facts.block_tokens
-        self.size = ChunkSize(budget, self._block, settings.itl_ms / 1000)
-        self._prefilling: list[str] = []  # when the step began
+        self.size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_at = -math.inf  # when a short was last seen
         self._releases = 0
@@ -134,18 +131,15 @@ class LongPrompt(Policy):
         self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
         self._prompts = StepPrompts()
         self._chunk: LongChunk | None = None
-        self._division = self._divide()
+        self._divide()
         # False if the gates must be asked before held requests are counted.
         self._counts_are_current = True
-        self._overdue: set[str] = set()  # fronts that may enter after max_wait_s
 
     def resolved(self) -> dict[str, object]:
         return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
-        if not self._active:
-            return FluidEffects()
         share = settings.long_prefill_share
         return FluidEffects(
             longs=LongPromptLimits(
@@ -161,16 +155,10 @@ class LongPrompt(Policy):
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane of short prompts, or of longs of one size; cached tokens do not count."""
-        lookups = self._lookups
-        # A preempted request with output is short: shorts would take its KV blocks.
-        if request.num_tokens <= lookups.threshold or request.num_output_tokens or not self._active:
-            return SHORT
-        left = lookups.left_if_long(request, cached, self._step.now)
+        left = self._lookups.left_if_long(request, cached, self._step.now)
         if left is None:
             return SHORT
-        if self.facts.orders_by_priority:
-            return LONG
-        return f"{LONG}/{left.bit_length()}"
+        return LONG if self.facts.orders_by_priority else f"{LONG}/{left.bit_length()}"
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Return when the prompt would end had it begun on arrival; overdue ones come first."""
@@ -183,40 +171,23 @@ class LongPrompt(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Divide the budget between long and short prompts."""
-        if not self._active:
-            return
         self._step = step
-        self._lookups.begin_step()
-        self._overdue.clear()
-        # The cache grows mainly when prefills change.
-        prefilling = [request.request_id for request in step.prefills]
-        if prefilling != self._prefilling:
-            self._lookups.cache_changed(step.now)
-            self._prefilling = prefilling
-        self._longs.intersection_update(prefilling)
-        waiting_shorts = lanes.get(SHORT, EMPTY)
+        self._longs.intersection_update([request.request_id for request in step.prefills])
+        waiting_shorts = lanes.get(SHORT, LaneCount())
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
             shorts=[r for r in step.prefills if r.request_id not in self._longs],
             waiting_shorts=waiting_shorts,
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
-        prompts.count_longs()
         if prompts.shorts or (waiting_shorts.asking and step.free_slots > 0):
             self._short_at = step.now
-        longs = prompts.longs
-        self._chunk = self._chunk_of(longs) if longs or prompts.waiting_longs.requests else None
-        # A long that this step completes leaves its place to the next one.
+        self._chunk = self._chunk_of(prompts.longs)
         most = step.budget if self._chunk is None else self._chunk.tokens
-        prompts.ending = {
-            r.request_id for r in longs if r.num_tokens - r.num_computed_tokens <= most
-        }
-        prompts.classes = [step.class_of(r) for r in longs if r.request_id not in prompts.ending]
+        prompts.note_ending(most, step.class_of)
         prompts.free_places = self._free_places(len(prompts.classes))
-        prompts.entering = self._entering()
-        may_enter = waiting_shorts.requests or prompts.entering or self._one_may_pass()
-        self._counts_are_current = step.free_slots <= 0 or not may_enter
-        self._division = self._divide()
+        self._counts_are_current = step.free_slots <= 0 or not step.waiting
+        self._divide()
 
     def _free_places(self, taken: int) -> int:
         free = self._places - taken
@@ -231,41 +202,23 @@ class LongPrompt(Policy):
             return None
         share = self.settings.long_prefill_share
         if share == "auto":
-            return LongChunk(*(self.size.plan() if longs else self.size.usual), self._block)
+            return LongChunk(*(self.size.plan() if longs else self.size.usual))
         tokens = max(int(step.budget * share), 1)
-        return LongChunk(tokens, tokens, self._block)
+        return LongChunk(tokens, tokens)
 
-    def _divide(self) -> StepDivision:
-        return StepDivision(self._step, self._prompts, self._chunk, self._lookups.threshold)
-
-    def _update_division(self) -> None:
-        """Divide again if other policies hold other requests than before, or pause decodes."""
-        self._counts_are_current = True
-        prompts = self._prompts
-        before = prompts.waiting_shorts.asking, prompts.entering, self._division.decodes
-        self._step.ask_gates()
-        prompts.count_longs()
-        prompts.entering = self._entering() or self._count_passing()
-        if (prompts.waiting_shorts.asking, prompts.entering, self._step.decodes) != before:
-            self._division = self._divide()
-
-    def _entering(self) -> int:
-        if self._a_long_is_stuck:
-            return 0
-        return min(self._prompts.waiting_longs.asking, self._prompts.free_places)
-
-    def _one_may_pass(self) -> bool:
-        prompts = self._prompts
-        if not (prompts.waiting_longs.asking and prompts.classes):
-            return False
-        return self._step.class_of is not one_class
+    def _divide(self, passing: int = 0) -> None:
+        step, prompts = self._step, self._prompts
+        stuck = step.refused in self._lookups
+        entering = 0 if stuck else min(prompts.waiting_longs.asking, prompts.free_places)
+        prompts.entering = entering or passing
+        self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
-        head = self._step.may_enter() if self._one_may_pass() else None
-        if head is None or head.request_id == self._step.refused:
-            return 0
-        return int(head.request_id in self._lookups)
+        step, prompts = self._step, self._prompts
+        may_pass = prompts.classes and prompts.waiting_longs.asking
+        head = step.newcomer() if may_pass and step.class_of is not one_class else None
+        return int(head is not None and head.request_id in self._lookups)
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
@@ -273,25 +226,16 @@ class LongPrompt(Policy):
             return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        taken = self._places_taken(head)
+        taken = self._count_places_taken(head)
         if taken >= places or self._division.long_left <= 0:
             return Gate.CLOSED
-        if overdue and taken >= self._places:
-            self._overdue.add(head.request_id)
         # Shorts need not wait behind longs that lack KV blocks.
-        return Gate.LAST if self._a_long_is_stuck and not overdue else Gate.OPEN
+        stuck = self._step.refused in self._lookups
+        return Gate.LAST if stuck and not overdue else Gate.OPEN
 
-    @property
-    def _a_long_is_stuck(self) -> bool:
-        refused = self._step.refused
-        return refused is not None and refused in self._lookups
-
-    def _places_taken(self, head: RequestView) -> int:
-        classes = self._prompts.classes
-        if len(classes) < self._places:
-            return len(classes)
+    def _count_places_taken(self, head: RequestView) -> int:
         own = self._step.class_of(head)
-        return sum(taken <= own for taken in classes)
+        return sum(each <= own for each in self._prompts.classes)
 
     def stays(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""
@@ -299,37 +243,34 @@ class LongPrompt(Policy):
 
     def admitted(self, request: RequestView) -> None:
         name = request.request_id
-        self._lookups.admitted(name)
-        if not self._active:
-            return
+        had_lane = name in self._lookups
+        self._lookups.forget(name)
         if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
             self._longs.add(name)
+            self._releases += had_lane and self._count_places_taken(request) >= self._places
             self._prompts.classes.append(self._step.class_of(request))
-        self._releases += name in self._overdue
 
     def departed(self, request: RequestView, now: float) -> None:
-        self._lookups.departed(request.request_id)
+        self._lookups.forget(request.request_id)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        if not self._active:
-            return tokens
         if not self._counts_are_current or self._step.decodes != self._division.decodes:
-            self._update_division()
+            # Other policies may hold other requests than before, or pause decodes.
+            self._counts_are_current = True
+            self._step.ask_gates()
+            self._prompts.count_longs()
+            self._divide(self._count_passing())
         division = self._division
         if self._step.budget < division.budget:
             division.reserve()
         name = request.request_id
-        as_long = name in self._longs
-        if not as_long and name not in self._prefilling and name in self._lookups:
+        if name in self._lookups and self._lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
-            as_long = self._lookups.is_long(request, computed)
-            if as_long:
-                self._longs.add(name)
-        return division.grant(request, computed, tokens, as_long=as_long)
+            self._longs.add(name)
+        return division.grant(request, computed, tokens, as_long=name in self._longs)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        if self._active:
-            self._division.take_back(request, tokens)
+        self._division.take_back(request, tokens)
 
     def rank(self, request: RequestView) -> float:
         """Place shorts before longs, so that a long is preempted first.
@@ -341,13 +282,10 @@ class LongPrompt(Policy):
         return float(request.request_id in self._longs and not request.num_preemptions)
 
     def observe(self, result: StepResult) -> None:
-        if self._active:
-            self.size.observe(result)
+        self.size.observe(result)
 
     def gauges(self) -> Mapping[str, float]:
         """Return the longs in prefill and the size of their chunks."""
-        if not self._active:
-            return {}
         tokens = self.size.tokens if self._chunk is None else self._chunk.tokens
         longs = len(self._prompts.classes)
         return {"long_prefills": float(longs), "long_chunk_tokens": float(tokens)}

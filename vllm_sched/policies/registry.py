@@ -154,10 +154,11 @@ def build(config: object, facts: EngineFacts) -> list[Policy]:
     _refuse_conflicts(config)
     policies: list[Policy] = []
     for name, kind in POLICIES.items():
-        if name in config:
-            policies.append(kind(facts, settings_of(name, config[name])))
-            if policies[-1].decodes_pause:
-                facts = replace(facts, decodes_pause=True)
+        if name not in config or (settings := settings_of(name, config[name])).off:
+            continue
+        policies.append(kind(facts, settings))
+        if policies[-1].decodes_pause:
+            facts = replace(facts, decodes_pause=True)
     return policies
 
 

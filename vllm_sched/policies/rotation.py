@@ -104,7 +104,7 @@ class Rotation(Policy):
         """Set the length of a turn; return the tokens that newcomers leave to prefills."""
         step = self._step
         tokens = max(step.budget - step.decodes, 1)
-        head = step.may_enter() if step.refused is None else None
+        head = step.newcomer()
         best = min([step.class_of(r) for r in (*step.prefills, head) if r is not None], default=0.0)
         peers = [r for r in step.prefills if step.class_of(r) == best]
         enters = head is not None and step.class_of(head) == best

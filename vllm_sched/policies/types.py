@@ -126,6 +126,11 @@ class Step:
     ask_gates: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
 
+    def newcomer(self) -> RequestView | None:
+        """Return the request of `may_enter`, unless it lacked KV blocks in the last step."""
+        head = self.may_enter()
+        return None if head is None or head.request_id == self.refused else head
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -151,6 +156,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     # Settings that still work, with a warning that says what to do instead.
     former: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def off(self) -> bool:
+        """Return whether the policy is left out."""
+        return False
 
     def shown(self) -> dict[str, object]:
         """Return the settings, without former ones that were not given."""

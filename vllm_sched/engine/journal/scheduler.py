@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,13 +20,8 @@ from vllm_sched.engine.journal.journal import NO_TOKENS, Journal
 from vllm_sched.engine.journal.known_requests import KnownRequests
 from vllm_sched.engine.journal.publisher import Publisher, read_key
 from vllm_sched.engine.journal.resident_prefixes import ResidentPrefixes
+from vllm_sched.engine.vllm_compat import UpstreamScheduler
 
-# The next class is either of vLLM's.
-if TYPE_CHECKING:
-
-    class UpstreamScheduler(Scheduler): ...
-else:
-    UpstreamScheduler = object
 logger = logging.getLogger("vllm.vllm_sched")
 
 

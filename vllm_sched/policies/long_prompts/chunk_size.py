@@ -23,14 +23,10 @@ FIRST_SHARE: Final = 1 / 4
 MIN_INTERVAL, MAX_INTERVAL = 2, 32
 # Comparisons without a result after which they become rarer; some results are still under way.
 MAX_IN_VAIN: Final = 3
-# From this count on, older comparisons count less.
-MAX_COMPARED: Final = 256
 # After this many comparisons without a decision, either size will do.
 UNDECIDED: Final = 16
 # Comparisons before the size may halve: steps with short prompts in them can mislead.
 MIN_TO_HALVE: Final = 4
-# Decisions before a size that was not worth it is tried again, twice as many after each time.
-RETRY_AFTER, MAX_RETRY_AFTER = 2, 64
 # The steps around the smaller one have at least this many times its tokens, and as many as planned
 # within a factor of two.
 MIN_RATIO: Final = 4 / 3
@@ -55,9 +51,6 @@ class MeanLoss:
         self._squares = 0.0  # of the differences from the mean
 
     def add(self, loss: float) -> None:
-        if self.count >= MAX_COMPARED:
-            self.count //= 2
-            self._squares /= 2
         self.count += 1
         before = loss - self.mean
         self.mean += before / self.count
@@ -85,9 +78,6 @@ class ChunkSize:
         self._interval = MIN_INTERVAL
         self._steps = 0  # since the last comparison
         self._in_vain = 0  # comparisons without a result, because other prompts filled the steps
-        self._unchanged = 0  # decisions to keep the size
-        self._not_worth = 0  # a size, when half of it was found to lose little
-        self._retry_after = RETRY_AFTER
 
     @property
     def usual(self) -> tuple[int, int]:
@@ -141,22 +131,14 @@ class ChunkSize:
         loss, error = self._loss.mean, self._loss.error
         accepted, of_double = (accepted_loss(s, self._itl_s) for s in (step_s, 2 * step_s))
         double = min(2 * self.tokens, self._most)
-        loss_now = loss_against_double(loss - error / 2)
-        tried = double <= self._not_worth and self._unchanged < self._retry_after
         if loss + error < accepted and self._loss.count < MIN_TO_HALVE:
             return
         if loss + error < accepted and self.tokens // 2 >= self._least:
-            again = self.tokens == self._not_worth
-            self._retry_after = (
-                min(2 * self._retry_after, MAX_RETRY_AFTER) if again else RETRY_AFTER
-            )
-            self._not_worth = self.tokens
             self._change(self.tokens // 2)
-        elif loss_now > of_double and double > self.tokens and not tried:
+        elif loss_against_double(loss - error / 2) > of_double and double > self.tokens:
             self._change(double)
         elif abs(loss - accepted) > error:
             self._loss = MeanLoss()
-            self._unchanged += 1
             self._compare_less()
         elif self._loss.count % UNDECIDED == 0:
             self._compare_less()
@@ -169,4 +151,3 @@ class ChunkSize:
         self._recent.clear()
         self._loss = MeanLoss()
         self._interval = MIN_INTERVAL
-        self._unchanged = 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 
@@ -13,8 +13,6 @@ from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 LEAST_OF_STEP: Final = 1 / 4
 # Prompts of one class of service among which its share of a step is divided.
 MAX_PARTS: Final = 4
-# Chunks of at least this many blocks end at a block boundary.
-MIN_WHOLE_BLOCKS: Final = 32
 
 
 @dataclass(slots=True)
@@ -27,9 +25,19 @@ class StepPrompts:
     classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
     waiting_shorts: LaneCount = field(default_factory=LaneCount)
     long_lanes: Sequence[LaneCount] = ()
-    waiting_longs: LaneCount = field(default_factory=LaneCount)  # of all these lanes
+    waiting_longs: LaneCount = field(init=False)  # of all these lanes
     free_places: int = 0  # for waiting longs
     entering: int = 0  # waiting longs that may enter
+
+    def __post_init__(self) -> None:
+        self.count_longs()
+
+    def note_ending(self, most: int, class_of: Callable[[RequestView], float]) -> None:
+        """Let longs that the step completes leave their places to the next ones."""
+        self.ending = {
+            r.request_id for r in self.longs if r.num_tokens - r.num_computed_tokens <= most
+        }
+        self.classes = [class_of(r) for r in self.longs if r.request_id not in self.ending]
 
     def count_longs(self) -> None:
         """Add up the lanes of longs; their counts change when gates are asked."""
@@ -43,13 +51,11 @@ class StepPrompts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LongChunk:
+class LongChunk(NamedTuple):
     """The limit of all long prompts' tokens in one step."""
 
     tokens: int
     least: int  # with the tokens of short prompts taken from it
-    block: int  # tokens
 
 
 class StepDivision:
@@ -116,8 +122,6 @@ class StepDivision:
         share = max(self.long_left - self._for_barred_long, min(self.long_left, 1))
         ends = request.request_id in self._prompts.ending
         granted = min(granted, share if ends else math.ceil(share / max(self._longs_due, 1)))
-        if self._chunk is not None and granted < left:
-            granted = _to_block_end(computed, granted, self._chunk.block)
         self.long_left -= granted
         self._longs_due -= not ends
         return granted
@@ -157,7 +161,3 @@ class StepDivision:
 
 def _tokens_left(requests: Sequence[RequestView]) -> int:
     return sum(request.num_tokens - request.num_computed_tokens for request in requests)
-
-
-def _to_block_end(computed: int, tokens: int, block: int) -> int:
-    return tokens - (computed + tokens) % block if tokens >= MIN_WHOLE_BLOCKS * block else tokens

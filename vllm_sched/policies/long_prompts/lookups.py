@@ -1,70 +1,67 @@
-"""Which prompts are long, given what is cached of them."""
+"""Which waiting prompts are long, given what is cached of them.
+
+A look-up of the cached prefix takes time for each cached block, and the cache may grow in every
+step. The delay before the next look-up limits the cost per waiting prompt to 1 % of the engine's
+time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
-from vllm_sched.policies.prefix_lookups import LOOK_AGAIN_S, PrefixLookups
 from vllm_sched.policies.types import RequestView
+
+# Delay per cached token: 100 times the 50 ns of a look-up.
+LOOK_AGAIN_S: Final = 5e-6
+
+
+class Lookup(NamedTuple):
+    """One look-up of a waiting prompt's cached prefix."""
+
+    valid_until: float
+    left: int  # tokens to compute
+    cached: Callable[[], int]  # looks up again
 
 
 class LongPromptLookups:
-    """The threshold, and the results of look-ups of waiting prompts above it."""
+    """The threshold, and the last look-up of each waiting prompt above it."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold  # tokens left to compute
-        self._long = PrefixLookups()
-        # Prompts that are short because of cached tokens: when to look again, and the look-up.
-        self._short: dict[str, tuple[float, Callable[[], int]]] = {}
-        self._no_longer_short: set[str] = set()  # found in the current step
-
-    def begin_step(self) -> None:
-        self._no_longer_short.clear()
-
-    def cache_changed(self, now: float) -> None:
-        """Look long prompts up again."""
-        self._long.changed(now)
+        self._found: dict[str, Lookup] = {}
 
     def left_if_long(
         self, request: RequestView, cached: Callable[[], int], now: float
     ) -> int | None:
         """Return the tokens left of a waiting prompt above the threshold; None if it is short."""
-        name = request.request_id
-        if self._long.holds(name, now):
-            return request.num_tokens - self._long.tokens(name)
-        if (found := self._short.get(name)) is not None and now < found[0]:
+        # A preempted request with output is short: shorts would take its KV blocks.
+        if not self.is_long(request, 0):
             return None
-        known = cached()
-        if request.num_tokens - known <= self.threshold:
-            self._long.discard(name)
-            self._short[name] = now + LOOK_AGAIN_S * known, cached
-            return None
-        self._short.pop(name, None)
-        self._long.add(name, known, now)
-        return request.num_tokens - known
+        found = self._found.get(request.request_id)
+        if found is None or now > found.valid_until:
+            known = cached()
+            found = Lookup(now + LOOK_AGAIN_S * known, request.num_tokens - known, cached)
+            self._found[request.request_id] = found
+        return found.left if found.left > self.threshold else None
 
     def is_still_short(self, head: RequestView) -> bool:
         """Look a short prompt up again before it enters, since blocks may have been evicted."""
-        name = head.request_id
-        if name in self._no_longer_short:
-            return False
-        found = self._short.get(name)
-        if found is None or head.num_tokens - found[1]() <= self.threshold:
+        found = self._found.get(head.request_id)
+        if found is None:
             return True
-        self._no_longer_short.add(name)
-        del self._short[name]
-        return False
+        if found.left <= self.threshold:
+            left = head.num_tokens - found.cached()
+            self._found[head.request_id] = found = found._replace(left=left)
+        return found.left <= self.threshold
 
-    def admitted(self, name: str) -> None:
-        self._short.pop(name, None)
+    def forget(self, name: str) -> None:
+        self._found.pop(name, None)
 
-    def departed(self, name: str) -> None:
-        self._long.discard(name)
-        self._short.pop(name, None)
-
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: str | None) -> bool:
         """Return whether the last look-up found the prompt long."""
-        return name in self._long
+        found = None if name is None else self._found.get(name)
+        return found is not None and found.left > self.threshold
 
     def is_long(self, request: RequestView, computed: int) -> bool:
         """Return whether a prompt in prefill counts as long after `computed` tokens."""

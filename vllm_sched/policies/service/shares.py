@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+NO_LIMIT: Final = sys.maxsize
 NO_RANK: Final = (math.inf, math.inf)  # no rank is between these
 
 
 @dataclass(slots=True)
-class Allowance:
-    """Tokens of one step that a group of prompts shares; None = no limit."""
-
-    left: int | None
-
-    def limit(self, tokens: int) -> int:
-        return tokens if self.left is None else min(tokens, max(self.left, 0))
-
-    def add(self, tokens: int) -> None:
-        """Add tokens, or charge them if negative."""
-        if self.left is not None:
-            self.left += tokens
-
-
-@dataclass(slots=True)
 class StepShares:
-    """The allowances of one step, each None until it is known."""
+    """The tokens of one step that are left to each group."""
 
     batch_share: int
-    batch: Allowance | None = None
-    overdue: Allowance | None = None  # prompts that were admitted for their wait
-    # Prompts in prefill while a request of a better rank enters.
-    others: Allowance | None = None
-    others_between: tuple[float, float] = NO_RANK  # ranks that the allowance limits
-    charged: list[Allowance] = field(default_factory=list)  # by the last chunk
+    # Ranks that a request of a better rank limits while it enters.
+    others_between: tuple[float, float] = NO_RANK
+    _left: dict[str, int] = field(default_factory=dict)  # of groups that took tokens
+    _charged: list[str] = field(default_factory=list)  # groups of the last chunk
 
-    def charge(self, allowance: Allowance, tokens: int) -> int:
-        allowance.add(-tokens)
-        self.charged.append(allowance)
+    def begin_chunk(self) -> None:
+        self._charged.clear()
+
+    def left(self, group: str, share: Callable[[], int]) -> int:
+        """Return the tokens left; `share` returns those of the step."""
+        if group not in self._left:
+            self._left[group] = share()
+        return max(self._left[group], 0)
+
+    def charge(self, group: str, tokens: int) -> int:
+        self._left[group] -= tokens
+        self._charged.append(group)
         return tokens
 
     def take_back(self, tokens: int) -> None:
-        for allowance in self.charged:
-            allowance.add(tokens)
+        for group in self._charged:
+            self._left[group] += tokens
