@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from proxy.batches.types import INPUT, Batch, InputProblem, Status
+from proxy.batches.types import INPUT, Batch, DiskError, InputProblem, Status
 from proxy.batches.validate import InputFileCheck
 
 if TYPE_CHECKING:
@@ -72,14 +72,17 @@ class Maintenance:
         turn = self._turns.get(operation.batch.tenant, 0)
         return turn, not operation.ends, operation.slices is None
 
-    async def turn(self, full: Collection[str]) -> str | None:
-        """Run one slice of the next operation; return a log message when it completes."""
+    async def turn(self, full: Collection[str], session: int) -> str | None:
+        """Run one slice of the next operation; return a log message when it completes.
+
+        Raises `DiskError` if another process may have led since the session began.
+        """
         if (operation := self.waiting(full)) is None:
             return None
         batch = operation.batch
         self._turns[batch.tenant] = next(self._numbers)
         try:
-            summary = await self._store(run_slice, operation)
+            summary = await self._store(run_slice, operation, session)
         except BaseException:
             self._operations.pop(batch.id, None)
             raise
@@ -89,8 +92,10 @@ class Maintenance:
         return f"batch {batch.id}: {summary}"
 
 
-def run_slice(store: Store, operation: BatchMaintenance) -> str | None:
+def run_slice(store: Store, operation: BatchMaintenance, session: int) -> str | None:
     """Run one slice; return the summary after the last."""
+    if not store.backend.leads_in(session):
+        raise DiskError("the connection to the database was lost")
     if operation.slices is None:
         operation.slices = operation.work(store)
     try:

@@ -1,8 +1,8 @@
 """Batch scheduler: sends lines when workers have spare capacity, and completes each batch.
 
-One process schedules a folder, however many routers share it. It reads the store every second and
-on notification. Each turn saves results, starts new batches, runs one slice of long operations and
-of hourly deletion, and sends lines.
+One process leads, however many routers share the store. It starts new batches, runs one slice of
+long operations and of hourly deletion in each turn, and ends batches. It also sends lines, as all
+processes do that share a database. The store is read every second and on notification.
 
 A line refused with 429 or 503 is sent again until its batch expires. A line whose worker failed is
 sent at most `MAX_TRIES` times. Lines in flight at shutdown run again after the next start.
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from math import inf
-from pathlib import Path
 from sys import maxsize
 from typing import TYPE_CHECKING
 
@@ -27,8 +26,7 @@ from proxy.batches.in_flight import BatchProgress
 from proxy.batches.line_request import LineRequest
 from proxy.batches.maintenance import Maintenance, end_batch, validate_input
 from proxy.batches.spare_capacity import has_spare_capacity, within_limits
-from proxy.batches.storage.disk import disk_errors
-from proxy.batches.storage.lock import FolderLock
+from proxy.batches.storage.backend import Part
 from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     Batch,
@@ -53,20 +51,20 @@ ERROR_PAUSE_S = 5.0
 PURGE_INTERVAL_S = 3600.0
 MAX_LINES_AHEAD = 64  # lines of one batch that are read ahead
 MAX_BATCHES_AHEAD = 8  # batches of one tenant with lines read ahead
+IDLE_CLAIM_S = 10.0  # after it, other processes may run lines that were not sent
 MAX_TRIES = 3  # attempts of a line whose workers fail
 TEMPORARY_REFUSALS = (429, 503)  # temporary refusals, which say nothing about the line
 SERVER_ERROR = 500
 
 
 class BatchScheduler:
-    """Runs the batches of one folder; `wall` returns the time of day."""
+    """Runs the batches of one store; `wall` returns the time of day."""
 
     def __init__(
         self,
         wire: WireServer,
         store: StoreThread,
         settings: BatchesConfig,
-        path: Path,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
@@ -74,10 +72,9 @@ class BatchScheduler:
         self.paused = ""  # reason why the scheduler is paused; empty if it runs
         self._wire = wire
         self._store = store
-        self._path = path
         self._wall = wall
         self._clock_guard = ClockGuard(wire.clock, wall)
-        self._lock = FolderLock(path)
+        self._part = Part(runs=False, leads=False, session=0, lost=False)
         self._running: dict[str, BatchProgress] = {}
         self._maintenance = Maintenance(store)
         self._has_more_work = False  # True if the next turn has work and need not wait
@@ -88,6 +85,11 @@ class BatchScheduler:
         self._wakeup = asyncio.Event()
         self._turning = asyncio.Lock()
         self._next_poll = self._next_purge = self._paused_until = -inf
+
+    @property
+    def leads(self) -> bool:
+        """True if this process validates and ends batches."""
+        return self._part.leads
 
     @property
     def in_flight(self) -> int:
@@ -104,7 +106,7 @@ class BatchScheduler:
         self.wake()
 
     async def run(self) -> None:
-        """Run until cancelled; turns do nothing while another process holds the folder's lock."""
+        """Run until cancelled; turns do nothing while another process holds a folder's lock."""
         try:
             while True:
                 await self.turn()
@@ -123,18 +125,30 @@ class BatchScheduler:
             self.stop()
 
     def stop(self) -> None:
-        """Cancel all lines and release the lock; lines without a result run again later."""
+        """Cancel all lines; lines without a result run again later."""
         now = self._wire.clock()
         for running in self._running.values():
             running.drop(now)
         self._running = {}
         self._maintenance.clear()
-        self._lock.release()
 
-    def _take_lock(self) -> bool:
-        if self._lock.is_lost:
+    async def _take_part(self) -> bool:
+        """Return True if this process may send lines."""
+        before, self._part = self._part, await self._store(take_part)
+        if self._part.lost:
             self.stop()
-        return self._lock.take()
+        if self._part.session != before.session:
+            self._maintenance.clear()
+            await self._release_unknown()
+        return self._part.runs
+
+    async def _release_unknown(self) -> None:
+        """Release the lines of which this process does not know that it claimed them."""
+        known = {(x.batch, x.number) for x in self._unsaved}
+        for running in self._running.values():
+            jobs = [*running.ready, *(request.job for request in running.requests)]
+            known |= {(job.batch, job.number) for job in jobs}
+        await self._store(Store.release_except, known)
 
     async def turn(self) -> None:
         async with self._turning:
@@ -149,14 +163,12 @@ class BatchScheduler:
             if await self._store.reopen():
                 self.stop()  # its state belongs to the replaced database
                 self._unsaved.clear()
-                logger.warning("batches: the database in %s was replaced", self._path)
-            with disk_errors(self._path):
-                leads = self._take_lock()
-            if not leads:
+                logger.warning("batches: the database was replaced")
+            if not await self._take_part():
                 self._resume()
                 return
             trusted = self._clock_guard.is_trusted()
-            more = clock() >= self._next_purge
+            more = self.leads and clock() >= self._next_purge
             if more:  # first, because deletion may free space for the rest
                 self._next_purge = clock() + PURGE_INTERVAL_S
                 try:
@@ -172,7 +184,8 @@ class BatchScheduler:
                 self._next_poll = clock() + POLL_INTERVAL_S
                 await self._read_batches()
             self._full = await self._store(Store.full)
-            if (message := await self._maintenance.turn(self._full)) is not None:
+            session = self._part.session
+            if (message := await self._maintenance.turn(self._full, session)) is not None:
                 logger.info("%s", message)
                 await self._read_batches()
             await self._fetch()
@@ -204,7 +217,8 @@ class BatchScheduler:
 
     async def _read_batches(self) -> None:
         batches = await self._store(Store.active)
-        self.counts.active = Counter(batch.status.value for batch in batches)
+        counted = batches if self.leads else ()
+        self.counts.active = Counter(batch.status.value for batch in counted)
         known = {batch.id for batch in batches}
         for missing in self._running.keys() - known:
             self._cancel_lines(missing)
@@ -220,18 +234,24 @@ class BatchScheduler:
         elif batch.id in self._maintenance:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
+            if not self.leads:
+                return
             max_lines = self.settings.max_lines
             self._maintenance.add(
                 batch, lambda store: validate_input(store, batch, max_lines, self._wall)
             )
         elif batch.id not in self._running:
             self._running[batch.id] = BatchProgress(batch)
+        elif self._store.is_shared:
+            await self._share(self._running[batch.id])
 
     async def _end(self, batch: Batch, status: Status) -> None:
         if self._maintenance.ends(batch.id):
             return
         self._cancel_lines(batch.id)
         await self.save()
+        if not self.leads:
+            return
         self._maintenance.add(
             batch, lambda store: end_batch(store, batch, status, self._wall), ends=True
         )
@@ -242,6 +262,16 @@ class BatchScheduler:
             running.drop(self._wire.clock())
 
     # Lines
+
+    async def _share(self, running: BatchProgress) -> None:
+        """Read lines anew, which others may have released, and release lines that are not sent."""
+        running.read_all = False
+        now, draining = self._wire.clock(), self._wire.draining
+        if draining or now >= running.active_at + IDLE_CLAIM_S:
+            idle = [job.number for job in running.take_idle(everything=draining)]
+            running.read_all = bool(idle) or draining  # others may claim them first
+            if idle:
+                await self._store(Store.release, running.batch, idle)
 
     async def _fetch(self) -> None:
         read_ahead = Counter(x.batch.tenant for x in self._running.values() if x.ready)
@@ -255,7 +285,8 @@ class BatchScheduler:
                 running.read_all = not jobs
                 if jobs:
                     running.last = jobs[-1].number
-            if running.over:
+                    running.active_at = self._wire.clock()
+            if running.over and self.leads and await self._store(Store.is_complete, running.batch):
                 await self._end(running.batch, Status.COMPLETED)
 
     def _send(self) -> None:
@@ -272,6 +303,7 @@ class BatchScheduler:
                 continue
             running.turn = self._turns[running.batch.tenant] = next(self._numbers)
             running.ready.remove(job)
+            running.active_at = now
             self._send_one(now, running, job, tenant)
             room -= 1
             if running.ready:
@@ -353,3 +385,7 @@ class BatchScheduler:
         for result in results:
             if (running := self._running.get(result.batch)) is not None:
                 running.unsaved -= 1
+
+
+def take_part(store: Store) -> Part:
+    return store.backend.take_part()

@@ -13,6 +13,7 @@ from proxy.batches import validate as lines_module
 from proxy.batches.maintenance import Maintenance, Slices, end_batch, validate_input
 from proxy.batches.storage import store as store_module
 from proxy.batches.storage.rows import ListPage
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, Status, StoreFullError
@@ -39,7 +40,7 @@ def maintenance() -> Maintenance:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """Open a store."""
-    store = Store(tmp_path, KEEP_S)
+    store = Store(SqliteBackend(tmp_path), KEEP_S)
     yield store
     store.close()
 
@@ -143,7 +144,7 @@ def new_batch(store: Store, count: int) -> Batch:
 
 def count_of(store: Store, table: str) -> int:
     """Return the number of rows of a table."""
-    found: int = store.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
+    found: int = store.backend.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
     return found
 
 
