@@ -47,6 +47,11 @@ class BatchProgress:
         tries = self.tries[number] = self.tries.get(number, 0) + 1
         return tries
 
+    @property
+    def jobs(self) -> list[LineJob]:
+        """The lines read that have no result."""
+        return [*self.ready, *(request.job for request in self.requests)]
+
     def take_idle(self, *, everything: bool) -> list[LineJob]:
         """Return and forget the lines that are not sent; keep those that failed once."""
         idle = [job for job in self.ready if everything or job.number not in self.tries]

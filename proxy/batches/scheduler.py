@@ -21,12 +21,12 @@ from math import inf
 from sys import maxsize
 from typing import TYPE_CHECKING
 
+from proxy.batches.claims import Claims
 from proxy.batches.clock_guard import ClockGuard
 from proxy.batches.in_flight import BatchProgress
 from proxy.batches.line_request import LineRequest
 from proxy.batches.maintenance import Maintenance, end_batch, validate_input
 from proxy.batches.spare_capacity import has_spare_capacity, within_limits
-from proxy.batches.storage.backend import Part
 from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     Batch,
@@ -51,10 +51,14 @@ ERROR_PAUSE_S = 5.0
 PURGE_INTERVAL_S = 3600.0
 MAX_LINES_AHEAD = 64  # lines of one batch that are read ahead
 MAX_BATCHES_AHEAD = 8  # batches of one tenant with lines read ahead
-IDLE_CLAIM_S = 10.0  # after it, other processes may run lines that were not sent
 MAX_TRIES = 3  # attempts of a line whose workers fail
 TEMPORARY_REFUSALS = (429, 503)  # temporary refusals, which say nothing about the line
 SERVER_ERROR = 500
+TENANT_GONE = "its tenant has no API key any more"
+NO_STORAGE = (
+    "no storage for results: its tenant reached router.batches.max_bytes_per_tenant, or all "
+    "tenants reached max_bytes; raise the limit, or delete files"
+)
 
 
 class BatchScheduler:
@@ -74,7 +78,7 @@ class BatchScheduler:
         self._store = store
         self._wall = wall
         self._clock_guard = ClockGuard(wire.clock, wall)
-        self._part = Part(runs=False, leads=False, session=0, lost=False)
+        self._claims = Claims(store)
         self._running: dict[str, BatchProgress] = {}
         self._maintenance = Maintenance(store)
         self._has_more_work = False  # True if the next turn has work and need not wait
@@ -89,7 +93,7 @@ class BatchScheduler:
     @property
     def leads(self) -> bool:
         """True if this process validates and ends batches."""
-        return self._part.leads
+        return self._claims.part.leads
 
     @property
     def in_flight(self) -> int:
@@ -134,21 +138,13 @@ class BatchScheduler:
 
     async def _take_part(self) -> bool:
         """Return True if this process may send lines."""
-        before, self._part = self._part, await self._store(take_part)
-        if self._part.lost:
+        is_new = await self._claims.renew()
+        if self._claims.part.lost:
             self.stop()
-        if self._part.session != before.session:
-            self._maintenance.clear()
-            await self._release_unknown()
-        return self._part.runs
-
-    async def _release_unknown(self) -> None:
-        """Release the lines of which this process does not know that it claimed them."""
-        known = {(x.batch, x.number) for x in self._unsaved}
-        for running in self._running.values():
-            jobs = [*running.ready, *(request.job for request in running.requests)]
-            known |= {(job.batch, job.number) for job in jobs}
-        await self._store(Store.release_except, known)
+        if is_new:
+            self._maintenance.begin(self._claims.part.session)
+            await self._claims.keep(self._running.values(), self._unsaved)
+        return self._claims.part.runs
 
     async def turn(self) -> None:
         async with self._turning:
@@ -184,8 +180,7 @@ class BatchScheduler:
                 self._next_poll = clock() + POLL_INTERVAL_S
                 await self._read_batches()
             self._full = await self._store(Store.full)
-            session = self._part.session
-            if (message := await self._maintenance.turn(self._full, session)) is not None:
+            if (message := await self._maintenance.turn(self._full)) is not None:
                 logger.info("%s", message)
                 await self._read_batches()
             await self._fetch()
@@ -242,8 +237,8 @@ class BatchScheduler:
             )
         elif batch.id not in self._running:
             self._running[batch.id] = BatchProgress(batch)
-        elif self._store.is_shared:
-            await self._share(self._running[batch.id])
+        else:
+            await self._claims.share(self._running[batch.id], self._wire)
 
     async def _end(self, batch: Batch, status: Status) -> None:
         if self._maintenance.ends(batch.id):
@@ -262,16 +257,6 @@ class BatchScheduler:
             running.drop(self._wire.clock())
 
     # Lines
-
-    async def _share(self, running: BatchProgress) -> None:
-        """Read lines anew, which others may have released, and release lines that are not sent."""
-        running.read_all = False
-        now, draining = self._wire.clock(), self._wire.draining
-        if draining or now >= running.active_at + IDLE_CLAIM_S:
-            idle = [job.number for job in running.take_idle(everything=draining)]
-            running.read_all = bool(idle) or draining  # others may claim them first
-            if idle:
-                await self._store(Store.release, running.batch, idle)
 
     async def _fetch(self) -> None:
         read_ahead = Counter(x.batch.tenant for x in self._running.values() if x.ready)
@@ -319,7 +304,8 @@ class BatchScheduler:
         self, now: float, running: BatchProgress, tenant: Tenant | None, shut: dict[str, int]
     ) -> LineJob | None:
         """Return the first line whose model has capacity; `shut` has body sizes found too large."""
-        held = self._held(running.batch.tenant, tenant)
+        is_gone = tenant is None and not self._wire.router.tenants.open
+        held = TENANT_GONE if is_gone else NO_STORAGE if running.batch.tenant in self._full else ""
         if held != running.held:
             running.held = held
             if held:
@@ -335,17 +321,6 @@ class BatchScheduler:
                     return job
                 shut[job.model] = size
         return None
-
-    def _held(self, name: str, tenant: Tenant | None) -> str:
-        """Return why no line of the tenant is sent; empty if lines may be sent."""
-        if tenant is None and not self._wire.router.tenants.open:
-            return "its tenant has no API key any more"
-        if name in self._full:
-            return (
-                "no storage for results: its tenant reached router.batches.max_bytes_per_tenant, "
-                "or all tenants reached max_bytes; raise the limit, or delete files"
-            )
-        return ""
 
     def _send_one(
         self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None
@@ -385,7 +360,3 @@ class BatchScheduler:
         for result in results:
             if (running := self._running.get(result.batch)) is not None:
                 running.unsaved -= 1
-
-
-def take_part(store: Store) -> Part:
-    return store.backend.take_part()

@@ -16,8 +16,9 @@ import openai
 import pytest
 
 from proxy.batches import scheduler as lane_module
+from proxy.batches.claims import take_part
 from proxy.batches.clock_guard import DISTRUST_S
-from proxy.batches.scheduler import BatchScheduler, take_part
+from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.service import DAY_S
 from proxy.batches.storage import database
 from proxy.batches.storage.database import StoreLimits

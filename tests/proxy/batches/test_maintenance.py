@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -30,9 +31,10 @@ NOW, KEEP_S = 1_000_000.0, 1000.0
 @pytest.fixture
 def maintenance() -> Maintenance:
     """Return a maintenance without a store."""
+    leading = SimpleNamespace(backend=SimpleNamespace(leads_in=lambda _: True))
 
     async def run_now(function: Callable[..., Any], *args: object) -> Any:
-        return function(cast("Store", None), *args)
+        return function(cast("Store", leading), *args)
 
     return Maintenance(cast(StoreThread, run_now))
 
