@@ -31,6 +31,10 @@ class Claims:
         self.part = await self._store(take_part)
         return self.part.session != self._session
 
+    def forget(self) -> None:
+        """Release all claims in the next turn."""
+        self._session = 0
+
     async def keep(self, batches: Iterable[BatchProgress], unsaved: list[LineResult]) -> None:
         """Release all other lines: a claim may have been made as the connection was lost."""
         jobs = chain(unsaved, *(batch.jobs for batch in batches))

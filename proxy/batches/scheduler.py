@@ -135,6 +135,7 @@ class BatchScheduler:
             running.drop(now)
         self._running = {}
         self._maintenance.clear()
+        self._claims.forget()
 
     async def _take_part(self) -> bool:
         """Return True if this process may send lines."""

@@ -116,7 +116,7 @@ class PostgresBackend:
 
     def check(self) -> None:
         if not self._is_connected():
-            self._leads = False
+            self._hang_up()
             if monotonic() < self._retry_at:
                 raise self._failed
             try:
@@ -212,6 +212,7 @@ class PostgresBackend:
             raise DiskError(text) from None
 
     def _hang_up(self) -> None:
+        self._leads = False
         if self._connection is not None:
             self._connection.close()
 
