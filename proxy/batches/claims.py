@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from proxy.batches.storage.backend import Part
@@ -26,9 +25,9 @@ class Claims:
         self._session = 0
         self.part = Part(runs=False, leads=False, session=0, lost=False)
 
-    async def renew(self) -> bool:
-        """Find this process's part anew; return True if its session is new."""
-        self.part = await self._store(take_part)
+    @property
+    def are_old(self) -> bool:
+        """True if others may have led, or claimed lines, since `keep`."""
         return self.part.session != self._session
 
     def forget(self) -> None:
@@ -37,8 +36,9 @@ class Claims:
 
     async def keep(self, batches: Iterable[BatchProgress], unsaved: list[LineResult]) -> None:
         """Release all other lines: a claim may have been made as the connection was lost."""
-        jobs = chain(unsaved, *(batch.jobs for batch in batches))
-        await self._store(Store.release_except, {(job.batch, job.number) for job in jobs})
+        known = {(result.batch, result.number) for result in unsaved}
+        known |= {(job.batch, job.number) for batch in batches for job in batch.jobs}
+        await self._store(Store.release_except, known)
         self._session = self.part.session
 
     async def share(self, running: BatchProgress, wire: WireServer) -> None:
@@ -50,7 +50,3 @@ class Claims:
         if is_idle and (idle := running.take_idle(everything=wire.draining)):
             running.read_all = True  # others may claim them first
             await self._store(Store.release, running.batch, [job.number for job in idle])
-
-
-def take_part(store: Store) -> Part:
-    return store.backend.take_part()

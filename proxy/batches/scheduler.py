@@ -139,13 +139,16 @@ class BatchScheduler:
 
     async def _take_part(self) -> bool:
         """Return True if this process may send lines."""
-        is_new = await self._claims.renew()
-        if self._claims.part.lost:
+        part = self._claims.part = await self._store.take_part()
+        if part.lost or part.replaced:
             self.stop()
-        if is_new:
-            self._maintenance.begin(self._claims.part.session)
+        if part.replaced:
+            self._unsaved.clear()  # they belong to the replaced database
+            logger.warning("batches: the database was replaced")
+        if self._claims.are_old:
+            self._maintenance.begin(part.session)
             await self._claims.keep(self._running.values(), self._unsaved)
-        return self._claims.part.runs
+        return part.runs
 
     async def turn(self) -> None:
         async with self._turning:
@@ -157,10 +160,6 @@ class BatchScheduler:
         if clock() < self._paused_until:
             return
         try:
-            if await self._store.reopen():
-                self.stop()  # its state belongs to the replaced database
-                self._unsaved.clear()
-                logger.warning("batches: the database was replaced")
             if not await self._take_part():
                 self._resume()
                 return

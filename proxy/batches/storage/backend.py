@@ -29,6 +29,7 @@ class Part(NamedTuple):
     leads: bool  # it validates, ends and deletes
     session: int  # another number: others may have led since
     lost: bool  # others may run the lines that it had
+    replaced: bool = False  # the database is another one
 
 
 class Backend(Protocol):
@@ -55,11 +56,8 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raise `DiskError` unless the database can be used."""
 
-    def reopen(self) -> bool:
-        """Open the database anew if it was replaced; return True if it was."""
-
     def take_part(self) -> Part:
-        """Return this process's part, and keep its claims."""
+        """Return this process's part, and keep its claims; open the database if needed."""
 
     def leads_in(self, session: int) -> bool:
         """Return True if this process has led since `take_part` returned this session."""

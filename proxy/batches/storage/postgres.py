@@ -216,10 +216,6 @@ class PostgresBackend:
         if self._connection is not None:
             self._connection.close()
 
-    def reopen(self) -> bool:
-        """Return False: each operation opens a lost connection again."""
-        return False
-
     def close(self) -> None:
         if self._connection is None:
             return
@@ -284,6 +280,7 @@ class PostgresBackend:
     # Claims
 
     def take_part(self) -> Part:
+        self.check()
         if not self._joined:
             self._renew()
         lost, self._lost = self._lost, False
@@ -321,7 +318,7 @@ class PostgresBackend:
         return [(batch, number) for batch, number in self.execute(CLAIMED, (self._id,)).fetchall()]
 
 
-def chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def chunks(rows: Iterable[Row]) -> Iterator[Sequence[Row]]:
     """Yield rows for one statement each."""
     chunk: list[Row] = []
     values = size = 0

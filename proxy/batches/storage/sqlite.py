@@ -74,7 +74,7 @@ class SqliteBackend:
         if not self.is_in_place:
             raise gone(self._path)
 
-    def reopen(self) -> bool:
+    def _reopen(self) -> bool:
         """Open the database anew if the file was replaced; return True if it was.
 
         Raises `DiskError` while the folder is missing.
@@ -90,13 +90,13 @@ class SqliteBackend:
         return True
 
     def take_part(self) -> Part:
+        replaced = self._reopen()
         if lost := self._lock.is_lost:
             self._lock.release()
         if not self._lock.is_held:
             self._session += 1
-        with self.errors():
-            leads = self._lock.take()
-        return Part(leads, leads, self._session, lost)
+        leads = self._lock.take()
+        return Part(leads, leads, self._session, lost, replaced)
 
     def leads_in(self, session: int) -> bool:
         return self._lock.is_held and session == self._session

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
-from proxy.batches.storage.backend import Backend
+from proxy.batches.storage.backend import Backend, Part
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store import Store
 from proxy.errors import ProxyError
@@ -36,10 +36,15 @@ class StoreThread:
         """True if several processes run lines."""
         return self._opened().backend.is_shared
 
-    async def reopen(self) -> bool:
-        """Open the database anew if it was replaced; return True if it was."""
-        reopen = self._opened().backend.reopen
-        return await asyncio.get_running_loop().run_in_executor(self._thread, reopen)
+    async def take_part(self) -> Part:
+        """Return this process's part; open the database anew if it was replaced or lost."""
+        backend = self._opened().backend
+
+        def do() -> Part:
+            with backend.errors():
+                return backend.take_part()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
 
     def _opened(self) -> Store:
         if self._store is None:

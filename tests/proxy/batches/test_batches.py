@@ -16,7 +16,6 @@ import openai
 import pytest
 
 from proxy.batches import scheduler as lane_module
-from proxy.batches.claims import take_part
 from proxy.batches.clock_guard import DISTRUST_S
 from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.service import DAY_S
@@ -448,11 +447,11 @@ async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
     second = StoreThread(lambda: SqliteBackend(harness.path), 1.0, StoreLimits())
     await second.open()
     await eventually(lambda: harness.batches.lane.leads)
-    assert not (await second(take_part)).runs
+    assert not (await second.take_part()).runs
     await harness.reopen()
     await eventually(lambda: harness.batches.lane.leads)
     await harness.close()
-    assert (await second(take_part)).runs
+    assert (await second.take_part()).runs
     await second.close()
     await harness.open()
 
@@ -471,9 +470,9 @@ async def test_folder_without_locks_pauses_batches(
         await eventually(lambda: "lane.lock" in harness.batches.lane.paused)
         assert harness.batches.lane.counts.paused
         number = errno.EAGAIN  # another router holds the lock
-        assert not (await harness.batches.keeper(take_part)).runs
+        assert not (await harness.batches.keeper.take_part()).runs
         number = errno.EACCES
-        assert not (await harness.batches.keeper(take_part)).runs
+        assert not (await harness.batches.keeper.take_part()).runs
     batch = await harness.begin(lines(1))
     harness.skip(10)
     assert (await harness.until(batch)).status == "completed"
