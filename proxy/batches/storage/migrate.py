@@ -57,6 +57,7 @@ def _copy(source: SqliteBackend, target: PostgresBackend, folder: Path) -> Count
     known = {row[0] for row in source.execute("SELECT id FROM files")}
     if not known.issuperset(row[0] for row in target.execute("SELECT id FROM files").fetchall()):
         raise ProxyError("the database has files that the folder has not; give an empty database")
+    target.execute("SET statement_timeout = 0")
     counts: Counts = {}
     for table, (columns, rest) in TABLES.items():
         total = new = 0

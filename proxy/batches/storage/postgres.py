@@ -40,7 +40,7 @@ LEAD, WRITE = 0x766C6C6D01, 0x766C6C6D02  # advisory locks
 # A connection to a host that has vanished ends within 15 s, on both sides.
 CONNECTION = {
     "connect_timeout": 5, "keepalives_idle": 5, "keepalives_interval": 3, "keepalives_count": 3,
-    "tcp_user_timeout": 15000, "application_name": "vllm-sched", "client_encoding": "utf8",
+    "tcp_user_timeout": 15000, "client_encoding": "utf8",
 }  # fmt: skip
 SESSION = f"""
 SET search_path = {SCHEMA};
@@ -77,6 +77,11 @@ DELETE FROM replicas WHERE id IN (
     FOR UPDATE SKIP LOCKED)
 RETURNING id
 """
+# A replica that hangs must not lead, and its claims are void.
+DISCONNECT = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE application_name = ANY(?) AND usename = current_user"
+)
 PIECES = """
 SELECT substring(content FROM start + 1 FOR size)
 FROM files, unnest(?::int[], ?::int[]) WITH ORDINALITY AS place(start, size, nth)
@@ -103,7 +108,7 @@ class PostgresBackend:
         self._url = url
         self._password_file = password_file
         self._place = f"{SETTING}: {without_password(url)}"
-        self._id = new_id("replica_")
+        self._id = new_id("vllm-sched_")
         self._connection: psycopg.Connection[Any] | None = None
         self._failed = ServerDownError("")
         self._retry_at = self._renewed = -inf
@@ -143,7 +148,7 @@ class PostgresBackend:
     def _connect(self) -> psycopg.Connection[Any]:
         options: dict[str, Any] = {**CONNECTION}
         try:
-            options |= conninfo_to_dict(self._url)
+            options |= conninfo_to_dict(self._url) | {"application_name": self._id}
             if self._password_file is not None:
                 options["password"] = self._password_file.read_text().strip()
             connection = psycopg.connect(**options, autocommit=True)
@@ -294,8 +299,9 @@ class PostgresBackend:
             if not self.execute(RENEW, (LEASE_S, self._id)).rowcount:
                 self._lost = self._joined  # others freed the lines
                 self.execute(JOIN, (self._id, LEASE_S))
-            if dead := self.execute(DEAD, (LEASE_S,)).fetchall():
-                self.execute(RELEASE, ([row[0] for row in dead],))
+            if dead := [row[0] for row in self.execute(DEAD, (LEASE_S,)).fetchall()]:
+                self.execute(DISCONNECT, (dead,))
+                self.execute(RELEASE, (dead,))
         if not self._leads:
             row = self.execute("SELECT pg_try_advisory_lock(?)", (LEAD,)).fetchone()
             self._leads = row == (True,)

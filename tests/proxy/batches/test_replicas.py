@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -144,16 +147,19 @@ async def test_router_starts_without_the_server(
     await harness.close()
 
 
-def test_leader_with_a_lost_connection_does_nothing(postgres: PostgresServer) -> None:
+def test_leader_that_hangs_is_replaced(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "LEASE_S", 0.3)
     url = postgres.new_database()
     backends = [PostgresBackend(url) for _ in range(2)]
     first, second = (Store(backend, KEEP_S) for backend in backends)
     session = backends[0].take_part().session
     assert [backend.take_part().leads for backend in backends] == [True, False]
     batch = batch_of(second, 1)
-    backends[0].connection.close()
-    while not backends[1]._leads:  # the server has yet to see it
+    while not backends[1]._leads:
         backends[1]._renew()
+        time.sleep(0.02)
     backends[0].check()
     assert [backend.take_part().leads for backend in backends] == [False, True]
     with pytest.raises(DiskError, match="lost"):
@@ -198,6 +204,13 @@ def test_unsuitable_servers_fail_the_start(
     postgres.execute("UPDATE vllm_sched.versions SET version = 99", url)
     with pytest.raises(ProxyError, match="schema 99"):
         PostgresBackend(url)
+
+
+def test_missing_psycopg_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    monkeypatch.delitem(sys.modules, backend_module.__name__)
+    with pytest.raises(ProxyError, match=r"pip install 'vllm-sched\[postgres\]'"):
+        importlib.import_module(backend_module.__name__)
 
 
 def test_password_file_is_read_at_each_connection(postgres: PostgresServer, tmp_path: Path) -> None:
