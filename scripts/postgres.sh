@@ -15,7 +15,7 @@ if [ "$(id -u)" = 0 ]; then : "${XDG_CACHE_HOME:=/var/cache}"; fi
 . "$(dirname "$0")/debian.sh"
 fetch() {
     apt --simulate --no-install-recommends install postgresql >plan &&
-        sed -n 's/^Inst \([^ ]*\).*/\1/p' plan | grep -E '^(postgresql-[0-9]|lib)' >names &&
+        sed -n 's/^Inst \([^ ]*\).*/\1/p' plan | grep -E '^(postgresql-[0-9]|lib)' | grep -v '^libc[6-]' >names &&
         apt download $(cat names) >>apt.log
 }
 if ! [ -x "$cache/run/initdb" ]; then

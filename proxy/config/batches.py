@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from proxy.config.types import MIB, Block, Count, FilePath
 
-DatabaseUrl = Annotated[str, Field(pattern=r"^postgres(ql)?://")]
+
+def _postgres_url(url: str) -> str:
+    if not url.startswith(("postgresql://", "postgres://")):
+        raise ValueError("write it as postgresql://user@host/name")
+    return url
 
 
 class BatchesConfig(Block):
@@ -19,7 +23,7 @@ class BatchesConfig(Block):
         description="Folder for files, batches and results, with a SQLite database. The API is off "
         "if neither path nor database is given",
     )
-    database: DatabaseUrl | None = Field(
+    database: Annotated[str, AfterValidator(_postgres_url)] | None = Field(
         None,
         repr=False,
         description="URL of a PostgreSQL database, instead of path: postgresql://user@host/name. "
