@@ -229,12 +229,11 @@ class BatchScheduler:
         elif batch.id in self._maintenance:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
-            if not self.leads:
-                return
-            max_lines = self.settings.max_lines
-            self._maintenance.add(
-                batch, lambda store: validate_input(store, batch, max_lines, self._wall)
-            )
+            if self.leads:
+                most, wall = self.settings.max_lines, self._wall
+                self._maintenance.add(batch, lambda store: validate_input(store, batch, most, wall))
+        elif self.leads and batch.completed + batch.failed >= batch.total:
+            await self._end(batch, Status.COMPLETED)
         elif batch.id not in self._running:
             self._running[batch.id] = BatchProgress(batch)
         else:
@@ -245,11 +244,10 @@ class BatchScheduler:
             return
         self._cancel_lines(batch.id)
         await self.save()
-        if not self.leads:
-            return
-        self._maintenance.add(
-            batch, lambda store: end_batch(store, batch, status, self._wall), ends=True
-        )
+        if self.leads:
+            self._maintenance.add(
+                batch, lambda store: end_batch(store, batch, status, self._wall), ends=True
+            )
 
     def _cancel_lines(self, batch_id: str) -> None:
         running = self._running.pop(batch_id, None)

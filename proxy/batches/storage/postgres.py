@@ -110,7 +110,7 @@ class PostgresBackend:
         self._place = f"{SETTING}: {without_password(url)}"
         self._id = new_id("vllm-sched_")
         self._connection: psycopg.Connection[Any] | None = None
-        self._failed = ServerDownError("")
+        self._failed = DiskError("")
         self._retry_at = self._renewed = -inf
         self._session = 0
         self._leads = self._joined = self._lost = False
@@ -126,7 +126,7 @@ class PostgresBackend:
                 raise self._failed
             try:
                 self._connection = self._connect()
-            except ServerDownError as error:
+            except DiskError as error:
                 self._failed, self._retry_at = error, monotonic() + RECONNECT_S
                 raise
             self._session += 1
@@ -174,8 +174,8 @@ class PostgresBackend:
         """Set up a session, and create the tables if they are missing."""
         info = connection.info
         if info.server_version < MIN_VERSION:
-            found = f"{info.server_version // 10000}.{info.server_version % 10000}"
-            raise DiskError(f"{self._place}: PostgreSQL {found}; 13 or newer is needed")
+            version = f"{info.server_version // 10000}.{info.server_version % 10000}"
+            raise DiskError(f"{self._place}: PostgreSQL {version}; 13 or newer is needed")
         if (encoding := info.parameter_status("server_encoding")) != "UTF8":
             raise DiskError(f"{self._place}: its encoding is {encoding}; UTF8 is needed")
         connection.adapters.register_dumper(str, EscapingDumper)
@@ -185,9 +185,8 @@ class PostgresBackend:
         if connection.execute(tables).fetchone() == (None,):
             with connection.transaction():
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (WRITE,))
-                if connection.execute("SELECT to_regnamespace(%s)", (SCHEMA,)).fetchone() == (
-                    None,
-                ):
+                found = connection.execute("SELECT to_regnamespace(%s)", (SCHEMA,)).fetchone()
+                if found == (None,):
                     connection.execute(f"CREATE SCHEMA {SCHEMA}")
                 if connection.execute(tables).fetchone() == (None,):
                     connection.execute(postgres_tables().encode())
