@@ -85,12 +85,17 @@ async def test_lines_of_a_dead_replica_run_elsewhere(
     first.site.fake.always(scripts.stall)
     batch = await second.begin(lines(100))
     await first.site.fake.got(8)
-    backend = first.batches.keeper._opened().backend
-    assert isinstance(backend, PostgresBackend)
-    present(first.batches._task).cancel()
-    backend._renew()
-    backend._joined = False
-    backend.connection.close()
+
+    def die(store: Store) -> None:
+        assert isinstance(store.backend, PostgresBackend)
+        store.backend._renew()
+        store.backend._joined = False
+        store.backend.connection.close()
+
+    task = present(first.batches._task)
+    task.cancel()
+    await asyncio.wait([task])
+    await first.batches.keeper(die)
     await check_results(second, batch, 100)
     assert second.batches.lane.leads
     assert set(texts(first.site.served())) <= set(texts(second.site.served()))
@@ -160,6 +165,8 @@ def test_leader_that_hangs_is_replaced(
     while not backends[1]._leads:
         backends[1]._renew()
         time.sleep(0.02)
+    monkeypatch.undo()
+    backends[1]._renew()
     backends[0].check()
     assert [backend.take_part().leads for backend in backends] == [False, True]
     with pytest.raises(DiskError, match="lost"):
