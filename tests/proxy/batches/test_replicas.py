@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 from openai.types import Batch
 
@@ -18,7 +19,7 @@ from proxy.batches.maintenance import BatchMaintenance, run_slice
 from proxy.batches.storage import postgres as backend_module
 from proxy.batches.storage.postgres import PostgresBackend
 from proxy.batches.storage.store import Store
-from proxy.batches.types import DiskError
+from proxy.batches.types import DiskError, StoreFullError
 from proxy.errors import ProxyError
 from tests.present import present
 from tests.proxy.batches.harness import BatchHarness, lines, texts
@@ -211,6 +212,37 @@ def test_unsuitable_servers_fail_the_start(
     postgres.execute("UPDATE vllm_sched.versions SET version = 99", url)
     with pytest.raises(ProxyError, match="schema 99"):
         PostgresBackend(url)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (psycopg.errors.DiskFull, StoreFullError),
+        (psycopg.errors.ReadOnlySqlTransaction, DiskError),
+        (psycopg.errors.LockNotAvailable, DiskError),
+        (psycopg.OperationalError, DiskError),
+        (psycopg.errors.UniqueViolation, psycopg.errors.UniqueViolation),
+    ],
+)
+def test_errors_of_the_server_pause_batches(
+    postgres: PostgresServer, error: type[Exception], kind: type[Exception]
+) -> None:
+    backend = PostgresBackend(postgres.new_database())
+    with pytest.raises(kind), backend.errors():
+        raise error
+    backend.close()
+
+
+def test_removed_tables_are_created_again(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    store = Store(PostgresBackend(url), KEEP_S)
+    batch_of(store, 1)
+    postgres.execute("DROP SCHEMA vllm_sched CASCADE", url)
+    with pytest.raises(DiskError), store.backend.errors():
+        store.active()
+    store.backend.check()
+    assert store.active() == []
+    store.close()
 
 
 def test_missing_psycopg_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
