@@ -177,13 +177,12 @@ class Store(FileStore):
         """Store results of active batches; a line's first result is kept."""
         with self.backend.writing():
             ids = list({result.batch for result in results})
-            active = {
-                batch.id
-                for batch in self._batches(
-                    f"id IN ({placeholders(ids)}) AND status IN ({placeholders(ACTIVE)})",
-                    (*ids, *ACTIVE),
-                )
-            }
+            rows = self.backend.execute(
+                f"SELECT id FROM batches WHERE id IN ({placeholders(ids)}) "  # noqa: S608
+                f"AND status IN ({placeholders(ACTIVE)})",
+                (*ids, *ACTIVE),
+            )
+            active = {batch_id for (batch_id,) in rows.fetchall()}
             self._save(result for result in results if result.batch in active)
 
     def _save(self, results: Iterable[LineResult]) -> None:
