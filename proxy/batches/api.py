@@ -360,7 +360,7 @@ def _disk_refusal(error: DiskError) -> Refusal:
     if isinstance(error, StoreFullError):
         message = "The router's disk is full. The operator must free space."
         return Refusal(507, Reason.OWN, message, "insufficient_storage")
-    message = "The router cannot access its folder of files and batches. Retry later."
+    message = "The router cannot access its files and batches. Retry later."
     return Refusal(
         503, Reason.OWN, message, "storage_unavailable", retry_after_s=DISK_RETRY_AFTER_S
     )

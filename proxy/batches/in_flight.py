@@ -24,6 +24,7 @@ class BatchProgress:
         self.read_all = False
         self.requests: set[LineRequest] = set()
         self.tries: dict[int, int] = {}  # failed attempts by line number
+        self.active_at = -inf  # when lines were last read or sent
         self.turn = 0  # sequence number of the batch's last turn
         self.paused_until = -inf
         self.unsaved = 0
@@ -45,6 +46,17 @@ class BatchProgress:
         """Count a failed attempt of a line and return the number of failures."""
         tries = self.tries[number] = self.tries.get(number, 0) + 1
         return tries
+
+    @property
+    def jobs(self) -> list[LineJob]:
+        """The lines read that have no result."""
+        return [*self.ready, *(request.job for request in self.requests)]
+
+    def take_idle(self, *, everything: bool) -> list[LineJob]:
+        """Return and forget the lines that are not sent; keep those that failed once."""
+        idle = [job for job in self.ready if everything or job.number not in self.tries]
+        self.ready = deque(job for job in self.ready if job not in idle)
+        return idle
 
     def drop(self, now: float) -> None:
         """Cancel all lines in flight."""

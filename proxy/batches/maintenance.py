@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from proxy.batches.types import INPUT, Batch, InputProblem, Status
+from proxy.batches.types import INPUT, Batch, DiskError, InputProblem, Status
 from proxy.batches.validate import InputFileCheck
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Maintenance:
         self._operations: dict[str, BatchMaintenance] = {}  # by batch id, in order of arrival
         self._turns: dict[str, int] = {}  # sequence number of each tenant's last turn
         self._numbers = count(1)
+        self._session = 0
 
     def __contains__(self, batch_id: str) -> bool:
         return batch_id in self._operations
@@ -52,6 +53,11 @@ class Maintenance:
     def add(self, batch: Batch, work: Work, *, ends: bool = False) -> None:
         """Schedule an operation; it replaces the batch's previous operation."""
         self._operations[batch.id] = BatchMaintenance(batch, work, ends)
+
+    def begin(self, session: int) -> None:
+        """Forget all operations: another process may have led before this session."""
+        self._session = session
+        self._operations.clear()
 
     def clear(self) -> None:
         self._operations.clear()
@@ -73,13 +79,16 @@ class Maintenance:
         return turn, not operation.ends, operation.slices is None
 
     async def turn(self, full: Collection[str]) -> str | None:
-        """Run one slice of the next operation; return a log message when it completes."""
+        """Run one slice of the next operation; return a log message when it completes.
+
+        Raises `DiskError` if another process may have led since the session began.
+        """
         if (operation := self.waiting(full)) is None:
             return None
         batch = operation.batch
         self._turns[batch.tenant] = next(self._numbers)
         try:
-            summary = await self._store(run_slice, operation)
+            summary = await self._store(run_slice, operation, self._session)
         except BaseException:
             self._operations.pop(batch.id, None)
             raise
@@ -89,8 +98,10 @@ class Maintenance:
         return f"batch {batch.id}: {summary}"
 
 
-def run_slice(store: Store, operation: BatchMaintenance) -> str | None:
+def run_slice(store: Store, operation: BatchMaintenance, session: int) -> str | None:
     """Run one slice; return the summary after the last."""
+    if not store.backend.leads_in(session):
+        raise DiskError("the connection to the database was lost")
     if operation.slices is None:
         operation.slices = operation.work(store)
     try:

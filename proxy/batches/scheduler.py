@@ -1,8 +1,8 @@
 """Batch scheduler: sends lines when workers have spare capacity, and completes each batch.
 
-One process schedules a folder, however many routers share it. It reads the store every second and
-on notification. Each turn saves results, starts new batches, runs one slice of long operations and
-of hourly deletion, and sends lines.
+One process leads, however many routers share the store. It starts new batches, runs one slice of
+long operations and of hourly deletion in each turn, and ends batches. It also sends lines, as all
+processes do that share a database. The store is read every second and on notification.
 
 A line refused with 429 or 503 is sent again until its batch expires. A line whose worker failed is
 sent at most `MAX_TRIES` times. Lines in flight at shutdown run again after the next start.
@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from math import inf
-from pathlib import Path
 from sys import maxsize
 from typing import TYPE_CHECKING
 
+from proxy.batches.claims import Claims
 from proxy.batches.clock_guard import ClockGuard
 from proxy.batches.in_flight import BatchProgress
 from proxy.batches.line_request import LineRequest
 from proxy.batches.maintenance import Maintenance, end_batch, validate_input
 from proxy.batches.spare_capacity import has_spare_capacity, within_limits
-from proxy.batches.storage.disk import disk_errors
-from proxy.batches.storage.lock import FolderLock
 from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     Batch,
@@ -56,17 +54,21 @@ MAX_BATCHES_AHEAD = 8  # batches of one tenant with lines read ahead
 MAX_TRIES = 3  # attempts of a line whose workers fail
 TEMPORARY_REFUSALS = (429, 503)  # temporary refusals, which say nothing about the line
 SERVER_ERROR = 500
+TENANT_GONE = "its tenant has no API key any more"
+NO_STORAGE = (
+    "no storage for results: its tenant reached router.batches.max_bytes_per_tenant, or all "
+    "tenants reached max_bytes; raise the limit, or delete files"
+)
 
 
 class BatchScheduler:
-    """Runs the batches of one folder; `wall` returns the time of day."""
+    """Runs the batches of one store; `wall` returns the time of day."""
 
     def __init__(
         self,
         wire: WireServer,
         store: StoreThread,
         settings: BatchesConfig,
-        path: Path,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
@@ -74,10 +76,9 @@ class BatchScheduler:
         self.paused = ""  # reason why the scheduler is paused; empty if it runs
         self._wire = wire
         self._store = store
-        self._path = path
         self._wall = wall
         self._clock_guard = ClockGuard(wire.clock, wall)
-        self._lock = FolderLock(path)
+        self._claims = Claims(store)
         self._running: dict[str, BatchProgress] = {}
         self._maintenance = Maintenance(store)
         self._has_more_work = False  # True if the next turn has work and need not wait
@@ -88,6 +89,11 @@ class BatchScheduler:
         self._wakeup = asyncio.Event()
         self._turning = asyncio.Lock()
         self._next_poll = self._next_purge = self._paused_until = -inf
+
+    @property
+    def leads(self) -> bool:
+        """True if this process validates and ends batches."""
+        return self._claims.part.leads
 
     @property
     def in_flight(self) -> int:
@@ -104,7 +110,7 @@ class BatchScheduler:
         self.wake()
 
     async def run(self) -> None:
-        """Run until cancelled; turns do nothing while another process holds the folder's lock."""
+        """Run until cancelled; turns do nothing while another process holds a folder's lock."""
         try:
             while True:
                 await self.turn()
@@ -123,18 +129,26 @@ class BatchScheduler:
             self.stop()
 
     def stop(self) -> None:
-        """Cancel all lines and release the lock; lines without a result run again later."""
+        """Cancel all lines; lines without a result run again later."""
         now = self._wire.clock()
         for running in self._running.values():
             running.drop(now)
         self._running = {}
         self._maintenance.clear()
-        self._lock.release()
+        self._claims.forget()
 
-    def _take_lock(self) -> bool:
-        if self._lock.is_lost:
+    async def _take_part(self) -> bool:
+        """Return True if this process may send lines."""
+        part = self._claims.part = await self._store.take_part()
+        if part.lost or part.replaced:
             self.stop()
-        return self._lock.take()
+        if part.replaced:
+            self._unsaved.clear()  # they belong to the replaced database
+            logger.warning("batches: the database was replaced")
+        if self._claims.are_old:
+            self._maintenance.begin(part.session)
+            await self._claims.keep(self._running.values(), self._unsaved)
+        return part.runs
 
     async def turn(self) -> None:
         async with self._turning:
@@ -146,17 +160,11 @@ class BatchScheduler:
         if clock() < self._paused_until:
             return
         try:
-            if await self._store.reopen():
-                self.stop()  # its state belongs to the replaced database
-                self._unsaved.clear()
-                logger.warning("batches: the database in %s was replaced", self._path)
-            with disk_errors(self._path):
-                leads = self._take_lock()
-            if not leads:
+            if not await self._take_part():
                 self._resume()
                 return
             trusted = self._clock_guard.is_trusted()
-            more = clock() >= self._next_purge
+            more = self.leads and clock() >= self._next_purge
             if more:  # first, because deletion may free space for the rest
                 self._next_purge = clock() + PURGE_INTERVAL_S
                 try:
@@ -204,7 +212,8 @@ class BatchScheduler:
 
     async def _read_batches(self) -> None:
         batches = await self._store(Store.active)
-        self.counts.active = Counter(batch.status.value for batch in batches)
+        counted = batches if self.leads else ()
+        self.counts.active = Counter(batch.status.value for batch in counted)
         known = {batch.id for batch in batches}
         for missing in self._running.keys() - known:
             self._cancel_lines(missing)
@@ -220,21 +229,25 @@ class BatchScheduler:
         elif batch.id in self._maintenance:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
-            max_lines = self.settings.max_lines
-            self._maintenance.add(
-                batch, lambda store: validate_input(store, batch, max_lines, self._wall)
-            )
+            if self.leads:
+                most, wall = self.settings.max_lines, self._wall
+                self._maintenance.add(batch, lambda store: validate_input(store, batch, most, wall))
+        elif self.leads and batch.completed + batch.failed >= batch.total:
+            await self._end(batch, Status.COMPLETED)
         elif batch.id not in self._running:
             self._running[batch.id] = BatchProgress(batch)
+        else:
+            await self._claims.share(self._running[batch.id], self._wire)
 
     async def _end(self, batch: Batch, status: Status) -> None:
         if self._maintenance.ends(batch.id):
             return
         self._cancel_lines(batch.id)
         await self.save()
-        self._maintenance.add(
-            batch, lambda store: end_batch(store, batch, status, self._wall), ends=True
-        )
+        if self.leads:
+            self._maintenance.add(
+                batch, lambda store: end_batch(store, batch, status, self._wall), ends=True
+            )
 
     def _cancel_lines(self, batch_id: str) -> None:
         running = self._running.pop(batch_id, None)
@@ -255,7 +268,8 @@ class BatchScheduler:
                 running.read_all = not jobs
                 if jobs:
                     running.last = jobs[-1].number
-            if running.over:
+                    running.active_at = self._wire.clock()
+            if running.over and self.leads and await self._store(Store.is_complete, running.batch):
                 await self._end(running.batch, Status.COMPLETED)
 
     def _send(self) -> None:
@@ -272,6 +286,7 @@ class BatchScheduler:
                 continue
             running.turn = self._turns[running.batch.tenant] = next(self._numbers)
             running.ready.remove(job)
+            running.active_at = now
             self._send_one(now, running, job, tenant)
             room -= 1
             if running.ready:
@@ -287,7 +302,8 @@ class BatchScheduler:
         self, now: float, running: BatchProgress, tenant: Tenant | None, shut: dict[str, int]
     ) -> LineJob | None:
         """Return the first line whose model has capacity; `shut` has body sizes found too large."""
-        held = self._held(running.batch.tenant, tenant)
+        is_gone = tenant is None and not self._wire.router.tenants.open
+        held = TENANT_GONE if is_gone else NO_STORAGE if running.batch.tenant in self._full else ""
         if held != running.held:
             running.held = held
             if held:
@@ -303,17 +319,6 @@ class BatchScheduler:
                     return job
                 shut[job.model] = size
         return None
-
-    def _held(self, name: str, tenant: Tenant | None) -> str:
-        """Return why no line of the tenant is sent; empty if lines may be sent."""
-        if tenant is None and not self._wire.router.tenants.open:
-            return "its tenant has no API key any more"
-        if name in self._full:
-            return (
-                "no storage for results: its tenant reached router.batches.max_bytes_per_tenant, "
-                "or all tenants reached max_bytes; raise the limit, or delete files"
-            )
-        return ""
 
     def _send_one(
         self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from proxy.batches.api import BatchApi
@@ -15,8 +16,7 @@ from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store_thread import StoreThread
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from proxy.batches.storage.backend import Backend
     from proxy.config.batches import BatchesConfig
     from proxy.wire.server import WireServer
 
@@ -35,17 +35,16 @@ class Batches:
         self,
         wire: WireServer,
         settings: BatchesConfig,
-        path: Path,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.keeper = StoreThread(path, *_kept(settings))
-        self.lane = BatchScheduler(wire, self.keeper, settings, path, wall)
+        self.keeper = StoreThread(partial(_opened, settings), *_kept(settings))
+        self.lane = BatchScheduler(wire, self.keeper, settings, wall)
         self._api = BatchApi(wire, self.keeper, self.lane, settings, wall)
         self._wire = wire
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the store and start the scheduler; raise `ProxyError` if the folder is unusable."""
+        """Open the store and start the scheduler; raise `ProxyError` if the store is unusable."""
         await self.keeper.open()
         self._wire.extension = self._api
         self._wire.metrics.batches = self.lane.counts
@@ -65,10 +64,20 @@ class Batches:
         await self.keeper.close()
 
     def reconfigure(self, settings: BatchesConfig) -> None:
-        """Apply new settings; the folder cannot change."""
+        """Apply new settings; the store cannot change."""
         self.lane.settings = self._api.settings = settings
         self.keeper.keep_for(*_kept(settings))
         self.lane.purge_soon()
+
+
+def _opened(settings: BatchesConfig) -> Backend:
+    if settings.path is not None:
+        from proxy.batches.storage.sqlite import SqliteBackend
+
+        return SqliteBackend(settings.path)
+    from proxy.batches.storage.postgres import PostgresBackend
+
+    return PostgresBackend(settings.database or "", settings.database_password_file)
 
 
 def _kept(settings: BatchesConfig) -> tuple[float, StoreLimits]:

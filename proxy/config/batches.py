@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from proxy.config.types import MIB, Block, Count, FilePath
 
 
+def _postgres_url(url: str) -> str:
+    if not url.startswith(("postgresql://", "postgres://")):
+        raise ValueError("write it as postgresql://user@host/name")
+    return url
+
+
 class BatchesConfig(Block):
-    """The Files and Batches API; off without a path."""
+    """The Files and Batches API; off without a path or database."""
 
     path: FilePath | None = Field(
         None,
-        description="Folder for files, batches and results; the API is off if not given",
+        description="Folder for files, batches and results, with a SQLite database. The API is off "
+        "if neither path nor database is given",
+    )
+    database: Annotated[str, AfterValidator(_postgres_url)] | None = Field(
+        None,
+        repr=False,
+        description="URL of a PostgreSQL database, instead of path: postgresql://user@host/name. "
+        "All routers with the same database run its batches together",
+    )
+    database_password_file: FilePath | None = Field(
+        None,
+        description="File with the password of the database, read at each connection; otherwise "
+        "the password is that of the URL, or of libpq's environment (PGPASSWORD, PGPASSFILE)",
     )
     max_file_bytes: Count = Field(
         48 * MIB, description="Maximum size in bytes of one uploaded file"
@@ -35,8 +53,15 @@ class BatchesConfig(Block):
     )
     max_lines: Count = Field(50_000, description="Maximum number of lines in a batch's input file")
     concurrency: Count = Field(
-        32, description="Maximum number of lines in flight, over all batches"
+        32,
+        description="Maximum number of lines in flight, over all batches; with database, of each "
+        "router process",
     )
     keep_days: Annotated[float, Field(gt=0)] = Field(
         30.0, description="Days for which files and finished batches are kept"
     )
+
+    @property
+    def are_on(self) -> bool:
+        """Whether the API is on."""
+        return self.path is not None or self.database is not None

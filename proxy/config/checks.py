@@ -223,7 +223,12 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
             f"{router.max_body_bytes}, so a large request could never wait; give at least that",
         )
     batches = router.batches
-    if batches.path is not None and batches.max_file_bytes + FORM_BYTES > router.max_body_bytes:
+    if batches.path is not None and batches.database is not None:
+        yield Problem("router.batches.database", "path is given too; remove one of them")
+    if batches.database is None and batches.database_password_file is not None:
+        why = "has no effect without database; remove it"
+        yield Problem("router.batches.database_password_file", why)
+    if batches.are_on and batches.max_file_bytes + FORM_BYTES > router.max_body_bytes:
         yield Problem(
             "router.batches.max_file_bytes",
             f"{batches.max_file_bytes}: a file is uploaded in one body, of at most "

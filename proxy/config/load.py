@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import typing
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import inf
@@ -17,7 +16,7 @@ from pydantic_core import ErrorDetails
 from proxy.config.checks import CHECKS
 from proxy.config.models import FleetConfig, RouterConfig, RoutingConfig, TransferConfig
 from proxy.config.partial import Check, PartialConfig, Place, ProblemPaths
-from proxy.config.redact import HIDDEN, is_secret
+from proxy.config.redact import HIDDEN, is_secret, without_password
 from proxy.config.tenant_checks import TENANT_CHECKS
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
@@ -35,9 +34,7 @@ MAX_PROBLEMS = 100
 MAX_ROUNDS = 4  # removing an invalid field can make the block around it invalid
 TAG = "tag:yaml.org,2002:"
 MERGE = f"{TAG}merge"
-USER_AND_PASSWORD = re.compile(r"//[^/]*@")
-QUERY = re.compile(r"(?<=[?#])[^\s'\"]+")
-URL_FIELDS = {"url", "endpoint"}
+URL_FIELDS = {"url", "endpoint", "database"}
 # Error types with a complete message; messages of other types get the field's description.
 COMPLETE = {"bool_type", "literal_error", "model_type", "string_type", "value_error"}
 # Messages in terms of YAML, for pydantic's messages in terms of Python.
@@ -336,7 +333,7 @@ def _shown(location: Sequence[int | str], value: object) -> str:
         return HIDDEN
     text = _written(value)
     if "//" in text or not URL_FIELDS.isdisjoint(location[-1:]):
-        text = QUERY.sub(HIDDEN, USER_AND_PASSWORD.sub(f"//{HIDDEN}@", text))
+        text = without_password(text)
     return _cut(text)
 
 

@@ -16,6 +16,15 @@ SECRET = re.compile(
 PLAIN = re.compile(r"(CUDA|NVIDIA|NCCL|VLLM|OMP|MKL|TORCH|UCX|TOKENIZERS|HF_HUB)_\w+$")
 
 
+USER_AND_PASSWORD = re.compile(r"//[^/]*@")
+QUERY = re.compile(r"(?<=[?#])[^\s'\"]+")
+
+
+def without_password(url: str) -> str:
+    """Return a URL without its user, password and query."""
+    return QUERY.sub(HIDDEN, USER_AND_PASSWORD.sub(f"//{HIDDEN}@", url))
+
+
 def is_secret(name: str) -> bool:
     """Return whether a field, flag or variable of this name holds a secret."""
     return SECRET.search(name) is not None
@@ -33,6 +42,9 @@ def shown(config: FleetConfig) -> dict[str, Any]:
     for block in (*data["workers"], *pools):
         if block["api_key"] is not None:
             block["api_key"] = HIDDEN
+    batches = data["router"]["batches"]
+    if batches["database"] is not None:
+        batches["database"] = without_password(batches["database"])
     for tenant in data["tenants"]:
         tenant["key_hashes"] = [HIDDEN for _ in tenant["key_hashes"]]
     for worker in data["workers"]:

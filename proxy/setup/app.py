@@ -134,12 +134,12 @@ class App:
         self._reloading = asyncio.Lock()  # keeps an older file from replacing a newer one
 
     def _batches(self, config: BatchesConfig) -> Batches | None:
-        """Create the batch service; import SQLite only if batches are on."""
-        if config.path is None:
+        """Create the batch service; import its database only if batches are on."""
+        if not config.are_on:
             return None
         from proxy.batches.service import Batches
 
-        return Batches(self.wire, config, config.path)
+        return Batches(self.wire, config)
 
     async def start(self) -> None:
         try:

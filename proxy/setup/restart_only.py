@@ -17,6 +17,7 @@ RESTART_ONLY = (
     "shared",
     "tracing",
 )  # settings of the `router` block
+STORE = ("path", "database", "database_password_file")  # settings of `router.batches`
 # Settings that `up` passes to the workers that it starts, besides the model name.
 LAUNCHED = ("launch", "url", "role", "max_model_len", "api_key")
 
@@ -32,7 +33,9 @@ def as_started(config: FleetConfig, started: FleetConfig) -> FleetConfig:
         **{name: getattr(before, name) for name in RESTART_ONLY},
         "tls": _shown(router.tls, before.tls),
         "admin": _admin(router.admin, before.admin),
-        "batches": router.batches.model_copy(update={"path": before.batches.path}),
+        "batches": router.batches.model_copy(
+            update={name: getattr(before.batches, name) for name in STORE}
+        ),
     }
     # Hand-overs in flight use the connector.
     return config.model_copy(
@@ -77,8 +80,11 @@ def restart_only_changes(config: FleetConfig, started: FleetConfig) -> list[str]
         for name in RESTART_ONLY
         if getattr(config.router, name) != getattr(effective.router, name)
     ]
-    if config.router.batches.path != effective.router.batches.path:
-        changed.append("router.batches.path")
+    changed += [
+        f"router.batches.{name}"
+        for name in STORE
+        if getattr(config.router.batches, name) != getattr(effective.router.batches, name)
+    ]
     if config.transfer != effective.transfer:
         changed.append("transfer")
     launched = {worker.name: worker for worker in started.workers if worker.launch}

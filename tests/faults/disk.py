@@ -27,7 +27,7 @@ async def on_full_disk(self, call_store, *args, **named):
     pages = {none} if Path({flag!r}).exists() else {room}
 
     def do(store):
-        store.connection.execute(f"PRAGMA max_page_count = {{pages}}")
+        store.backend.execute(f"PRAGMA max_page_count = {{pages}}")
         return call_store(store, *args, **named)
 
     return await call(self, do)
@@ -88,4 +88,4 @@ class ProcessDisk:
 
 
 def _limit(store: Store, pages: int) -> None:
-    store.connection.execute(f"PRAGMA max_page_count = {pages}")
+    store.backend.execute(f"PRAGMA max_page_count = {pages}")

@@ -34,6 +34,7 @@ MODULES = {
     "profiles": "model.profiles",
     **dict.fromkeys(FLEET, "fleet.fleet"),
     "key": "fleet.key",
+    "batches": "fleet.batches",
     "compile": "fleet.compile",
 }
 

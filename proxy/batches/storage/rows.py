@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import sqlite3
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import orjson
 
+from proxy.batches.storage.backend import Row
 from proxy.batches.types import Batch, File, InputProblem, LineJob, LineResult, Status
+
+FILE_NAMES, BATCH_NAMES = ([field.name for field in fields(kind)] for kind in (File, Batch))
+# Quoted, because `window` is a word of PostgreSQL.
+FILE_COLUMNS, BATCH_COLUMNS = (
+    ", ".join(f'"{name}"' for name in names) for names in (FILE_NAMES, BATCH_NAMES)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,13 @@ def placeholders(values: Iterable[object]) -> str:
     return ", ".join("?" for _ in values)
 
 
-def file_of(row: sqlite3.Row) -> File:
-    values = dict(row)
+def file_of(row: Row) -> File:
+    values = dict(zip(FILE_NAMES, row, strict=True))
     return File(**values | {"ok": bool(values["ok"])})
 
 
-def batch_of(row: sqlite3.Row) -> Batch:
-    values = dict(row)
+def batch_of(row: Row) -> Batch:
+    values = dict(zip(BATCH_NAMES, row, strict=True))
     metadata = values["metadata"]
     return Batch(
         **values

@@ -1,4 +1,4 @@
-"""Persistent storage of files, batches and line results in SQLite.
+"""Persistent storage of files, batches and line results.
 
 Use it from one thread at a time. A line without a result still has to run. After a restart a line
 may run twice; the first result is kept.
@@ -6,12 +6,15 @@ may run twice; the first result is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from sys import maxsize
 from typing import Any
 
 from proxy.batches.storage.database import frees_room
 from proxy.batches.storage.files import FileStore
 from proxy.batches.storage.rows import (
+    BATCH_COLUMNS,
     ListPage,
     batch_of,
     error_result,
@@ -47,13 +50,13 @@ ENDS = {
 
 
 class Store(FileStore):
-    """The files and batches of one folder."""
+    """The files and batches of one store."""
 
     def add_batch(self, batch: Batch) -> None:
         row = row_of(batch)
-        with self._writing():
+        with self.backend.writing():
             self._check_bytes(batch.tenant, 0)
-            (active,) = self.connection.execute(
+            (active,) = self.backend.execute(
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND status "  # noqa: S608
                 f"IN ({placeholders(ACTIVE)})",
                 (batch.tenant, *ACTIVE),
@@ -64,10 +67,7 @@ class Store(FileStore):
                     "batch has ended, or cancel a batch.",
                     later=True,
                 )
-            self.connection.execute(
-                f"INSERT INTO batches ({', '.join(row)}) VALUES ({placeholders(row)})",  # noqa: S608
-                tuple(row.values()),
-            )
+            self.backend.insert("batches", BATCH_COLUMNS, [tuple(row.values())])
 
     def batch(self, tenant: str, batch_id: str) -> Batch | None:
         found = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
@@ -75,12 +75,13 @@ class Store(FileStore):
 
     def batches(self, tenant: str, page: ListPage) -> list[Batch]:
         """Return a page of a tenant's batches, and one more batch if there are more."""
-        return [batch_of(row) for row in self._page("batches", "*", "tenant = ?", [tenant], page)]
+        rows = self._page("batches", BATCH_COLUMNS, "tenant = ?", [tenant], page)
+        return [batch_of(row) for row in rows]
 
     @frees_room
     def cancel(self, tenant: str, batch_id: str, now: float) -> Batch | None:
         """Set a running batch to `cancelling`; leave other statuses unchanged."""
-        with self._writing():
+        with self.backend.writing():
             batch = self.batch(tenant, batch_id)
             if batch is not None and batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
                 self._move(batch, Status.CANCELLING, now)
@@ -97,8 +98,9 @@ class Store(FileStore):
         # `_save` maintains the counts.
         for name in ("id", "completed", "failed"):
             del row[name]
-        self.connection.execute(
-            f"UPDATE batches SET {', '.join(f'{name} = ?' for name in row)} WHERE id = ?",  # noqa: S608
+        changes = ", ".join(f'"{name}" = ?' for name in row)
+        self.backend.execute(
+            f"UPDATE batches SET {changes} WHERE id = ?",  # noqa: S608
             (*row.values(), batch.id),
         )
 
@@ -110,11 +112,11 @@ class Store(FileStore):
 
     def forget_lines(self, batch: Batch) -> bool:
         """Delete some of a batch's lines; return True if there are more."""
-        with self._writing():
+        with self.backend.writing():
             return self._forget_lines(batch)
 
     def _forget_lines(self, batch: Batch) -> bool:
-        gone = self.connection.execute(
+        gone = self.backend.execute(
             "DELETE FROM lines WHERE batch = ? AND number IN "
             "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
             (batch.id, batch.id, MAX_LINES),
@@ -123,11 +125,11 @@ class Store(FileStore):
 
     def add_lines(self, batch: Batch, lines: Iterable[InputLine]) -> None:
         """Store the positions of a batch's lines."""
-        with self._writing():
-            self.connection.executemany(
-                "INSERT INTO lines (batch, number, custom_id, model, start, size) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                ((batch.id, x.number, x.custom_id, x.model, x.start, x.size) for x in lines),
+        with self.backend.writing():
+            self.backend.insert(
+                "lines",
+                "batch, number, custom_id, model, start, size",
+                [(batch.id, x.number, x.custom_id, x.model, x.start, x.size) for x in lines],
             )
 
     def begin(self, batch: Batch, total: int, now: float) -> bool:
@@ -139,7 +141,7 @@ class Store(FileStore):
         return self._settle(batch, Status.FAILED, now, complaints=complaints)
 
     def _settle(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
-        with self._writing():
+        with self.backend.writing():
             found = self._batches("id = ?", (batch.id,))
             if not found or found[0].status is not Status.VALIDATING:
                 return False
@@ -147,48 +149,55 @@ class Store(FileStore):
                 setattr(found[0], name, value)
             self._move(found[0], status, now)
             if status is Status.FAILED:
-                self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+                self.backend.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
         return True
 
     def jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
         """Return the next lines without a result, after line number `after`."""
-        rows = self.connection.execute(
-            "SELECT number, custom_id, model, start, size FROM lines AS l "
-            "WHERE batch = ? AND number > ? AND NOT EXISTS "
-            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
-            "ORDER BY number LIMIT ?",
-            (batch.id, after, limit),
-        )
-        lines: list[tuple[int, str, str]] = []
-        places: list[tuple[int, int]] = []
-        left = FETCH_BYTES
-        for number, custom_id, model, start, size in rows:
-            if lines and size > left:
-                break
-            left -= size
-            lines.append((number, custom_id, model))
-            places.append((start, size))
-        bodies = self._contents(batch.input, places)
-        return [LineJob(batch.id, *line, body) for line, body in zip(lines, bodies, strict=True)]
+        with self.backend.claiming():
+            lines = self.backend.lines(batch.id, after, limit, FETCH_BYTES)
+            places = [(start, size) for *_, start, size in lines]
+            bodies = self.backend.contents(batch.input, places)
+        return [
+            LineJob(batch.id, number, custom_id, model, body)
+            for (number, custom_id, model, *_), body in zip(lines, bodies, strict=True)
+        ]
+
+    def release(self, batch: Batch, numbers: Sequence[int]) -> None:
+        """Let other processes run these lines."""
+        self.backend.release_lines(batch.id, numbers)
+
+    def release_except(self, known: Collection[tuple[str, int]]) -> None:
+        """Release claimed lines, except known ones."""
+        for line in self.backend.claimed_lines():
+            if line not in known:
+                self.backend.release_lines(line[0], line[1:])
 
     def save(self, results: Sequence[LineResult]) -> None:
-        """Store results; a line's first result is kept."""
-        with self._writing():
-            for result in results:
-                self._save(result)
-
-    def _save(self, result: LineResult) -> None:
-        ok = result.ok
-        kept = self.connection.execute(
-            "INSERT OR IGNORE INTO results (batch, number, ok, content) VALUES (?, ?, ?, ?)",
-            (result.batch, result.number, ok, output_line(result)),
-        )
-        if kept.rowcount:
-            column = "completed" if ok else "failed"
-            self.connection.execute(
-                f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?",  # noqa: S608
-                (result.batch,),
+        """Store results of active batches; a line's first result is kept."""
+        with self.backend.writing():
+            ids = list({result.batch for result in results})
+            rows = self.backend.execute(
+                f"SELECT id FROM batches WHERE id IN ({placeholders(ids)}) "  # noqa: S608
+                f"AND status IN ({placeholders(ACTIVE)})",
+                (*ids, *ACTIVE),
             )
+            active = {batch_id for (batch_id,) in rows.fetchall()}
+            self._save(result for result in results if result.batch in active)
+
+    def _save(self, results: Iterable[LineResult]) -> None:
+        rows = [(x.batch, x.number, int(x.ok), output_line(x)) for x in results]
+        new = self.backend.insert_new("results", "batch, number, ok, content", rows)
+        for (batch, ok), count in Counter((batch, ok) for batch, _, ok in new).items():
+            column = "completed" if ok else "failed"
+            self.backend.execute(
+                f"UPDATE batches SET {column} = {column} + ? WHERE id = ?",  # noqa: S608
+                (count, batch),
+            )
+
+    def is_complete(self, batch: Batch) -> bool:
+        """Return True if each line has a result."""
+        return any(x.completed + x.failed >= x.total for x in self._batches("id = ?", (batch.id,)))
 
     def give_up(self, batch: Batch, status: Status, after: int) -> int | None:
         """Store error results for some lines that did not run, after line number `after`.
@@ -198,10 +207,9 @@ class Store(FileStore):
         code, message = ENDS[status]
         if not code:
             return None
-        with self._writing():
+        with self.backend.writing():
             left = self._lines_left(batch, after, MAX_LINES)
-            for job in left:
-                self._save(error_result(job, code, message))
+            self._save(error_result(job, code, message) for job in left)
         return left[-1].number if len(left) == MAX_LINES else None
 
     def end(self, batch_id: str, status: Status, now: float) -> None:
@@ -210,20 +218,20 @@ class Store(FileStore):
         Stores error results for lines that did not run, and creates the output files.
         """
         code, message = ENDS[status]
-        with self._writing():
+        with self.backend.writing():
             (batch,) = self._batches("id = ?", (batch_id,))
-            for job in self._lines_left(batch) if code else ():
-                self._save(error_result(job, code, message))
+            left = self._lines_left(batch) if code else ()
+            self._save(error_result(job, code, message) for job in left)
             (batch,) = self._batches("id = ?", (batch_id,))
             batch.output = self._offer(batch, now, ok=True)
             batch.error = self._offer(batch, now, ok=False)
             if status is Status.COMPLETED:
                 batch.at[Status.FINALIZING] = now
             self._move(batch, status, now)
-            self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            self.backend.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
-    def _lines_left(self, batch: Batch, after: int = 0, limit: int = -1) -> list[LineJob]:
-        rows = self.connection.execute(
+    def _lines_left(self, batch: Batch, after: int = 0, limit: int = maxsize) -> list[LineJob]:
+        rows = self.backend.execute(
             "SELECT number, custom_id, model FROM lines AS l "
             "WHERE batch = ? AND number > ? AND NOT EXISTS "
             "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
@@ -231,13 +239,14 @@ class Store(FileStore):
             (batch.id, after, limit),
         )
         return [
-            LineJob(batch.id, number, custom_id, model, b"") for number, custom_id, model in rows
+            LineJob(batch.id, number, custom_id, model, b"")
+            for number, custom_id, model in rows.fetchall()
         ]
 
     def _offer(self, batch: Batch, now: float, *, ok: bool) -> str | None:
-        (size,) = self.connection.execute(
+        (size,) = self.backend.execute(
             "SELECT sum(length(content) + 1) FROM results WHERE batch = ? AND ok = ?",
-            (batch.id, ok),
+            (batch.id, int(ok)),
         ).fetchone()
         if not size:
             return None
@@ -256,7 +265,7 @@ class Store(FileStore):
         Returns True if there is more.
         """
         since = now - self.keep_s
-        with self._writing():
+        with self.backend.writing():
             over = self._batches(
                 f"status NOT IN ({placeholders(ACTIVE)}) AND expires < ? LIMIT 1", (*ACTIVE, since)
             )
@@ -264,7 +273,7 @@ class Store(FileStore):
                 self._forget(over[0])
                 return True
             if files := self._outdated(now, since):
-                self.connection.execute(
+                self.backend.execute(
                     f"DELETE FROM files WHERE id IN ({placeholders(files)})",  # noqa: S608
                     files,
                 )
@@ -276,8 +285,8 @@ class Store(FileStore):
             return
         numbers, more = self._first_results("batch = ?", (batch.id,))
         if numbers:
-            self.connection.execute(
+            self.backend.execute(
                 "DELETE FROM results WHERE batch = ? AND number <= ?", (batch.id, numbers[-1])
             )
         if not more:
-            self.connection.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+            self.backend.execute("DELETE FROM batches WHERE id = ?", (batch.id,))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from proxy.batches.storage.backend import Backend, Part
 from proxy.batches.storage.database import StoreLimits
-from proxy.batches.storage.disk import disk_errors, gone
 from proxy.batches.storage.store import Store
 from proxy.errors import ProxyError
 
@@ -20,8 +19,8 @@ Got = TypeVar("Got")
 class StoreThread:
     """Runs store operations one at a time in a thread."""
 
-    def __init__(self, path: Path, keep_s: float, bounds: StoreLimits) -> None:
-        self._path = path
+    def __init__(self, backend: Callable[[], Backend], keep_s: float, bounds: StoreLimits) -> None:
+        self._backend = backend
         self._keep_s = keep_s
         self._bounds = bounds
         self._store: Store | None = None
@@ -29,35 +28,28 @@ class StoreThread:
 
     async def open(self) -> None:
         """Open the store; raise `ProxyError` on failure."""
-        loop = asyncio.get_running_loop()
-        self._store = await loop.run_in_executor(
-            self._thread, Store, self._path, self._keep_s, self._bounds
-        )
+        backend = await asyncio.get_running_loop().run_in_executor(self._thread, self._backend)
+        self._store = Store(backend, self._keep_s, self._bounds)
 
-    async def reopen(self) -> bool:
-        """Open the database anew if the file was replaced; return True if it was.
+    @property
+    def is_shared(self) -> bool:
+        """True if several processes run lines."""
+        return self._opened().backend.is_shared
 
-        Raises `DiskError` while the folder is missing.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._reopen)
+    async def take_part(self) -> Part:
+        """Return this process's part; open the database anew if it was replaced or lost."""
+        backend = self._opened().backend
 
-    def _reopen(self) -> bool:
-        store = self._store
-        if store is None or store.is_in_place:
-            return False
-        if not self._path.is_dir():  # a mount may be missing; the folder is created only at startup
-            raise gone(self._path)
-        self._store = Store(self._path, self._keep_s, self._bounds)
-        store.close()
-        return True
+        def do() -> Part:
+            with backend.errors():
+                return backend.take_part()
 
-    def _in_place(self) -> Store:
-        store = self._store
-        if store is None:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
+
+    def _opened(self) -> Store:
+        if self._store is None:
             raise ProxyError("the batch store is closed")
-        if not store.is_in_place:
-            raise gone(self._path)
-        return store
+        return self._store
 
     def keep_for(self, keep_s: float, bounds: StoreLimits) -> None:
         """Apply a new retention time and new limits."""
@@ -79,15 +71,16 @@ class StoreThread:
         **named: Given.kwargs,
     ) -> Got:
         """Run an operation: `await store(Store.add_file, tenant, ...)`; raises `DiskError`."""
-        if self._store is None:
-            raise ProxyError("the batch store is closed")
+        self._opened()
         loop = asyncio.get_running_loop()
-        todo = [lambda: what(self._in_place(), *args, **named)]
+        todo = [lambda store: what(store, *args, **named)]
 
         def do() -> Got:
-            with disk_errors(self._path):
-                got = todo.pop()()
-            self._in_place()  # raises if the file was removed during the write
+            store = self._opened()
+            with store.backend.errors():
+                store.backend.check()
+                got = todo.pop()(store)
+                store.backend.check()  # raises if the file was removed during the write
             return got
 
         try:

@@ -28,10 +28,13 @@ ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 class BatchHarness:
     """A router's batches and a client. Closing and opening it again restarts the router."""
 
-    def __init__(self, site: Site, path: Path, **settings: Any) -> None:
+    def __init__(
+        self, site: Site, path: Path, database: str | None = None, **settings: Any
+    ) -> None:
         self.site = site
         self.path = path
-        self.settings = BatchesConfig(path=path, **settings)
+        place = {"database": database} if database else {"path": path}
+        self.settings = BatchesConfig(**place, **settings)
         self.ahead = 0.0
         self.batches: Batches
         self.client: AsyncOpenAI
@@ -42,7 +45,7 @@ class BatchHarness:
 
     async def open(self) -> None:
         """Start."""
-        self.batches = Batches(self.site.wire, self.settings, self.path, self.wall)
+        self.batches = Batches(self.site.wire, self.settings, self.wall)
         await self.batches.start()
         url = f"http://127.0.0.1:{self.site.port}/v1"
         self.client = AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=DEADLINE_S)

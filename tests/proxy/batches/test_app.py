@@ -81,6 +81,21 @@ async def test_unusable_folder_fails_the_start(tmp_path: Path) -> None:
     await app.stop()
 
 
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ("{path: x, database: 'postgresql://h/d'}", ": path is given too"),
+        ("{path: x, database_password_file: x}", "_password_file: has no effect without database"),
+        ("{database: 'mysql://u:secret@h/d'}", r": 'mysql://\*\*\*@h/d': write it as"),
+    ],
+)
+def test_store_is_a_folder_or_a_database(tmp_path: Path, batches: str, message: str) -> None:
+    text = write_fleet(tmp_path / "x", "http://127.0.0.1:9", batches)
+    with pytest.raises(ConfigError, match=rf"router\.batches\.database{message}") as caught:
+        parse(text, "x")
+    assert "secret" not in str(caught.value)
+
+
 def test_max_file_bytes_must_fit_into_max_body_bytes(tmp_path: Path) -> None:
     text = write_fleet(tmp_path / "x", "http://127.0.0.1:9", "{path: x, max_file_bytes: 67108864}")
     with pytest.raises(ConfigError, match=r"router\.batches\.max_file_bytes: 67108864: a file"):

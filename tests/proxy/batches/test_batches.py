@@ -20,17 +20,22 @@ from proxy.batches.clock_guard import DISTRUST_S
 from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.service import DAY_S
 from proxy.batches.storage import database
+from proxy.batches.storage.database import StoreLimits
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
+from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import StoreFullError
 from proxy.core.model.specs import Gauges
 from tests.present import present
 from tests.proxy.batches.harness import CHAT, BatchHarness, line, lines, texts
+from tests.proxy.batches.postgres import BOTH
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, eventually
 
 
+@BOTH
 async def test_batch_with_the_official_client(harness: BatchHarness) -> None:
     client = harness.client
     with_numbers = line("b", temperature=None)
@@ -60,6 +65,7 @@ async def test_batch_with_the_official_client(harness: BatchHarness) -> None:
     assert b"proxy_batch_lines_in_flight 0" in metrics
 
 
+@BOTH
 async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> None:
     client = harness.client
     file_id = await harness.upload(["{}"] * 3)
@@ -72,6 +78,7 @@ async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> Non
     assert [item.id async for item in client.files.list()] == []
 
 
+@BOTH
 async def test_deleting_a_large_result_file_deletes_all_results(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,10 +87,11 @@ async def test_deleting_a_large_result_file_deletes_all_results(
     assert len(await harness.lines_of(done.output_file_id)) == 8
     assert (await harness.client.files.delete(done.output_file_id or "")).deleted
     count = "SELECT count(*) FROM results"
-    left = await harness.batches.keeper(lambda store: store.connection.execute(count).fetchone()[0])
+    left = await harness.batches.keeper(lambda store: store.backend.execute(count).fetchone()[0])
     assert left == 0
 
 
+@BOTH
 async def test_failed_lines_are_in_the_error_file(harness: BatchHarness) -> None:
     fake = harness.site.fake
 
@@ -100,6 +108,7 @@ async def test_failed_lines_are_in_the_error_file(harness: BatchHarness) -> None
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
 
 
+@BOTH
 async def test_invalid_input_file_reports_each_line(harness: BatchHarness) -> None:
     invalid = [
         "{nonsense",
@@ -121,6 +130,7 @@ async def test_invalid_input_file_reports_each_line(harness: BatchHarness) -> No
     assert harness.site.served() == []
 
 
+@BOTH
 async def test_restart_leaves_one_result_for_each_line(harness: BatchHarness) -> None:
     opening = asyncio.Event()
     fake = harness.site.fake
@@ -170,6 +180,7 @@ async def test_lines_for_an_adapter_wait_until_a_worker_lists_it(
     await harness.close()
 
 
+@BOTH
 async def test_cancel_drops_running_lines_and_keeps_results(harness: BatchHarness) -> None:
     fake = harness.site.fake
     fake.then(scripts.obey("w0"))
@@ -191,6 +202,7 @@ async def test_cancel_drops_running_lines_and_keeps_results(harness: BatchHarnes
         await harness.client.batches.cancel(batch.id)
 
 
+@BOTH
 async def test_batch_expires_after_its_window(harness: BatchHarness) -> None:
     fake = harness.site.fake
     fake.then(scripts.obey("w0"))
@@ -347,6 +359,7 @@ async def test_lines_wait_while_no_worker_is_up(harness: BatchHarness) -> None:
     assert (await harness.until(batch)).status == "completed"
 
 
+@BOTH
 async def test_shorter_keep_days_frees_space(harness: BatchHarness) -> None:
     done = await harness.until(await harness.begin(lines(2)))
     harness.skip(3 * 86_400.0)
@@ -356,7 +369,7 @@ async def test_shorter_keep_days_frees_space(harness: BatchHarness) -> None:
     for _ in range(4):  # the batch, the files, and their space
         await harness.batches.lane.turn()
     count = await harness.batches.keeper(
-        lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
+        lambda store: store.backend.execute("SELECT count(*) FROM results").fetchone()[0]
     )
     assert count == 0
     assert [file.id async for file in harness.client.files.list()] == []
@@ -385,7 +398,7 @@ async def results_after_purge(harness: BatchHarness) -> int:
         harness.batches.lane.purge_soon()  # as a reload does
         await harness.batches.lane.turn()
     return await harness.batches.keeper(
-        lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
+        lambda store: store.backend.execute("SELECT count(*) FROM results").fetchone()[0]
     )
 
 
@@ -421,7 +434,7 @@ async def test_free_pages_are_returned_while_the_clock_is_distrusted(harness: Ba
 
     async def free_pages() -> int:
         pages: int = await harness.batches.keeper(
-            lambda store: store.connection.execute("PRAGMA freelist_count").fetchone()[0]
+            lambda store: store.backend.execute("PRAGMA freelist_count").fetchone()[0]
         )
         return pages
 
@@ -431,23 +444,21 @@ async def test_free_pages_are_returned_while_the_clock_is_distrusted(harness: Ba
 
 
 async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
-    other = BatchHarness(harness.site, harness.path)
-    second = BatchScheduler(
-        harness.site.wire, harness.batches.keeper, other.settings, harness.path, harness.wall
-    )
-    await eventually(lambda: harness.batches.lane._lock.is_held)
-    assert not second._take_lock()
+    second = StoreThread(lambda: SqliteBackend(harness.path), 1.0, StoreLimits())
+    await second.open()
+    await eventually(lambda: harness.batches.lane.leads)
+    assert not (await second.take_part()).runs
     await harness.reopen()
-    await eventually(lambda: harness.batches.lane._lock.is_held)
-    harness.batches.lane.stop()
-    assert second._take_lock()
-    second.stop()
+    await eventually(lambda: harness.batches.lane.leads)
+    await harness.close()
+    assert (await second.take_part()).runs
+    await second.close()
+    await harness.open()
 
 
 async def test_folder_without_locks_pauses_batches(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = harness.batches.lane
     number = errno.ENOLCK
 
     def flock(lock: int, how: int) -> None:  # noqa: ARG001
@@ -455,18 +466,17 @@ async def test_folder_without_locks_pauses_batches(
 
     with monkeypatch.context() as without:
         without.setattr(fcntl, "flock", flock)
-        lane.stop()
-        await lane.turn()
-        assert "lane.lock" in lane.paused
-        assert lane.counts.paused
+        await harness.reopen()
+        await eventually(lambda: "lane.lock" in harness.batches.lane.paused)
+        assert harness.batches.lane.counts.paused
         number = errno.EAGAIN  # another router holds the lock
-        assert not lane._take_lock()
+        assert not (await harness.batches.keeper.take_part()).runs
         number = errno.EACCES
-        assert not lane._take_lock()
+        assert not (await harness.batches.keeper.take_part()).runs
     batch = await harness.begin(lines(1))
     harness.skip(10)
     assert (await harness.until(batch)).status == "completed"
-    assert lane.paused == ""
+    assert harness.batches.lane.paused == ""
 
 
 async def test_repeated_turn_failure_is_logged_once(
@@ -511,6 +521,7 @@ async def test_scheduler_continues_after_a_failed_turn(
     assert lane.paused == ""
 
 
+@BOTH
 async def test_drain_cuts_running_lines_and_starts_none(harness: BatchHarness) -> None:
     harness.site.fake.always(scripts.stall)
     batch = await harness.begin(lines(5))

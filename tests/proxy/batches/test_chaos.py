@@ -18,13 +18,17 @@ from tests.proxy.wire.site import Fake
 COUNT = 60
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "database"),
+    [(0, "sqlite"), (1, "sqlite"), (2, "postgres"), (3, "postgres")],
+    indirect=["database"],
+)
 async def test_each_line_has_one_result_under_random_faults(
-    start: Start, tmp_path: Path, seed: int
+    start: Start, tmp_path: Path, seed: int, database: str | None
 ) -> None:
     rng = random.Random(seed)
     site = await start(Fake("w0", max_requests=16), Fake("w1", max_requests=16))
-    harness = BatchHarness(site, tmp_path, concurrency=12)
+    harness = BatchHarness(site, tmp_path, database, concurrency=12)
     await harness.open()
     answers = [
         *[scripts.obey("w")] * 12,

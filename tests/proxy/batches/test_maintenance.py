@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from proxy.batches import validate as lines_module
 from proxy.batches.maintenance import Maintenance, Slices, end_batch, validate_input
 from proxy.batches.storage import store as store_module
 from proxy.batches.storage.rows import ListPage
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, Status, StoreFullError
@@ -29,9 +31,10 @@ NOW, KEEP_S = 1_000_000.0, 1000.0
 @pytest.fixture
 def maintenance() -> Maintenance:
     """Return a maintenance without a store."""
+    leading = SimpleNamespace(backend=SimpleNamespace(leads_in=lambda _: True))
 
     async def run_now(function: Callable[..., Any], *args: object) -> Any:
-        return function(cast("Store", None), *args)
+        return function(cast("Store", leading), *args)
 
     return Maintenance(cast(StoreThread, run_now))
 
@@ -39,7 +42,7 @@ def maintenance() -> Maintenance:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """Open a store."""
-    store = Store(tmp_path, KEEP_S)
+    store = Store(SqliteBackend(tmp_path), KEEP_S)
     yield store
     store.close()
 
@@ -143,7 +146,7 @@ def new_batch(store: Store, count: int) -> Batch:
 
 def count_of(store: Store, table: str) -> int:
     """Return the number of rows of a table."""
-    found: int = store.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
+    found: int = store.backend.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
     return found
 
 

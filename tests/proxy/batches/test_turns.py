@@ -12,6 +12,7 @@ from proxy.batches import scheduler as module
 from proxy.batches.in_flight import BatchProgress
 from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.storage.database import StoreLimits
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, LineJob, Status
 from proxy.config.batches import BatchesConfig
@@ -26,8 +27,8 @@ SIZES = (900, 500, 700)
 async def lane(start: Start, tmp_path: Path) -> BatchScheduler:
     """Return a scheduler with twenty running batches of three lines."""
     site = await start()
-    keeper = StoreThread(tmp_path, 1.0, StoreLimits())
-    lane = BatchScheduler(site.wire, keeper, BatchesConfig(path=tmp_path), tmp_path)
+    keeper = StoreThread(lambda: SqliteBackend(tmp_path), 1.0, StoreLimits())
+    lane = BatchScheduler(site.wire, keeper, BatchesConfig(path=tmp_path))
     for number in range(20):
         batch = Batch(
             f"b{number}", f"t{number}", CHAT, "file", "24h", Status.IN_PROGRESS, 0.0, 1e9, None

@@ -378,11 +378,15 @@ def test_extra_checks_see_the_valid_blocks() -> None:
 def test_shown_config_is_complete_and_hides_secrets() -> None:
     args = ["--hf-token", "secret1", "--tokenizer", "t", "--x-key=secret2", "--max-num-seqs", "4"]
     env = {"HF_TOKEN": "secret3", "OMP_NUM_THREADS": "1", "DATABASE_URL": "secret4"}
-    config = parse(worker(api_key="secret5", launch={"args": args, "env": env}), "fleet.yaml")
+    text = worker(api_key="secret5", launch={"args": args, "env": env})
+    text += "router: {batches: {database: 'postgresql://u:secret6@h/d?password=secret7'}}"
+    config = parse(text, "fleet.yaml")
+    assert "secret" not in repr(config.router)
     text = yaml.safe_dump(shown(config))
     assert "secret" not in text
     data = shown(config)
     assert data["router"]["timeouts"]["connect_s"] == 3.0
+    assert data["router"]["batches"]["database"] == "postgresql://***@h/d?***"
     launch = data["workers"][0]["launch"]
     assert launch["args"] == [
         "--hf-token", "***", "--tokenizer", "t", "--x-key=***", "--max-num-seqs", "4",

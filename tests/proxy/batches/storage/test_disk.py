@@ -19,7 +19,9 @@ import pytest
 
 from proxy.batches import scheduler
 from proxy.batches.storage import disk
-from proxy.batches.storage import schema as schema_module
+from proxy.batches.storage import sqlite as sqlite_module
+from proxy.batches.storage.lock import FolderLock
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.types import DiskError, File, Status, StoreFullError
 from tests.present import present
@@ -96,7 +98,7 @@ def failing_disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
     def connect_to_disk(*args: Any, **named: Any) -> sqlite3.Connection:
         return connect(*args, **named, factory=disk_.connection())
 
-    monkeypatch.setattr(schema_module.sqlite3, "connect", connect_to_disk)
+    monkeypatch.setattr(sqlite_module.sqlite3, "connect", connect_to_disk)
     return disk_
 
 
@@ -105,6 +107,13 @@ async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> B
     """Start a router on the failing disk."""
     assert failing_disk.statements == ()
     return harness
+
+
+def lock_of(harness: BatchHarness) -> FolderLock:
+    """Return the lock of a router's folder."""
+    backend = harness.batches.keeper._opened().backend
+    assert isinstance(backend, SqliteBackend)
+    return backend._lock
 
 
 def delete(file_id: str) -> bytes:
@@ -265,7 +274,7 @@ def fill(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [20_000, 3_000_000, 12_000_000])
 def test_files_on_a_full_disk_can_be_deleted_and_free_space(small_disk: Path, size: int) -> None:
-    store = Store(small_disk / "batches", KEEP_S)
+    store = Store(SqliteBackend(small_disk / "batches"), KEEP_S)
     files: list[File] = []
     with suppress(StoreFullError):
         while True:
@@ -277,13 +286,13 @@ def test_files_on_a_full_disk_can_be_deleted_and_free_space(small_disk: Path, si
     freed = len(files) * size
     assert shutil.disk_usage(small_disk).free > 0.4 * freed - (4 << 20)
     assert store.add_file("t", "in", "batch", os.urandom(min(size, freed // 4)), NOW)
-    assert store.connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-    assert store.connection.execute("PRAGMA wal_autocheckpoint").fetchone()[0] == 1000
+    assert store.backend.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    assert store.backend.execute("PRAGMA wal_autocheckpoint").fetchone()[0] == 1000
     store.close()
 
 
 def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
-    store = Store(small_disk / "batches", KEEP_S)
+    store = Store(SqliteBackend(small_disk / "batches"), KEEP_S)
     batch = batch_of(store, 200)
     body = b'"%b"' % (b"x" * 50_000)
     store.save([result(batch, number, body=body) for number in range(1, 201)])
@@ -302,9 +311,9 @@ def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
 
 
 def test_batch_on_a_full_disk_can_be_cancelled(small_disk: Path) -> None:
-    store = Store(small_disk / "batches", KEEP_S)
+    store = Store(SqliteBackend(small_disk / "batches"), KEEP_S)
     batch = batch_of(store, 2)
-    store.room._empty_log()
+    store.backend.room._empty_log()
     fill(small_disk)
     with pytest.raises(StoreFullError):
         store.save([result(batch, 1)])
@@ -318,7 +327,7 @@ def test_reserve_is_used_by_deletes_and_restored(
     failing_disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(disk, "SHORT_BYTES", 0)
-    store, reserve = Store(tmp_path, KEEP_S), tmp_path / "reserve"
+    store, reserve = Store(SqliteBackend(tmp_path), KEEP_S), tmp_path / "reserve"
     file = store.add_file("t", "in", "batch", b"{}", NOW)
     assert reserve.stat().st_size == disk.RESERVE_BYTES
     failing_disk.fails = lambda: reserve.stat().st_size > 0
@@ -335,7 +344,7 @@ def test_reserve_is_used_by_deletes_and_restored(
 def test_upload_needs_space_for_log_and_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path, KEEP_S)
+    store = Store(SqliteBackend(tmp_path), KEEP_S)
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(disk, "disk_usage", lambda _: free._replace(free=1_999_999))
     with pytest.raises(StoreFullError, match="is full"):
@@ -451,8 +460,8 @@ async def test_folder_restored_from_a_copy_is_reopened(
     opening.set()
     done = await harness.until(batch)
     assert len(await harness.lines_of(done.output_file_id)) == 2
-    assert harness.batches.lane._lock.is_held
-    assert not harness.batches.lane._lock.is_lost
+    assert harness.batches.lane.leads
+    assert not lock_of(harness).is_lost
 
 
 async def test_write_during_removal_of_the_folder_gets_503(
@@ -473,11 +482,11 @@ async def test_write_during_removal_of_the_folder_gets_503(
 async def test_removed_lock_is_taken_again(harness: BatchHarness) -> None:
     """Otherwise another router would take a new lock, and both would run lines."""
     lane = harness.batches.lane
-    await eventually(lambda: lane._lock.is_held)
+    await eventually(lambda: lane.leads)
     (harness.path / "lane.lock").unlink()
     await lane.turn()
-    assert lane._lock.is_held
-    assert not lane._lock.is_lost
+    assert lane.leads
+    assert not lock_of(harness).is_lost
 
 
 async def test_router_without_the_lock_also_notices_a_removed_folder(
@@ -486,7 +495,7 @@ async def test_router_without_the_lock_also_notices_a_removed_folder(
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     first = BatchHarness(await start(), tmp_path / "batches")
     await first.open()
-    await eventually(lambda: first.batches.lane._lock.is_held)
+    await eventually(lambda: first.batches.lane.leads)
     second = BatchHarness(await start(), tmp_path / "batches")
     await second.open()
     away = first.path.rename(tmp_path / "away")
@@ -496,6 +505,6 @@ async def test_router_without_the_lock_also_notices_a_removed_folder(
     away.rename(first.path)
     for harness in (first, second):
         await wait_for_resume(harness)
-    assert not second.batches.lane._lock.is_held
+    assert not second.batches.lane.leads
     await second.close()
     await first.close()

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psycopg
 import pytest
 
-from proxy.batches.storage import database
+from proxy.batches.storage import database as database_module
 from proxy.batches.storage import files as file_store
+from proxy.batches.storage import sqlite as sqlite_module
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.files import PIECE_BYTES
+from proxy.batches.storage.postgres import PostgresBackend
 from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.schema import ROW_BYTES
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     Batch,
@@ -32,7 +36,9 @@ from proxy.batches.types import (
 )
 from proxy.errors import ProxyError
 from tests.present import present
+from tests.proxy.batches.conftest import new_database
 from tests.proxy.batches.harness import CHAT
+from tests.proxy.batches.postgres import SQLITE
 
 NOW = 1_000_000.0
 KEEP_S = 1000.0
@@ -45,11 +51,12 @@ def test_deleted_result_file_leaves_no_results(store: Store) -> None:
     ended = present(store.batch("t", batch.id))
     assert not store.delete_file("another", ended.output or "")
     assert store.delete_file("t", ended.output or "")
-    (remaining,) = store.connection.execute("SELECT count(*) FROM results WHERE ok").fetchone()
+    (remaining,) = store.backend.execute("SELECT count(*) FROM results WHERE ok = 1").fetchone()
     assert remaining == 0
     assert len(content(store, ended.error)) == 1
 
 
+@SQLITE
 def test_full_disk_raises_on_every_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     file = store.add_file("t", "in", "batch", b"{}", NOW)
 
@@ -58,19 +65,30 @@ def test_full_disk_raises_on_every_write(store: Store, monkeypatch: pytest.Monke
         error.sqlite_errorcode = sqlite3.SQLITE_FULL
         raise error
 
-    monkeypatch.setattr(database, "transaction", contextmanager(full))
+    monkeypatch.setattr(sqlite_module, "transaction", contextmanager(full))
     with pytest.raises(StoreFullError):
         store.delete_file("t", file.id)
     with pytest.raises(StoreFullError):
         store.purge(NOW)
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest) -> str | None:
+    """Run tests with both databases, except those of `SQLITE`."""
+    return new_database(request)
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
     """Open a store."""
-    store = Store(tmp_path, KEEP_S)
+    store = opened(tmp_path, database)
     yield store
     store.close()
+
+
+def opened(path: Path, database: str | None) -> Store:
+    """Open a store of one of the databases."""
+    return Store(PostgresBackend(database) if database else SqliteBackend(path), KEEP_S)
 
 
 def purge(store: Store, now: float) -> None:
@@ -83,7 +101,7 @@ def rows(store: Store) -> dict[str, int]:
     """Return the numbers of rows by table."""
     tables = ("files", "batches", "lines", "results")
     count = "SELECT count(*) FROM {}"
-    return {name: store.connection.execute(count.format(name)).fetchone()[0] for name in tables}
+    return {name: store.backend.execute(count.format(name)).fetchone()[0] for name in tables}
 
 
 def batch_of(store: Store, count: int, tenant: str = "t", expires: float = NOW + 60) -> Batch:
@@ -138,6 +156,7 @@ def test_jobs_have_bodies_and_exclude_done_lines(store: Store) -> None:
     assert [job.number for job in store.jobs(batch, 4, 3)] == [5]
 
 
+@SQLITE
 def test_file_is_opened_once_for_many_lines(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each opening takes a step per page before the position."""
     batch = batch_of(store, 64)
@@ -152,7 +171,7 @@ def test_file_is_opened_once_for_many_lines(store: Store, monkeypatch: pytest.Mo
             opened.append(args[0])
             return self._connection.blobopen(*args, **named)
 
-    monkeypatch.setattr(store, "connection", CountingConnection(store.connection))
+    monkeypatch.setattr(store.backend, "connection", CountingConnection(store.backend.connection))
     assert [job.body for job in store.jobs(batch, 0, 64)] == [b"{1}"] * 64
     assert opened == ["files"]
 
@@ -161,7 +180,7 @@ def test_large_files_are_purged_one_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes the disk about a second."""
-    monkeypatch.setattr(database, "LARGE_BYTES", 100)
+    monkeypatch.setattr(database_module, "LARGE_BYTES", 100)
     for size in (10, 10, 90, 500, 10):
         store.add_file("t", "in", "batch", b"x" * size, NOW)
     remaining: list[int] = []
@@ -170,10 +189,10 @@ def test_large_files_are_purged_one_at_a_time(
     assert remaining[:4] == [3, 2, 1, 0]
 
 
-def test_saved_data_survives_a_kill(store: Store, tmp_path: Path) -> None:
+def test_saved_data_survives_a_kill(store: Store, tmp_path: Path, database: str | None) -> None:
     batch = batch_of(store, 3)
     store.save([result(batch, 1)])
-    another = Store(tmp_path, KEEP_S)  # the first store was not closed
+    another = opened(tmp_path, database)  # the first store was not closed
     assert [job.number for job in another.jobs(batch, 0, 9)] == [2, 3]
     assert [batch.completed for batch in another.active()] == [1]
     another.close()
@@ -220,17 +239,18 @@ def test_cancel_changes_only_active_batches(store: Store) -> None:
     assert (again.status, again.at["cancelled"]) == (Status.CANCELLED, NOW)
 
 
+@SQLITE
 def test_full_disk_rolls_back(store: Store) -> None:
     batch = batch_of(store, 2)
-    (pages,) = store.connection.execute("PRAGMA page_count").fetchone()
-    store.connection.execute(f"PRAGMA max_page_count = {pages}")
+    (pages,) = store.backend.execute("PRAGMA page_count").fetchone()
+    store.backend.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreFullError, match=r"router\.batches\.path"):
         store.add_file("t", "big", "batch", b"x" * 1_000_000, NOW)
     with pytest.raises(StoreFullError):
         store.save([result(batch, 1), result(batch, 2, body=orjson.dumps("x" * 1_000_000))])
     assert [batch.completed for batch in store.active()] == [0]
     assert len(store.jobs(batch, 0, 9)) == 2
-    store.connection.execute("PRAGMA max_page_count = 1000000")
+    store.backend.execute("PRAGMA max_page_count = 1000000")
     store.save([result(batch, 1)])
     assert [batch.completed for batch in store.active()] == [1]
 
@@ -248,9 +268,9 @@ def test_response_body_is_kept_on_one_line(store: Store) -> None:
     batch = batch_of(store, 2)
     store.save([result(batch, 1, body=b'{\r\n "a": 1.10,\n "b": 0.700000000000000000001}\n')])
     store.save([result(batch, 2, body=b"no\njson \xff")])
-    row = store.connection.execute("SELECT content FROM results WHERE number = 1").fetchone()
+    row = store.backend.execute("SELECT content FROM results WHERE number = 1").fetchone()
     assert b'"body":{ "a": 1.10, "b": 0.700000000000000000001}' in row[0]
-    row = store.connection.execute("SELECT content FROM results WHERE number = 2").fetchone()
+    row = store.backend.execute("SELECT content FROM results WHERE number = 2").fetchone()
     assert orjson.loads(row[0])["response"]["body"] == "no\njson \ufffd"
 
 
@@ -269,7 +289,7 @@ def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
 
 
 def test_purge_works_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "MAX_RESULTS", 10)
+    monkeypatch.setattr(database_module, "MAX_RESULTS", 10)
     monkeypatch.setattr(file_store, "MAX_FILES", 1)
     for size in (25, 10):
         batch = batch_of(store, size)
@@ -286,14 +306,15 @@ def test_purge_works_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     assert max(a - b for a, b in itertools.pairwise(files)) == 1
 
 
+@SQLITE
 def test_free_pages_are_returned_to_the_disk_in_slices(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def size() -> int:
-        store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        store.backend.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return (tmp_path / "batches.sqlite").stat().st_size
 
-    monkeypatch.setattr(database, "MAX_PAGES", 100)
+    monkeypatch.setattr(sqlite_module, "MAX_PAGES", 100)
     before = size()
     file = store.add_file("t", "in", "batch", b"x" * (1 << 20), NOW)
     full = size()
@@ -307,7 +328,7 @@ def test_free_pages_are_returned_to_the_disk_in_slices(
 
 
 def test_result_file_is_emptied_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "MAX_RESULTS", 10)
+    monkeypatch.setattr(database_module, "MAX_RESULTS", 10)
     batch = batch_of(store, 40)
     store.save([result(batch, n, status=500 if n % 4 == 0 else 200) for n in range(1, 41)])
     store.end(batch.id, Status.COMPLETED, NOW)
@@ -327,7 +348,7 @@ def test_result_file_is_emptied_in_slices(store: Store, monkeypatch: pytest.Monk
 def test_large_results_are_purged_one_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(database_module, "LARGE_BYTES", 1000)
     for _ in range(2):
         batch = batch_of(store, 4)
         body = b'"%b"' % (b"x" * 800)
@@ -348,32 +369,33 @@ def test_large_results_are_purged_one_at_a_time(
 
 
 def test_folder_with_another_schema_is_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path, KEEP_S)
-    store.connection.execute("PRAGMA user_version = 99")
+    store = Store(SqliteBackend(tmp_path), KEEP_S)
+    store.backend.execute("PRAGMA user_version = 99")
     store.close()
     with pytest.raises(ProxyError, match="schema 99"):
-        Store(tmp_path, KEEP_S)
+        Store(SqliteBackend(tmp_path), KEEP_S)
 
 
 def test_path_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ProxyError, match=r"router\.batches\.path: .*name a writable folder"):
-        Store(tmp_path / "file", KEEP_S)
+        Store(SqliteBackend(tmp_path / "file"), KEEP_S)
 
 
+@SQLITE
 def test_stored_files_are_private(store: Store, tmp_path: Path) -> None:
     batch_of(store, 1)
     files = [path for path in tmp_path.iterdir() if path.name.startswith("batches")]
     assert len(files) == 3  # the database, its log and its index
     assert {path.stat().st_mode & 0o077 for path in files} == {0}
-    Store(tmp_path / "new" / "folder", KEEP_S).close()
+    Store(SqliteBackend(tmp_path / "new" / "folder"), KEEP_S).close()
     assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0
 
 
 def test_line_numbers_and_custom_ids_are_unique(store: Store) -> None:
     batch = batch_of(store, 1)
     for line in (InputLine(1, "other", "", 0, 1), InputLine(2, "c1", "", 0, 1)):
-        with pytest.raises(sqlite3.IntegrityError):
+        with pytest.raises((sqlite3.IntegrityError, psycopg.IntegrityError)):
             store.add_lines(batch, [line])
     store.add_lines(replace(batch, id="another"), [InputLine(1, "c1", "", 0, 1)])
 
@@ -425,20 +447,23 @@ def test_each_row_counts_row_bytes(store: Store) -> None:
         store.add_file("t", "a", "batch", b"x", NOW)
 
 
-def test_text_with_nul_counts_all_bytes(store: Store) -> None:
+def test_text_with_nul_counts_all_bytes(store: Store, database: str | None) -> None:
     batch = batch_of(store, 1)
     before = store._used()["t"]
     store.add_lines(batch, [InputLine(9, "\0" + "x" * 99, "\0" + "ä" * 1000, 0, 1)])
-    assert store._used()["t"] - before == ROW_BYTES + 2 * 100 + 2001
+    escapes = 3 if database else 0  # PostgreSQL's text cannot have NUL
+    assert store._used()["t"] - before == ROW_BYTES + 2 * 100 + 2001 + escapes
+    assert [job.custom_id for job in store.jobs(batch, 1, 9)][-1] == "\0" + "x" * 99
     store.add_file("u", "\0ä", "batch", b"x", NOW)
-    assert store._used()["u"] == ROW_BYTES + 3 + 1
+    assert store._used()["u"] == ROW_BYTES + 3 + 1 + escapes // 3
 
 
+@SQLITE
 def test_used_bytes_are_added_to_an_old_folder(store: Store, tmp_path: Path) -> None:
     batch = batch_of(store, 3)
     store.save([result(batch, 1, body=orjson.dumps("x" * 5000))])
     store.add_file("other", "in", "batch", b"x", NOW)
-    used, run = store._used(), store.connection.execute
+    used, run = store._used(), store.backend.execute
     schema = run(
         "SELECT type, name FROM sqlite_master WHERE type = 'trigger' OR name LIKE '%tenant'"
     )
@@ -446,15 +471,16 @@ def test_used_bytes_are_added_to_an_old_folder(store: Store, tmp_path: Path) -> 
         run(f"DROP {kind} {name}")
     run("DROP TABLE used")
     store.close()
-    again = Store(tmp_path, KEEP_S)
+    again = Store(SqliteBackend(tmp_path), KEEP_S)
     assert again._used() == used
     again.add_file("other", "in", "batch", b"x", NOW)
     assert again._used()["other"] == 2 * used["other"]
     again.close()
 
 
+@SQLITE
 def test_queries_by_tenant_use_an_index(store: Store) -> None:
     for table in ("files", "batches"):
         query = f"EXPLAIN QUERY PLAN SELECT * FROM {table} WHERE tenant = 't' ORDER BY rowid"  # noqa: S608
-        [step] = store.connection.execute(query).fetchall()
-        assert f"{table}_by_tenant" in step["detail"]
+        [step] = store.backend.execute(query).fetchall()
+        assert f"{table}_by_tenant" in step[-1]

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 
 from proxy.batches.storage.database import StoreLimits
+from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
 from tests.proxy.batches.harness import busy
@@ -17,7 +18,7 @@ class LargeObject:
 
 
 async def test_cancelled_call_releases_its_arguments_at_once(tmp_path: Path) -> None:
-    store_thread = StoreThread(tmp_path, 60.0, StoreLimits())
+    store_thread = StoreThread(lambda: SqliteBackend(tmp_path), 60.0, StoreLimits())
     await store_thread.open()
     seen: list[object] = []
 

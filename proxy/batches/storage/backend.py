@@ -1,0 +1,89 @@
+"""The interface between the store's SQL and its database.
+
+SQLite and PostgreSQL run the same statements, with `?` for values; here is what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+Row = Sequence[Any]
+Got = TypeVar("Got")
+
+
+class Rows(Protocol):
+    """The result of a statement."""
+
+    @property
+    def rowcount(self) -> int: ...
+    def fetchone(self) -> Any: ...
+    def fetchall(self) -> list[Any]: ...
+
+
+class Part(NamedTuple):
+    """Which part of the batches' work this process does."""
+
+    runs: bool  # it sends lines
+    leads: bool  # it validates, ends and deletes
+    session: int  # another number: others may have led since
+    lost: bool  # others may run the lines that it had
+    replaced: bool = False  # the database is another one
+
+
+class Backend(Protocol):
+    """A database, used by one thread at a time."""
+
+    is_shared: bool  # True if several processes run lines, which they claim
+
+    def execute(self, sql: str, values: Row = ()) -> Rows: ...
+
+    def insert(self, table: str, columns: str, rows: Iterable[Row]) -> None: ...
+
+    def insert_new(self, table: str, columns: str, rows: Sequence[Row]) -> list[Row]:
+        """Insert rows; skip a row whose key exists. Return the first three columns of new rows."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Commit everything in the block, or nothing; raise `DiskError`."""
+
+    def claiming(self) -> AbstractContextManager[object]:
+        """Claim the lines that the block reads, or none if it fails."""
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Raise `DiskError` for errors of the disk or the server."""
+
+    def check(self) -> None:
+        """Raise `DiskError` unless the database can be used."""
+
+    def take_part(self) -> Part:
+        """Return this process's part, and keep its claims; open the database if needed."""
+
+    def leads_in(self, session: int) -> bool:
+        """Return True if this process has led since `take_part` returned this session."""
+
+    def lines(self, batch: str, after: int, limit: int, max_bytes: int) -> list[Row]:
+        """Return the next lines without a result: number, custom_id, model, start, size.
+
+        Claims them if the database is shared.
+        """
+
+    def release_lines(self, batch: str, numbers: Sequence[int]) -> None:
+        """Give up the claims on lines that did not run."""
+
+    def claimed_lines(self) -> list[tuple[str, int]]:
+        """Return the batch and number of each claimed line without a result."""
+
+    def contents(self, file_id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read parts of a file at (start, size) places; empty parts if the file is missing."""
+
+    def check_room(self, size: int) -> None:
+        """Raise `StoreFullError` unless there is room for this many bytes."""
+
+    def free_room(self, do: Callable[[], Got]) -> Got:
+        """Call `do`, also on a full disk, and return freed space to the disk."""
+
+    def give_back(self) -> bool:
+        """Return some free space to the disk; return True if there is more."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,261 @@
+"""Several routers with one PostgreSQL database: replicas that die, and a server that restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+from openai.types import Batch
+
+from proxy.batches import claims, scheduler
+from proxy.batches.maintenance import BatchMaintenance, run_slice
+from proxy.batches.storage import postgres as backend_module
+from proxy.batches.storage.postgres import PostgresBackend
+from proxy.batches.storage.store import Store
+from proxy.batches.types import DiskError, StoreFullError
+from proxy.errors import ProxyError
+from tests.present import present
+from tests.proxy.batches.harness import BatchHarness, lines, texts
+from tests.proxy.batches.postgres import PASSWORD, PostgresServer
+from tests.proxy.batches.storage.test_store import KEEP_S, batch_of, result
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import get
+from tests.proxy.wire.site import eventually
+
+COUNT = 300
+
+
+@pytest.fixture
+async def replicas(
+    start: Start, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[list[BatchHarness]]:
+    """Start two routers; the first leads."""
+    monkeypatch.setattr(backend_module, "RENEW_S", 0.1)
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
+    url = postgres.new_database()
+    harnesses = [BatchHarness(await start(), tmp_path, url, concurrency=8) for _ in range(2)]
+    for harness in harnesses:
+        await harness.open()
+        await eventually(lambda: harnesses[0].batches.lane.leads)
+    yield harnesses
+    for harness in harnesses:
+        await harness.close()
+
+
+async def check_results(harness: BatchHarness, batch: Batch, count: int) -> None:
+    """Check that a batch completes, and that each line has one result."""
+    done = await harness.until(batch)
+    assert present(done.request_counts).model_dump() == {
+        "total": count,
+        "completed": count,
+        "failed": 0,
+    }
+    found = [line["custom_id"] for line in await harness.lines_of(done.output_file_id)]
+    assert found == [f"r{n}" for n in range(count)]
+
+
+async def test_replicas_run_one_batch(replicas: list[BatchHarness]) -> None:
+    first, second = replicas
+    assert not second.batches.lane.leads
+    opening = asyncio.Event()
+    for harness in replicas:
+        harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    batch = await second.begin(lines(COUNT))
+    await asyncio.gather(*(harness.site.fake.got() for harness in replicas))
+    opening.set()
+    await check_results(first, batch, COUNT)
+    served = [texts(harness.site.served()) for harness in replicas]
+    assert min(map(len, served)) > 0
+    assert Counter(served[0] + served[1]) == Counter(f"r{n}" for n in range(COUNT))
+
+
+async def test_lines_of_a_dead_replica_run_elsewhere(
+    replicas: list[BatchHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first replica leads, and dies with lines in flight and lines read ahead."""
+    monkeypatch.setattr(backend_module, "LEASE_S", 1.0)
+    first, second = replicas
+    first.site.fake.always(scripts.stall)
+    batch = await second.begin(lines(100))
+    await first.site.fake.got(8)
+
+    def die(store: Store) -> None:
+        assert isinstance(store.backend, PostgresBackend)
+        store.backend._renew()
+        store.backend._joined = False
+        store.backend.connection.close()
+
+    task = present(first.batches._task)
+    task.cancel()
+    await asyncio.wait([task])
+    await first.batches.keeper(die)
+    await check_results(second, batch, 100)
+    assert second.batches.lane.leads
+    assert set(texts(first.site.served())) <= set(texts(second.site.served()))
+
+
+async def test_lines_that_are_not_sent_are_released(
+    replicas: list[BatchHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = replicas
+    monkeypatch.setattr(claims, "IDLE_CLAIM_S", 0.2)
+    first.site.down("w0")
+    second.site.fake.always(scripts.stall)
+    batch = await first.begin(lines(10))
+    await eventually(lambda: any(x.ready for x in first.batches.lane._running.values()))
+    second.site.fake.always(scripts.obey("w0"))
+    await check_results(first, batch, 10)
+    assert first.site.served() == []
+
+
+async def test_server_restarts_in_the_middle_of_a_batch(
+    replicas: list[BatchHarness], postgres: PostgresServer
+) -> None:
+    opening = asyncio.Event()
+    for harness in replicas:
+        harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    batch = await replicas[0].begin(lines(100))
+    await asyncio.gather(*(harness.site.fake.got(8) for harness in replicas))
+    await asyncio.to_thread(postgres.stop)
+    for harness in replicas:
+        answer = await harness.site.ask(get(f"/v1/batches/{batch.id}"))
+        assert (answer.status, answer.error()["code"]) == (503, "storage_unavailable")
+        assert len(answer.all(b"retry-after")) == 1
+    opening.set()  # results arrive, and wait for the server
+    await eventually(lambda: all(harness.batches.lane.paused for harness in replicas))
+    await asyncio.to_thread(postgres.start)
+    await eventually(lambda: not any(harness.batches.lane.paused for harness in replicas))
+    await check_results(replicas[0], batch, 100)
+    served = [text for harness in replicas for text in texts(harness.site.served())]
+    assert Counter(served) == Counter(f"r{n}" for n in range(100)), "no line ran twice"
+
+
+async def test_router_starts_without_the_server(
+    start: Start, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
+    harness = BatchHarness(await start(), tmp_path, postgres.new_database())
+    await asyncio.to_thread(postgres.stop)
+    await harness.open()
+    await eventually(lambda: "router.batches.database" in harness.batches.lane.paused)
+    assert PASSWORD not in harness.batches.lane.paused
+    await asyncio.to_thread(postgres.start)
+    await eventually(lambda: harness.batches.lane.leads)
+    await check_results(harness, await harness.begin(lines(1)), 1)
+    await harness.close()
+
+
+def test_leader_that_hangs_is_replaced(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "LEASE_S", 0.3)
+    url = postgres.new_database()
+    backends = [PostgresBackend(url) for _ in range(2)]
+    first, second = (Store(backend, KEEP_S) for backend in backends)
+    session = backends[0].take_part().session
+    assert [backend.take_part().leads for backend in backends] == [True, False]
+    batch = batch_of(second, 1)
+    while not backends[1]._leads:
+        backends[1]._renew()
+        time.sleep(0.02)
+    monkeypatch.undo()
+    backends[1]._renew()
+    backends[0].check()
+    assert [backend.take_part().leads for backend in backends] == [False, True]
+    with pytest.raises(DiskError, match="lost"):
+        run_slice(first, BatchMaintenance(batch, lambda _: iter(()), ends=True), session)  # type: ignore[arg-type,return-value]
+    second.save([result(batch, 1)])
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda url: url.replace(PASSWORD, "wrong-one"), "password authentication failed"),
+        (lambda url: url.replace("test:", "nobody:"), "password authentication failed"),
+        (lambda url: url.replace("@/test", "@/no"), 'database "no.* does not exist'),
+        (lambda url: url + "&nonsense=1", "nonsense"),
+        (lambda url: url.replace("?", ":x?").replace("@/", "@[/"), "IPv6"),
+    ],
+)
+def test_wrong_settings_fail_the_start(
+    postgres: PostgresServer, change: Callable[[str], str], message: str
+) -> None:
+    url = change(postgres.new_database())
+    with pytest.raises(ProxyError, match=rf"router\.batches\.database: .*{message}") as caught:
+        PostgresBackend(url)
+    assert PASSWORD not in str(caught.value)
+    assert "wrong-one" not in str(caught.value)
+
+
+def test_unsuitable_servers_fail_the_start(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = postgres.new_database()
+    with monkeypatch.context() as patched:
+        patched.setattr(backend_module, "MIN_VERSION", 990000)
+        with pytest.raises(ProxyError, match=r"PostgreSQL 1\d\.\d+; 13 or newer is needed"):
+            PostgresBackend(url)
+    postgres.execute("CREATE DATABASE latin ENCODING 'LATIN1' TEMPLATE template0")
+    with pytest.raises(ProxyError, match="encoding is LATIN1"):
+        PostgresBackend(postgres.url("latin"))
+    PostgresBackend(url).close()
+    postgres.execute("UPDATE vllm_sched.versions SET version = 99", url)
+    with pytest.raises(ProxyError, match="schema 99"):
+        PostgresBackend(url)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (psycopg.errors.DiskFull, StoreFullError),
+        (psycopg.errors.ReadOnlySqlTransaction, DiskError),
+        (psycopg.errors.LockNotAvailable, DiskError),
+        (psycopg.OperationalError, DiskError),
+        (psycopg.errors.UniqueViolation, psycopg.errors.UniqueViolation),
+    ],
+)
+def test_errors_of_the_server_pause_batches(
+    postgres: PostgresServer, error: type[Exception], kind: type[Exception]
+) -> None:
+    backend = PostgresBackend(postgres.new_database())
+    with pytest.raises(kind), backend.errors():
+        raise error
+    backend.close()
+
+
+def test_removed_tables_are_created_again(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    store = Store(PostgresBackend(url), KEEP_S)
+    batch_of(store, 1)
+    postgres.execute("DROP SCHEMA vllm_sched CASCADE", url)
+    with pytest.raises(DiskError), store.backend.errors():
+        store.active()
+    store.backend.check()
+    assert store.active() == []
+    store.close()
+
+
+def test_missing_psycopg_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    monkeypatch.delitem(sys.modules, backend_module.__name__)
+    with pytest.raises(ProxyError, match=r"pip install 'vllm-sched\[postgres\]'"):
+        importlib.import_module(backend_module.__name__)
+
+
+def test_password_file_is_read_at_each_connection(postgres: PostgresServer, tmp_path: Path) -> None:
+    url, file = postgres.new_database().replace(PASSWORD, "old"), tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    PostgresBackend(url, file).close()
+    file.unlink()
+    with pytest.raises(ProxyError, match=r"database_password_file: .*No such file"):
+        PostgresBackend(url, file)
