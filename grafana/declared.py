@@ -17,6 +17,7 @@ from proxy.metrics import (
     journal_counts,
     no_first_token,
     phases,
+    replica_counts,
     scrape,
     tenant_counts,
 )
@@ -40,7 +41,9 @@ def names(name: str, kind: str) -> set[str]:
 
 def router_families() -> list[Family]:
     """Return the router's metrics."""
-    modules = scrape, phases, no_first_token, tenant_counts, batch_counts, journal_counts
+    modules = (
+        scrape, phases, no_first_token, tenant_counts, batch_counts, journal_counts, replica_counts,
+    )  # fmt: skip
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
 
 

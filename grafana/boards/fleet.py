@@ -551,15 +551,15 @@ SELF = (
     ),
     Panel(
         "Replicas",
-        "Routers that each router hears from, with itself, and routers without the server of "
-        "`router.shared`: `alone` see only their own requests, `alone, limits` decide tenants' "
-        "limits alone.", "short",
+        "Routers that each router hears from, with itself; 1 for routers that do not reach the "
+        "server of `router.shared` (`alone`), and for those that decide tenants' limits alone.",
+        "short",
         (
             Query(f"min by (instance) (proxy_replicas{{{ROUTER}}})", "{{instance}}"),
-            Query(f"min by (instance) (proxy_shared_up{{{ROUTER}}}) == 0", "{{instance}} alone"),
+            Query(f"1 - min by (instance) (proxy_shared_up{{{ROUTER}}})", "{{instance}} alone"),
             Query(
-                f"min by (instance) (proxy_shared_limits_up{{{ROUTER}}}) == 0",
-                "{{instance}} alone, limits",
+                f"1 - min by (instance) (proxy_shared_limits_up{{{ROUTER}}})",
+                "{{instance}} limits alone",
             ),
         ),
     ),

@@ -16,10 +16,9 @@ from proxy.core.fleet.ejection import key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
-from proxy.metrics import journal_counts, phases
+from proxy.metrics import journal_counts, phases, replica_counts
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
-from proxy.metrics.replica_counts import ALONE, LIMITS_UP
 
 if TYPE_CHECKING:
     from proxy.metrics.registry import Metrics
@@ -390,9 +389,9 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     page.values(PROCESSES, [((), 1)])
     # A single process is restarted from outside, for example by systemd.
     page.values(RESTARTS, [((), 0)])
-    for family, value in ALONE.rows():
+    for family, value in replica_counts.ALONE.rows():
         page.values(family, [((), value)])
-    page.values(LIMITS_UP, [((), metrics.limits_shared())])
+    page.values(replica_counts.LIMITS_UP, [((), metrics.limits_shared())])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])

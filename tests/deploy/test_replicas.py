@@ -113,7 +113,9 @@ def test_lines_of_the_fleet_file_name_the_servers(overlay: str) -> None:
         assert list(ports(pod(name)).items()) == [(service["ports"][0]["targetPort"], port)]
     env = {e["name"]: e["value"] for e in pod("postgres")["spec"]["containers"][0]["env"]}
     assert (env["POSTGRES_USER"], env["POSTGRES_DB"]) == ("router", "router")
-    assert parse(LINE.sub("  ", text.replace("  # batches:", "  #")), overlay).router.shared
+    router = parse(LINE.sub("  ", text), overlay).router
+    assert router.shared
+    assert router.batches.database
 
 
 def test_workers_publish_signed_journals_to_routers_only() -> None:
