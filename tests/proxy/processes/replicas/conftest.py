@@ -27,7 +27,11 @@ FREE = KEYS["free"]
 
 
 def start_host(
-    redis: RedisServer, folder: str, make: pytest.TempPathFactory, first: RouterGroup | None = None
+    redis: RedisServer,
+    folder: str,
+    make: pytest.TempPathFactory,
+    first: RouterGroup | None = None,
+    port: int = 0,
 ) -> RouterGroup:
     """Start a router of one process with the workers of the first one."""
     tenants = "".join(
@@ -39,6 +43,7 @@ def start_host(
         make.mktemp(folder),
         NAMES,
         1,
+        listens=(port, 0),
         router=f", shared: {{url: '{redis.url}'}}",
         more=f"tenants:\n{tenants}",
         ports=None if first is None else first.ports,
