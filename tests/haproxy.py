@@ -16,6 +16,7 @@ CONFIG = """\
 defaults
   mode http
   timeout connect 1s
+  timeout check 2s
   timeout client 60s
   timeout server 60s
   retries 3

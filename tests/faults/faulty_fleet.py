@@ -61,11 +61,15 @@ tenants:
   - {{name: people, class: interactive, key_hashes: ['{people}'], limits: {{concurrency: 64}}}}
   - {{name: jobs, weight: 2, key_hashes: ['{jobs}'], limits: {{tokens_per_minute: 100000000}}}}
   - {{name: night, class: batch, key_hashes: ['{night}']}}
+  - {{name: metered, key_hashes: ['{metered}'], limits: {{requests_per_minute: {rpm}}}}}
 """
 # Keys of the clients' tenants, and of the batch's tenant.
 KEYS = {name: f"key-of-{name}-0123456789" for name in ("people", "jobs")}
 BATCH_TENANT = "night"
 BATCH_KEY = "key-of-night-0123456789"
+METERED_TENANT = "metered"
+METERED_KEY = "key-of-metered-0123456789"
+METERED_PER_MINUTE = 600
 
 
 async def half_close(call: Call) -> None:
@@ -167,8 +171,12 @@ class FaultyFleet:
             if self._authority is not None and name == TLS_WORKER:
                 fake.tls = server_context(self._authority.port(name))
             await fake.listen()
-            fake.always(self.kv.slowly(self.kv.worker(fake, role)))
+            fake.always(self.observed(fake, self.kv.slowly(self.kv.worker(fake, role))))
             self.fakes[name] = fake
+
+    def observed(self, fake: FakeWorker, script: Script) -> Script:  # noqa: ARG002
+        """Return a worker's script; a subclass may count its calls."""
+        return script
 
     def fleet(
         self,
@@ -178,13 +186,16 @@ class FaultyFleet:
         processes: int = 1,
         tenants: bool = False,
         batches: Path | None = None,
+        max_requests: int = 8,
+        more: str = "",
     ) -> str:
         """Return the fleet file; `batches` also sets an admission limit."""
-        keys = {**KEYS, BATCH_TENANT: BATCH_KEY}
+        keys = {**KEYS, BATCH_TENANT: BATCH_KEY, METERED_TENANT: METERED_KEY}
         hashes = {name: f"sha256:{sha256(key.encode()).hexdigest()}" for name, key in keys.items()}
-        more = ""
         if batches is not None:
-            more = f"  admission: {{ttft_s: 0.5}}\n  batches: {{path: {batches}, concurrency: 2}}\n"
+            more += (
+                f"  admission: {{ttft_s: 0.5}}\n  batches: {{path: {batches}, concurrency: 2}}\n"
+            )
         ca = ""
         if (authority := self._authority) is not None:
             certificate = authority.port("router")
@@ -193,13 +204,14 @@ class FaultyFleet:
             )
             ca = f"worker_tls: {{ca_file: {authority.ca_file}}}\n"
         workers = [
-            f"  - {{name: {name}, url: '{self.fakes[name].url}', role: {role}, max_requests: 8}}"
+            f"  - {{name: {name}, url: '{self.fakes[name].url}', role: {role}, "
+            f"max_requests: {max_requests}}}"
             for name, role in ROLES.items()
         ]
         return FLEET.format(
             port=self.fakes[DNS_WORKER].port, workers="\n".join(workers), listen=listen,
             admin=admin, processes=processes, more=more,
-            tenants=ca + (TENANTS.format(**hashes) if tenants else ""),
+            tenants=ca + (TENANTS.format(**hashes, rpm=METERED_PER_MINUTE) if tenants else ""),
         )  # fmt: skip
 
     async def stop(self) -> None:

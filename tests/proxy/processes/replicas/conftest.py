@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, bearer
 from tests.redis_server import RedisServer
 from vllm_sched.cli.fleet.key import hashed
+from vllm_sched.workers.launch import free_port
 
 NAMES = ("a", "b")
 LIMITS = {
@@ -30,10 +32,10 @@ def start_host(
     redis: RedisServer,
     folder: str,
     make: pytest.TempPathFactory,
-    first: RouterGroup | None = None,
+    ports: dict[str, int],
     port: int = 0,
 ) -> RouterGroup:
-    """Start a router of one process with the workers of the first one."""
+    """Start a router of one process before workers on these ports."""
     tenants = "".join(
         f"  - {{name: {name}, key_hashes: ['{hashed(f'key-of-{name}-0123456789')}'], "
         f"limits: {limits}}}\n"
@@ -46,7 +48,7 @@ def start_host(
         listens=(port, 0),
         router=f", shared: {{url: '{redis.url}'}}",
         more=f"tenants:\n{tenants}",
-        ports=None if first is None else first.ports,
+        ports=ports,
     )
 
 
@@ -61,11 +63,13 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def hosts(
     redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[RouterGroup]]:
-    first = start_host(redis, "first", tmp_path_factory)
-    second = start_host(redis, "second", tmp_path_factory, first)
-    yield [first, second]
-    first.close()
-    second.close()
+    ports = {name: free_port() for name in NAMES}
+    with ThreadPoolExecutor() as pool:
+        starts = [pool.submit(start_host, redis, name, tmp_path_factory, ports) for name in "ab"]
+        found = [start.result() for start in starts]
+    yield found
+    for host in found:
+        host.close()
 
 
 @pytest.fixture

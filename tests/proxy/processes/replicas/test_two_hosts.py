@@ -147,7 +147,7 @@ async def test_killed_host_frees_what_it_held(
     fakes: dict[str, FakeWorker],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    third = start_host(redis, "third", tmp_path_factory, hosts[0])
+    third = start_host(redis, "third", tmp_path_factory, hosts[0].ports)
     opening = asyncio.Event()
     try:
         await third.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})

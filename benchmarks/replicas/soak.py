@@ -1,0 +1,327 @@
+"""Run three routers behind HAProxy under load, and kill routers and their Redis server at random.
+
+    python -m benchmarks.replicas.soak --minutes 30 --seed 1
+
+The routers, HAProxy, Redis and the clients are separate processes; this process runs fake workers.
+Faults: a router is killed and started again; Redis is killed and restarted empty; Redis is frozen
+for 10 seconds. With --worker-faults, workers fail too.
+
+One tenant always asks for more requests per minute than its limit. The exit status is 1 if a
+request had no end or a wrong answer, if that tenant's accepted requests differ from its limit by
+more than 5 %, if a worker had more requests than its limit and one per other router, or if a router
+kept something in flight or logged a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.soak import COLUMN_WIDTH, IN_FLIGHT_METRICS, Router, wait_idle
+from tests.faults import clients, faulty_fleet
+from tests.faults.faulty_fleet import METERED_KEY, METERED_PER_MINUTE, FaultyFleet
+from tests.haproxy import HAProxy
+from tests.proxy.processes.router_group import samples
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+from tests.proxy.wire.raw_client import Client, bearer, chat
+from tests.redis_server import RedisServer
+from vllm_sched.workers.launch import free_port
+
+ROUTERS, MAX_REQUESTS = 3, 4
+ROW_INTERVAL_S, PACE_S = 60.0, 0.02
+CALM_S = (5.0, 15.0)  # between two faults of Redis
+RUN_S = (10.0, 30.0)  # between two kills of a router
+EMPTY_S, FREEZE_S = (0.0, 5.0), 10.0
+CONNECTIONS, ASKED_PER_S = 8, 25.0  # of the tenant with a limit, which has 10 a second
+SLOW_S = 0.4  # longest time of a worker until its response
+LOST_S = 0.02  # until a worker notices that a router has closed a connection
+MAX_ERROR = 0.05
+COLUMNS = (
+    "minute", "sent", "complete", "refused", "cut off", "cancelled", "no end", "wrong", "slowest",
+    "accepted", "error %", "kills", "redis",
+)  # fmt: skip
+
+
+class CountedFleet(FaultyFleet):
+    """Workers that count the requests above their limit."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.kv.slow_s = SLOW_S
+        self.requests = 0  # to workers with a limit
+        self.above: dict[str, Counter[int]] = {}  # arrivals by their number above the limit
+
+    def observed(self, fake: FakeWorker, script: Script) -> Script:
+        if fake.name not in faulty_fleet.ROLES:
+            return script
+        running: set[Call] = set()
+        above = self.above[fake.name] = Counter()
+
+        def count(arrived: frozenset[Call]) -> None:
+            if (more := len(in_flight(arrived)) - MAX_REQUESTS) > 0:
+                above[more] += 1
+
+        async def run(call: Call) -> None:
+            self.requests += 1
+            running.add(call)
+            if len(now := in_flight(running)) > MAX_REQUESTS:
+                asyncio.get_running_loop().call_later(LOST_S, count, now)
+            try:
+                await script(call)
+            finally:
+                running.discard(call)
+
+        return run
+
+
+def in_flight(calls: set[Call] | frozenset[Call]) -> frozenset[Call]:
+    """Return the calls whose connection is open."""
+    return frozenset(call for call in calls if not call.lost.is_set())
+
+
+async def unfinished(port: int) -> dict[str, float]:
+    """Wait until a router is idle; return its metrics that are not zero after the timeout."""
+    if await wait_idle(port) <= 0:
+        return {}
+    client = await Client.connect(port)
+    found = await samples(client)
+    client.close()
+    return {name: n for name, n in found.items() if n and name.startswith(IN_FLIGHT_METRICS)}
+
+
+class MeteredLoad:
+    """The tenant that asks for more than its requests per minute."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._since = time.monotonic()
+        self.statuses: Counter[int] = Counter()
+        self.cut_off = self.no_end = 0
+
+    async def run(self, until: float) -> None:
+        plays = (self._play(number, until) for number in range(CONNECTIONS))
+        await asyncio.gather(*plays)
+
+    async def _play(self, number: int, until: float) -> None:
+        client: Client | None = None
+        interval_s = CONNECTIONS / ASKED_PER_S
+        due = time.monotonic() + number / ASKED_PER_S
+        while due < until:
+            await asyncio.sleep(due - time.monotonic())
+            due = max(due + interval_s, time.monotonic())
+            try:
+                if client is None:
+                    client = await Client.connect(self._port)
+                request = chat(f"{number}", bearer(METERED_KEY))
+                answer = await client.ask(request, within=clients.MAX_ANSWER_S)
+            except (TimeoutError, *clients.DISCONNECTED) as error:
+                if isinstance(error, TimeoutError):
+                    self.no_end += 1
+                else:
+                    self.cut_off += 1
+                if client is not None:
+                    client.close()
+                client = None
+                continue
+            self.statuses[answer.status] += 1
+        if client is not None:
+            client.close()
+
+    @property
+    def accepted(self) -> int:
+        """The requests that were not refused for the limit; the others failed later."""
+        return self.cut_off + sum(self.statuses.values()) - self.statuses[429]
+
+    def error(self) -> float:
+        """Return the relative difference from the limit; the bucket is full at the start."""
+        minutes = (time.monotonic() - self._since) / 60
+        return self.accepted / (METERED_PER_MINUTE * (minutes + 1)) - 1
+
+
+class ReplicaSoak:
+    """The processes of a run, and what they did."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given = given
+        self.rng = random.Random(given.seed)
+        self.redis = RedisServer(folder)
+        self.workers = CountedFleet(given.seed)
+        self.folder = folder
+        self.routers: list[Router] = []
+        self.front: HAProxy | None = None
+        self.clients: asyncio.subprocess.Process | None = None
+        self.counts: dict[str, object] = {}
+        self.redis_faults: Counter[str] = Counter()
+
+    async def start(self) -> HAProxy:
+        await self.workers.start()
+        for number in range(ROUTERS):
+            folder = self.folder / f"router-{number}"
+            folder.mkdir()
+            fleet, port = folder / "fleet.yaml", free_port()
+            fleet.write_text(
+                self.workers.fleet(
+                    listen=port, admin=free_port(), tenants=True, max_requests=MAX_REQUESTS,
+                    more=f"  shared: {{url: '{self.redis.url}'}}\n",
+                )
+            )  # fmt: skip
+            self.routers.append(Router(fleet, port, dict(os.environ), None))
+        await asyncio.gather(*(router.start() for router in self.routers))
+        self.front = HAProxy(self.folder, [router.port for router in self.routers])
+        return self.front
+
+    async def stop(self) -> None:
+        for process in (self.clients, *(router.process for router in self.routers)):
+            if process is not None and process.returncode is None:
+                process.kill()
+                await process.wait()
+        if self.front is not None:
+            self.front.close()
+        self.redis.close()
+        await self.workers.stop()
+
+    async def run(self) -> int:
+        front = await self.start()
+        given, seconds = self.given, self.given.minutes * 60
+        self.clients = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.soak", "--clients-of", str(front.port),
+            "--clients", str(given.clients), "--seed", str(given.seed),
+            "--minutes", str(given.minutes), "--tenants",
+            stdout=asyncio.subprocess.PIPE, limit=1 << 22,
+        )  # fmt: skip
+        started = time.monotonic()
+        until = started + seconds - 2
+        load = MeteredLoad(front.port)
+        await asyncio.gather(
+            self._read_clients(), load.run(until), self._fail_redis(until),
+            self._kill_routers(until), self._fail_workers(until), self._print_rows(load, until),
+        )  # fmt: skip
+        await self.clients.wait()
+        front.close()
+        return await self._judge(load, load.error())
+
+    async def _read_clients(self) -> None:
+        assert self.clients is not None
+        assert self.clients.stdout is not None
+        async for line in self.clients.stdout:
+            self.counts = json.loads(line)
+
+    # Faults
+
+    async def _fail_redis(self, until: float) -> None:
+        while time.monotonic() + CALM_S[1] + FREEZE_S < until:
+            await asyncio.sleep(self.rng.uniform(*CALM_S))
+            if self.rng.random() < 0.5:
+                self.redis_faults["restarted empty"] += 1
+                self.redis.kill()
+                await asyncio.sleep(self.rng.uniform(*EMPTY_S))
+                await asyncio.to_thread(self.redis.start)
+            else:
+                self.redis_faults["frozen"] += 1
+                self.redis.freeze()
+                await asyncio.sleep(FREEZE_S)
+                self.redis.thaw()
+
+    async def _kill_routers(self, until: float) -> None:
+        while time.monotonic() + RUN_S[1] < until:
+            await asyncio.sleep(self.rng.uniform(*RUN_S))
+            await self.rng.choice(self.routers).restart()
+
+    async def _fail_workers(self, until: float) -> None:
+        while time.monotonic() < until:
+            if self.given.worker_faults:
+                await self.workers.inject_fault(self.rng.random() * 2.0)
+                self.workers.kv.slow_s = SLOW_S
+            else:
+                await asyncio.sleep(1.0)
+            self.workers.forget()
+
+    # Results
+
+    async def _print_rows(self, load: MeteredLoad, until: float) -> None:
+        print("".join(f"{name:>{COLUMN_WIDTH}}" for name in COLUMNS))
+        started = time.monotonic()
+        while (now := time.monotonic()) < until:
+            await asyncio.sleep(min(ROW_INTERVAL_S, max(until - now, 0.1)))
+            outcomes: Counter[str] = Counter(self.counts.get("outcomes"))  # type: ignore[arg-type]
+            figures = (
+                f"{(time.monotonic() - started) / 60:.1f}", self.counts.get("sent"),
+                outcomes[clients.WHOLE], outcomes[clients.REFUSED], outcomes[clients.TORN],
+                outcomes[clients.LEFT], outcomes["hangs"] + load.no_end, outcomes["wrong"],
+                f"{self.counts.get('slowest', 0):.1f}", load.accepted, f"{load.error():.1%}",
+                self.kills, self.redis_faults.total(),
+            )  # fmt: skip
+            print("".join(f"{figure!s:>{COLUMN_WIDTH}}" for figure in figures), flush=True)
+
+    @property
+    def kills(self) -> int:
+        return sum(router.kills for router in self.routers)
+
+    async def _judge(self, load: MeteredLoad, error: float) -> int:
+        """Print a summary once the routers are idle; return the exit status."""
+        left = [await unfinished(router.port) for router in self.routers]
+        exits = [await router.stop() for router in self.routers]
+        logs = [(router.fleet.parent / "router.log").read_text() for router in self.routers]
+        traces = [log[log.index("Traceback") :][:3000] for log in logs if "Traceback" in log]
+        wrong = list(self.counts.get("wrong") or ())  # type: ignore[call-overload]
+        no_end = self.counts["outcomes"].get("hangs", 0) + load.no_end  # type: ignore[attr-defined]
+        recovered = [s for router in self.routers for s in router.recovered_s]
+        above: Counter[int] = sum(self.workers.above.values(), Counter())
+        print(f"requests without an end: {no_end}; wrong: {wrong}")
+        print(
+            f"limit of {METERED_PER_MINUTE} requests per minute: {load.accepted} accepted, "
+            f"{error:+.1%}; statuses {dict(load.statuses)}, {load.cut_off} cut off"
+        )
+        print(f"arrivals above a worker's limit of {MAX_REQUESTS}, of {self.workers.requests}:")
+        for name, numbers in self.workers.above.items():
+            print(f"  {name}: {dict(sorted(numbers.items()))}")
+        longest_s = max(recovered, default=0.0)
+        print(f"routers killed: {self.kills}, ready again in at most {longest_s:.1f} s")
+        print(f"Redis: {dict(self.redis_faults)}; workers: {self.workers.injected}")
+        print(f"still in flight: {left}, exit statuses {exits}, tracebacks {len(traces)}")
+        for trace in traces:
+            print(trace)
+        missed = {
+            "requests without an end": bool(no_end or wrong),
+            "requests per minute": abs(error) > MAX_ERROR,
+            "requests of a worker": max(above, default=0) >= ROUTERS,
+            "in flight": any(left) or any(exits) or bool(traces),
+        }
+        print(f"missed: {[name for name, is_missed in missed.items() if is_missed]}")
+        return int(any(missed.values()))
+
+
+async def soak(given: argparse.Namespace) -> int:
+    """Run the soak; return the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ReplicaSoak(given, Path(folder))
+        try:
+            return await run.run()
+        finally:
+            await run.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the soak."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.replicas.soak", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    options.add_argument("--minutes", type=float, default=30.0)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--clients", type=int, default=16)
+    options.add_argument("--worker-faults", action="store_true")
+    return asyncio.run(soak(options.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
