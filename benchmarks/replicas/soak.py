@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from benchmarks.soak import COLUMN_WIDTH, IN_FLIGHT_METRICS, Router, wait_idle
@@ -44,6 +45,7 @@ EMPTY_S, FREEZE_S = (0.0, 5.0), 10.0
 CONNECTIONS, ASKED_PER_S = 8, 25.0  # of the tenant with a limit, which has 10 a second
 SLOW_S = 0.4  # longest time of a worker until its response
 LOST_S = 0.02  # until a worker notices that a router has closed a connection
+JOINED_S = 4.0  # until running requests were placed with Redis
 MAX_ERROR = 0.05
 COLUMNS = (
     "minute", "sent", "complete", "refused", "cut off", "cancelled", "no end", "wrong", "slowest",
@@ -58,17 +60,19 @@ class CountedFleet(FaultyFleet):
         super().__init__(seed)
         self.kv.slow_s = SLOW_S
         self.requests = 0  # to workers with a limit
-        self.above: dict[str, Counter[int]] = {}  # arrivals by their number above the limit
+        # Arrivals by their number above the limit, while Redis is there and while it is not.
+        self.above: dict[str, tuple[Counter[int], Counter[int]]] = {}
+        self.calm_at = 0.0
 
     def observed(self, fake: FakeWorker, script: Script) -> Script:
         if fake.name not in faulty_fleet.ROLES:
             return script
         running: set[Call] = set()
-        above = self.above[fake.name] = Counter()
+        above = self.above[fake.name] = Counter(), Counter()
 
         def count(arrived: frozenset[Call]) -> None:
             if (more := len(in_flight(arrived)) - MAX_REQUESTS) > 0:
-                above[more] += 1
+                above[time.monotonic() < self.calm_at][more] += 1
 
         async def run(call: Call) -> None:
             self.requests += 1
@@ -103,7 +107,7 @@ class MeteredLoad:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._since = time.monotonic()
+        self._since = self._asked_at = time.monotonic()
         self.statuses: Counter[int] = Counter()
         self.cut_off = self.no_end = 0
 
@@ -117,7 +121,8 @@ class MeteredLoad:
         due = time.monotonic() + number / ASKED_PER_S
         while due < until:
             await asyncio.sleep(due - time.monotonic())
-            due = max(due + interval_s, time.monotonic())
+            self._asked_at = time.monotonic()
+            due = max(due + interval_s, self._asked_at)
             try:
                 if client is None:
                     client = await Client.connect(self._port)
@@ -143,7 +148,7 @@ class MeteredLoad:
 
     def error(self) -> float:
         """Return the relative difference from the limit; the bucket is full at the start."""
-        minutes = (time.monotonic() - self._since) / 60
+        minutes = (self._asked_at - self._since) / 60
         return self.accepted / (METERED_PER_MINUTE * (minutes + 1)) - 1
 
 
@@ -207,7 +212,7 @@ class ReplicaSoak:
         )  # fmt: skip
         await self.clients.wait()
         front.close()
-        return await self._judge(load, load.error())
+        return await self._judge(load)
 
     async def _read_clients(self) -> None:
         assert self.clients is not None
@@ -220,6 +225,7 @@ class ReplicaSoak:
     async def _fail_redis(self, until: float) -> None:
         while time.monotonic() + CALM_S[1] + FREEZE_S < until:
             await asyncio.sleep(self.rng.uniform(*CALM_S))
+            self.workers.calm_at = inf
             if self.rng.random() < 0.5:
                 self.redis_faults["restarted empty"] += 1
                 self.redis.kill()
@@ -230,6 +236,7 @@ class ReplicaSoak:
                 self.redis.freeze()
                 await asyncio.sleep(FREEZE_S)
                 self.redis.thaw()
+            self.workers.calm_at = time.monotonic() + JOINED_S
 
     async def _kill_routers(self, until: float) -> None:
         while time.monotonic() + RUN_S[1] < until:
@@ -266,8 +273,9 @@ class ReplicaSoak:
     def kills(self) -> int:
         return sum(router.kills for router in self.routers)
 
-    async def _judge(self, load: MeteredLoad, error: float) -> int:
+    async def _judge(self, load: MeteredLoad) -> int:
         """Print a summary once the routers are idle; return the exit status."""
+        error = load.error()
         left = [await unfinished(router.port) for router in self.routers]
         exits = [await router.stop() for router in self.routers]
         logs = [(router.fleet.parent / "router.log").read_text() for router in self.routers]
@@ -275,7 +283,9 @@ class ReplicaSoak:
         wrong = list(self.counts.get("wrong") or ())  # type: ignore[call-overload]
         no_end = self.counts["outcomes"].get("hangs", 0) + load.no_end  # type: ignore[attr-defined]
         recovered = [s for router in self.routers for s in router.recovered_s]
-        above: Counter[int] = sum(self.workers.above.values(), Counter())
+        worst = max(
+            (n for pair in self.workers.above.values() for part in pair for n in part), default=0
+        )
         print(f"requests without an end: {no_end}; wrong: {wrong}")
         print(
             f"limit of {METERED_PER_MINUTE} requests per minute: {load.accepted} accepted, "
@@ -283,7 +293,8 @@ class ReplicaSoak:
         )
         print(f"arrivals above a worker's limit of {MAX_REQUESTS}, of {self.workers.requests}:")
         for name, numbers in self.workers.above.items():
-            print(f"  {name}: {dict(sorted(numbers.items()))}")
+            shared, away = (dict(sorted(part.items())) for part in numbers)
+            print(f"  {name}: {shared}; without Redis {away}")
         longest_s = max(recovered, default=0.0)
         print(f"routers killed: {self.kills}, ready again in at most {longest_s:.1f} s")
         print(f"Redis: {dict(self.redis_faults)}; workers: {self.workers.injected}")
@@ -293,7 +304,7 @@ class ReplicaSoak:
         missed = {
             "requests without an end": bool(no_end or wrong),
             "requests per minute": abs(error) > MAX_ERROR,
-            "requests of a worker": max(above, default=0) >= ROUTERS,
+            "requests of a worker": worst >= ROUTERS,
             "in flight": any(left) or any(exits) or bool(traces),
         }
         print(f"missed: {[name for name, is_missed in missed.items() if is_missed]}")

@@ -62,6 +62,7 @@ class Member:
         self.heard_at = now
         self.heard: dict[str, int] = {}
         self.is_lost = True  # some of its state is unknown until a whole update arrives
+        self.is_silent = False
         self.processes: dict[int, RemoteProcess] = {}
         self._offset = inf  # from its clock to this host's
         self._next_offset = inf
@@ -101,7 +102,7 @@ class RemoteSheets:
         member = self.members.get(update.member)
         if member is None:
             member = self.members[update.member] = Member(update.member, now)
-        member.heard_at, member.heard = now, update.heard
+        member.heard_at, member.heard, member.is_silent = now, update.heard, False
         member.compare_clocks(now, update.clock)
         if update.number != member.number + 1:
             member.is_lost = True
@@ -124,9 +125,9 @@ class RemoteSheets:
         """Release the charges of silent replicas; return their names."""
         silent = []
         for member in list(self.members.values()):
-            if now - member.heard_at > LEASE_S and not member.is_lost:
+            if now - member.heard_at > LEASE_S and not member.is_silent:
                 silent.append(member.name)
-                member.is_lost = True
+                member.is_silent = member.is_lost = True
                 for index in member.processes:
                     self._clear(member, index)
             if now - member.heard_at > FORGET_S:

@@ -95,6 +95,15 @@ def test_updates_count_only_after_the_whole_state(receiver: Receiver) -> None:
     assert receiver.table.sheet(FIRST).count(WAITING) == 2
 
 
+def test_host_that_ends_after_a_lost_message_frees_its_requests(receiver: Receiver) -> None:
+    receiver.receive(1.0, loaded(), whole=True)
+    receiver.numbers["m"] += 1
+    receiver.receive(1.1)
+    assert receiver.table.sheet(FIRST).has(5)
+    assert receiver.sheets.expire(1.2 + LEASE_S) == ["m"]
+    assert not receiver.table.sheet(FIRST).has(5)
+
+
 def test_silent_host_frees_its_requests_but_keeps_what_tenants_were_charged(
     receiver: Receiver,
 ) -> None:
