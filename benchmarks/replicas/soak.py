@@ -9,7 +9,8 @@ for 10 seconds. With --worker-faults, workers fail too.
 One tenant always asks for more requests per minute than its limit. The exit status is 1 if a
 request had no end or a wrong answer, if that tenant's accepted requests differ from its limit by
 more than 5 %, if a worker had more requests than its limit and one per other router, or if a router
-kept something in flight or logged a traceback.
+kept something in flight or logged a traceback. A router that starts without Redis knows of no other
+one; worker limits are not judged then.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ EMPTY_S, FREEZE_S = (0.0, 5.0), 10.0
 CONNECTIONS, ASKED_PER_S = 8, 25.0  # of the tenant with a limit, which has 10 a second
 SLOW_S = 0.4  # longest time of a worker until its response
 LOST_S = 0.02  # until a worker notices that a router has closed a connection
+WITH, WITHOUT, ALONE = "with Redis", "without", "router started without"
 JOINED_S = 4.0  # until running requests were placed with Redis
 MAX_ERROR = 0.05
 COLUMNS = (
@@ -60,19 +62,25 @@ class CountedFleet(FaultyFleet):
         super().__init__(seed)
         self.kv.slow_s = SLOW_S
         self.requests = 0  # to workers with a limit
-        # Arrivals by their number above the limit, while Redis is there and while it is not.
-        self.above: dict[str, tuple[Counter[int], Counter[int]]] = {}
+        self.above: dict[str, dict[str, Counter[int]]] = {}  # arrivals by number above the limit
         self.calm_at = 0.0
+        self.started_alone = False  # a router started without Redis: it knows of no other
+
+    @property
+    def phase(self) -> str:
+        if time.monotonic() >= self.calm_at:
+            return WITH
+        return ALONE if self.started_alone else WITHOUT
 
     def observed(self, fake: FakeWorker, script: Script) -> Script:
         if fake.name not in faulty_fleet.ROLES:
             return script
         running: set[Call] = set()
-        above = self.above[fake.name] = Counter(), Counter()
+        above = self.above[fake.name] = {phase: Counter() for phase in (WITH, WITHOUT, ALONE)}
 
         def count(arrived: frozenset[Call]) -> None:
             if (more := len(in_flight(arrived)) - MAX_REQUESTS) > 0:
-                above[time.monotonic() < self.calm_at][more] += 1
+                above[self.phase][more] += 1
 
         async def run(call: Call) -> None:
             self.requests += 1
@@ -166,6 +174,7 @@ class ReplicaSoak:
         self.clients: asyncio.subprocess.Process | None = None
         self.counts: dict[str, object] = {}
         self.redis_faults: Counter[str] = Counter()
+        self.restarting = False
 
     async def start(self) -> HAProxy:
         await self.workers.start()
@@ -225,7 +234,7 @@ class ReplicaSoak:
     async def _fail_redis(self, until: float) -> None:
         while time.monotonic() + CALM_S[1] + FREEZE_S < until:
             await asyncio.sleep(self.rng.uniform(*CALM_S))
-            self.workers.calm_at = inf
+            self.workers.calm_at, self.workers.started_alone = inf, self.restarting
             if self.rng.random() < 0.5:
                 self.redis_faults["restarted empty"] += 1
                 self.redis.kill()
@@ -241,7 +250,10 @@ class ReplicaSoak:
     async def _kill_routers(self, until: float) -> None:
         while time.monotonic() + RUN_S[1] < until:
             await asyncio.sleep(self.rng.uniform(*RUN_S))
+            self.restarting = True
+            self.workers.started_alone |= self.workers.phase != WITH
             await self.rng.choice(self.routers).restart()
+            self.restarting = False
 
     async def _fail_workers(self, until: float) -> None:
         while time.monotonic() < until:
@@ -293,8 +305,8 @@ class ReplicaSoak:
         )
         print(f"arrivals above a worker's limit of {MAX_REQUESTS}, of {self.workers.requests}:")
         for name, numbers in self.workers.above.items():
-            shared, away = (dict(sorted(part.items())) for part in numbers)
-            print(f"  {name}: {shared}; without Redis {away}")
+            found = (f"{phase} {dict(sorted(part.items()))}" for phase, part in numbers.items())
+            print(f"  {name}: {'; '.join(found)}")
         longest_s = max(recovered, default=0.0)
         print(f"routers killed: {self.kills}, ready again in at most {longest_s:.1f} s")
         print(f"Redis: {dict(self.redis_faults)}; workers: {self.workers.injected}")

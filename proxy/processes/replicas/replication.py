@@ -27,7 +27,7 @@ from proxy.processes.ipc_messages import StoredResponses, WorkerDrained, Workers
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Drained, Update, decode, encode
-from proxy.processes.replicas.remote_sheets import RemoteSheets
+from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.worker_names import WorkerNames
 
@@ -73,6 +73,8 @@ class Replication:
         self._gone: list[int] = []
         self._reservations = Reservations(self.name)
         self._hosts = 1  # that shared the workers when the server was last reached
+        self._connected_at = -inf
+        self._joined = False
         self._number = 0
         self._whole = True  # the next update has everything
         self._last_whole = self._last_sent = self._echo_at = -inf
@@ -200,6 +202,8 @@ class Replication:
         while True:
             now = self._clock()
             self._expire(now)
+            if not self._joined:
+                self._reserve(now)
             if now - self._echo_at > ECHO_TIMEOUT_S:
                 raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
             if (message := self.next_message(now)) is not None:
@@ -268,7 +272,7 @@ class Replication:
         if update.member == self.name:
             self._echo_at = now
             if not self.connected:
-                self.connected = True
+                self.connected, self._connected_at = True, now
                 logger.info("router.shared: connected to the server")
             return
         if update.member not in self.sheets.members and not update.leaves:
@@ -296,16 +300,23 @@ class Replication:
             self._heard.pop(name, None)
             self._reserve(now)
 
+    def _is_joined(self, now: float) -> bool:
+        """Return True if each of the last known hosts is heard again, or taken for dead."""
+        if not self.connected or now - self._connected_at > LEASE_S:
+            return self.connected
+        return len(self.sheets.alive(now)) + 1 >= self._hosts and not self.sheets.wants_whole(now)
+
     def _reserve(self, now: float) -> None:
         """Write how many slots of each worker are left to the other replicas."""
         alive = self.sheets.alive(now)
-        if self.connected:
+        self._joined = self._is_joined(now)
+        if self._joined:
             self._hosts = len(alive) + 1
             self._reservations.acknowledge(alive)
             self._table.write_hosts(self._hosts)
         believed = self._reservations.believed()
         for name, limit in self.workers.limits.items():
-            if self.connected:
+            if self._joined:
                 remote = self.sheets.requests(name)
                 slots = slots_for_others(limit, believed.get(name, 0), remote, self._hosts)
             else:  # an equal part for each
