@@ -5,8 +5,7 @@
 The router and the clients are separate processes; this process runs fake workers. Options:
 
 - `--kill-router 120`: kill and restart the router every 120 seconds.
-- `--processes 2 --kill-member 60`: kill one router process every 60 seconds, in the first half of
-  the run. Growth is measured in the second half.
+- `--processes 2 --kill-member 60`: kill one every 60 s in the first half; the second shows growth.
 - `--stall-member 60`: stop one router process for some seconds every 60 seconds.
 - `--tenants`: send the requests of two tenants.
 - `--guarded`: use TLS to clients and one worker, refuse some requests for their wait, and run
@@ -203,7 +202,8 @@ async def run_clients(given: argparse.Namespace) -> None:
 
     def report() -> None:
         counts = {"sent": load.sent, "slowest": load.slowest_s, "wrong": load.wrong[:20]}
-        print(json.dumps(counts | {"outcomes": load.outcomes}), flush=True)
+        tables = {"outcomes": load.outcomes, "statuses": load.statuses}
+        print(json.dumps(counts | tables), flush=True)
 
     async def report_each_second() -> None:
         while not is_over():

@@ -295,10 +295,9 @@ class ReplicaSoak:
         wrong = list(self.counts.get("wrong") or ())  # type: ignore[call-overload]
         no_end = self.counts["outcomes"].get("hangs", 0) + load.no_end  # type: ignore[attr-defined]
         recovered = [s for router in self.routers for s in router.recovered_s]
-        worst = max(
-            (n for pair in self.workers.above.values() for part in pair for n in part), default=0
-        )
-        print(f"requests without an end: {no_end}; wrong: {wrong}")
+        above = [of[phase] for of in self.workers.above.values() for phase in (WITH, WITHOUT)]
+        worst = max((number for numbers in above for number in numbers), default=0)
+        print(f"requests without an end: {no_end}; wrong: {wrong}; {self.counts['statuses']}")
         print(
             f"limit of {METERED_PER_MINUTE} requests per minute: {load.accepted} accepted, "
             f"{error:+.1%}; statuses {dict(load.statuses)}, {load.cut_off} cut off"
