@@ -1,7 +1,8 @@
-"""A real HAProxy in front of routers."""
+"""A real HAProxy with the configuration of deploy/compose, in front of routers on this host."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import time
@@ -12,47 +13,41 @@ from tests.programs import fetched
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 10.0
-CONFIG = """\
-defaults
-  mode http
-  timeout connect 1s
-  timeout check 2s
-  timeout client 60s
-  timeout server 60s
-  retries 3
-  option redispatch 1
-  retry-on conn-failure
-  http-error status 502 content-type application/json string '{error}'
-  http-error status 503 content-type application/json string '{error}'
-  http-error status 504 content-type application/json string '{error}'
-frontend clients
-  bind 127.0.0.1:{port}
-  default_backend routers
-backend routers
-  balance roundrobin
-  option httpchk GET /ready
-  default-server check inter 200ms fall 2 rise 1
-"""
-ERROR = '{"error":{"message":"no router","type":"server_error","param":null,"code":null}}'
+CONFIG = Path(__file__).parents[1] / "deploy/compose/replicas/haproxy.cfg"
+
+
+def configuration(port: int, routers: Sequence[int]) -> str:
+    """Return the configuration with other addresses, more checks, and routers in turn."""
+    text = CONFIG.read_text()
+    for given, wanted in (
+        ("bind :8000", f"bind 127.0.0.1:{port}"),
+        ("bind 127.0.0.1:8001", f"bind 127.0.0.1:{free_port()}"),
+        ("balance leastconn", "balance roundrobin\n    timeout check 2s"),
+        (" inter 1s", " inter 200ms"),
+        (" resolvers network init-addr libc,none", ""),
+        ("maxconn 20000", "maxconn 500"),
+    ):
+        assert given in text, given
+        text = text.replace(given, wanted)
+    servers = "".join(f"    server r{port} 127.0.0.1:{port}\n" for port in routers)
+    text, count = re.subn(r"(    server .*\n)+", servers, text)
+    assert count == 1
+    return text
 
 
 class HAProxy:
-    """Spreads requests over routers that are ready; only a failed connection is tried again."""
-
     def __init__(self, folder: Path, routers: Sequence[int]) -> None:
         self.port = free_port()
-        servers = (f"  server r{at} 127.0.0.1:{port}\n" for at, port in enumerate(routers))
-        config = folder / "haproxy.cfg"
-        config.write_text(CONFIG.format(port=self.port, error=ERROR) + "".join(servers))
-        command = [fetched("haproxy"), "-q", "-db", "-f", str(config)]
-        with (folder / "haproxy.log").open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        file, log = folder / "haproxy.cfg", folder / "haproxy.log"
+        file.write_text(configuration(self.port, routers))
+        with log.open("wb") as out:
+            self.process = subprocess.Popen([fetched("haproxy"), "-f", str(file)], stdout=out)
         give_up = time.monotonic() + DEADLINE_S
         while time.monotonic() < give_up:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1.0).close()
             except OSError:
-                assert self.process.poll() is None, (folder / "haproxy.log").read_text()
+                assert self.process.poll() is None, log.read_text()
                 time.sleep(0.02)
             else:
                 return
