@@ -45,9 +45,10 @@ for _, key in ipairs(KEYS) do
 
   local known, fields = {}, redis.call('HGETALL', key)
   for i = 1, #fields, 2 do known[fields[i]] = fields[i + 1] end
-  -- A server that lost its data continues from what the processes know.
-  local full_r = tonumber(known.r or now + left_requests)
-  local full_t = tonumber(known.t or now + left_tokens)
+  local full_r, full_t = tonumber(known.r or 0), tonumber(known.t or 0)
+  if not known['b:' .. process] then -- the server has lost its data, or the process is new
+    full_r, full_t = math.max(full_r, now + left_requests), math.max(full_t, now + left_tokens)
+  end
   local elsewhere = 0
   for field, value in pairs(known) do
     if field:sub(1, 2) == 'c:' and field ~= 'c:' .. process then

@@ -103,8 +103,13 @@ def test_call_without_a_reply_is_charged_once(script: Script, lost: str) -> None
     assert tokens_s == pytest.approx(9.0, abs=0.1)
 
 
-def test_server_without_its_data_continues_from_what_a_process_knows(script: Script) -> None:
-    _, requests_s, tokens_s, _ = script.call(left=(30.0, 20.0))
-    assert (requests_s, tokens_s) == pytest.approx((30.0, 20.0), abs=0.1)
-    _, requests_s, tokens_s, _ = script.call(process="q", left=(50.0, 50.0))
-    assert (requests_s, tokens_s) == pytest.approx((30.0, 20.0), abs=0.1)
+def test_server_without_its_data_continues_from_what_each_process_knows(script: Script) -> None:
+    """A new process, which knows nothing, may be the first."""
+    for process, left, expected in (
+        ("new", (0.0, 0.0), (0.0, 0.0)),
+        ("p", (30.0, 20.0), (30.0, 20.0)),
+        ("q", (50.0, 10.0), (50.0, 20.0)),
+        ("p", (60.0, 60.0), (50.0, 20.0)),  # only the first call of a process counts
+    ):
+        _, requests_s, tokens_s, _ = script.call(process=process, left=left)
+        assert (requests_s, tokens_s) == pytest.approx(expected, abs=0.1)
