@@ -41,7 +41,8 @@ class HAProxy:
         file, log = folder / "haproxy.cfg", folder / "haproxy.log"
         file.write_text(configuration(self.port, routers))
         with log.open("wb") as out:
-            self.process = subprocess.Popen([fetched("haproxy"), "-f", str(file)], stdout=out)
+            command = [fetched("haproxy"), "-f", str(file)]
+            self.process = subprocess.Popen(command, stdout=out, stderr=out)
         give_up = time.monotonic() + DEADLINE_S
         while time.monotonic() < give_up:
             try:

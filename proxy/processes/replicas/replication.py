@@ -240,10 +240,11 @@ class Replication:
         self._last_sent, self._owes_answer = now, False
         self._gone, self._new_drains = [], {}
         self._new_responses.clear()
-        self._note_requests(update)
+        if self._note_requests(update):
+            self._reserve(now)  # before others take what is reported as free
         return encode(update)
 
-    def _note_requests(self, update: Update) -> None:
+    def _note_requests(self, update: Update) -> bool:
         limits = self.workers.limits
         for part in update.processes:
             own = self._requests[part.index]
@@ -251,7 +252,7 @@ class Replication:
         total: Counter[str] = Counter()
         for own in self._requests:
             total.update(own)
-        self._reservations.report(update.number, total)
+        return self._reservations.report(update.number, total)
 
     async def _receive(self, channel: redis_server.ReplicaChannel) -> None:
         while True:

@@ -25,10 +25,11 @@ class Reservations:
         # By update number; the first is the last that all other hosts have acknowledged.
         self._reported: deque[tuple[int, Mapping[str, int]]] = deque([(0, {})])
 
-    def report(self, number: int, requests: Mapping[str, int]) -> None:
-        """Note the requests that an update reports."""
-        if requests != self._reported[-1][1]:
+    def report(self, number: int, requests: Mapping[str, int]) -> bool:
+        """Note the requests that an update reports; return whether they have changed."""
+        if changed := requests != self._reported[-1][1]:
             self._reported.append((number, requests))
+        return changed
 
     def acknowledge(self, alive: list[Member]) -> None:
         """Drop what no other host believes any more."""

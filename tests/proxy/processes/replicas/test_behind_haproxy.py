@@ -35,7 +35,9 @@ async def three(
 ) -> AsyncIterator[list[RouterGroup]]:
     """Return a list, in which a test may replace a router."""
     assert fakes
-    found = [*hosts, start_host(redis, "third", tmp_path_factory, hosts[0].ports)]
+    # In a thread: the workers must answer probes.
+    third = await asyncio.to_thread(start_host, redis, "third", tmp_path_factory, hosts[0].ports)
+    found = [*hosts, third]
     await wait_for_replicas(found, 3)
     yield found
     found[2].close()
@@ -92,7 +94,9 @@ async def test_routers_serve_as_one_while_one_is_killed(
         # Less than 30 would mean that the killed router's part is lost.
         assert await statuses(front.port, "again", 60) == {200: 30, 429: 30}
 
-        three[2] = start_host(redis, "restarted", tmp_path_factory, killed.ports, killed.port)
+        three[2] = await asyncio.to_thread(
+            start_host, redis, "restarted", tmp_path_factory, killed.ports, killed.port
+        )
         await wait_for_replicas(three, 3)
         async with asyncio.timeout(DEADLINE_S):
             while len(served := await prefixes(front.port, 6)) < 3:

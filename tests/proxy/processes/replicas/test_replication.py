@@ -11,8 +11,9 @@ from proxy.processes.ipc_messages import WorkersChanged
 from proxy.processes.replicas.messages import Update
 from proxy.processes.replicas.remote_sheets import LEASE_S
 from proxy.processes.replicas.replication import Replication
+from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
-from tests.proxy.processes.replicas.test_remote_sheets import known
+from tests.proxy.processes.replicas.test_remote_sheets import LOAD, known
 
 ROW, LIMIT = 5, 8
 
@@ -33,9 +34,20 @@ class Host:
         """Hear itself, then others; return how many slots are left to them."""
         self._number += 1
         for member in (self.replication.name, *members):
-            update = Update(member, self._number, self.now, whole=True)
+            heard = {self.replication.name: self.replication._number}
+            update = Update(member, self._number, self.now, whole=True, heard=heard)
             self.replication.handle(update, self.now)
         self.replication._reserve(self.now)
+        return self.table.reserved(ROW)
+
+    def report(self, requests: int) -> int:
+        """Send a message with this number of requests; return how many slots are left to others."""
+        sheet = self.table.sheet(0)
+        sheet.write_count(LIFE, 1)
+        sheet.write_load(ROW, (requests, *LOAD[1:]), 0.0)
+        sheet.mark_changed(ROW)
+        self.now += 0.02
+        assert self.replication.next_message(self.now) is not None
         return self.table.reserved(ROW)
 
 
@@ -66,3 +78,10 @@ def test_host_whose_others_do_not_return_takes_all_slots(host: Host) -> None:
     host.hear()
     host.now += LEASE_S + 0.1
     assert host.hear() == 0
+
+
+def test_slots_are_left_to_others_before_they_hear_that_these_are_free(host: Host) -> None:
+    host.hear("m", "n")
+    host.report(6)
+    assert host.hear("m", "n") == 1  # of two
+    assert host.report(0) == 5
