@@ -215,16 +215,15 @@ async def run_clients(given: argparse.Namespace) -> None:
     report()
 
 
-async def run_batch(router: Router, seed: int) -> str:
-    """Run a batch; return what is wrong with its results, or an empty string."""
-    assert router.tls is not None
-    batch = BatchRun(url_of(router.port, router.tls), seed, router.tls)
+async def run_batch(url: str, seed: int, tls: ssl.SSLContext | bool, *statuses: int) -> str:
+    """Run a batch; return what is wrong with its results. Requests with `statuses` are repeated."""
+    batch = BatchRun(url, seed, tls)
     try:
         async with asyncio.timeout(BATCH_TIMEOUT_S):
-            await retry(batch.begin)
-            while not await retry(batch.is_done):  # noqa: ASYNC110
+            await retry(batch.begin, *statuses)
+            while not await retry(batch.is_done, *statuses):  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
-            await retry(batch.judge)
+            await retry(batch.judge, *statuses)
     except (AssertionError, openai.APIStatusError) as error:
         return repr(error)[:500]
     except TimeoutError:
@@ -234,7 +233,7 @@ async def run_batch(router: Router, seed: int) -> str:
     return ""
 
 
-async def retry(call: Callable[[], Awaitable[T]]) -> T:
+async def retry(call: Callable[[], Awaitable[T]], *statuses: int) -> T:
     """Return what a call returns, once the router is up and its disk has room."""
     while True:
         try:
@@ -242,7 +241,7 @@ async def retry(call: Callable[[], Awaitable[T]]) -> T:
         except openai.APIConnectionError:
             await asyncio.sleep(0.2)
         except openai.InternalServerError as error:
-            if error.status_code != INSUFFICIENT_STORAGE:
+            if error.status_code not in (INSUFFICIENT_STORAGE, *statuses):
                 raise
             await asyncio.sleep(0.2)
 
@@ -343,8 +342,9 @@ async def _run(
                     usages.append(usage)
 
     async def run_batches() -> None:
-        while router.tls is not None and time.monotonic() < until:
-            batches.append(await run_batch(router, given.seed + len(batches)))
+        while (tls := router.tls) is not None and time.monotonic() < until:
+            url = url_of(router.port, tls)
+            batches.append(await run_batch(url, given.seed + len(batches), tls))
 
     usages: list[tuple[float, int]] = []
     batches: list[str] = []

@@ -3,11 +3,12 @@
     python -m benchmarks.replicas.soak --minutes 30 --seed 1
 
 The routers, HAProxy, Redis and the clients are separate processes; this process runs fake workers.
-Faults: a router is killed and started again; Redis is killed and restarted empty; Redis is frozen
-for 10 seconds. With --worker-faults, workers fail too.
+Faults: all processes of a router are killed, and it is started again; Redis is killed and restarted
+empty, or frozen for 10 seconds; PostgreSQL, which has the batches, crashes and is started again.
+With --worker-faults, workers fail too.
 
 One tenant always asks for more requests per minute than its limit. The exit status is 1 if a
-request had no end or a wrong answer, if that tenant's accepted requests differ from its limit by
+request had no end or a wrong answer, or a batch line no or two results, if that tenant's accepted requests differ from its limit by
 more than 5 %, if a worker had more requests than its limit and one per other router, or if a router
 kept something in flight or logged a traceback. A router that starts without Redis knows of no other
 one; worker limits are not judged then.
@@ -20,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -28,10 +30,18 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from benchmarks.soak import COLUMN_WIDTH, IN_FLIGHT_METRICS, Router, wait_idle
+from benchmarks.soak import (
+    COLUMN_WIDTH,
+    IN_FLIGHT_METRICS,
+    Router,
+    children_of,
+    run_batch,
+    wait_idle,
+)
 from tests.faults import clients, faulty_fleet
 from tests.faults.faulty_fleet import METERED_KEY, METERED_PER_MINUTE, FaultyFleet
 from tests.haproxy import HAProxy
+from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.processes.router_group import samples
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.raw_client import Client, bearer, chat
@@ -43,6 +53,7 @@ ROW_INTERVAL_S, PACE_S = 60.0, 0.02
 CALM_S = (5.0, 15.0)  # between two faults of Redis
 RUN_S = (10.0, 30.0)  # between two kills of a router
 EMPTY_S, FREEZE_S = (0.0, 5.0), 10.0
+REPEATED = 500, 502, 503, 504  # statuses of requests about batches
 CONNECTIONS, ASKED_PER_S = 8, 25.0  # of the tenant with a limit, which has 10 a second
 SLOW_S = 0.4  # longest time of a worker until its response
 LOST_S = 0.02  # until a worker notices that a router has closed a connection
@@ -167,6 +178,7 @@ class ReplicaSoak:
         self.given = given
         self.rng = random.Random(given.seed)
         self.redis = RedisServer(folder)
+        self.postgres = PostgresServer()
         self.workers = CountedFleet(given.seed)
         self.folder = folder
         self.routers: list[Router] = []
@@ -174,10 +186,16 @@ class ReplicaSoak:
         self.clients: asyncio.subprocess.Process | None = None
         self.counts: dict[str, object] = {}
         self.redis_faults: Counter[str] = Counter()
+        self.postgres_faults = 0
+        self.batches: list[str] = []  # what was wrong with each
         self.restarting = False
 
     async def start(self) -> HAProxy:
         await self.workers.start()
+        more = (
+            f"  shared: {{url: '{self.redis.url}'}}\n"
+            f"  batches: {{database: '{self.postgres.new_database()}', concurrency: 2}}\n"
+        )
         for number in range(ROUTERS):
             folder = self.folder / f"router-{number}"
             folder.mkdir()
@@ -185,7 +203,7 @@ class ReplicaSoak:
             fleet.write_text(
                 self.workers.fleet(
                     listen=port, admin=free_port(), tenants=True, max_requests=MAX_REQUESTS,
-                    more=f"  shared: {{url: '{self.redis.url}'}}\n",
+                    more=more,
                 )
             )  # fmt: skip
             self.routers.append(Router(fleet, port, dict(os.environ), None))
@@ -201,6 +219,7 @@ class ReplicaSoak:
         if self.front is not None:
             self.front.close()
         self.redis.close()
+        self.postgres.close()
         await self.workers.stop()
 
     async def run(self) -> int:
@@ -217,6 +236,7 @@ class ReplicaSoak:
         load = MeteredLoad(front.port)
         await asyncio.gather(
             self._read_clients(), load.run(until), self._fail_redis(until),
+            self._fail_postgres(until), self._run_batches(front.port, until),
             self._kill_routers(until), self._fail_workers(until), self._print_rows(load, until),
         )  # fmt: skip
         await self.clients.wait()
@@ -252,8 +272,26 @@ class ReplicaSoak:
             await asyncio.sleep(self.rng.uniform(*RUN_S))
             self.restarting = True
             self.workers.started_alone |= self.workers.phase != WITH
-            await self.rng.choice(self.routers).restart()
+            router = self.rng.choice(self.routers)
+            assert router.process is not None
+            for pid in children_of(router.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            await router.restart()
             self.restarting = False
+
+    async def _fail_postgres(self, until: float) -> None:
+        while time.monotonic() + RUN_S[1] < until:
+            await asyncio.sleep(self.rng.uniform(*RUN_S))
+            self.postgres_faults += 1
+            await asyncio.to_thread(self.postgres.stop)
+            await asyncio.sleep(self.rng.uniform(*EMPTY_S))
+            await asyncio.to_thread(self.postgres.start)
+
+    async def _run_batches(self, port: int, until: float) -> None:
+        while time.monotonic() < until:
+            seed = self.given.seed + len(self.batches)
+            url = f"http://127.0.0.1:{port}"
+            self.batches.append(await run_batch(url, seed, False, *REPEATED))
 
     async def _fail_workers(self, until: float) -> None:
         while time.monotonic() < until:
@@ -292,7 +330,7 @@ class ReplicaSoak:
         exits = [await router.stop() for router in self.routers]
         logs = [(router.fleet.parent / "router.log").read_text() for router in self.routers]
         traces = [log[log.index("Traceback") :][:3000] for log in logs if "Traceback" in log]
-        wrong = list(self.counts.get("wrong") or ())  # type: ignore[call-overload]
+        wrong = [*(self.counts.get("wrong") or ()), *filter(None, self.batches)]  # type: ignore[misc]
         no_end = self.counts["outcomes"].get("hangs", 0) + load.no_end  # type: ignore[attr-defined]
         recovered = [s for router in self.routers for s in router.recovered_s]
         above = [of[phase] for of in self.workers.above.values() for phase in (WITH, WITHOUT)]
@@ -308,6 +346,7 @@ class ReplicaSoak:
             print(f"  {name}: {'; '.join(found)}")
         longest_s = max(recovered, default=0.0)
         print(f"routers killed: {self.kills}, ready again in at most {longest_s:.1f} s")
+        print(f"{len(self.batches)} batches; PostgreSQL restarted {self.postgres_faults} times")
         print(f"Redis: {dict(self.redis_faults)}; workers: {self.workers.injected}")
         print(f"still in flight: {left}, exit statuses {exits}, tracebacks {len(traces)}")
         for trace in traces:

@@ -25,7 +25,7 @@ FAILED = {None, 500, 502, 504}
 class BatchRun:
     """A client that runs a batch."""
 
-    def __init__(self, url: str, seed: int, tls: ssl.SSLContext) -> None:
+    def __init__(self, url: str, seed: int, tls: ssl.SSLContext | bool) -> None:
         self._http = httpx.AsyncClient(verify=tls)
         self._client = AsyncOpenAI(
             base_url=f"{url}/v1", api_key=BATCH_KEY, max_retries=0, http_client=self._http

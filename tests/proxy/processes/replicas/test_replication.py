@@ -25,7 +25,7 @@ class Host:
         self.table = table
         self.now = 10.0
         self.replication = Replication(
-            table, nullcontext, recall=lambda _: None, clock=lambda: self.now
+            table, nullcontext, send=lambda _: None, clock=lambda: self.now
         )
         self.replication.take(WorkersChanged((known(row=ROW, most=LIMIT),)))
         self._number = 0
