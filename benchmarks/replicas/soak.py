@@ -8,10 +8,10 @@ empty, or frozen for 10 seconds; PostgreSQL, which has the batches, crashes and 
 With --worker-faults, workers fail too.
 
 One tenant always asks for more requests per minute than its limit. The exit status is 1 if a
-request had no end or a wrong answer, or a batch line no or two results, if that tenant's accepted requests differ from its limit by
-more than 5 %, if a worker had more requests than its limit and one per other router, or if a router
-kept something in flight or logged a traceback. A router that starts without Redis knows of no other
-one; worker limits are not judged then.
+request had no end or a wrong answer, a batch line had no or two results, that tenant's accepted
+requests differ from its limit by more than 5 %, a worker had more requests than its limit and one
+per other router, or a router kept something in flight or logged a traceback. A router that starts
+without Redis knows of no other one; worker limits are not judged then.
 """
 
 from __future__ import annotations

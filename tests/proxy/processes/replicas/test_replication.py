@@ -27,7 +27,7 @@ class Host:
         self.replication = Replication(
             table, nullcontext, send=lambda _: None, clock=lambda: self.now
         )
-        self.replication.take(WorkersChanged((known(row=ROW, most=LIMIT),)))
+        self.replication.report(WorkersChanged((known(row=ROW, most=LIMIT),)))
         self._number = 0
 
     def hear(self, *members: str) -> int:
