@@ -62,7 +62,7 @@ async def _load(port: int, connections: int, seconds: float, prompts: Prompts) -
     async with closed_loop(port, prompts, connections) as clients:
         await asyncio.sleep(seconds)
     if clients.errors:
-        raise RuntimeError(f"requests failed: {dict(clients.errors)}")
+        raise RuntimeError(f"requests failed at port {port}: {dict(clients.errors)}")
     return clients.tally.done
 
 
