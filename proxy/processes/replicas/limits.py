@@ -112,7 +112,8 @@ class SharedLimiter:
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
         self._wakeup = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handle of a short delay does not know it
         self._arrange()
         self._wakeup.set()
 
@@ -124,11 +125,11 @@ class SharedLimiter:
         self._changed[limits] = None
         loop = asyncio.get_running_loop()
         at = loop.time() + (SOON_S if soon else GATHER_S)
-        if self._timer is not None and self._timer.when() > at:
+        if self._timer is not None and self._timer_at > at:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = loop.call_at(at, self._gathered)
+            self._timer, self._timer_at = loop.call_at(at, self._gathered), at
 
     def _gathered(self) -> None:
         self._timer = None

@@ -112,9 +112,9 @@ def pass_whole(
     if not lease.ask.generates:
         router.leases.first_token(lease, now)
     owner.record.sent_bytes += len(data)
-    client.write(data)
     usage = usage_of(head, body) if router.leases.wants_usage(lease, now) else None
     router.leases.finish(lease, now, Outcome.DONE, usage)
+    client.write(data)  # last: after an error above, the retry's response must be the only one
     owner.close(now, OK)
     client.done(now, keep_alive=True)
     wire.settle(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import redis as redis_library
 import trustme
+import uvloop
 
 from proxy.config.shared import SharedConfig
 from proxy.core.tenants.limits import LimitExceeded, Limits
@@ -69,6 +71,40 @@ async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     table.close()
+
+
+def test_charges_are_reported_on_the_event_loop_of_the_router(start: Start) -> None:
+    """Handles of its short timers lack what those of asyncio have."""
+    server = start()
+
+    async def run() -> None:
+        tenants, table = Tenants(), SharedTable.make(1)
+        tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=10_000))], {})
+        clock = asyncio.get_running_loop().time
+        limiter = SharedLimiter(SharedConfig(url=server.url), None, tenants, table, clock)
+        task = asyncio.create_task(limiter.run())
+        await eventually(lambda: limiter.is_up)
+        [tenant] = tenants
+        remote = tenant.ledger.remote
+        assert remote is not None
+        for number in range(2000):
+            remote.charge(1, 0, soon=bool(number % 3))
+            if number % 5 == 0:
+                await asyncio.sleep(0.0003)
+        client = redis_library.Redis(port=server.port)
+        key = "{vllm-sched}:tenant:t"
+        full_at = client.hget(key, "r")
+        give_up = clock() + 5.0
+        while float(full_at or 0) - time.time() < 10.0 and clock() < give_up:
+            await asyncio.sleep(0.02)
+            full_at = client.hget(key, "r")
+        client.close()
+        assert float(full_at or 0) - time.time() > 10.0  # 12 s less the time of the test
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        table.close()
+
+    uvloop.run(run())
 
 
 async def test_password(start: Start) -> None:
