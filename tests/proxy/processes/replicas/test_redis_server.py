@@ -19,6 +19,7 @@ from proxy.config.shared import SharedConfig
 from proxy.core.tenants.limits import LimitExceeded, Limits
 from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.errors import ProxyError
+from proxy.processes.replicas import limits
 from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.redis_server import check, open_channel, server_errors
 from proxy.processes.shared.shared_memory import SharedTable
@@ -73,8 +74,11 @@ async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     table.close()
 
 
-def test_charges_are_reported_on_the_event_loop_of_the_router(start: Start) -> None:
-    """Handles of its short timers lack what those of asyncio have."""
+def test_charges_are_reported_on_the_event_loop_of_the_router(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handles of its timers below half a millisecond lack what those of asyncio have."""
+    monkeypatch.setattr(limits, "SOON_S", 0.0004)
     server = start()
 
     async def run() -> None:
