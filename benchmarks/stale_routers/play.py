@@ -1,0 +1,87 @@
+"""Play one run in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Final, NamedTuple
+
+from benchmarks.stale_routers.hosts import StaleFleet
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.stats import percentile
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.cli.fleet import fleet as fleet_file
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
+from vllm_sched.sim.fleet.models import worker_models
+
+FLEET: Final = Path(__file__).parents[2] / "deploy/fleets/reference-24.yaml"
+WORKLOAD: Final = "azure-conv:0.95,mooncake-conv:0.05"
+TENANTS: Final = 50
+TARGETS: Final = Targets(ttft=3.0, tpot=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Some routers; `age_s` is None if they share nothing."""
+
+    routers: int
+    age_s: float | None = None
+
+
+class Figures(NamedTuple):
+    """The figures of a run; times in seconds."""
+
+    in_time: float  # share of all requests
+    goodput: float  # requests in time per second of arrivals
+    short_p50: float  # first tokens
+    short_p99: float
+    long_p50: float
+    long_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    refused: float  # share
+    most: float  # requests that a worker had at once
+
+
+def play(job: tuple[Side, float, int, float]) -> Figures:
+    """Return what a side does with a rate, a seed and a duration."""
+    side, rate, seed, seconds = job
+    config = fleet_file.read(FLEET)
+    fleet = StaleFleet(
+        config,
+        worker_models(config, FLEET),
+        partial(FluidEngine, each_token=True),
+        count=side.routers,
+        age_s=side.age_s,
+        seed=seed,
+    )
+    schedule = Schedule(
+        source=find(WORKLOAD), seed=seed, rate=rate, duration_s=seconds, tenants=TENANTS
+    )
+    outcomes = fleet.play(schedule).outcomes
+    fleet.close()
+    good = [each for each in outcomes if each.good]
+    limit = config.routing.short_limit
+    ttfts: dict[bool, list[float]] = {False: [], True: []}
+    for each in good:
+        ttfts[each.prompt_tokens + each.completed > limit].append(each.ttft)
+    tpots = [each.tpot for each in good if each.tpot is not None]
+    in_time = sum(map(TARGETS.met_by, good))
+    return Figures(
+        in_time / len(outcomes),
+        in_time / seconds,
+        *(
+            percentile(values, percent) or 0.0
+            for values in (ttfts[False], ttfts[True], tpots)
+            for percent in (50, 99)
+        ),
+        1 - len(good) / len(outcomes),
+        fleet.most_requests,
+    )
+
+
+def mean_of(runs: list[Figures]) -> Figures:
+    return Figures(*map(mean, zip(*runs, strict=True)))
