@@ -46,11 +46,9 @@ class Figures(NamedTuple):
     most: float  # requests that a worker had at once
 
 
-def play(job: tuple[Side, float, int, float]) -> Figures:
-    """Return what a side does with a rate, a seed and a duration."""
-    side, rate, seed, seconds = job
+def make_fleet(side: Side, seed: int) -> StaleFleet:
     config = fleet_file.read(FLEET)
-    fleet = StaleFleet(
+    return StaleFleet(
         config,
         worker_models(config, FLEET),
         partial(FluidEngine, each_token=True),
@@ -58,13 +56,21 @@ def play(job: tuple[Side, float, int, float]) -> Figures:
         age_s=side.age_s,
         seed=seed,
     )
-    schedule = Schedule(
-        source=find(WORKLOAD), seed=seed, rate=rate, duration_s=seconds, tenants=TENANTS
-    )
-    outcomes = fleet.play(schedule).outcomes
+
+
+def make_schedule(rate: float, seed: int, seconds: float) -> Schedule:
+    source = find(WORKLOAD)
+    return Schedule(source=source, seed=seed, rate=rate, duration_s=seconds, tenants=TENANTS)
+
+
+def play(job: tuple[Side, float, int, float]) -> Figures:
+    """Return what a side does with a rate, a seed and a duration."""
+    side, rate, seed, seconds = job
+    fleet = make_fleet(side, seed)
+    outcomes = fleet.play(make_schedule(rate, seed, seconds)).outcomes
     fleet.close()
     good = [each for each in outcomes if each.good]
-    limit = config.routing.short_limit
+    limit = fleet.router.settings.short_limit
     ttfts: dict[bool, list[float]] = {False: [], True: []}
     for each in good:
         ttfts[each.prompt_tokens + each.completed > limit].append(each.ttft)
