@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.stale_routers.hosts import USUAL_AGE_S
-from benchmarks.stale_routers.play import Figures, Side, mean_of, play
+from benchmarks.stale_routers.play import Figures, Load, Side, mean_of, play
 
 BELOW_KNEE, KNEE = 24.0, 36.0  # requests/s; above, one router's goodput falls
 TARGET = 0.98
@@ -75,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
     played = sides(args.routers, [age / 1e3 for age in args.age_ms])
-    jobs = list(product(args.rates, played, args.seeds))
-    found: dict[float, Runs] = defaultdict(lambda: defaultdict(list))
+    loads = [Load(rate, args.seconds, args.max_requests) for rate in args.rates]
+    jobs = [(side, load, seed) for load, side, seed in product(loads, played, args.seeds)]
+    found: dict[Load, Runs] = defaultdict(lambda: defaultdict(list))
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        given = [(side, rate, seed, args.seconds) for rate, side, seed in jobs]
-        for (rate, side, _), figures in zip(jobs, pool.map(play, given), strict=True):
-            found[rate][side].append(figures)
-    for rate, runs in found.items():
-        console.print(table(rate, runs))
+        for (side, load, _), figures in zip(jobs, pool.map(play, jobs), strict=True):
+            found[load][side].append(figures)
+    for load, runs in found.items():
+        console.print(table(load.rate, runs))
         for side in runs:
             if side.age_s is not None and (ratio := mean(ratios(runs, side))) < TARGET:
                 age = f"{side.age_s * 1e3:g} ms"
@@ -101,6 +101,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="greatest ages of what a router knows of the others (default: %(default)s)",
     )
     parser.add_argument("--rates", nargs="+", type=float, default=[BELOW_KNEE, KNEE])
+    parser.add_argument("--max-requests", type=int, metavar="N", help="of a worker")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--seconds", type=float, default=120.0, help="virtual seconds per run")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))

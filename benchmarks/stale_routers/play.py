@@ -31,6 +31,15 @@ class Side:
     age_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent, and the most requests of a worker (None: as in the fleet file)."""
+
+    rate: float
+    seconds: float
+    max_requests: int | None = None
+
+
 class Figures(NamedTuple):
     """The figures of a run; times in seconds."""
 
@@ -46,8 +55,12 @@ class Figures(NamedTuple):
     most: float  # requests that a worker had at once
 
 
-def make_fleet(side: Side, seed: int) -> StaleFleet:
+def make_fleet(side: Side, load: Load, seed: int) -> StaleFleet:
     config = fleet_file.read(FLEET)
+    if load.max_requests is not None:
+        limit = {"max_requests": load.max_requests}
+        workers = [worker.model_copy(update=limit) for worker in config.workers]
+        config = config.model_copy(update={"workers": workers})
     return StaleFleet(
         config,
         worker_models(config, FLEET),
@@ -58,16 +71,21 @@ def make_fleet(side: Side, seed: int) -> StaleFleet:
     )
 
 
-def make_schedule(rate: float, seed: int, seconds: float) -> Schedule:
-    source = find(WORKLOAD)
-    return Schedule(source=source, seed=seed, rate=rate, duration_s=seconds, tenants=TENANTS)
+def make_schedule(load: Load, seed: int) -> Schedule:
+    return Schedule(
+        source=find(WORKLOAD),
+        seed=seed,
+        rate=load.rate,
+        duration_s=load.seconds,
+        tenants=TENANTS,
+    )
 
 
-def play(job: tuple[Side, float, int, float]) -> Figures:
-    """Return what a side does with a rate, a seed and a duration."""
-    side, rate, seed, seconds = job
-    fleet = make_fleet(side, seed)
-    outcomes = fleet.play(make_schedule(rate, seed, seconds)).outcomes
+def play(job: tuple[Side, Load, int]) -> Figures:
+    """Return what a side does with a load and a seed."""
+    side, load, seed = job
+    fleet = make_fleet(side, load, seed)
+    outcomes = fleet.play(make_schedule(load, seed)).outcomes
     fleet.close()
     good = [each for each in outcomes if each.good]
     limit = fleet.router.settings.short_limit
@@ -78,7 +96,7 @@ def play(job: tuple[Side, float, int, float]) -> Figures:
     in_time = sum(map(TARGETS.met_by, good))
     return Figures(
         in_time / len(outcomes),
-        in_time / seconds,
+        in_time / load.seconds,
         *(
             percentile(values, percent) or 0.0
             for values in (ttfts[False], ttfts[True], tpots)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.stale_routers.__main__ import main, sides
 from benchmarks.stale_routers.hosts import USUAL_AGE_S, WAITS_S, Delays, StaleFleet
-from benchmarks.stale_routers.play import Side, make_fleet, make_schedule, play
+from benchmarks.stale_routers.play import Load, Side, make_fleet, make_schedule, play
 from proxy.core.fleet.worker_load import WorkerLoad
 
 
@@ -20,8 +20,9 @@ def test_delays_add_up_to_the_age(age_s: float) -> None:
 
 def seen_elsewhere(age_s: float | None, seconds: float) -> tuple[StaleFleet, list[WorkerLoad]]:
     """Play until `seconds`; return what each router knows of the other's charges."""
-    fleet = make_fleet(Side(2, age_s), seed=1)
-    fleet.play(make_schedule(30.0, 1, 4.0), stopped=lambda: fleet.now >= seconds)
+    load = Load(30.0, 4.0)
+    fleet = make_fleet(Side(2, age_s), load, seed=1)
+    fleet.play(make_schedule(load, 1), stopped=lambda: fleet.now >= seconds)
     known = [worker.elsewhere for router in fleet.routers for worker in router.fleet.roster]
     return fleet, known
 
@@ -36,8 +37,10 @@ def test_routers_know_each_other_after_the_age() -> None:
 
 
 def test_a_run_is_the_same_each_time() -> None:
-    job = Side(4, USUAL_AGE_S), 30.0, 1, 3.0
-    assert play(job) == play(job)
+    job = Side(4, USUAL_AGE_S), Load(30.0, 3.0, max_requests=8), 1
+    figures = play(job)
+    assert figures == play(job)
+    assert figures.most <= 8 + 3  # one request per other host above the limit
 
 
 def test_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
