@@ -109,7 +109,7 @@ class StaleFleet(SimulatedFleet):
 
     def exchange(self, now: float) -> None:
         """Let all hosts send until none has anything to send."""
-        while any([host.send(now) for host in self.hosts]):
+        while sum(host.send(now) for host in self.hosts):
             pass
 
     def close(self) -> None:
