@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ TIMEOUT_S: Final = 600.0
 class RequestFlight:
     request: Request
     number: int
+    router: Router
     outcome: Outcome
     ended: Callable[[float], None] | None  # called at the end, in a closed loop
     lease: Lease | None = None
@@ -71,6 +73,21 @@ class PlayedFleet:
     interrupted: bool = False
 
 
+def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Router:
+    """Return a router to which all workers are up."""
+    from proxy.app import router_settings, specs
+    from proxy.setup.tenancy import take_tenants
+
+    fleet = Fleet()
+    for spec in specs(config):
+        fleet.roster.add(spec)
+        fleet.health.probe_ok(spec.name, now=0.0)
+        fleet.roster.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
+    router = Router(router_settings(config), fleet)
+    take_tenants(router.tenants, config, {})
+    return router
+
+
 class SimulatedFleet:
     """A simulated fleet that plays one schedule."""
 
@@ -85,9 +102,6 @@ class SimulatedFleet:
         coarse: bool = False,
     ) -> None:
         """Build the fleet; `coarse` if its engines do not report each token."""
-        from proxy.app import router_settings, specs
-        from proxy.setup.tenancy import take_tenants
-
         self.models = models
         self.engines: dict[str, Engine] = {}
         for name, model in models.items():
@@ -95,14 +109,8 @@ class SimulatedFleet:
                 self.engines[name] = make(model, seed=seed)
             except UsageError as error:
                 raise UsageError(f"worker {name}: {error}") from None
-        self.router = Router(router_settings(config), Fleet())
-        for spec in specs(config):
-            self.router.fleet.roster.add(spec)
-            self.router.fleet.health.probe_ok(spec.name, now=0.0)
-            self.router.fleet.roster.set_served(
-                spec.name, (spec.model,), models[spec.name].max_model_len
-            )
-        take_tenants(self.router.tenants, config, {})
+        self.router = make_router(config, models)
+        self.routers = [self.router]
         self._model = config.model
         # Looked up once: slow with many workers.
         self.longest = self.router.fleet.roster.contexts().get(config.model) or 0
@@ -129,9 +137,10 @@ class SimulatedFleet:
 
         `told` is called with the time, requests sent and requests ended.
         """
-        arrivals = Arrivals(schedule, self._queue, self._arrive)
-        self._look(0.0)
         queue = self._queue
+        for index, router in enumerate(self.routers):
+            queue.at(self._probe_s * index / len(self.routers), partial(self._look, router))
+        arrivals = Arrivals(schedule, queue, self._arrive)
         steps = 0
         while arrivals.more or self._flights:
             queue.step()
@@ -151,19 +160,22 @@ class SimulatedFleet:
 
     # Arrivals
 
+    def _choose_router(self) -> Router:
+        return self.router
+
     def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         fitted = request.fitted(self.longest)
         self._cut += fitted is not request
-        fitted = salt_prefixes(self.router, fitted)
+        router = self._choose_router()
+        fitted = salt_prefixes(router, fitted)
         number = len(self._outcomes)
         outcome = self._outcome(
             now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now
         )
         self._outcomes.append(outcome)
-        flight = RequestFlight(fitted, number, outcome, ended)
+        flight = RequestFlight(fitted, number, router, outcome, ended)
         self._flights[flight.id] = flight
         self._deadlines.append((now + self._timeout_s, flight.id))
-        router = self.router
         hashed = router.settings.prefix_affinity and bool(fitted.shared)
         ask = ask_of(router, self._model, fitted, number, hashed=hashed)
         self._placed(flight, router.submit(ask, now), now)
@@ -177,10 +189,11 @@ class SimulatedFleet:
         elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
-            self._queue.at(answer.deadline, self._settle, rank=ARRIVAL_RANK)
+            settle = partial(self._settle, flight.router)
+            self._queue.at(answer.deadline, settle, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
-            flight.priority = priority_of(self.router, answer.ask)
+            flight.priority = priority_of(flight.router, answer.ask)
             flight.outcome.worker = answer.decision.route
             first = answer.prefill
             if first is None:
@@ -188,10 +201,10 @@ class SimulatedFleet:
             else:
                 self._send(flight, first.worker.name, Leg.PREFILL, now)
 
-    def _settle(self, now: float) -> None:
+    def _settle(self, router: Router, now: float) -> None:
         if not self._queued:
             return
-        for ticket, answer in list(self.router.due(now)):  # a placement can free more slots
+        for ticket, answer in list(router.due(now)):  # a placement can free more slots
             self._placed(self._queued.pop(ticket), answer, now)
 
     def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
@@ -245,7 +258,7 @@ class SimulatedFleet:
             return
         if event.fetched:
             self._let_go(flight, now)
-        outcome, router = flight.outcome, self.router
+        outcome, router = flight.outcome, flight.router
         if event.tokens:
             if not outcome.ticks:
                 router.leases.first_token(lease, event.at)
@@ -265,7 +278,7 @@ class SimulatedFleet:
         first = lease.prefill
         if first is None:
             return
-        router, flight.held_by = self.router, first.worker.name
+        router, flight.held_by = flight.router, first.worker.name
         usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
         router.leases.prefilled(lease, now, usage)
         if router.leases.reconsider(lease, now, may_move=True):
@@ -278,7 +291,7 @@ class SimulatedFleet:
             outcome = core.Outcome.MOOT
             anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
             self._placed(flight, anew, now)
-        self._settle(now)
+        self._settle(router, now)
 
     def _let_go(self, flight: RequestFlight, now: float) -> None:
         if flight.held_by:
@@ -295,7 +308,7 @@ class SimulatedFleet:
             # Scheduled, so that this request is removed before the next arrives. Without a pause
             # after a refusal, time would stand still.
             self._queue.at(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
-        self._settle(now)
+        self._settle(flight.router, now)
 
     def _give_up(self, now: float) -> None:
         """Abort requests after the client timeout."""
@@ -305,25 +318,25 @@ class SimulatedFleet:
             flight.outcome.error = f"no complete response within {self._timeout_s:g} s"
             if flight.ticket is not None:
                 del self._queued[flight.ticket]
-                self.router.withdraw(flight.ticket, now)
+                flight.router.withdraw(flight.ticket, now)
             elif flight.lease is not None:
                 name = flight.lease.under_way.worker.name
                 self.engines[name].abort(flight.id, now)
                 self._plan(name)
                 self._let_go(flight, now)
-                self.router.leases.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
+                flight.router.leases.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
             self._over(flight, now)
 
     # Probes
 
-    def _look(self, now: float) -> None:
+    def _look(self, router: Router, now: float) -> None:
         for name, engine in self.engines.items():
             model, seen = self.models[name], engine.gauges(now)
             extra: dict[str, float] = {QUEUED_GAUGE: seen.waiting - seen.fetching}
             if model.policies:  # only our schedulers report a backlog
                 extra["backlog"] = seen.backlog_tokens
                 extra["backlog_long"] = seen.backlog_long_tokens
-            self.router.fleet.health.set_gauges(
+            router.fleet.health.set_gauges(
                 name,
                 Gauges(
                     now,
@@ -336,16 +349,17 @@ class SimulatedFleet:
                 ),
             )
         self._give_up(now)
-        self._settle(now)
-        self._queue.at(now + self._probe_s, self._look, rank=STEP_RANK)
+        self._settle(router, now)
+        self._queue.at(now + self._probe_s, partial(self._look, router), rank=STEP_RANK)
 
     def _facts(self) -> dict[str, Any]:
         reasons: Counter[str] = Counter()
-        for (_, reason), count in self.router.placer.decisions.items():
-            reasons[str(reason)] += count
         handovers: Counter[str] = Counter()
-        for (_, why), count in self.router.placer.handovers.items():
-            handovers[why] += count
+        for router in self.routers:
+            for (_, reason), count in router.placer.decisions.items():
+                reasons[str(reason)] += count
+            for (_, why), count in router.placer.handovers.items():
+                handovers[why] += count
         return {
             "workers": {name: dict(engine.facts()) for name, engine in self.engines.items()},
             "decisions": dict(sorted(reasons.items())),

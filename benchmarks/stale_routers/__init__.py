@@ -1,0 +1,1 @@
+"""What several routers with late knowledge of each other serve, against one router."""

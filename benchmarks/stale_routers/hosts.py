@@ -1,0 +1,194 @@
+"""A simulated fleet behind several hosts, whose messages take virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from proxy.config import FleetConfig
+from proxy.core.router import Router
+from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
+from proxy.processes.replicas.messages import Update, decode
+from proxy.processes.replicas.replication import PUBLISH_INTERVAL_S, Replication
+from proxy.processes.server_process import FLUSH_DELAY_S, IDLE_INTERVAL_S, QUEUED_INTERVAL_S
+from proxy.processes.shared.limits import SharedLimits
+from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
+from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, SharedTable
+from proxy.processes.shared.traffic import SharedTraffic
+from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet, make_router
+from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
+
+TRAVEL_S = 0.005
+WAITS_S = FLUSH_DELAY_S + PUBLISH_INTERVAL_S + REMOTE_INTERVAL_S
+USUAL_AGE_S = WAITS_S + TRAVEL_S
+
+
+class Delays(NamedTuple):
+    """How long knowledge waits for each step on its way to another host, at most."""
+
+    flush_s: float
+    publish_s: float
+    travel_s: float
+    read_s: float
+
+    @classmethod
+    def of_age(cls, age_s: float) -> Delays:
+        """Return the product's intervals, shortened for small ages; the rest is travel."""
+        share = min(age_s / USUAL_AGE_S, 1.0)
+        return cls(
+            share * FLUSH_DELAY_S,
+            share * PUBLISH_INTERVAL_S,
+            age_s - share * WAITS_S,
+            share * REMOTE_INTERVAL_S,
+        )
+
+
+class StaleFleet(SimulatedFleet):
+    """Routers that each get a random part of the requests.
+
+    `age_s`: the greatest age of what a router knows of the others; None if they share nothing.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        models: Mapping[str, WorkerModel],
+        make: MakeEngine,
+        *,
+        count: int,
+        age_s: float | None,
+        seed: int,
+    ) -> None:
+        super().__init__(config, models, make, seed=seed)
+        self.routers += [make_router(config, models) for _ in range(count - 1)]
+        self._random = random.Random(f"{seed}/routers")
+        self.most_requests = 0  # that a worker had at once
+        self.hosts: list[Host] = []
+        if age_s is not None and count > 1:
+            self._delays = Delays.of_age(age_s)
+            for index, router in enumerate(self.routers):
+                self.hosts.append(Host(self, router, self._delays))
+                self.at(self._delays.publish_s * index / count, self.hosts[-1].publish)
+                self.at(IDLE_INTERVAL_S * index / count, self.hosts[-1].watch)
+
+    @property
+    def now(self) -> float:
+        return self._queue.now
+
+    def at(self, when: float, call: Callable[[float], Any]) -> None:
+        self._queue.at(when, call)
+
+    def settle(self, router: Router, now: float) -> None:
+        self._settle(router, now)
+
+    def _choose_router(self) -> Router:
+        return self._random.choice(self.routers)
+
+    def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
+        super()._send(flight, name, leg, now)
+        gauges = self.engines[name].gauges(now)
+        self.most_requests = max(self.most_requests, gauges.running + gauges.waiting)
+
+    def send(self, host: Host, update: Update, now: float) -> None:
+        """Deliver an update to all other hosts."""
+
+        def deliver(now: float) -> None:
+            for other in self.hosts:
+                if other is not host:
+                    other.replication.handle(update, now)
+
+        if self._delays.travel_s:
+            self.at(now + self._delays.travel_s, deliver)
+        else:
+            deliver(now)
+
+    def exchange(self, now: float) -> None:
+        """Let all hosts send until none has anything to send."""
+        while sum(host.send(now) for host in self.hosts):
+            pass
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.table.close()
+
+
+class Host:
+    """A router, the memory of its host, and the exchange with other hosts."""
+
+    def __init__(self, fleet: StaleFleet, router: Router, delays: Delays) -> None:
+        self.table = SharedTable.make(1, MAX_REMOTE)
+        self._fleet = fleet
+        self._router = router
+        self._delays = delays
+        self._sharing = sharing = SharedLoad(
+            self.table, 0, router.fleet, lambda: fleet.now, self._soon
+        )
+        sharing._interval_s = delays.read_s
+        sharing.sheet.write_count(LIFE, 1)
+        self._queues = SharedQueues(router.queue, sharing)
+        sharing.parts += (
+            self._queues,
+            SharedLimits(router.tenants, router.queue.turns, self.table, sharing),
+            SharedTraffic(router, sharing),
+            SharedPrefixes(router.fleet, sharing),
+        )
+        for row, worker in enumerate(router.fleet.roster):
+            sharing.place(worker, row, 0.0)
+        router.fleet.roster.others, router.queue.elsewhere = sharing, self._queues
+        self.replication = Replication(
+            self.table, nullcontext, recall=lambda _: None, clock=lambda: fleet.now
+        )
+        self.replication.connected = True
+        self.replication.take(
+            WorkersChanged(
+                tuple(
+                    KnownWorker(
+                        worker.spec, row, 0.0, up=True, probed=True, up_since=0.0,
+                        awaited_since=0.0, draining=False, models=(), reported_max_model_len=None,
+                        gauges=None, pace=None,
+                    )
+                    for row, worker in enumerate(router.fleet.roster)
+                )
+            )
+        )  # fmt: skip
+        self._seen = 0
+        self._idle_until = 0.0
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        self._fleet.at(self._fleet.now + self._delays.flush_s, partial(self._flush, call))
+
+    def _flush(self, call: Callable[[], None], now: float) -> None:
+        call()
+        if not self._delays.publish_s:
+            self._fleet.exchange(now)
+
+    def send(self, now: float) -> bool:
+        """Send what other hosts do not know; return whether there was something."""
+        message = self.replication.next_message(now)
+        if message is not None:
+            self._fleet.send(self, decode(message), now)
+        return message is not None
+
+    def publish(self, now: float) -> None:
+        """Send again and again, as `Replication` does."""
+        self.send(now)
+        if self._delays.publish_s:
+            self._fleet.at(now + self._delays.publish_s, self.publish)
+
+    def watch(self, now: float) -> None:
+        """Serve the queue when others have changed something, as `ServerProcess` does."""
+        queue, sharing = self._router.queue, self._sharing
+        if queue.length or now >= self._idle_until:
+            self._idle_until = now + IDLE_INTERVAL_S
+            sharing.look(now)
+            sharing.publish_written()
+            if queue.length and (sharing.changes != self._seen or self._queues.held):
+                self._queues.held = False
+                self._fleet.settle(self._router, now)
+            self._seen = sharing.changes
+        self._fleet.at(now + QUEUED_INTERVAL_S, self.watch)
