@@ -175,6 +175,11 @@ class TenantUsage:
             self.limit(self._limits)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether this host has a part of each limit."""
+        return self._parts > 1
+
+    @property
     def is_limited(self) -> bool:
         """Whether the number of requests of other processes matters."""
         return not (self._requests is None and self._tokens is None and self._concurrency is None)

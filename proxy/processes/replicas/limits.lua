@@ -1,7 +1,9 @@
 -- Decides requests of tenants over all router processes. One key per tenant, a hash of
 --   r, t        times at which the buckets of requests and tokens will be full
 --   c:PROCESS   requests in flight in a process, and when that expires
---   b:PROCESS   number of its last call, and what this call granted: requests, tokens
+--   b:PROCESS   number of its last call, what this call granted (requests, tokens), and when that
+--               is of no use any more
+--   n           time of the last call, so that times follow a clock that is set back
 -- ARGV: process, lease, then for each key
 --   number of the call, requests in flight, charges (requests, tokens),
 --   1 if the call is made again because its reply was lost; it then has no new requests,
@@ -11,7 +13,7 @@
 -- Returns for each key: microseconds to full (requests, tokens), requests in flight elsewhere, and
 -- for each new request the exceeded limit (0: none, 1: requests, 2: tokens, 3: concurrency) and
 -- the microseconds to wait.
-local MINUTE, ROUNDING, KEEP = 60, 1e-6, 3600
+local MINUTE, ROUNDING, KEEP, KEEP_CALL = 60, 1e-6, 3600, 300
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local process, lease = ARGV[1], tonumber(ARGV[2])
@@ -46,12 +48,16 @@ for _, key in ipairs(KEYS) do
   local known, fields = {}, redis.call('HGETALL', key)
   for i = 1, #fields, 2 do known[fields[i]] = fields[i + 1] end
   local full_r, full_t = tonumber(known.r or 0), tonumber(known.t or 0)
+  local back = tonumber(known.n or 0) - now
+  if back > 0 then full_r, full_t = full_r - back, full_t - back end
   if not known['b:' .. process] then -- the server has lost its data, or the process is new
     full_r, full_t = math.max(full_r, now + left_requests), math.max(full_t, now + left_tokens)
   end
   local elsewhere = 0
   for field, value in pairs(known) do
-    if field:sub(1, 2) == 'c:' and field ~= 'c:' .. process then
+    if field:sub(1, 2) == 'b:' and field ~= 'b:' .. process then
+      if tonumber(value:match('(%S+)$')) < now then redis.call('HDEL', key, field) end
+    elseif field:sub(1, 2) == 'c:' and field ~= 'c:' .. process then
       local number, expires = value:match('(%d+) (.+)')
       if tonumber(expires) > now then
         elsewhere = elsewhere + tonumber(number)
@@ -95,7 +101,8 @@ for _, key in ipairs(KEYS) do
   end
 
   redis.call('HSET', key, 'r', string.format('%.6f', full_r), 't', string.format('%.6f', full_t),
-    'b:' .. process, string.format('%d %d %d', call, granted_r, granted_t))
+    'n', string.format('%.6f', now),
+    'b:' .. process, string.format('%d %d %d %d', call, granted_r, granted_t, now + KEEP_CALL))
   if running > 0 then
     redis.call('HSET', key, 'c:' .. process, string.format('%d %.6f', running, now + lease))
   else

@@ -30,6 +30,8 @@ LEASE_S = 3.0  # after which a silent process has no requests in flight
 PACE_S = 0.0007  # between two calls; requests that arrive in the meantime share one
 SOON_S, GATHER_S = 0.002, 0.02  # charges wait as long for a call, if others wait for them or not
 FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
+MAX_KEYS, MAX_REQUESTS = 50, 1000  # of a call: tenants, and new requests of each
+DOWN_PAUSE_S = 0.2  # between two calls while the server is away
 MICRO = 1e-6
 NO_LIMIT = -1
 LIMITS = {1: Limit.REQUESTS, 2: Limit.TOKENS, 3: Limit.CONCURRENCY}
@@ -41,6 +43,27 @@ class Call(NamedTuple):
     number: int
     requests: int
     tokens: int
+
+
+class Answer(NamedTuple):
+    """What the server says of a tenant."""
+
+    requests_s: float  # until the bucket is full
+    tokens_s: float
+    elsewhere: int  # requests in flight in other processes
+    verdicts: list[tuple[Limit | None, float]]  # of the new requests, and how long to wait
+
+    @classmethod
+    def read(cls, found: Sequence[int], requests: int) -> Answer:
+        """Read the script's answer; raise an error if it is not one for so many requests."""
+        requests_us, tokens_us, elsewhere, *words = found
+        if len(words) != 2 * requests:
+            raise ValueError("an answer for another number of requests")
+        verdicts = [
+            (LIMITS[which] if which else None, wait_us * MICRO)
+            for which, wait_us in zip(words[::2], words[1::2], strict=True)
+        ]
+        return cls(requests_us * MICRO, tokens_us * MICRO, elsewhere, verdicts)
 
 
 class LimitRequest:
@@ -71,6 +94,11 @@ class TenantLimits:
     @property
     def is_fresh(self) -> bool:
         return self._limiter.clock() - self.known_at <= FRESH_S
+
+    @property
+    def has_more(self) -> bool:
+        """True if another call is needed."""
+        return bool(self.unsure or self.waiting or self.requests or self.tokens)
 
     def ask(self, tokens: int, done: Decided) -> LimitRequest | None:
         """Have the server decide a request; None if this process decides."""
@@ -166,20 +194,26 @@ class SharedLimiter:
                 self._arrange()
                 if (now := self.clock()) >= beat_at:
                     beat_at = now + BEAT_S
-                    self._changed.update(dict.fromkeys(self._limited()))
+                    self._changed.update(dict.fromkeys(self._to_report()))
                 await self._call()
-                if self.is_up:
-                    await asyncio.sleep(PACE_S)
+                await asyncio.sleep(PACE_S if self.is_up else DOWN_PAUSE_S)
         finally:
             await self._client.aclose()
 
-    def _limited(self) -> list[TenantLimits]:
-        return [limits for tenant, limits in self._known.items() if tenant.ledger.is_limited]
+    def _to_report(self) -> list[TenantLimits]:
+        """Return the tenants whose requests in flight expire without a call."""
+        return [
+            limits
+            for tenant, limits in self._known.items()
+            if tenant.ledger.is_limited and (tenant.ledger.running or limits.has_more)
+        ]
 
     async def _call(self) -> None:
-        if not (batch := list(self._changed)):
-            return
-        self._changed.clear()
+        batch = list(self._changed)[:MAX_KEYS]
+        for limits in batch:
+            del self._changed[limits]
+        if self._changed:
+            self._wakeup.set()
         self._calls += 1
         calls = []
         keys, arguments = [], [self._name, LEASE_S]
@@ -187,7 +221,8 @@ class SharedLimiter:
             again = limits.unsure
             if again is None:
                 call = Call(self._calls, limits.requests, limits.tokens)
-                waiting, limits.waiting = limits.waiting, []
+                waiting = limits.waiting[:MAX_REQUESTS]
+                del limits.waiting[:MAX_REQUESTS]
                 limits.requests = limits.tokens = 0
             else:
                 call, waiting = again, []
@@ -196,7 +231,13 @@ class SharedLimiter:
             arguments += self._arguments(limits, call, waiting, again=again is not None)
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                answers = await self._script(keys=keys, args=arguments)
+                answers = await (
+                    self._script(keys=keys, args=arguments) if keys else self._client.ping()
+                )
+            found = [
+                Answer.read(answer, len(waiting))
+                for (_, _, waiting), answer in zip(calls, answers if keys else (), strict=True)
+            ]
         except Exception as error:  # requests go on whatever the server does
             for limits, call, waiting in calls:
                 limits.unsure = call
@@ -205,10 +246,10 @@ class SharedLimiter:
             self._went_down(error)
             return
         self._came_up()
-        for (limits, _, waiting), answer in zip(calls, answers, strict=True):
+        for (limits, _, waiting), answer in zip(calls, found, strict=True):
             limits.unsure = None
             self._take(limits, waiting, answer)
-            if limits.waiting or limits.requests or limits.tokens:
+            if limits.has_more:
                 self.wake(limits)
 
     def _arguments(
@@ -229,22 +270,16 @@ class SharedLimiter:
             *(request.tokens for request in waiting),
         ]
 
-    def _take(
-        self, limits: TenantLimits, waiting: list[LimitRequest], answer: Sequence[int]
-    ) -> None:
-        requests_us, tokens_us, elsewhere, *verdicts = answer
+    def _take(self, limits: TenantLimits, waiting: list[LimitRequest], answer: Answer) -> None:
         now, ledger = self.clock(), limits.tenant.ledger
         limits.known_at = now
-        limits.full_at = now + requests_us * MICRO, now + tokens_us * MICRO
-        ledger.reported(*limits.full_at, elsewhere)
-        for request, which, wait_us in zip(waiting, verdicts[::2], verdicts[1::2], strict=True):
-            exceeded = (
-                None
-                if not which
-                else ledger.exceeded_elsewhere(
-                    now, LIMITS[which], wait_us * MICRO or CONCURRENCY_RETRY_S
-                )
-            )
+        limits.full_at = now + answer.requests_s, now + answer.tokens_s
+        ledger.reported(*limits.full_at, answer.elsewhere)
+        for request, (which, wait_s) in zip(waiting, answer.verdicts, strict=True):
+            exceeded = None
+            if which is not None:
+                later_s = wait_s or CONCURRENCY_RETRY_S
+                exceeded = ledger.exceeded_elsewhere(now, which, later_s)
             if request.done is not None:
                 request.done(exceeded)
             elif exceeded is None:  # the client has left
@@ -262,7 +297,8 @@ class SharedLimiter:
             )
         self.is_up = False
         self._divide()
-        for limits in self._known.values():
+        # Those of tenants that a reload has removed are in `_changed` only.
+        for limits in {**self._changed, **dict.fromkeys(self._known.values())}:
             waiting, limits.waiting = limits.waiting, []
             for request in waiting:
                 if request.done is not None:

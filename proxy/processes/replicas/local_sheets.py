@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.replicas.messages import ProcessChanges
 from proxy.processes.shared.limits import FLOORS_ROW
@@ -35,6 +36,7 @@ class LocalSheet:
         self._read = self._tenants_read = self._logged = 0
         self._waiting = 0
         self._breakers: dict[str, float] = {}  # times of breakers' states
+        self._loaded: set[str] = set()  # workers with reported charges
         self._places = NO_PLACES
         self._floors: tuple[float, ...] = ()
 
@@ -65,10 +67,14 @@ class LocalSheet:
     def _read_workers(self, changed: ProcessChanges, workers: WorkerNames, *, whole: bool) -> None:
         sheet = self._sheet
         self._read, rows = sheet.changed_since(self._read)
+        for gone in self._loaded - workers.rows.keys():  # removed; its last requests are not seen
+            self._loaded.discard(gone)
+            changed.loads[gone] = NO_LOAD, 0.0
         for row in workers.names if whole or rows is None else rows:
             if (name := workers.names.get(row)) is None:
                 continue
             changed.loads[name] = sheet.read_load(row)
+            self._loaded.add(name)
             at, snapshot = sheet.read_breaker(row)
             if at and at != self._breakers.get(name):
                 self._breakers[name] = at

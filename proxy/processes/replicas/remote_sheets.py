@@ -6,10 +6,12 @@ charges stay, because tenants are compared by them.
 
 from __future__ import annotations
 
+import logging
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.queue.buckets import LastDispatch
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.replicas.messages import (
@@ -30,16 +32,18 @@ from proxy.processes.shared.process_sheet import (
     TenantRow,
     TrafficRow,
 )
-from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
+
+logger = logging.getLogger(__name__)
 
 LEASE_S = 3.0  # silence after which a replica is taken for dead
 FORGET_S = 600.0  # then it may have new sheets when it returns
 OFFSET_WINDOW_S = 60.0  # clocks are compared by the fastest message in this time
 HISTORY = 0  # the first remote sheet: tenants' charges of processes that ended
-MAX_HISTORY = 256  # processes in the history
+MAX_HISTORY, MAX_FOLDED = 256, 16_384  # processes in the history, and names of earlier ones
 
 
 class RemoteProcess:
@@ -89,6 +93,9 @@ class RemoteSheets:
         self._workers = workers
         self._free = list(range(table.sheets - 1, table.processes + HISTORY, -1))
         self._lives = count(1)
+        self._is_full = False
+        self._folded: Settled = {}  # of processes that left the history
+        self._folded_names: dict[str, None] = {}
 
     def alive(self, now: float) -> list[Member]:
         return [m for m in self.members.values() if now - m.heard_at <= LEASE_S]
@@ -117,7 +124,7 @@ class RemoteSheets:
             self._clear(member, index)
         if not member.is_lost:
             for part in update.processes:
-                self._write(member, part)
+                self._write(member, part, whole=update.whole)
         if update.leaves:
             self._forget(member)
 
@@ -156,15 +163,35 @@ class RemoteSheets:
 
     def _process(self, member: Member, index: int) -> RemoteProcess | None:
         process = member.processes.get(index)
+        if process is None and not self._free:
+            self._make_room(member)
         if process is None and self._free:
             process = member.processes[index] = RemoteProcess(self._free.pop())
             in_use = process.index - self._table.processes + 1
             self._table.use_remote(max(in_use, self._table.remote_in_use))
         return process
 
-    def _write(self, member: Member, part: ProcessChanges) -> None:
+    def _make_room(self, newcomer: Member) -> None:
+        """Forget the replica that has been silent for the longest time."""
+        silent = [member for member in self.members.values() if member.is_silent]
+        if silent:
+            self._forget(min(silent, key=lambda member: member.heard_at))
+        elif not self._is_full:
+            self._is_full = True
+            logger.error(
+                "router.shared: more than %d router processes on other hosts; the charges of "
+                "some, as %s, are not seen here",
+                MAX_REMOTE - 1,
+                newcomer.name,
+            )
+
+    def _write(self, member: Member, part: ProcessChanges, *, whole: bool) -> None:
         if (process := self._process(member, part.index)) is None:
+            member.is_lost = True
             return
+        if whole:
+            gone = process.loads.keys() - part.loads.keys()
+            part.loads.update(dict.fromkeys(gone, (NO_LOAD, 0.0)))
         sheet, offset = self._table.sheet(process.index), member.offset
         if part.life != process.life:  # a new process: readers start anew
             process.life = part.life
@@ -236,6 +263,8 @@ class RemoteSheets:
         """Add processes that ended. All replicas add the same, each process once."""
         marks: set[int] = set()
         for name, settled in found.items():
+            if name in self._folded_names:
+                continue  # of a host that has not forgotten it yet
             before = self.history.setdefault(name, {})
             for mark, shares in settled.items():
                 a, b, c = map(max, shares, before.get(mark, NO_SHARES))
@@ -243,11 +272,18 @@ class RemoteSheets:
                     before[mark] = a, b, c
                     marks.add(mark)
         while len(self.history) > MAX_HISTORY:
-            marks |= self.history.pop(next(iter(self.history))).keys()
+            oldest = next(iter(self.history))
+            self._folded_names[oldest] = None
+            if len(self._folded_names) > MAX_FOLDED:
+                del self._folded_names[next(iter(self._folded_names))]
+            for mark, (a, b, c) in self.history.pop(oldest).items():
+                d, e, f = self._folded.get(mark, NO_SHARES)
+                self._folded[mark] = a + d, b + e, c + f
         sheet = self._table.sheet(self._table.processes + HISTORY)
         for mark in marks:
             if (row := self._table.tenant_row(mark)) is not None:
-                known = [settled.get(mark, NO_SHARES) for settled in self.history.values()]
+                ended = (*self.history.values(), self._folded)
+                known = [settled.get(mark, NO_SHARES) for settled in ended]
                 a, b, c = map(sum, zip(*known, strict=True))
                 sheet.write_usage(row, TenantRow(settled=(a, b, c)))
                 sheet.mark_changed(row, TENANT_CHANGES)

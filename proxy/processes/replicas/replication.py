@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -23,7 +23,13 @@ import msgspec
 
 from proxy.core.request.response_owners import MAX_RESPONSES
 from proxy.metrics.replica_counts import ReplicaCounts
-from proxy.processes.ipc_messages import StoredResponses, WorkerDrained, WorkersChanged
+from proxy.processes.ipc_messages import (
+    Joined,
+    Serving,
+    StoredResponses,
+    WorkerDrained,
+    WorkersChanged,
+)
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Drained, Update, decode, encode
@@ -43,7 +49,10 @@ HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
+LEAVE_TIMEOUT_S = 0.2
+MAX_RESPONSES_SENT = 2000  # the newest, to a replica that joins
 MAX_DRAINS = 4096
+LATER_S = 1e-3
 NEVER_DRAINED: Drained = (-inf, False, False)
 Response = tuple[str, str, str]  # id, worker, tenant
 
@@ -111,6 +120,12 @@ class Replication:
                     self._new_responses.append(response)
             case WorkerDrained():
                 self._drained(message)
+            case Joined():  # a process starts: it learns what it could not hear
+                self._send(StoredResponses(tuple(self._responses.values())))
+            case Serving():
+                for name, (_, draining, _) in self._drains.items():
+                    if draining:
+                        self._send(WorkerDrained(name, draining=True))
 
     def process_ended(self, index: int) -> None:
         self._gone.append(index)
@@ -118,7 +133,9 @@ class Replication:
 
     def _drained(self, message: WorkerDrained) -> None:
         """Have other hosts drain or undrain a worker, as the admin API of this one did."""
-        state = time.time(), message.draining, message.now
+        known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
+        # Later than the change that it follows, even if another host's time of day is ahead.
+        state = max(time.time(), known_at + LATER_S), message.draining, message.now
         self._drains[message.name] = self._new_drains[message.name] = state
         if len(self._drains) > MAX_DRAINS:
             del self._drains[next(iter(self._drains))]
@@ -176,7 +193,9 @@ class Replication:
         except asyncio.CancelledError:
             self._number += 1
             leaving = Update(self.name, self._number, self._clock(), leaves=True)
-            await channel.publish(encode(leaving))
+            with suppress(Exception):  # the server may be gone too
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    await channel.publish(encode(leaving))
             raise
         finally:
             for task in both:
@@ -235,7 +254,7 @@ class Replication:
             update.history = self.sheets.history
             update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
             update.drains |= self._new_drains
-            update.responses = list(self._responses.values())
+            update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
         self._number += 1
         self._last_sent, self._owes_answer = now, False
         self._gone, self._new_drains = [], {}
@@ -289,10 +308,11 @@ class Replication:
         if any(self.workers.limits.keys() & part.loads.keys() for part in update.processes):
             self._owes_answer = True
         self._follow(update.drains)
-        if update.responses:
-            for response in update.responses:
-                self._keep(response)
-            self._send(StoredResponses(tuple(update.responses)))
+        new = [found for found in update.responses if found[0] not in self._responses]
+        for response in new:
+            self._keep(response)
+        if new:
+            self._send(StoredResponses(tuple(new)))
         self._reserve(now)
 
     def _expire(self, now: float) -> None:

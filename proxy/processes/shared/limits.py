@@ -13,7 +13,7 @@ estimates of requests in flight are separate; a dead process's successor refunds
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, MutableSequence
+from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, cast
 
 from xxhash import xxh3_64_intdigest
@@ -26,10 +26,11 @@ from proxy.processes.shared.process_sheet import (
     ProcessSheet,
     TenantRow,
 )
-from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.shared_memory import Peers, SharedTable
 
 if TYPE_CHECKING:
     from proxy.core.queue.fairness import ShareCounters
+    from proxy.core.tenants.limits import TenantUsage
     from proxy.core.tenants.tenants import Tenant, Tenants
     from proxy.processes.shared.load import SharedLoad
 
@@ -62,13 +63,18 @@ class LimitsPeer:
 class SharedUsage:
     """A tenant's requests in flight, written and read at once; see `Others` in core's limits."""
 
-    def __init__(self, row: int, own: ProcessSheet, remote: Iterable[ProcessSheet]) -> None:
+    def __init__(
+        self, row: int, own: ProcessSheet, remote: Peers[ProcessSheet], ledger: TenantUsage
+    ) -> None:
         self._row = row
         self._own = own
         self._remote = remote
+        self._ledger = ledger
 
     def running(self) -> int:
-        return sum(sheet.read_running(self._row) for sheet in self._remote)
+        # With a part of the limit, other hosts have the other parts.
+        sheets = self._remote.local if self._ledger.is_divided else self._remote
+        return sum(sheet.read_running(self._row) for sheet in sheets)
 
     def publish(self, running: int) -> None:
         self._own.write_running(self._row, running)
@@ -140,7 +146,8 @@ class SharedLimits:
 
     def _take(self, tenant: Tenant, row: int) -> None:
         rows_read = [peer.sheet.read_usage(row) for peer in self._peers]
-        tenant.ledger.elsewhere = sum(peer_row.running for peer_row in rows_read)
+        counted = len(self._peers.local) if tenant.ledger.is_divided else len(rows_read)
+        tenant.ledger.elsewhere = sum(peer_row.running for peer_row in rows_read[:counted])
         waits = 0
         for peer_row in rows_read:
             waits |= peer_row.waits
@@ -186,7 +193,7 @@ class SharedLimits:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
-        tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets)
+        tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share

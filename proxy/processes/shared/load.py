@@ -128,8 +128,7 @@ class SharedLoad:
         """Write a worker at the end of this turn; write an additional request at once."""
         if self._reading:
             return
-        immediate = worker.most != NO_LIMIT and self.peers.local
-        if immediate and (row := self._rows.get(worker)) is not None:
+        if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
             own = worker.requests - worker.elsewhere.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
@@ -206,6 +205,8 @@ class SharedLoad:
         """Return True if other processes have filled the worker since the last look."""
         if worker.most == NO_LIMIT or (row := self._rows.get(worker)) is None:
             return False
+        # The supervisor lowers this before other hosts learn that slots are free.
+        self._fleet.health.reserve(worker, self.table.reserved(row))
         requests = worker.requests - worker.elsewhere.requests
         for peer in self.peers:
             requests += peer.sheet.read_requests(row)

@@ -9,6 +9,7 @@ is finished once, and each ticket is withdrawn or placed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
     from proxy.wire.extension import Client
+
+logger = logging.getLogger(__name__)
 
 NOT_CONTINUED = "not_continued"
 MAX_PIECES = 32  # of a stream's text that is not counted yet
@@ -93,8 +96,14 @@ class Exchange(AttemptOwner):
 
     def _decided(self, _: LimitExceeded | None) -> None:
         self._pending = None
-        if self.ask is not None:
-            self._admit(self.wire.clock(), self.ask)
+        if self.ask is None:
+            return
+        now = self.wire.clock()
+        try:
+            self._admit(now, self.ask)
+        except Exception:  # others wait for the same answer
+            logger.exception("cannot place a request: %r", self)
+            self.cut(now)
 
     def _admit(self, now: float, ask: RequestInfo) -> None:
         wire, request = self.wire, self.request

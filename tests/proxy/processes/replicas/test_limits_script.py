@@ -113,3 +113,20 @@ def test_server_without_its_data_continues_from_what_each_process_knows(script: 
     ):
         _, requests_s, tokens_s, _ = script.call(process=process, left=left)
         assert (requests_s, tokens_s) == pytest.approx(expected, abs=0.1)
+
+
+def test_calls_of_ended_processes_are_forgotten(script: Script) -> None:
+    script.call(1, process="old")
+    script.client.hset(KEY, "b:old", "1 1 1 1")
+    script.call(1)
+    assert script.client.hexists(KEY, "b:p")
+    assert not script.client.hexists(KEY, "b:old")
+
+
+def test_clock_that_is_set_back_changes_no_limit(script: Script) -> None:
+    script.call(charges=(30, 3000))
+    fields = script.client.hgetall(KEY)
+    ahead = {name: float(fields[name.encode()]) + 120.0 for name in ("n", "r", "t")}
+    script.client.hset(KEY, mapping=ahead)
+    _, requests_s, tokens_s, _ = script.call()
+    assert (requests_s, tokens_s) == pytest.approx((30.0, 30.0), abs=0.2)

@@ -148,7 +148,11 @@ def test_history_and_sheets_are_bounded(receiver: Receiver) -> None:
         receiver.receive(1.0, loaded(), member=f"m{number}", whole=True)
         receiver.receive(1.0, member=f"m{number}", leaves=True)
     assert len(receiver.sheets.history) == MAX_HISTORY
-    assert receiver.settled(HISTORY) == 70.0 * MAX_HISTORY
+    total = 70.0 * (MAX_HISTORY + 10)
+    assert receiver.settled(HISTORY) == total
+    # Another host still names the oldest.
+    receiver.receive(1.0, member="m", whole=True, history={"m0/0": {MARK: (70.0, 0.0, 0.0)}})
+    assert receiver.settled(HISTORY) == total
     receiver.receive(1.0, *(loaded(index) for index in range(MAX_REMOTE)), whole=True)
     assert sum(receiver.table.sheet(at).has(5) for at in range(MAX_REMOTE + 1)) == MAX_REMOTE - 1
 
@@ -187,3 +191,27 @@ def test_names_follow_the_leader() -> None:
     assert workers.names == {6: f"c {spec('c').url}"}
     assert workers.take(WorkersChanged((known("c", None),))) == []
     assert (workers.rows, workers.limits) == ({}, {})
+
+
+def test_worker_that_another_host_removed_has_no_charges_of_it(receiver: Receiver) -> None:
+    receiver.receive(1.0, loaded(), whole=True)
+    sheet = receiver.table.sheet(FIRST)
+    part = loaded()
+    part.loads.clear()
+    receiver.receive(1.1, part, whole=True)
+    assert not sheet.has(5)
+
+
+def test_sheets_of_silent_hosts_are_given_to_living_ones(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    most = MAX_REMOTE - 1
+    receiver.receive(1.0, *(loaded(index) for index in range(most)), whole=True)
+    receiver.receive(1.1, loaded(), member="n", whole=True)
+    assert "more than 63 router processes" in caplog.text
+    assert receiver.sheets.wants_whole(1.1)
+    receiver.sheets.expire(1.2 + LEASE_S)
+    receiver.receive(1.3 + LEASE_S, loaded(), member="n", whole=True)
+    assert not receiver.sheets.wants_whole(1.3 + LEASE_S)
+    assert list(receiver.sheets.members) == ["n"]
+    assert sum(receiver.table.sheet(at).has(5) for at in range(MAX_REMOTE + 1)) == 1

@@ -141,6 +141,41 @@ async def test_hosts_go_on_without_the_server_and_meet_again(
             client.close()
 
 
+async def test_host_that_starts_later_knows_drains_and_responses(
+    redis: RedisServer,
+    hosts: list[RouterGroup],
+    fakes: dict[str, FakeWorker],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    client = await Client.connect(hosts[0].port)
+    body = json.dumps({"id": "resp_early", "object": "response", "status": "completed"}).encode()
+    for fake in fakes.values():
+        fake.always(scripts.answer(200, body))
+    fields = {"model": "tiny", "input": "hi", "max_output_tokens": 5}
+    before = served(fakes)
+    asked = request(json.dumps(fields).encode(), FREE, path="/v1/responses")
+    assert (await client.ask(asked)).status == 200
+    owner = [now - then for now, then in zip(served(fakes), before, strict=True)]
+    other = NAMES[owner.index(0)]
+    await hosts[0].admin_request(f"/workers/{other}/drain", "POST")
+    third = start_host(redis, "later", tmp_path_factory, hosts[0].ports)
+    try:
+        await third.wait_until(lambda workers: workers[other]["state"] == "drained")
+        await hosts[0].admin_request(f"/workers/{other}/undrain", "POST")
+        await third.wait_until(lambda workers: workers[other]["state"] == "up")
+        before = served(fakes)
+        late = await Client.connect(third.port)
+        fields["previous_response_id"] = "resp_early"
+        asked = request(json.dumps(fields).encode(), FREE, path="/v1/responses")
+        assert (await late.ask(asked)).status == 200
+        assert [now - then for now, then in zip(served(fakes), before, strict=True)] == owner
+        late.close()
+    finally:
+        third.close()
+    client.close()
+    await wait_for_replicas(hosts, 2)
+
+
 async def test_killed_host_frees_what_it_held(
     redis: RedisServer,
     hosts: list[RouterGroup],
