@@ -1,7 +1,4 @@
-"""The interface between the store's SQL and its database.
-
-SQLite and PostgreSQL run the same statements, with `?` for values; here is what differs.
-"""
+"""What differs between the databases; both run the same SQL, with `?` for values."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Backend(Protocol):
     def insert(self, table: str, columns: str, rows: Iterable[Row]) -> None: ...
 
     def insert_new(self, table: str, columns: str, rows: Sequence[Row]) -> list[Row]:
-        """Insert rows; skip a row whose key exists. Return the first three columns of new rows."""
+        """Insert rows with new keys; return their first three columns."""
 
     def writing(self) -> AbstractContextManager[None]:
         """Commit everything in the block, or nothing; raise `DiskError`."""
@@ -57,10 +54,10 @@ class Backend(Protocol):
         """Raise `DiskError` unless the database can be used."""
 
     def take_part(self) -> Part:
-        """Return this process's part, and keep its claims; open the database if needed."""
+        """Return this process's part, and keep its claims."""
 
     def leads_in(self, session: int) -> bool:
-        """Return True if this process has led since `take_part` returned this session."""
+        """Return True if this process has led since this session."""
 
     def lines(self, batch: str, after: int, limit: int, max_bytes: int) -> list[Row]:
         """Return the next lines without a result: number, custom_id, model, start, size.
@@ -72,16 +69,16 @@ class Backend(Protocol):
         """Give up the claims on lines that did not run."""
 
     def claimed_lines(self) -> list[tuple[str, int]]:
-        """Return the batch and number of each claimed line without a result."""
+        """Return the batch and number of each claimed line."""
 
     def contents(self, file_id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read parts of a file at (start, size) places; empty parts if the file is missing."""
+        """Read (start, size) parts of a file; empty if it is missing."""
 
     def check_room(self, size: int) -> None:
         """Raise `StoreFullError` unless there is room for this many bytes."""
 
     def free_room(self, do: Callable[[], Got]) -> Got:
-        """Call `do`, also on a full disk, and return freed space to the disk."""
+        """Call `do`, also on a full disk, and return freed space."""
 
     def give_back(self) -> bool:
         """Return some free space to the disk; return True if there is more."""

@@ -121,7 +121,7 @@ class RemoteLimits(Protocol):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the reported state is almost of this moment."""
+        """Whether the reported state is new."""
 
     def ask(
         self, tokens: int, done: Callable[[LimitExceeded | None], None]
@@ -129,7 +129,7 @@ class RemoteLimits(Protocol):
         """Have a request decided; None if this host decides."""
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
-        """Report a charge that this host made; `soon`: others may wait for it."""
+        """Report a charge; `soon`: others may wait for it."""
 
 
 class TenantUsage:

@@ -1,8 +1,7 @@
 """Decides the limits of tenants on the Redis server, for all router processes of all hosts.
 
-A request of a limited tenant waits for one answer of the server. Requests that arrive in the
-meantime share the next call. If the server does not answer, each host decides alone with an equal
-part of each limit, and reports what it charged when the server is back.
+Requests that arrive during a call share the next one. If the server does not answer, each host
+decides alone with an equal part of each limit, and reports later what it charged.
 """
 
 from __future__ import annotations

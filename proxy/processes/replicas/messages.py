@@ -22,7 +22,7 @@ Settled: TypeAlias = dict[int, Shares]  # charges of processes, by tenant mark
 
 
 class ProcessChanges(msgspec.Struct, array_like=True):
-    """What has changed in a process's sheet, or the whole sheet."""
+    """Changes of a process's sheet, or all of it."""
 
     index: int
     life: int  # differs after a restart of the process
@@ -38,15 +38,15 @@ class ProcessChanges(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True):
-    """One message of a replica; without changes it shows that the replica lives."""
+    """One message of a replica."""
 
     member: str
     number: int  # one more than that of the member's last update
     clock: float
-    whole: bool = False  # it has all that the member knows
-    wants_whole: bool = False  # the member asks for the others' whole state
-    leaves: bool = False  # the member stops
-    heard: dict[str, int] = {}  # the last number received from each other member
+    whole: bool = False
+    wants_whole: bool = False  # of the others
+    leaves: bool = False
+    heard: dict[str, int] = {}  # the last number of each other member
     processes: list[ProcessChanges] = []
     gone: list[int] = []  # processes that ended
     history: dict[str, Settled] = {}  # of processes that ended for good, on any host

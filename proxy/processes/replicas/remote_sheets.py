@@ -1,7 +1,7 @@
 """Writes what replicas report into the remote sheets of this host's shared memory.
 
-A replica that is silent for a while is taken for dead: its charges are released. Its tenants'
-charges stay, because tenants are compared by them.
+The charges of a silent replica are released. Its tenants' charges stay: tenants are compared by
+them.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class RemoteSheets:
         del self.members[member.name]
 
     def _take_history(self, found: dict[str, Settled]) -> None:
-        """Add processes that ended. All replicas add the same, each process once."""
+        """Add processes that ended, each once."""
         marks: set[int] = set()
         for name, settled in found.items():
             if name in self._folded_names:

@@ -1,8 +1,7 @@
 """Exchanges the sheets of this host's processes with those of other hosts, in the supervisor.
 
-Router processes know nothing of it: for them a process on another host is one more sheet in the
-shared memory. So no decision waits for the network. Changes are published every few milliseconds.
-Without the server, each host goes on with what it knows.
+For router processes, a process on another host is one more sheet in the shared memory. So no
+decision waits for the network. Without the server, each host goes on with what it knows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How many of a worker's slots this host may take before it hears from the other hosts.
 
-Hosts decide at the same moments, without waiting for each other. A host assumes the least number
-of its own requests that another host may believe: the last one that all have acknowledged, or one
-reported since. Of the slots that are free then, each host may take an equal part, rounded up. So
-together they exceed a worker's limit by less than one request per host.
+A host assumes the least number of its own requests that another may believe: the last that all
+acknowledged, or one reported since. Of the slots that are free then, each may take an equal part,
+rounded up. So they exceed a limit by less than one request per host.
 """
 
 from __future__ import annotations

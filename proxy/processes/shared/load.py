@@ -10,8 +10,7 @@ process exceeds a limit.
 
 Ends of requests are written with other changes: learning late about free capacity does no harm.
 
-A host's only process shares with other hosts only. Their changes come every few milliseconds, so
-it writes and reads less often.
+A host's only process writes and reads less often: changes of other hosts come later anyway.
 """
 
 from __future__ import annotations

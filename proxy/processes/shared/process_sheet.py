@@ -1,4 +1,4 @@
-"""One process's part of the shared memory: its layout, and how it is read and written.
+"""One process's part of the shared memory.
 
 A number is eight aligned bytes, so a store is atomic and needs no lock. Several numbers may be from
 different moments, so they are trusted only until the next read.
