@@ -17,8 +17,9 @@ from proxy.processes.server_process import FLUSH_DELAY_S, IDLE_INTERVAL_S, QUEUE
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
-from proxy.processes.shared.shared_memory import LIFE, MAX_REMOTE, SharedTable
+from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
 from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet, make_router
 from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
@@ -141,10 +142,10 @@ class Host:
             sharing.place(worker, row, 0.0)
         router.fleet.roster.others, router.queue.elsewhere = sharing, self._queues
         self.replication = Replication(
-            self.table, nullcontext, recall=lambda _: None, clock=lambda: fleet.now
+            self.table, nullcontext, send=lambda _: None, clock=lambda: fleet.now
         )
         self.replication.connected = True
-        self.replication.take(
+        self.replication.report(
             WorkersChanged(
                 tuple(
                     KnownWorker(
