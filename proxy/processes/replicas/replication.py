@@ -113,6 +113,7 @@ class Replication:
         match message:
             case WorkersChanged():
                 self.sheets.place(self.workers.take(message))
+                self._reserve(self._clock())
             case StoredResponses(responses):
                 for response in responses:
                     self._keep(response)
@@ -258,8 +259,8 @@ class Replication:
         self._last_sent, self._owes_answer = now, False
         self._gone, self._new_drains = [], {}
         self._new_responses.clear()
-        if self._note_requests(update):
-            self._reserve(now)  # before others take what is reported as free
+        if self._note_requests(update):  # before others take what is reported as free
+            self._reserve(now, None if update.gone else workers_of(update))
         return encode(update)
 
     def _note_requests(self, update: Update) -> bool:
@@ -304,7 +305,7 @@ class Replication:
             self._heard.pop(update.member, None)
         elif not self.sheets.members[update.member].is_lost:
             self._heard[update.member] = update.number
-        if any(self.workers.limits.keys() & part.loads.keys() for part in update.processes):
+        if self.workers.limits.keys() & workers_of(update):
             self._owes_answer = True
         self._follow(update.drains)
         new = [found for found in update.responses if found[0] not in self._responses]
@@ -312,7 +313,8 @@ class Replication:
             self._keep(response)
         if new:
             self._send(StoredResponses(tuple(new)))
-        self._reserve(now)
+        partial_update = not (update.whole or update.gone or update.leaves)
+        self._reserve(now, workers_of(update) if partial_update else None)
 
     def _expire(self, now: float) -> None:
         for name in self.sheets.expire(now):
@@ -326,19 +328,28 @@ class Replication:
             return self.connected
         return len(self.sheets.alive(now)) + 1 >= self._hosts and not self.sheets.wants_whole(now)
 
-    def _reserve(self, now: float) -> None:
-        """Write how many slots of each worker are left to the other replicas."""
-        alive = self.sheets.alive(now)
+    def _reserve(self, now: float, names: set[str] | None = None) -> None:
+        """Write how many slots of each worker, or of some, are left to the other replicas."""
+        alive, before = self.sheets.alive(now), (self._joined, self._hosts)
         self._joined = self._is_joined(now)
         if self._joined:
             self._hosts = len(alive) + 1
-            self._reservations.acknowledge(alive)
+            acknowledged = self._reservations.acknowledge(alive)
+            names = None if names is None else names | acknowledged
             self._table.write_hosts(self._hosts)
-        believed = self._reservations.believed()
-        for name, limit in self.workers.limits.items():
+        limits = self.workers.limits
+        if names is None or before != (self._joined, self._hosts):
+            names = set(limits)
+        for name in names & limits.keys():
+            limit = limits[name]
             if self._joined:
-                remote = self.sheets.requests(name)
-                slots = slots_for_others(limit, believed.get(name, 0), remote, self._hosts)
+                remote, believed = self.sheets.requests(name), self._reservations.believed(name)
+                slots = slots_for_others(limit, believed, remote, self._hosts)
             else:  # an equal part for each
                 slots = limit - -(-limit // self._hosts)
             self._table.reserve(self.workers.rows[name], slots)
+
+
+def workers_of(update: Update) -> set[str]:
+    """Return the workers with changed charges."""
+    return {name for part in update.processes for name in part.loads}

@@ -30,20 +30,19 @@ class Reservations:
             self._reported.append((number, requests))
         return changed
 
-    def acknowledge(self, alive: list[Member]) -> None:
-        """Drop what no other host believes any more."""
-        reported = self._reported
+    def acknowledge(self, alive: list[Member]) -> set[str]:
+        """Drop what no other host believes any more; return the workers that this concerns."""
+        reported, changed = self._reported, set()
         heard = min((member.heard.get(self._name, -1) for member in alive), default=maxsize)
         while len(reported) > 1 and reported[1][0] <= heard:
-            reported.popleft()
+            _, before = reported.popleft()
+            after = reported[0][1]
+            changed |= {name for name, number in after.items() if before.get(name) != number}
+        return changed
 
-    def believed(self) -> dict[str, int]:
-        """Return the least number of requests that another host may believe, by worker."""
-        first, *later = (requests for _, requests in self._reported)
-        return {
-            name: min([count, *(requests.get(name, 0) for requests in later)])
-            for name, count in first.items()
-        }
+    def believed(self, worker: str) -> int:
+        """Return the least number of requests that another host may believe."""
+        return min(requests.get(worker, 0) for _, requests in self._reported)
 
 
 def slots_for_others(limit: int, believed: int, remote: int, hosts: int) -> int:

@@ -39,7 +39,7 @@ class Host:
     def reserve(self, limit: int, hosts: int) -> None:
         """Decide how many slots to leave, after each message."""
         self.reservations.acknowledge(list(self.members.values()))
-        believed = self.reservations.believed().get(WORKER, 0)
+        believed = self.reservations.believed(WORKER)
         self.reserved = slots_for_others(limit, believed, self.remote, hosts)
 
     def may_take(self, limit: int) -> int:
