@@ -480,6 +480,8 @@ def test_all_families_are_written_in_both_formats(
     ours = {name for name in found if name.startswith("proxy_")}
     assert ours == {
         "proxy_build_info", "proxy_requests", "proxy_retries", "proxy_decisions",
+        "proxy_replicas", "proxy_shared_age_seconds", "proxy_shared_errors",
+        "proxy_shared_limits_up", "proxy_shared_up",
         "proxy_queue_requests", "proxy_queue_bytes", "proxy_client_connections",
         "proxy_upstream_connections", "proxy_bytes_per_token", "proxy_ttft_seconds",
         "proxy_predicted_ttft_seconds", "proxy_request_duration_seconds",
