@@ -122,13 +122,7 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
         routers: dict[int, Worker] = {}
         with processes.running_on(cpus.others):
             for port in ports:
-                command = [sys.executable, mock.__file__, str(port)]
-                started = Worker(
-                    command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S
-                )
-                stack.callback(started.stop)
-                started.start()
-                started.wait_ready()
+                stack.enter_context(mock_worker(port))
         with processes.running_on(cpus.routers):
             for count in counts:
                 routers[count] = router = make_router(folder, ports, count)
@@ -140,6 +134,19 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
                 set_affinity(router, sorted(cpus.routers))
         time.sleep(1.5)  # until workers are probed
         yield routers
+
+
+@contextmanager
+def mock_worker(port: int) -> Iterator[None]:
+    """Run a mock worker."""
+    command = [sys.executable, mock.__file__, str(port)]
+    worker = Worker(command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S)
+    try:
+        worker.start()
+        worker.wait_ready()
+        yield
+    finally:
+        worker.stop()
 
 
 def set_affinity(router: Worker, cpus: Sequence[int]) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from benchmarks.processes import Cpus, env_without_proxies
-from benchmarks.replicas.stage import READY_S, key_of, make_router, started
+from benchmarks.processes import Cpus, mock_worker
+from benchmarks.replicas.stage import key_of, make_router, started
 from benchmarks.router import mock, processes
 from benchmarks.router.load import HOST, closed_loop
 from benchmarks.router.prompts import Prompts
@@ -77,13 +76,7 @@ async def run(folder: Path, counts: Sequence[int], rounds: int, seconds: float) 
             redis = RedisServer(folder)
             stack.callback(redis.close)
             for port in ports:
-                command = [sys.executable, mock.__file__, str(port)]
-                worker = Worker(
-                    command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S
-                )
-                stack.callback(worker.stop)
-                worker.start()
-                worker.wait_ready()
+                stack.enter_context(mock_worker(port))
         with processes.running_on(cpus.routers):
             sides = {
                 count: [

@@ -53,7 +53,7 @@ class BatchProgress:
         return [*self.ready, *(request.job for request in self.requests)]
 
     def take_idle(self, *, everything: bool) -> list[LineJob]:
-        """Return and forget the lines that are not sent; keep those that failed once."""
+        """Return and forget unsent lines, except lines that failed once."""
         idle = [job for job in self.ready if everything or job.number not in self.tries]
         self.ready = deque(job for job in self.ready if job not in idle)
         return idle

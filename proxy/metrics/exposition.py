@@ -26,6 +26,11 @@ class Family(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
 
+    @property
+    def sample_name(self) -> str:
+        """The name of its samples, but for the endings of a histogram."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
 
 class MetricsPage:
     """One response to a scrape: values are added, then it is written."""
@@ -77,7 +82,7 @@ class MetricsPage:
         lines.append(f"{name}_count{braces(own)} {counts[-1]}")
 
     def _head(self, family: Family, lines: list[str]) -> str:
-        total = f"{family.name}_total" if family.kind == "counter" else family.name
+        total = family.sample_name
         # OpenMetrics headers omit a counter's `_total`; samples have it in both formats.
         announced = family.name if self._openmetrics else total
         lines.append(f"# HELP {announced} {family.help}")

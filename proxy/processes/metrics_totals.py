@@ -60,7 +60,7 @@ class MetricsTotals:
             total = metrics_merge.add_up([total, self._past])
         own = [(PROCESSES, float(serving)), (RESTARTS, float(restarts)), *replicas.rows()]
         for family, value in own:
-            name = f"{family.name}_total" if family.kind == "counter" else family.name
+            name = family.sample_name
             total[name] = metrics_merge.MergedFamily(family.kind, family.help, {name: value})
         return metrics_merge.write(total, openmetrics=openmetrics)
 

@@ -124,7 +124,7 @@ class Placer:
         aged: bool,
         late: bool,
     ) -> tuple[View, Decision | None]:
-        """Choose among the workers that other processes have not filled meanwhile."""
+        """Choose again while other processes fill the chosen worker."""
         others = self.roster.others
         while True:
             view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)

@@ -123,9 +123,7 @@ class RemoteLimits(Protocol):
     def is_fresh(self) -> bool:
         """Whether the reported state is new."""
 
-    def ask(
-        self, tokens: int, done: Callable[[LimitExceeded | None], None]
-    ) -> PendingDecision | None:
+    def ask(self, tokens: int, done: Decided) -> PendingDecision | None:
         """Have a request decided; None if this host decides."""
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
@@ -181,7 +179,7 @@ class TenantUsage:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the number of requests of other processes matters."""
+        """Whether other processes' requests matter: a shared limit applies."""
         return not (self._requests is None and self._tokens is None and self._concurrency is None)
 
     def reported(self, requests_full_at: float, tokens_full_at: float, elsewhere: int) -> None:

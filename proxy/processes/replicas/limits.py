@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def read(cls, found: Sequence[int], requests: int) -> Answer:
-        """Read the script's answer; raise an error if it is not one for so many requests."""
+        """Read the script's answer; raise an error if it is for another number of requests."""
         requests_us, tokens_us, elsewhere, *words = found
         if len(words) != 2 * requests:
             raise ValueError("an answer for another number of requests")
@@ -237,7 +237,7 @@ class SharedLimiter:
                 Answer.read(answer, len(waiting))
                 for (_, _, waiting), answer in zip(calls, answers if keys else (), strict=True)
             ]
-        except Exception as error:  # requests go on whatever the server does
+        except Exception as error:  # requests go on after any error
             for limits, call, waiting in calls:
                 limits.unsure = call
                 limits.waiting = waiting + limits.waiting

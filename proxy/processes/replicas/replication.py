@@ -305,7 +305,8 @@ class Replication:
             self._heard.pop(update.member, None)
         elif not self.sheets.members[update.member].is_lost:
             self._heard[update.member] = update.number
-        if self.workers.limits.keys() & workers_of(update):
+        changed = workers_of(update)
+        if self.workers.limits.keys() & changed:
             self._owes_answer = True
         self._follow(update.drains)
         new = [found for found in update.responses if found[0] not in self._responses]
@@ -313,8 +314,8 @@ class Replication:
             self._keep(response)
         if new:
             self._send(StoredResponses(tuple(new)))
-        partial_update = not (update.whole or update.gone or update.leaves)
-        self._reserve(now, workers_of(update) if partial_update else None)
+        concerns_all = update.whole or update.gone or update.leaves
+        self._reserve(now, None if concerns_all else changed)
 
     def _expire(self, now: float) -> None:
         for name in self.sheets.expire(now):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MovedRequests: TypeAlias = "tuple[int, Mapping[str, int]]"  # and those that remain, by reason
+MovedRequests: TypeAlias = "tuple[int, Mapping[str, int]]"  # and the remaining, by reason
 MAX_MOVES_PER_SWEEP = 32
 MOVE_S = 3.0  # less than a process has for an answer
 

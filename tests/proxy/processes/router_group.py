@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat, get
 from vllm_sched.workers.launch import free_port
 
@@ -184,6 +186,14 @@ class RouterGroup:
                 used |= {await worker_of(client)} - {""}
                 await asyncio.sleep(POLL_S)
             client.close()
+
+
+def hold(fakes: dict[str, FakeWorker]) -> asyncio.Event:
+    """Let workers answer once the returned event is set."""
+    opening = asyncio.Event()
+    for fake in fakes.values():
+        fake.always(scripts.gated(opening, scripts.answer()))
+    return opening
 
 
 async def worker_of(client: Client) -> str:

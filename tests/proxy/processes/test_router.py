@@ -17,6 +17,7 @@ from tests.proxy.processes.router_group import (
     PROC,
     RouterGroup,
     free_port,
+    hold,
     samples,
     total,
 )
@@ -56,14 +57,6 @@ async def start_workers(group: RouterGroup) -> dict[str, FakeWorker]:
         fake.port = group.ports[name]
         await fake.listen()
     return fakes
-
-
-def hold(fakes: dict[str, FakeWorker]) -> asyncio.Event:
-    """Let workers answer once the returned event is set."""
-    opening = asyncio.Event()
-    for fake in fakes.values():
-        fake.always(scripts.gated(opening, scripts.answer()))
-    return opening
 
 
 async def send_requests(client: Client, count: int) -> list[int]:
@@ -487,10 +480,9 @@ async def test_new_router_serves_while_processes_of_a_killed_one_drain(tmp_path:
     fakes = await start_workers(group)
     try:
         await group.wait_until_up()
-        opening = asyncio.Event()
+        opening = hold(fakes)
         for fake in fakes.values():
             fake.calls.clear()
-            fake.always(scripts.gated(opening, scripts.answer()))
         client = await Client.connect(group.port)
         await client.send(chat())
         await wait_for_requests(fakes, 1)

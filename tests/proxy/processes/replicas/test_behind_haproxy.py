@@ -16,7 +16,7 @@ from tests.proxy.processes.replicas.conftest import (
     start_host,
     wait_for_replicas,
 )
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, id_prefix_of
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, hold, id_prefix_of
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import BrokenError, Client, chat
@@ -112,9 +112,7 @@ async def test_routers_serve_as_one_while_one_is_killed(
 
 async def _burst_keeps_worker_limits(port: int, fakes: dict[str, FakeWorker]) -> None:
     """Each router may place one request more than the others know of."""
-    opening = asyncio.Event()
-    for fake in fakes.values():
-        fake.always(scripts.gated(opening, scripts.answer()))
+    opening = hold(fakes)
     before = {name: len(fake.served) for name, fake in fakes.items()}
 
     def at_once() -> list[int]:

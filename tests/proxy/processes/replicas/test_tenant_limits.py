@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.proxy.processes.replicas.conftest import KEYS, wait_for_replicas
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, samples
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, hold, samples
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Answer, Client, chat
@@ -55,9 +55,7 @@ async def test_tenant_has_its_tokens_per_minute_once(
 async def test_tenant_has_its_concurrency_once(
     hosts: list[RouterGroup], fakes: dict[str, FakeWorker]
 ) -> None:
-    opening = asyncio.Event()
-    for fake in fakes.values():
-        fake.always(scripts.gated(opening, scripts.answer()))
+    opening = hold(fakes)
     clients = [await Client.connect(host.port) for _ in range(6) for host in hosts]
     waiting = {asyncio.create_task(client.ask(chat("hi", KEYS["parallel"]))) for client in clients}
     refused: set[asyncio.Task[Answer]] = set()

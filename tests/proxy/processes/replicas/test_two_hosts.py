@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.proxy.processes.replicas.conftest import FREE, NAMES, start_host, wait_for_replicas
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, samples
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, hold, samples
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat, request
@@ -25,9 +25,7 @@ def served(fakes: dict[str, FakeWorker]) -> list[int]:
 async def test_hosts_see_each_others_requests(
     hosts: list[RouterGroup], fakes: dict[str, FakeWorker]
 ) -> None:
-    opening = asyncio.Event()
-    for fake in fakes.values():
-        fake.always(scripts.gated(opening, scripts.answer()))
+    opening = hold(fakes)
     clients = [await Client.connect(host.port) for host in hosts]
     await clients[0].send(chat("hi", FREE))
     for host in hosts:
@@ -47,9 +45,7 @@ async def test_worker_limit_holds_in_a_burst_on_both_hosts(
     hosts: list[RouterGroup], fakes: dict[str, FakeWorker]
 ) -> None:
     """One request more per worker is possible: the other router may decide at the same moment."""
-    opening = asyncio.Event()
-    for fake in fakes.values():
-        fake.always(scripts.gated(opening, scripts.answer()))
+    opening = hold(fakes)
     clients = [await Client.connect(host.port) for _ in range(15) for host in hosts]
     for client in clients:
         await client.send(chat("hi", FREE))
@@ -130,9 +126,7 @@ async def test_hosts_go_on_without_the_server_and_meet_again(
             assert (await client.ask(chat("hi", FREE))).status == 200
         start()
         await wait_for_replicas(hosts, 2)
-        opening = asyncio.Event()
-        for fake in fakes.values():
-            fake.always(scripts.gated(opening, scripts.answer()))
+        opening = hold(fakes)
         await clients[0].send(chat("hi", FREE))
         await hosts[1].wait_until(lambda workers: sum(w["requests"] for w in workers.values()) == 1)
         opening.set()
@@ -183,11 +177,9 @@ async def test_killed_host_frees_what_it_held(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     third = start_host(redis, "third", tmp_path_factory, hosts[0].ports)
-    opening = asyncio.Event()
     try:
         await third.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})
-        for fake in fakes.values():
-            fake.always(scripts.gated(opening, scripts.answer()))
+        opening = hold(fakes)
         clients = [await Client.connect(third.port) for _ in range(3)]
         for client in clients:
             await client.send(chat("hi", FREE))
