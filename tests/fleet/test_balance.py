@@ -13,9 +13,17 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
-from tests.fleet.test_handover import ABOVE, Ends, listed, wait_connected, wait_freed
+from tests.fleet.test_handover import (
+    ABOVE,
+    FREED_S,
+    Ends,
+    listed,
+    wait_connected,
+    wait_freed,
+)
 from tests.fleet.test_router import PATIENT, routing
 from tests.fleet.test_worker import complete, prompt
+from vllm_sched.workers.transfer import DEFAULT_LEASE_S
 
 NEITHER = "neither"
 FOR_S, WITHIN_S = 5.0, 60.0
@@ -77,7 +85,8 @@ async def test_explain_live_names_the_role_that_is_short(
                     assert named <= {short}, lines
                     if named or short == NEITHER:
                         break
-    side = "neither side" if short == NEITHER else short
-    assert lines[-1].startswith(f"tiny: {side} is short: "), lines
-    for worker in ends.values():
-        await wait_freed(worker)
+        side = "neither side" if short == NEITHER else short
+        assert lines[-1].startswith(f"tiny: {side} is short: "), lines
+        # The lease frees the blocks of prefills that the router did not wait for.
+        for worker in ends.values():
+            await wait_freed(worker, within=DEFAULT_LEASE_S + FREED_S)

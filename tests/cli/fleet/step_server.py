@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,38 +110,22 @@ class StepServer:
                     prompt.out.put_nowait(None)
 
 
-@contextmanager
-def serving(server: StepServer) -> Iterator[str]:
-    """Serve in another thread; return the URL."""
-    loop = asyncio.new_event_loop()
-    ready: asyncio.Future[str] = loop.create_future()
-    done = asyncio.Event()
-    started = threading.Event()
-
-    async def run() -> None:
-        app = web.Application()
-        app.router.add_get("/v1/models", server.models)
-        app.router.add_get("/metrics", server.page)
-        app.router.add_post("/v1/completions", server.completions)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        ready.set_result(f"http://{host}:{port}")
-        started.set()
-        stepping = asyncio.create_task(server.steps())
-        await done.wait()
+@asynccontextmanager
+async def served(server: StepServer) -> AsyncIterator[str]:
+    """Serve in the running loop; yield the URL."""
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/metrics", server.page)
+    app.router.add_post("/v1/completions", server.completions)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    stepping = asyncio.create_task(server.steps())
+    try:
+        yield f"http://{host}:{port}"
+    finally:
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
         await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    try:
-        assert started.wait(10)
-        yield ready.result()
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join(10)
-        loop.close()

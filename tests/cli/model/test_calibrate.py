@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.cli.fleet.step_server import StepServer, serving
+from tests.cli.fleet.step_server import StepServer, served
 from tests.cost.test_calibration import measured as steps_of
-from vllm_sched.bench.calibrate import step_times
+from tests.virtual_loop import VirtualTimeLoop
+from vllm_sched.bench.calibrate import step_times, token_times
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps
 from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
 from vllm_sched.cli.main import main
+from vllm_sched.cli.model import calibrate as command
 from vllm_sched.cli.model.calibrate import StepSource, WholePrompts
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.workers import launch
@@ -73,31 +79,51 @@ def test_gap_is_a_step_only_with_one_token() -> None:
     assert stream.gap(4) is None
 
 
-def test_cache_size_is_read_from_kv_cache_size_tokens() -> None:
+async def test_cache_size_is_read_from_kv_cache_size_tokens() -> None:
     labels = 'block_size="32",kv_cache_size_tokens="1500",num_gpu_blocks="64"'
     page = f"vllm:cache_config_info{{{labels}}} 1.0\n"
 
-    async def read(url: str) -> tuple[int | None, int | None]:
+    async with served(StepServer(TIME, metrics=page)) as url:
         with wire_to(url) as wire:
             api = TokenApi(wire)
             await api.read_cache()
-            return api.kv_tokens, api.block_tokens
-
-    with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
-        assert asyncio.run(read(url)) == (1500, 32)
+    assert (api.kv_tokens, api.block_tokens) == (1500, 32)
 
 
 # The command
 
 
+@pytest.fixture
+def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[StepServer], str]:
+    """Run the command and a server in one loop, in which steps take exactly their time."""
+
+    def serve(server: StepServer) -> str:
+        measure = command._measure
+
+        async def measured(args: Namespace, *report: Any) -> tuple[StepSource, MeasuredSteps]:
+            async with served(server) as args.url:
+                return await measure(args, *report)
+
+        clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
+        for module in (step_times, token_times):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(command, "_measure", measured)
+        monkeypatch.setattr(asyncio.events, "new_event_loop", VirtualTimeLoop)
+        return "http://replaced"
+
+    return serve
+
+
 def test_calibrate_recovers_known_step_times(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_virtual_time: Callable[[StepServer], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
-    with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
-        arguments = ["calibrate", "--url", url, *SMALL, "--save", str(cost), "--plot", str(picture)]
-        assert main(arguments) == 0
+    url = in_virtual_time(StepServer(TIME, budget=128, max_model_len=1024, metrics=page))
+    saved = ("--save", str(cost), "--plot", str(picture))
+    assert main(["calibrate", "--url", url, *SMALL, *saved]) == 0
     printed = capsys.readouterr().out
     for words in (
         "c_d: a decode step",
@@ -119,11 +145,11 @@ def test_calibrate_recovers_known_step_times(
     kinds = {(s["prefill_tokens"] > 0, s["decodes"] > 0) for s in content["steps"]}
     assert kinds == {(True, False), (False, True), (True, True)}
     assert any(step["held_out"] for step in content["steps"])
-    # A sleep may take longer than requested, on a busy machine much longer.
     found = StepTime.from_json(content["step_time"])
-    assert found.decode_fixed_s + 4 * found.decode_s >= 0.9 * TIME.decode_fixed_s
-    assert found.prefill_s > 0
-    assert found.pair_s == pytest.approx(TIME.pair_s, rel=0.5)
+    for name, value in TIME.to_json().items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.05, abs=0.0 if value else 1e-6), (
+            name
+        )
     assert picture.read_text().count("<polyline") == 1
     # `threshold` reads the saved file.
     lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
@@ -176,10 +202,12 @@ def test_refused_connection_is_reported(capsys: pytest.CaptureFixture[str]) -> N
     ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
 )
 def test_unmeasurable_worker_is_reported(
-    server: StepServer, message: str, capsys: pytest.CaptureFixture[str]
+    server: StepServer,
+    message: str,
+    in_virtual_time: Callable[[StepServer], str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with serving(server) as url:
-        assert message in failure_line(capsys, 1, "--url", url, *SMALL)
+    assert message in failure_line(capsys, 1, "--url", in_virtual_time(server), *SMALL)
 
 
 def test_front_time_is_the_rest_of_short_prompts() -> None:

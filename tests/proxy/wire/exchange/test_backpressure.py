@@ -15,10 +15,16 @@ from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.raw_client import chat, get
 from tests.proxy.wire.site import Fake, eventually
 
+
+def largest_socket_buffer(kind: str) -> int:
+    """Return the size to which the kernel lets a socket's buffer grow."""
+    return int(Path(f"/proc/sys/net/ipv4/tcp_{kind}").read_text().split()[2])
+
+
 PIECE_BYTES = 64 * 1024
-TOTAL_BYTES = 40 << 20
-# What two connections and three programs may hold, mostly in buffers of the kernel.
-MAX_BUFFERED_BYTES = 24 << 20
+# A worker's socket, the router's two, and what three programs hold; the client's is small.
+MAX_BUFFERED_BYTES = 2 * largest_socket_buffer("wmem") + largest_socket_buffer("rmem") + (2 << 20)
+TOTAL_BYTES = MAX_BUFFERED_BYTES // PIECE_BYTES * PIECE_BYTES + (8 << 20)
 CHUNKED_HEAD = scripts.head(200, (b"transfer-encoding", b"chunked"))
 
 
