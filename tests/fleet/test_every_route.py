@@ -74,6 +74,8 @@ BODIES: dict[str, Json] = {
     "/v1/responses/render": RESPONSE,
     "/cohere/v2/chat/render": CHAT,
 }
+# Paths that a model lacks.
+LACKED = [("tiny", "/v1/embeddings"), ("tiny", "/rerank"), (EMBEDS, "/v1/completions")]
 # Bodies made from the answer of `/inference/v1/generate`.
 DERENDERED = {
     "/v1/chat/completions/derender": lambda made: {
@@ -193,6 +195,14 @@ async def test_every_route_is_answered_and_visible_in_prometheus(
     details = "\n".join(f"{path}: {answer}" for path, answer in left.items())
     assert left.keys() == WITHOUT.keys(), details
     assert {status for status, _ in left.values()} <= {404, 501}, details
+    for model, path in LACKED:
+        status, answer = await posted(
+            session, router.url + path, json=BODIES[path] | {"model": model}
+        )
+        assert status == 404, answer
+        assert (
+            f"`{model}` does not support {path}. This fleet serves: embeds, tiny." in answer["said"]
+        )
     await stored_response(session, router.url)
     await whole_batch(session, router.url)
 

@@ -45,6 +45,13 @@ def unknown_model(model: str, known: Iterable[str]) -> Refusal:
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_found", "model")
 
 
+def route_not_served(model: str, route: str, known: Iterable[str]) -> Refusal:
+    message = (
+        f"The model `{model[:200]}` does not support {route}. This fleet serves: {_listed(known)}."
+    )
+    return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_supported", "model")
+
+
 def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
     """503: model lists are missing."""
     message = (

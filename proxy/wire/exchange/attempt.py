@@ -6,7 +6,6 @@ retry once the client has a byte of the response.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
@@ -37,6 +36,12 @@ from proxy.wire.exchange.progress import (
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import PREFILLING, SENT
+from proxy.wire.exchange.worker_errors import (
+    MAX_ERROR_BYTES,
+    is_too_long,
+    missing_route,
+    must_be_read,
+)
 from proxy.wire.handover.first_token import says_failed
 from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
@@ -60,9 +65,6 @@ OUTCOMES = {
 }
 # The worker does not support the request: not a failure.
 NOT_SUPPORTED = frozenset([501, 505])
-# vLLM's message for an exceeded context length.
-TOO_LONG = re.compile(rb"maximum (?:context|model) length")
-MAX_ERROR_BYTES = 1 << 16  # searched for that message
 
 
 class Attempt:
@@ -91,7 +93,7 @@ class Attempt:
         self._head: ResponseHead | None = None  # held until the first body bytes
         self.response: ResponseWriter | None = None
         self._passage: StreamFastPath | None = None
-        self._error_body: bytes | None = None  # of a 400, while a retry is possible
+        self._error_body: bytes | None = None  # of an error that must be read
 
     @property
     def has_begun(self) -> bool:
@@ -152,12 +154,7 @@ class Attempt:
             cached_tokens = handover.cached_tokens
             if status >= BAD_REQUEST:  # the connector did not see it
                 handover.give_back(now, healthy=True)
-        lease = self.lease
-        if (
-            status == BAD_REQUEST
-            and lease is not None
-            and owner.wire.router.leases.has_larger(lease)
-        ):
+        if must_be_read(owner, self.lease, status):
             self._error_body = b""
         self.response = writer_for(owner, head, cached_tokens)
 
@@ -211,7 +208,7 @@ class Attempt:
                 return
             body = first
         if self._error_body is not None:
-            whole = self._retry_too_long(now, self._error_body + body, ended)
+            whole = self._read_error(now, self._error_body + body, ended)
             if whole is None:
                 return
             body = whole
@@ -258,19 +255,23 @@ class Attempt:
         self.response, self._owner.last_refusal = failed, refusal
         return False
 
-    def _retry_too_long(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
-        """Collect a 400, and retry a request that exceeded the worker's context.
+    def _read_error(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
+        """Collect an error; retry a request that exceeded the worker's context.
 
         Return the error for the client, or None.
         """
         self._error_body = error_body
         if not ended and len(error_body) <= MAX_ERROR_BYTES:
             return None
-        self._error_body, lease, owner = None, self.lease, self._owner
-        if lease is None or not TOO_LONG.search(error_body, 0, MAX_ERROR_BYTES):
+        self._error_body, lease, owner, refused = None, self.lease, self._owner, self.response
+        if ended and (refusal := missing_route(owner, error_body)) is not None:
+            self.response = None
+            self._end_with(now, Outcome.REFUSED, refusal)
+            return None
+        if lease is None or not is_too_long(error_body):
             return error_body
         owner.ask = owner.record.ask = self._wire.router.leases.outgrew(lease)
-        refused, self.response = self.response, None
+        self.response = None
         refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
         if refusal is None:
             return None

@@ -1,0 +1,44 @@
+"""Errors of workers that the router reads before the client gets them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from proxy.core.model import refusals
+
+if TYPE_CHECKING:
+    from proxy.core.fleet.leases import Lease
+    from proxy.core.model.types import Refusal
+    from proxy.wire.exchange.owner import AttemptOwner
+
+BAD_REQUEST, NOT_FOUND = 400, 404
+MAX_ERROR_BYTES = 1 << 16  # that are read
+# vLLM's message for an exceeded context length.
+TOO_LONG = re.compile(rb"maximum (?:context|model) length")
+# vLLM's whole response to a path that its model does not have, such as embeddings.
+MISSING_ROUTE = re.compile(rb'\s*\{\s*"detail"\s*:\s*"Not Found"\s*\}\s*')
+
+
+def must_be_read(owner: AttemptOwner, lease: Lease | None, status: int) -> bool:
+    if status == BAD_REQUEST:
+        return lease is not None and owner.wire.router.leases.has_larger(lease)
+    return status == NOT_FOUND
+
+
+def is_too_long(error_body: bytes) -> bool:
+    return TOO_LONG.search(error_body, 0, MAX_ERROR_BYTES) is not None
+
+
+def missing_route(owner: AttemptOwner, error_body: bytes) -> Refusal | None:
+    """Return a refusal with the models if the worker lacks the path."""
+    ask = owner.ask
+    if ask is None or not ask.model or MISSING_ROUTE.fullmatch(error_body) is None:
+        return None
+    tenant = ask.tenant
+    known = [
+        name
+        for name in owner.wire.router.fleet.roster.models()
+        if tenant is None or tenant.may_use(name)
+    ]
+    return refusals.route_not_served(ask.model, owner.request.head.path, known)

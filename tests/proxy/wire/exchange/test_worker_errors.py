@@ -1,0 +1,44 @@
+"""Errors of workers in place of which the client gets the router's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import request
+from tests.proxy.wire.site import Fake
+
+NOT_FOUND = b'{"detail":"Not Found"}'
+PATHS = ["/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify"]
+BODY = {"model": "tiny", "input": "a", "query": "a", "documents": ["b"], "text_1": "a"}
+BODY["text_2"] = "b"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("framing", ["length", "chunked", "close"])
+async def test_path_that_the_model_lacks_gets_the_list_of_models(
+    start: Start, path: str, framing: str
+) -> None:
+    site = await start(Fake("w0"))
+    site.always(scripts.answer(404, NOT_FOUND, framing=framing))
+    answer = await site.ask(request(json.dumps(BODY).encode(), path=path))
+    assert answer.status == 404
+    assert answer.error() == {
+        "message": f"The model `tiny` does not support {path}. This fleet serves: tiny.",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_supported",
+    }
+    assert len(site.served()) == 1
+    assert site.worker("w0").breaker.has_no_failures
+
+
+@pytest.mark.parametrize("body", [b'{"detail":"Gone"}', b"", NOT_FOUND + b"."])
+async def test_other_404_passes_unchanged(start: Start, body: bytes) -> None:
+    site = await start(Fake("w0"))
+    site.always(scripts.answer(404, body))
+    answer = await site.ask(request(json.dumps(BODY).encode(), path="/v1/embeddings"))
+    assert (answer.status, answer.body) == (404, body)
