@@ -69,7 +69,7 @@ def test_figures_have_ratios_and_rates_use_the_median_round() -> None:
     rate = report.figure(lines, "short", "tokens/s")
     assert rate.ratio == pytest.approx((1.0 + 0.3) / (0.5 + 0.3))
     # A class without requests has no lines.
-    assert {line.group for line in lines} == set(report.GROUPS) - {"batch"}
+    assert {line.group for line in lines} == set(report.GROUPS) - {"batch", "turn"}
 
 
 def test_spread_and_backlogged_rate_are_compared() -> None:

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.present import present
 from vllm_sched.bench.compare.runner import RequestTimes, play, request_body
-from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
+from vllm_sched.bench.compare.workloads import PlannedRequest, Workload, agent_turns
 from vllm_sched.workers.launch import free_port
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"text":"a"}],"usage":null}\n\n'
@@ -116,6 +116,23 @@ async def test_clock_starts_when_the_background_decodes(start: Start) -> None:
     for record in played.records[:2]:
         assert record.sent < record.ticks[0] <= 0 < record.ticks[-1]
     assert played.records[2].sent >= 0
+
+
+async def test_cached_parts_of_prompts_are_computed_before_the_round(start: Start) -> None:
+    bodies: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        return await serve_requested_tokens(request)
+
+    workload = agent_turns(longs=0, long_tokens=20, turns=2, new_tokens=5, background=1)
+    played = await play(await start(handler), "m", workload, 1)
+    assert not played.failed
+    first, second, background, *turns = bodies
+    assert [body["max_tokens"] for body in (first, second)] == [1, 1]
+    assert background["max_tokens"] > 1
+    assert [body["prompt"][:15] for body in turns] == [first["prompt"], second["prompt"]]
+    assert {len(body["prompt"]) for body in turns} == {20}
 
 
 async def test_lone_requests_run_sequentially(start: Start) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round, play
-from vllm_sched.bench.compare.workloads import CLASSES, SHORT
+from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
 from vllm_sched.bench.results import engine_trace
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing, worker
@@ -217,11 +217,16 @@ class Comparison:
         )
 
     def typical(self) -> int:
-        """Return the round to draw: the undisturbed round with the median gain of the shorts."""
+        """Return the round to draw: undisturbed, with the median gain of shorts or turns."""
 
         def gain(index: int) -> float:
             ours, theirs = (
-                report.percentile(report.ttfts([each.rounds[index]], SHORT), 50) or 0.0
+                report.percentile(
+                    report.ttfts([each.rounds[index]], SHORT)
+                    or report.ttfts([each.rounds[index]], TURN),
+                    50,
+                )
+                or 0.0
                 for each in (self.candidate, self.baseline)
             )
             return ours / theirs if theirs else 0.0

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT
+from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, CLASSES, LONG, SHORT, TURN
 from vllm_sched.bench.results import stats
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ RATE = "tokens/s"
 PERCENTILES = (50, 90, 99)
 GROUPS = {
     SHORT: "short prompts",
+    TURN: "agent turns",
     LONG: "long prompts",
     BATCH: "batch",
     BACKGROUND: "running decodes",
@@ -151,7 +152,7 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
 
     played = {r.klass for each in (*baseline, *candidate) for r in each.records}
     lines: list[Figure] = []
-    for klass in (k for k in (SHORT, LONG, BATCH, BACKGROUND) if k in played):
+    for klass in (k for k in CLASSES if k in played):
         if klass != BACKGROUND:  # the background decodes before the clock starts
             lines += [pooled(klass, f"TTFT p{p}", ttfts, p) for p in (50, 99)]
         if klass == LONG:

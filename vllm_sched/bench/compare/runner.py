@@ -107,9 +107,13 @@ async def play(
     The clock starts when every background request has streamed a token. At the end, `lone_samples`
     requests run one by one on the idle worker.
     """
+    planned = list(zip(workload.prompts(number), workload.arrivals, strict=True))
     bodies = [
         request_body(model, prompt, arrival.output_tokens, arrival.lane)
-        for prompt, arrival in zip(workload.prompts(number), workload.arrivals, strict=True)
+        for prompt, arrival in planned
+    ]
+    cached = [
+        prompt[: arrival.cached_tokens] for prompt, arrival in planned if arrival.cached_tokens
     ]
     lone_bodies = [
         request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
@@ -117,6 +121,8 @@ async def play(
     wire = Wire(Address.parse(url), NO_REUSE)
     client = _Client(wire, on_done)
     with realtime_priority(), closing(wire):
+        for prefix in cached:
+            await client.one(request_body(model, prefix, 1), RequestTimes("", len(prefix), 1))
         async with StallWatch() as stalls:
             records = await client.play(workload.arrivals, bodies, number)
             lone = [

@@ -22,7 +22,7 @@ from vllm_sched.bench.compare.report import (
     show,
     show_ratio,
 )
-from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT
+from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, TURN
 from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.results.engine_trace import Stories
 
 SUFFIXES = (".html", ".svg")
-ORDER = (LONG, SHORT, BATCH, BACKGROUND)
+ORDER = (LONG, SHORT, TURN, BATCH, BACKGROUND)
 # Explanations of sides without a policy.
 SIDE_EXPLANATIONS = {
     DEFAULT: "vLLM's own scheduler",
@@ -57,10 +57,10 @@ MIN_PAUSE_S = 0.1
 
 STYLE = """
 .swim{--paper:#ffffff;--ink:#1c2024;--soft:#62696f;--rule:#e4e7e9;--wait:#c9ced2;
---long:#b45309;--short:#1d4ed8;--batch:#7e22ce;--background:#0f766e;--pause:#c8102e;
+--long:#b45309;--short:#1d4ed8;--turn:#1d4ed8;--batch:#7e22ce;--background:#0f766e;--pause:#c8102e;
 font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px}
 @media (prefers-color-scheme:dark){.swim{--paper:#14171a;--ink:#e8eaec;--soft:#9aa3aa;
---rule:#2a2f34;--wait:#4a5258;--long:#f59e0b;--short:#7ba7ff;--batch:#c084fc;--background:#2dd4bf;
+--rule:#2a2f34;--wait:#4a5258;--long:#f59e0b;--short:#7ba7ff;--turn:#7ba7ff;--batch:#c084fc;--background:#2dd4bf;
 --pause:#ff5c74}}
 .swim .paper{fill:var(--paper)}.swim text{fill:var(--ink)}.swim .soft{fill:var(--soft)}
 .swim .h1{font-size:18px;font-weight:650}.swim .h2{font-size:14px;font-weight:650}
@@ -69,10 +69,12 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 .swim .dash{stroke-width:1.4;stroke-dasharray:3 2}.swim .stop{stroke-width:2.6}
 .swim .hit{fill:transparent}.swim g.lane:hover .hit{fill:var(--rule);fill-opacity:.55}
 .swim .long{stroke:var(--long)}.swim .short{stroke:var(--short)}
-.swim .background{stroke:var(--background)}.swim .batch{stroke:var(--batch)}
+.swim .turn{stroke:var(--turn)}.swim .batch{stroke:var(--batch)}
+.swim .background{stroke:var(--background)}
 .swim circle{stroke-width:1.6;fill:var(--paper)}
 .swim .chunk{fill-opacity:.25;stroke-width:.8}.swim .chunk.long{fill:var(--long)}
-.swim .chunk.short{fill:var(--short)}.swim .chunk.background{fill:var(--background)}
+.swim .chunk.short{fill:var(--short)}.swim .chunk.turn{fill:var(--turn)}
+.swim .chunk.background{fill:var(--background)}
 .swim .chunk.batch{fill:var(--batch)}
 .swim .out{fill:none;stroke:var(--pause);stroke-width:.8;stroke-dasharray:1.5 1.5}
 .swim .num{font-variant-numeric:tabular-nums}
@@ -345,12 +347,18 @@ def _numbers(lines: Sequence[Figure], role: str) -> str:
     wanted = [
         (SHORT, "TTFT p50", "short TTFT p50"),
         (SHORT, "TTFT p99", "p99"),
+        (TURN, "TTFT p50", "turn TTFT p50"),
+        (TURN, "TTFT p99", "p99"),
         (LONG, "TTFT p50", "long TTFT p50"),
         (BACKGROUND, "ITL p99", "decode ITL p99"),
         ("all", "tokens/s", "tokens/s"),
     ]
     values = {(line.group, line.measure): show(getattr(line, role), line.unit) for line in lines}
-    shown = (f"{name} {values[group, measure]}" for group, measure, name in wanted)
+    shown = (
+        f"{name} {values[group, measure]}"
+        for group, measure, name in wanted
+        if (group, measure) in values
+    )
     return "over all rounds   " + "   \u00b7   ".join(shown)
 
 
@@ -374,7 +382,7 @@ def _requests_text(records: Sequence[RequestTimes]) -> str:
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [
         f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens"
-        for klass in (LONG, SHORT)
+        for klass in (LONG, SHORT, TURN)
         if (some := of[klass])
     ]
     if of[BATCH]:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 LONG: Final = "long"
 SHORT: Final = "short"
+TURN: Final = "turn"
 BACKGROUND: Final = "background"
 BATCH: Final = "batch"
-CLASSES: Final = (SHORT, LONG, BATCH, BACKGROUND)
+CLASSES: Final = (SHORT, TURN, LONG, BATCH, BACKGROUND)
 
 # Ordinary ids in every vocabulary, without special tokens.
 TOKEN_IDS = range(10, 400)
@@ -35,6 +36,7 @@ class PlannedRequest:
     prompt_tokens: int
     output_tokens: int
     lane: str = ""  # the requested lane; only the `lanes` policy uses it
+    cached_tokens: int = 0  # of the prompt, computed before the round starts
 
     @property
     def before_start(self) -> bool:
@@ -97,6 +99,44 @@ def long_blocks_short(
                     round(first_short_at + i * short_every, 6), SHORT, short_tokens, output_tokens
                 )
                 for i in range(shorts)
+            ),
+        ),
+    )
+
+
+def agent_turns(
+    *,
+    longs: int = 2,
+    seed: int = 0,
+    long_tokens: int = 12_000,
+    turns: int = 8,
+    new_tokens: int = 300,
+    output_tokens: int = 16,
+    background: int = 4,
+    first_turn_at: float = 0.3,
+    turn_every: float = 0.15,
+) -> Workload:
+    """Return turns of agents, nearly all cached, that arrive during new prompts of their length."""
+    foreground = longs * long_tokens + turns * new_tokens
+    outlasting = 64 + 4 * foreground // STEP_TOKENS
+    cached = long_tokens - new_tokens
+    return Workload(
+        name="agent-turns",
+        seed=seed,
+        lone_prompt_tokens=new_tokens,
+        worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS)),
+        arrivals=(
+            *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
+            *(PlannedRequest(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
+            *(
+                PlannedRequest(
+                    round(first_turn_at + i * turn_every, 6),
+                    TURN,
+                    long_tokens,
+                    output_tokens,
+                    cached_tokens=cached,
+                )
+                for i in range(turns)
             ),
         ),
     )
@@ -183,6 +223,7 @@ def saturated(
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "long-blocks-short": long_blocks_short,
+    "agent-turns": agent_turns,
     "equal-prompts": equal_prompts,
     "chat-beside-batch": chat_beside_batch,
     "saturated": saturated,
