@@ -1,8 +1,8 @@
 """Measure what the journal adds to a step with 256 decodes, and what reading it costs the router.
 
 Two schedulers take the same steps in turns, one with a journal that a socket reads. The figures are
-medians of processor time. The engine's thread is timed by itself, because ZeroMQ's thread and the
-engine's do not wait for each other. The sum is compared with the fastest published GPU step of that
+medians of processor time. The engine's thread is timed by itself: others encode and send while it
+waits for the GPU. The sum is compared with the fastest published GPU step of that
 shape. The reader decodes and applies the published messages.
 
     python -m benchmarks.journal_cost [--rounds 3] [--steps 200]
@@ -15,7 +15,6 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import zmq
@@ -31,6 +30,7 @@ from tests.engine.schedulers import BLOCK, answer, make_request, make_scheduler
 from vllm_sched import PolicyScheduler
 
 WARM_UP_STEPS = 20
+LAST_MESSAGES_S = 0.3
 OUTPUT_TOKENS = 4000
 ENGINE_TARGET, READER_TARGET_S = 0.01, 2e-6
 
@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 
     step_s: float  # of the scheduler without a journal
     thread_s: float  # more in the engine's thread, per step
-    process_s: float  # more in the whole process, per step
+    process_s: float  # more in all threads, per step
     reader_s: float  # to decode and apply a message
 
 
@@ -84,19 +84,19 @@ def loaded(journal: dict[str, object]) -> Any:
     for _ in range(RUNNING):
         scheduler.add_request(make_request(8, output=OUTPUT_TOKENS))
     while len(scheduler.running) < RUNNING:
-        step_s(scheduler, time.thread_time)
+        step_s(scheduler)
     return scheduler
 
 
-def step_s(scheduler: Any, clock: Callable[[], float]) -> float:
-    """Take a step; return the seconds of its scheduling."""
-    begun = clock()
+def step_s(scheduler: Any) -> float:
+    """Take a step; return the seconds of its scheduling in this thread."""
+    begun = time.thread_time()
     output = scheduler.schedule()
-    took = clock() - begun
+    took = time.thread_time() - begun
     answered = answer(scheduler, output)
-    begun = clock()
+    begun = time.thread_time()
     scheduler.update_from_output(output, answered)
-    return took + clock() - begun
+    return took + time.thread_time() - begun
 
 
 def measure(steps: int, folder: str) -> Cost:
@@ -104,18 +104,19 @@ def measure(steps: int, folder: str) -> Cost:
     plain, journaled = loaded({}), loaded({"journal": {"endpoint": endpoint}})
     connection = Connection(endpoint)
     snapshot = connection.until_snapshot()
-    medians = []
-    for clock in (time.thread_time, time.process_time):
-        times: tuple[list[float], list[float]] = ([], [])
-        for number in range(WARM_UP_STEPS + steps):
-            for side in (0, 1) if number % 2 else (1, 0):
-                times[side].append(step_s((plain, journaled)[side], clock))
-        medians.append([statistics.median(side[WARM_UP_STEPS:]) for side in times])
+    times: tuple[list[float], list[float]] = ([], [])
+    others_s = time.thread_time() - time.process_time()
+    for number in range(WARM_UP_STEPS + steps):
+        for side in (0, 1) if number % 2 else (1, 0):
+            times[side].append(step_s((plain, journaled)[side]))
+    time.sleep(LAST_MESSAGES_S)
+    others_s = (time.process_time() - time.thread_time() + others_s) / len(times[1])
     messages = connection.pending()
     connection.close()
     journaled.shutdown()
-    (alone, beside), (alone_all, beside_all) = medians
-    return Cost(alone, beside - alone, beside_all - alone_all, reader_s(snapshot, messages))
+    alone_s, beside_s = (statistics.median(side[WARM_UP_STEPS:]) for side in times)
+    thread_s = beside_s - alone_s
+    return Cost(alone_s, thread_s, thread_s + others_s, reader_s(snapshot, messages))
 
 
 def reader_s(snapshot: list[bytes], messages: list[list[bytes]]) -> float:

@@ -1,7 +1,8 @@
 """The journal's socket: step messages, and snapshots on request.
 
-One lock guards the journal and the socket. The engine holds it during its own steps, a thread while
-it answers readers. A send never blocks: a reader that is too slow misses messages.
+A lock guards the journal: the engine holds it during its own steps. A thread has the socket: it
+encodes and sends the engine's messages, and answers readers. A send never blocks: a reader that is
+too slow misses messages.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import msgspec
@@ -71,6 +73,7 @@ class Publisher:
         self._key = key
         self._run = os.urandom(8)
         self._number = 0  # of the last step message
+        self._unsent: SimpleQueue[tuple[int, StepMessage] | None] = SimpleQueue()
         self._sent_at = time.monotonic()
         self._wanted: set[bytes] = set()  # topics of snapshots
         self._snapshot_at = -SNAPSHOT_PAUSE_S
@@ -94,41 +97,57 @@ class Publisher:
         self._thread.start()
 
     def publish_step(self, outputs: Outputs = NO_OUTPUTS) -> None:
-        """Send what happened since the last call."""
+        """Have what happened since the last call sent."""
         with self.lock:
-            if (message := self.journal.take(outputs)) is not None:
+            message = self.journal.take(outputs)
+            if message is not None and not self._stopped.is_set():
                 self._publish(message)
 
     def stop(self) -> None:
         """Close the socket soon, without waiting for it."""
         self._stopped.set()
+        self._unsent.put(None)
 
     def close(self) -> None:
         """Close the socket; the caller does not hold the lock."""
-        self._stopped.set()
+        self.stop()
         self._thread.join()
 
     def _publish(self, message: StepMessage) -> None:
         self._number += 1
-        self._send(STEP, self._number, self._encode(message))
+        self._unsent.put((self._number, message))
+
+    def _serve(self) -> None:
+        try:
+            answered_at = time.monotonic()
+            while self._send_next():
+                now = time.monotonic()
+                if now - answered_at >= TICK_S:
+                    answered_at = now
+                    self._answer_readers(now)
+        except Exception:
+            logger.exception("the journal is off after an error; please report it")
+            self._stopped.set()
+        self._context.destroy(linger=0)
+
+    def _send_next(self) -> bool:
+        """Send the next message if there is one soon; return whether more may come."""
+        try:
+            unsent = self._unsent.get(timeout=TICK_S)
+        except Empty:
+            return True
+        if unsent is None:
+            return False
+        number, message = unsent
+        self._send(STEP, number, self._encode(message))
         self._sent_at = time.monotonic()
+        return True
 
     def _send(self, topic: bytes, number: int, payload: bytes) -> None:
         frames = [topic, self._run + number.to_bytes(8, "big"), payload]
         if self._key is not None:
             frames.append(hmac.digest(self._key, b"".join(frames), "sha256"))
-        if not self._stopped.is_set():
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-
-    def _serve(self) -> None:
-        while not self._stopped.wait(TICK_S):
-            try:
-                self._answer_readers(time.monotonic())
-            except Exception:
-                logger.exception("the journal is off after an error; please report it")
-                self._stopped.set()
-        with self.lock:
-            self._context.destroy(linger=0)
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def _answer_readers(self, now: float) -> None:
         with self.lock:
@@ -141,11 +160,10 @@ class Publisher:
             self.publish_step()
             number, rows = self._number, self.journal.snapshot()
         payload = self._encode((self.journal.block_tokens, rows))
-        with self.lock:
-            self._snapshot_at = now
-            for topic in self._wanted:
-                self._send(topic, number, payload)
-            self._wanted.clear()
+        self._snapshot_at = now
+        for topic in self._wanted:
+            self._send(topic, number, payload)
+        self._wanted.clear()
 
     def _read_requests(self) -> bool:
         """Read subscriptions to snapshots, and names of requests; return whether names came."""
