@@ -8,8 +8,10 @@ from typing import Final
 from vllm_sched.bench.traffic.fixed import LENGTHS, Fixed, LongBlocksShort
 from vllm_sched.bench.traffic.mixture import Mixture
 from vllm_sched.bench.traffic.sessions.agent_coding import AgentCoding
+from vllm_sched.bench.traffic.sessions.trace import SessionTrace, has_sessions
 from vllm_sched.bench.traffic.tables import TABLES
-from vllm_sched.bench.traffic.traces import BLOCK_TOKENS, RequestTrace
+from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
+from vllm_sched.bench.traffic.traces import RequestTrace
 from vllm_sched.bench.traffic.types import TrafficSource
 from vllm_sched.errors import UsageError
 
@@ -32,7 +34,8 @@ def find(
 
 def _find(workload: str, block_tokens: int) -> TrafficSource:
     if _is_trace(workload) and not _mixes_traces(workload):
-        return RequestTrace(Path(workload), block_tokens)
+        path = Path(workload)
+        return (SessionTrace if has_sessions(path) else RequestTrace)(path, block_tokens)
     if "," in workload or ":" in workload:
         return Mixture(workload, [_part(workload, part) for part in workload.split(",")])
     return _single(workload)
