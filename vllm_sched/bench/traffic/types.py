@@ -63,8 +63,8 @@ class Request:
     output_tokens: int
     tenant: str = ""
     shared: tuple[Piece, ...] = ()
+    session: str = ""  # name of the session, in its sub-agents' turns too
     begins: Session | None = None  # the session whose first turn this is
-    session: str = ""  # the session's name, in all its turns
     turn: int = 0
     context_tokens: int = 0  # prompt tokens of earlier prompts and answers of the session
 

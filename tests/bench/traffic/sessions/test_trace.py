@@ -72,6 +72,18 @@ def test_a_line_may_hold_a_whole_conversation(tmp_path: Path) -> None:
     assert (second.tenant, second.klass) == ("ann", "chat")
 
 
+def test_a_request_may_hold_its_new_text(tmp_path: Path) -> None:
+    said = {"role": "user", "content": "c" * 12}
+    (begin,) = begun(
+        opened(
+            tmp_path,
+            {"session_id": "a", "text_input": "t" * 40, "output_length": 5},
+            {"session_id": "a", "messages": [said], "message_mode": "delta", "output_length": 6},
+        )
+    )
+    assert sizes(plan_session(begin)) == [(10, 5), (18, 6)]
+
+
 def test_forks_and_spawns_are_sub_agents(tmp_path: Path) -> None:
     def said(text: str, **more: Any) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}], "max_tokens": 10, **more}
@@ -122,7 +134,8 @@ TURN = {"text": "hi"}
             [{"turns": [{**TURN, "forks": ["c", "c"]}]}, {"session_id": "c", "turns": [TURN]}],
             "line 1: sub-agent 'c' has more than one parent",
         ),
-        ([{"session_id": "a", "messages": []}], "line 1: messages are not read"),
+        ([{"session_id": "a", "messages": []}], "line 1: messages need message_mode"),
+        ([{"turns": [TURN], "pre_session_spawns": ["b"]}], "pre_session_spawns is not supported"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, entries: list[Any], message: str) -> None:

@@ -29,7 +29,8 @@ def plan_session(begin: Request, limit: float = inf) -> tuple[PlannedTurn, ...]:
     """Return the turns of the session that a request begins, each at most `limit` tokens long."""
     if begin.begins is None:
         return ()
-    return tuple(_planned(begin.begins, begin, (), limit))
+    named = replace(begin, begins=None, session=begin.begins.name)
+    return tuple(_planned(begin.begins, named, (), limit))
 
 
 def _planned(
@@ -60,8 +61,6 @@ def _planned(
             prompt_tokens=prompt,
             output_tokens=output,
             shared=pieces,
-            begins=None,
-            session=session.name,
             turn=number,
             context_tokens=known,
         )
@@ -75,7 +74,7 @@ def first_request(session: Session, at: float, klass: str, tenant: str = "") -> 
     """Return the request that begins a session, as a traffic source yields it."""
     turn = session.turns[0]
     prompt = _size(session.shared) + turn.new_tokens
-    return Request(at, klass, prompt, turn.output_tokens, tenant, session.shared, session)
+    return Request(at, klass, prompt, turn.output_tokens, tenant, session.shared, begins=session)
 
 
 def _size(pieces: tuple[Piece, ...]) -> int:

@@ -2,7 +2,7 @@
 
 - A request per line, with `session_id`, as in AIPerf's `mooncake_trace`: the first turn has
   `input_length`, `hash_ids` and perhaps `timestamp`; later turns have their new tokens as
-  `input_length`, and `delay`.
+  `input_length`, and `delay`. Instead of `input_length`: `text_input`, or `messages` as `delta`.
 - A session per line, with `turns`, as in `multi_turn` and `dag_jsonl`: a turn has `text` or
   `messages`, and perhaps `output_length`, `delay`, `forks` and `spawns` (names of sub-agents).
 
@@ -42,7 +42,8 @@ BYTES_PER_TOKEN: Final = 4
 DEFAULT_OUTPUT_TOKENS: Final = 128  # as in vLLM's benchmark
 DEFAULT_RATE: Final = 0.05  # sessions per second, without times
 OUTPUT_KEYS: Final = ("output_length", "max_tokens")
-MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", "payload")
+UNSUPPORTED: Final = ("orchestrator", "pre_session_spawns", "context_mode", "payload")
+MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos")
 
 
 @dataclass(slots=True)
@@ -106,6 +107,8 @@ class SessionTrace(TrafficSource):
 
     def _read(self, entry: dict[str, Any], number: int) -> None:
         name = word(entry, "session_id") or f"line {number}"
+        if found := [key for key in UNSUPPORTED if entry.get(key)]:
+            raise BadLineError(f"{found[0]} is not supported")
         known = self._lines.get(name)
         if "turns" in entry and known is not None:
             raise BadLineError(f"session_id {name!r} is in line {known.line} too")
@@ -119,10 +122,12 @@ class SessionTrace(TrafficSource):
             self._take_request(known, entry)
 
     def _take_request(self, session: _Line, entry: dict[str, Any]) -> None:
-        if "messages" in entry:
-            raise BadLineError("messages are not read here; give input_length or text_input")
-        size = _size(entry["text_input"]) if "text_input" in entry else 0
-        size = size or tokens(entry, "input_length")
+        if "messages" in entry and entry.get("message_mode") != "delta":
+            raise BadLineError("messages need message_mode delta; or give input_length")
+        if "messages" in entry or "text_input" in entry:
+            size = _size("".join(_flat(entry.get("messages", entry.get("text_input")))))
+        else:
+            size = tokens(entry, "input_length")
         if not session.turns:
             session.shared = pieces_of(entry.get("hash_ids"), size, self._block)
             size -= sum(each for _, each in session.shared)
@@ -224,9 +229,7 @@ def _flat(value: Any) -> Iterator[str]:
         raise BadLineError(f"a turn's text is {value!r:.60}; it must be text")
 
 
-def _size(text: Any) -> int:
-    if not isinstance(text, str):
-        raise BadLineError(f"text is {text!r:.60}; it must be text")
+def _size(text: str) -> int:
     return max(1, -(-len(text.encode(errors="replace")) // BYTES_PER_TOKEN))
 
 
