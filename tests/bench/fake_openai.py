@@ -29,6 +29,7 @@ class FakeOpenAI:
     knows_ignore_eos: bool = True
     tells_usage: bool = True
     counts: int | None = None  # token count of every prompt
+    cached_tokens: int | None = None  # reported for every prompt
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     max_model_len: int | None = 4096
     key: str = ""
@@ -125,7 +126,9 @@ class FakeOpenAI:
             await response.write(event(piece))
         if chat:
             await response.write(event({"delta": {}, "finish_reason": "length"}))
-        usage = {"prompt_tokens": self._count(body), "completion_tokens": wanted}
+        usage: dict[str, Any] = {"prompt_tokens": self._count(body), "completion_tokens": wanted}
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         if self.tells_usage:
             await response.write(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
@@ -147,7 +150,8 @@ async def serving(fake: FakeOpenAI, tls: ssl.SSLContext | None = None) -> AsyncI
 def tokens(body: dict[str, Any]) -> int:
     """Return the tokens of a prompt, or of a chat with its template."""
     if "messages" in body:
-        return TEMPLATE_TOKENS + TOKENS_PER_WORD * len(body["messages"][0]["content"].split())
+        words = sum(len(message["content"].split()) for message in body["messages"])
+        return TEMPLATE_TOKENS + TOKENS_PER_WORD * words
     prompt = body["prompt"]
     return TOKENS_PER_WORD * len(prompt.split()) if isinstance(prompt, str) else len(prompt)
 

@@ -9,7 +9,8 @@ from typing import Any
 from zlib import crc32
 
 from proxy.config import FleetConfig
-from vllm_sched.bench.traffic.types import Request, TrafficSource
+from vllm_sched.bench.traffic.sessions.conversation import first_request
+from vllm_sched.bench.traffic.types import Request, Session, TrafficSource
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.fleet.models import of_profile, worker_models
 from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
@@ -30,6 +31,15 @@ class Listed(TrafficSource):
     def requests(self, rng: Any) -> Iterator[Request]:  # noqa: ARG002
         """Yield the requests."""
         yield from self._requests
+
+
+class ListedSessions(Listed):
+    """A source of the given sessions."""
+
+    has_sessions = True
+
+    def __init__(self, *sessions: Session) -> None:
+        super().__init__(*(first_request(each, 0.0, "agent") for each in sessions))
 
 
 def worker(time: StepTime = EVEN, **changes: Any) -> WorkerModel:

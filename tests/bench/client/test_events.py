@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.fake_openai import dumped, event
-from vllm_sched.bench.client.events import EventStream
+from vllm_sched.bench.client.events import EventStream, text_of
 from vllm_sched.bench.results.outcome import Outcome
 
 USAGE = b"data: " + dumped({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}})
@@ -121,3 +121,15 @@ def test_usage_that_is_not_a_number_is_ignored() -> None:
     usage_event = b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n"
     outcome, _ = read(event({"text": "a"}), usage_event)
     assert (outcome.error, outcome.completed, outcome.prompt_tokens) == ("", 0, 1)
+
+
+def test_the_answers_text_is_kept_if_wanted() -> None:
+    answer: list[bytes] = []
+    stream = EventStream(Outcome(0.0, "a", 1, 4), answer)
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+    broken = b'data: {"choices":[{"x\n\n'
+    for chunk in (ANSWER, event({"text": "z", "index": 0}), broken, END):
+        stream.feed(chunk, 0.0)
+    stream.feed(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n", 0.0)
+    assert text_of(answer) == " arolez"
+    assert stream.cached_tokens == 4

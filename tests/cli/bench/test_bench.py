@@ -71,6 +71,22 @@ def test_run_prints_figures_and_writes_files(
     }  # fmt: skip
 
 
+def test_sessions_are_played_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save, trace = tmp_path / "out.json", tmp_path / "talks.jsonl"
+    talk = {"turns": [{"text": "a" * 40, "output_length": 3}, {"text": "b" * 40}]}
+    trace.write_text(f"{json.dumps(talk)}\n" * 3)
+    with running(FakeOpenAI()) as fake:
+        words = ["--workload", str(trace), "--concurrency", "2", "--save", str(save)]
+        assert main(["bench", "--url", fake.url, *words]) == 0
+    assert "tasks finished 3" in " ".join(capsys.readouterr().out.split())
+    result = json.loads(save.read_text())
+    assert (result["completed"], result["max_concurrency"]) == (6, 2)
+    assert result["sessions"]["finished"] == 3
+    assert sorted(result["turns_of"]) == [0, 0, 0, 1, 1, 1]
+
+
 def test_failures_are_counted_printed_and_set_the_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -387,3 +387,31 @@ def test_router_and_up_refuse_a_simulation_only_worker(
     assert main(["up", str(fleet), "--log-dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "workers[0].url: is missing, and there is no launch: block" in error
+
+
+def test_sessions_of_a_trace_are_played_and_reported(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, save = tmp_path / "agents.jsonl", tmp_path / "out.json"
+    first = {"input_length": 2048, "output_length": 20, "hash_ids": [1, 2], "timestamp": 0}
+    later = {"input_length": 300, "output_length": 10, "delay": 1500}
+    lines = [{"session_id": name, **entry} for entry in (first, later) for name in ("a", "b")]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--workload", str(trace), "--concurrency", "1", "--engine", "fluid"]
+    assert main(["simulate", str(fleet), *words, "--save", str(save)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tasks finished 2" in out
+    result = json.loads(save.read_text())
+    assert result["sessions_of"] == ["a", "a", "b", "b"]
+    assert result["turns_of"] == [0, 1, 0, 1]
+    assert result["context_lens"] == [0, 2068, 0, 2068]
+    assert result["sessions"]["finished"] == 2
+    assert all(task["task_s"] > 1.5 for task in result["sessions"]["tasks"])
+
+
+def test_sessions_have_prefixes_of_their_own(
+    fleet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--workload", "agent-coding", "--prefix-hit", "0.3"]
+    assert main(["simulate", str(fleet), *words]) == 2
+    assert "--prefix-hit: sessions have prefixes of their own" in capsys.readouterr().err

@@ -24,6 +24,7 @@ def test_token_names_are_equal_up_to_the_first_different_piece() -> None:
     assert shared_tokens((("a", 50), ("b", 50)), (("a", 50), ("b", 20))) == 70
     assert shared_tokens((("a", 50), ("b", 50)), (("a", 50), ("c", 50))) == 50
     assert shared_tokens((("a", 50), ("b", 50)), (("a", 40), ("b", 50))) == 40
+    assert shared_tokens((("a", 50), ("b", 20), ("c", 9)), (("a", 50), ("b", 20), ("c", 30))) == 79
 
 
 def test_token_names_of_one_text_are_stable() -> None:

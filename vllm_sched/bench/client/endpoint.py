@@ -73,12 +73,18 @@ class Endpoint:
 
     def body(self, prompt: str, output_tokens: int, tenant: str = "") -> bytes:
         """Return a request body; the prompt's words contain nothing to escape."""
-        chat = self.path == CHAT
-        text = f'"messages":[{{"role":"user","content":"{prompt}"}}]' if chat else None
+        if self.path == CHAT:
+            text = f'"messages":[{{"role":"user","content":"{prompt}"}}]'
+        else:
+            text = f'"prompt":"{prompt}"'
+        return self.body_of(text, output_tokens, tenant)
+
+    def body_of(self, text: str, output_tokens: int, tenant: str = "") -> bytes:
+        """Return a request body with this prompt field."""
         fields = [
             f'{{"model":{json.dumps(self.model)}',
-            text or f'"prompt":"{prompt}"',
-            f'"max_{"completion_" if chat else ""}tokens":{output_tokens}',
+            text,
+            f'"max_{"completion_" if self.path == CHAT else ""}tokens":{output_tokens}',
             '"temperature":0,"stream":true,"stream_options":{"include_usage":true}',
         ]
         if self.ignore_eos:

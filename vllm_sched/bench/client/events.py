@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from vllm_sched.bench.results.error_excerpt import excerpt
@@ -28,8 +29,11 @@ class TokenRecord(Protocol):
 class EventStream:
     """Reads one response into its record."""
 
-    def __init__(self, outcome: TokenRecord) -> None:
+    def __init__(self, outcome: TokenRecord, answer: list[bytes] | None = None) -> None:
+        """Append the events with tokens to `answer`, if it is given."""
         self._outcome = outcome
+        self._answer = answer
+        self.cached_tokens: int | None = None  # of the prompt, if the server reports it
         self._rest = b""
         self._done = False
 
@@ -53,6 +57,8 @@ class EventStream:
                 and b'"delta":{}' not in event
             ):
                 self._outcome.ticks.append(now)
+                if self._answer is not None:
+                    self._answer.append(event)
             elif event.startswith(b"data: [DONE]"):
                 self._done = True
             elif event:
@@ -80,11 +86,30 @@ class EventStream:
             return
         if any(map(_carries_a_token, choices)):
             self._outcome.ticks.append(now)
+            if self._answer is not None:
+                self._answer.append(event)
         if isinstance(usage := message.get("usage"), dict):
             self._outcome.completed = _count(usage, "completion_tokens")
             self._outcome.prompt_tokens = (
                 _count(usage, "prompt_tokens") or self._outcome.prompt_tokens
             )
+            if isinstance(found := usage.get("prompt_tokens_details"), dict):
+                self.cached_tokens = _count(found, "cached_tokens")
+
+
+def text_of(answer: Iterable[bytes]) -> str:
+    """Return the text of events with tokens; invalid events have none."""
+    return "".join(map(_text, answer))
+
+
+def _text(event: bytes) -> str:
+    data = b"".join(line[5:] for line in event.split(b"\n") if line.startswith(b"data:"))
+    try:
+        choice = json.loads(data)["choices"][0]
+        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ""
+    return text if isinstance(text, str) else ""
 
 
 def _count(usage: dict[str, Any], key: str) -> int:

@@ -7,13 +7,17 @@ import resource
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final
+from uuid import NAMESPACE_OID, uuid5
 
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.priority import StallWatch, realtime_priority
+from vllm_sched.bench.client.session_player import SessionPlayer
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
 from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.sessions import PlayedSession, cut_warning
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_sched.bench.client.endpoint import Endpoint
-    from vllm_sched.bench.client.wire import Wire
     from vllm_sched.bench.traffic.schedule import Schedule
     from vllm_sched.bench.traffic.types import Request
 
@@ -61,6 +64,7 @@ class PlayedRun:
     cut: int = 0  # requests shortened to the model's context
     short: int = 0  # responses that ended too early
     uncounted: int = 0  # responses without a token count
+    sessions: tuple[PlayedSession, ...] = ()
 
     @property
     def late_p99(self) -> float:
@@ -87,9 +91,7 @@ class PlayedRun:
                 "use more clients"
             )
         if self.cut:
-            found.append(
-                f"{self.cut} requests were shortened to fit the model; --scale shortens all"
-            )
+            found.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
         if self.short:
             found.append(f"{self.short} responses ended before the requested length")
         if self.uncounted:
@@ -136,20 +138,26 @@ class _Player:
         self._tally = tally
         self._stop = stop
         self._texts = texts
+        self._wire = endpoint.wire()
         self._outcomes: list[Outcome] = []
         self._cut = self._uncounted = 0
+        self._limit = endpoint.max_model_len and endpoint.max_model_len - _slack(
+            endpoint.max_model_len
+        )
+        self._sessions = SessionPlayer(
+            endpoint, texts, self._one, self._now,
+            limit=self._limit or inf, end=schedule.ends_after_s,
+        )  # fmt: skip
 
     async def run(self) -> PlayedRun:
-        wire = self._endpoint.wire()
+        wire = self._wire
         first = self._numbered()
         head = next(first, None)  # created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
         self._tally.began = self._start
         closed = self._schedule.concurrency is not None
         sending = asyncio.create_task(
-            self._closed(wire, _chained(head, first))
-            if closed
-            else self._open(wire, _chained(head, first))
+            self._closed(_chained(head, first)) if closed else self._open(_chained(head, first))
         )
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -168,24 +176,25 @@ class _Player:
             busy=(time.process_time() - cpu) / duration if duration else 0.0,
             stall=stalls.longest_s,
             interrupted=self._stop.is_set(),
-            cut=self._cut,
+            cut=self._cut + self._sessions.cut,
             short=sum(
                 each.good and self._endpoint.ignore_eos and each.completed < each.output_tokens
                 for each in self._outcomes
             ),
             uncounted=self._uncounted,
+            sessions=tuple(self._sessions.played),
         )
 
-    async def _open(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
+    async def _open(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
         async with asyncio.TaskGroup() as group:
             for request, body in jobs:
                 if (early := request.at - self._now()) > 0:
                     await asyncio.sleep(early)
-                group.create_task(self._one(wire, request, request.at, body))
+                group.create_task(self._play(request, request.at, body))
                 # Late requests leave no sleep, and without one no response would be read.
                 await asyncio.sleep(0)
 
-    async def _closed(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
+    async def _closed(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
         """Keep `concurrency` requests in flight; pause after a failed one."""
         end = self._schedule.ends_after_s
 
@@ -200,30 +209,36 @@ class _Player:
                 at = self._now()  # the body or the pause may have taken longer than planned
                 if end is not None and at >= end:
                     return
-                retry_after_s = await self._one(wire, job[0], at, job[1])
+                retry_after_s = await self._play(job[0], at, job[1])
                 pause_s = 0.0 if retry_after_s is None else max(retry_after_s, MIN_RETRY_PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._schedule.concurrency or 1):
                 group.create_task(lane())
 
-    async def _one(self, wire: Wire, request: Request, at: float, body: bytes) -> float | None:
-        """Play a request; return the seconds to wait before the next if it failed, or None."""
-        outcome = Outcome(
-            at, request.klass, request.prompt_tokens, request.output_tokens, request.tenant
-        )
+    async def _play(self, request: Request, at: float, body: bytes) -> float | None:
+        """Play a request or a session; return the seconds to wait if it failed, or None."""
+        if request.begins is not None:
+            return await self._sessions.play(request, at)
+        return await self._one(request, at, body)
+
+    async def _one(
+        self, request: Request, at: float, body: bytes, answer: list[bytes] | None = None
+    ) -> float | None:
+        outcome = Outcome.of(request, at)
         self._outcomes.append(outcome)
         outcome.sent = self._now()
         self._tally.sent += 1
-        stream = EventStream(outcome)
+        stream = EventStream(outcome, answer)
         headers = _Headers(outcome)
         try:
-            await wire.stream(
+            await self._wire.stream(
                 self._endpoint.path,
                 body,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
                 on_header=headers.take,
+                session=self._session_id(request.session),
             )
             if not outcome.error and not (stream.done and outcome.ticks):
                 outcome.error = f"the stream ended early, after {len(outcome.ticks)} tokens"
@@ -232,6 +247,7 @@ class _Player:
         except asyncio.CancelledError:
             outcome.interrupted = True
             raise
+        outcome.cached_tokens = stream.cached_tokens
         counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
             self._tally.failed += 1
@@ -242,11 +258,16 @@ class _Player:
         return None
 
     def _numbered(self) -> Iterator[tuple[Request, bytes]]:
-        limit = self._endpoint.max_model_len
         for number, request in enumerate(self._schedule):
-            fitted = request if limit is None else request.fitted(limit - _slack(limit))
+            if request.begins is not None:
+                yield request, b""
+                continue
+            fitted = request if self._limit is None else request.fitted(self._limit)
             self._cut += fitted is not request
             yield fitted, self._endpoint.request_body(self._texts, number, fitted)
+
+    def _session_id(self, name: str) -> str:
+        return str(uuid5(NAMESPACE_OID, f"{self._texts.seed}/{name}")) if name else ""
 
     def _now(self) -> float:
         return time.perf_counter() - self._start

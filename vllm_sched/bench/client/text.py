@@ -12,6 +12,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm_sched.bench.traffic.types import Request
 
 COMMON_WORDS: Final = (
@@ -53,13 +55,13 @@ class Texts:
     """Texts by name; the same seed gives the same texts."""
 
     def __init__(self, seed: int | str) -> None:
-        self._seed = seed
+        self.seed = seed
         pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL_WORDS)
         self._pool = " ".join(pool)
         self._begins = [0, *accumulate(len(word) + 1 for word in pool)]
 
     def text(self, name: object, words: int) -> str:
-        rng = random.Random(f"{self._seed}/{name!r}")
+        rng = random.Random(f"{self.seed}/{name!r}")
         head = rng.choices(WORDS, k=HEAD_WORDS)
         if words <= HEAD_WORDS:
             return " ".join(head[:words])
@@ -73,19 +75,21 @@ class Texts:
 
     def prompt(self, number: int, request: Request, measure: Measure) -> str:
         """Return the prompt of request `number`, with the shared pieces first."""
-        pieces = []
+        own = (_Own(number), request.prompt_tokens - request.shared_tokens)
+        return self.joined([*request.shared, own], measure) or self.text(own[0], 1)
+
+    def joined(self, pieces: Iterable[tuple[object, int]], measure: Measure) -> str:
+        """Return the texts of these names, each of a number of tokens."""
+        found = []
         tokens = done = 0
-        for name, more in (
-            *request.shared,
-            (_Own(number), request.prompt_tokens - request.shared_tokens),
-        ):
+        for name, more in pieces:
             # Rounded at the end of each piece, so that the errors of pieces do not add up.
             tokens += more
             words = measure.words(tokens) - done
             if words > 0:
-                pieces.append(self.text(name, words))
+                found.append(self.text(name, words))
                 done += words
-        return " ".join(pieces) or self.text(_Own(number), 1)
+        return " ".join(found)
 
 
 @dataclass(frozen=True)

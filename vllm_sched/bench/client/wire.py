@@ -93,9 +93,11 @@ class Wire:
         *,
         on_header: OnHeader = _ignore,
         request_id: str = "",
+        session: str = "",
     ) -> None:
         """Send a POST request and pass on the response's pieces; raise if it is incomplete."""
         line = f"X-Request-Id: {request_id}\r\n" if request_id else ""
+        line += f"X-Session-Id: {session}\r\n" if session else ""
         await self._send("POST", path, body, on_header, on_body, timeout_s, line)
 
     def close(self) -> None:

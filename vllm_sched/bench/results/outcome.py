@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Request
 
 
 @dataclass(slots=True)
@@ -25,6 +29,24 @@ class Outcome:
     worker: str = ""  # the serving worker, if a router names it
     error: str = ""
     interrupted: bool = False  # by the user; not a failure
+    session: str = ""
+    turn: int = 0  # in the session, or in the sub-agent
+    context_tokens: int = 0  # of the prompt, in earlier prompts and answers of the session
+    cached_tokens: int | None = None  # of the prompt, if the worker reports it
+
+    @classmethod
+    def of(cls, request: Request, at: float) -> Self:
+        """Return the outcome of a request that is planned for this time."""
+        return cls(
+            at,
+            request.klass,
+            request.prompt_tokens,
+            request.output_tokens,
+            request.tenant,
+            session=request.session,
+            turn=request.turn,
+            context_tokens=request.context_tokens,
+        )
 
     @property
     def good(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from vllm_sched.bench.results.sessions import PlayedSession, session_figures
 from vllm_sched.bench.results.summary import ALL, by_class, details
 from vllm_sched.files import write_whole
 
@@ -31,10 +32,15 @@ class BenchResult:
     model: str
     notes: Mapping[str, Any] = field(default_factory=dict)  # further JSON keys
     warnings: Sequence[str] = ()
+    sessions: Sequence[PlayedSession] = ()
 
     def classes(self) -> dict[str, dict[str, Any]]:
         """Return the figures by class and for all requests."""
         return by_class(self.outcomes, self.duration, self.targets)
+
+    def session_figures(self) -> dict[str, Any] | None:
+        """Return the figures of sessions; None without sessions."""
+        return session_figures(self.sessions, self.outcomes) if self.sessions else None
 
     def to_json(self) -> dict[str, Any]:
         schedule = self.schedule
@@ -54,6 +60,7 @@ class BenchResult:
             "max_concurrency": schedule.concurrency,
             **classes[ALL],
             **details(self.outcomes),
+            **({"sessions": found} if (found := self.session_figures()) else {}),
             "classes": {name: found for name, found in classes.items() if name != ALL},
             "goodput_targets_ms": self.targets.as_ms(),
             "workload": {

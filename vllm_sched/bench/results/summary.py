@@ -96,6 +96,16 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "classes_of": [o.klass for o in ended],
         "tenants_of": [o.tenant for o in ended],
         "workers_of": [o.worker for o in ended],
+        **(_turns(ended) if any(o.session for o in ended) else {}),
+    }
+
+
+def _turns(ended: Sequence[Outcome]) -> dict[str, list[Any]]:
+    return {
+        "sessions_of": [o.session for o in ended],
+        "turns_of": [o.turn for o in ended],
+        "context_lens": [o.context_tokens for o in ended],
+        "cached_lens": [o.cached_tokens for o in ended],
     }
 
 

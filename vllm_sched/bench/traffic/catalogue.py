@@ -7,20 +7,35 @@ from typing import Final
 
 from vllm_sched.bench.traffic.fixed import LENGTHS, Fixed, LongBlocksShort
 from vllm_sched.bench.traffic.mixture import Mixture
+from vllm_sched.bench.traffic.sessions.agent_coding import AgentCoding
+from vllm_sched.bench.traffic.sessions.trace import SessionTrace, has_sessions
 from vllm_sched.bench.traffic.tables import TABLES
-from vllm_sched.bench.traffic.traces import BLOCK_TOKENS, RequestTrace
+from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
+from vllm_sched.bench.traffic.traces import RequestTrace
 from vllm_sched.bench.traffic.types import TrafficSource
 from vllm_sched.errors import UsageError
 
 NAMES: Final = (*TABLES, LongBlocksShort.name)
+SESSION_NAMES: Final = (AgentCoding.name,)
 FORMS: Final = (
     "a mixture as azure-conv:0.9,mooncake-conv:0.1, lengths as 3000x100, or a trace as FILE.jsonl"
 )
 
 
-def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> TrafficSource:
+def find(
+    workload: str, *, block_tokens: int = BLOCK_TOKENS, sessions: bool = False
+) -> TrafficSource:
+    """Return the source of a name; raise for one of sessions unless `sessions` is set."""
+    source = _find(workload, block_tokens)
+    if source.has_sessions and not sessions:
+        raise UsageError(f"{workload}: has sessions, which only bench and simulate play")
+    return source
+
+
+def _find(workload: str, block_tokens: int) -> TrafficSource:
     if _is_trace(workload) and not _mixes_traces(workload):
-        return RequestTrace(Path(workload), block_tokens)
+        path = Path(workload)
+        return (SessionTrace if has_sessions(path) else RequestTrace)(path, block_tokens)
     if "," in workload or ":" in workload:
         return Mixture(workload, [_part(workload, part) for part in workload.split(",")])
     return _single(workload)
@@ -42,7 +57,8 @@ def _mixes_traces(workload: str) -> bool:
 
 
 def _is_known(name: str) -> bool:
-    return name.endswith(".jsonl") or name in NAMES or LENGTHS.fullmatch(name) is not None
+    names = (*NAMES, *SESSION_NAMES)
+    return name.endswith(".jsonl") or name in names or LENGTHS.fullmatch(name) is not None
 
 
 def _part(workload: str, part: str) -> tuple[TrafficSource, float]:
@@ -63,8 +79,12 @@ def _part(workload: str, part: str) -> tuple[TrafficSource, float]:
 def _single(name: str) -> TrafficSource:
     if name in TABLES:
         return TABLES[name]
+    if name == AgentCoding.name:
+        return AgentCoding()
     if name == LongBlocksShort.name:
         return LongBlocksShort()
     if LENGTHS.fullmatch(name):
         return Fixed(name)
-    raise UsageError(f"unknown workload {name!r}; use one of: {', '.join(NAMES)}; or {FORMS}")
+    raise UsageError(
+        f"unknown workload {name!r}; use one of: {', '.join((*NAMES, *SESSION_NAMES))}; or {FORMS}"
+    )

@@ -23,9 +23,10 @@ class Mixture(TrafficSource):
     def __init__(self, name: str, parts: Sequence[tuple[TrafficSource, float]]) -> None:
         """Take sources with their shares, which need not add up to one."""
         for source, share in parts:
-            if source.timed:
+            if source.timed or source.has_sessions:
+                own = "times" if source.timed else "sessions"
                 raise UsageError(
-                    f"{name}: {source.name} has times of its own and can't be part of a mixture; "
+                    f"{name}: {source.name} has {own} of its own and can't be part of a mixture; "
                     "play it alone"
                 )
             if not 0 < share < float("inf"):

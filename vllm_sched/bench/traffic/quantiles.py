@@ -18,11 +18,11 @@ class Quantiles:
     published ones; a lognormal through p50 and p99 misses them by half.
     """
 
-    def __init__(self, *values: float) -> None:
-        """Take the values at `PERCENTS`, ascending."""
+    def __init__(self, *values: float, percents: tuple[int, ...] = PERCENTS) -> None:
+        """Take the values at `percents`, ascending."""
         low = max(1.0, values[0] ** 2 / values[1])
         high = values[-1] * min(MAX_TAIL_RATIO, values[-1] / values[-2])
-        self._at = (0.0, *(percent / 100 for percent in PERCENTS), 1.0)
+        self._at = (0.0, *(percent / 100 for percent in percents), 1.0)
         self._values = (low, *values, high)
         self._logs = tuple(math.log(value) for value in self._values)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 DEFAULT_DURATION_S = 60.0
+DEFAULT_SESSIONS_DURATION_S = 600.0
 # After a refusal a closed loop waits as long as told, and at least this many seconds.
 MIN_RETRY_PAUSE_S: Final = 0.1
 # An open loop draws its times before it begins, which takes time and memory.
@@ -80,6 +81,8 @@ class Schedule:
                 f"--prefix-hit {self.prefix_hit:g}: must be from 0 to 0.85, because every request "
                 "has new tokens too"
             )
+        if self.prefix_hit is not None and self.source.has_sessions:
+            raise UsageError("--prefix-hit: sessions have prefixes of their own; leave it out")
         if self.tenants < 0:
             raise UsageError(f"--tenants {self.tenants}: must be 0 or more")
 
@@ -105,7 +108,8 @@ class Schedule:
     def ends_after_s(self) -> float | None:
         """When sending ends; None if only the number of requests ends it."""
         if self.duration_s is None and self.count is None and self.source.count is None:
-            return DEFAULT_DURATION_S
+            sessions = self.source.has_sessions
+            return DEFAULT_SESSIONS_DURATION_S if sessions else DEFAULT_DURATION_S
         return self.duration_s
 
     @property

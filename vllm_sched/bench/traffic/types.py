@@ -17,6 +17,43 @@ MAX_TOKENS: Final = 100_000_000  # of a prompt or an output: longer than any con
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session: the conversation so far and `new_tokens` more."""
+
+    new_tokens: int  # tool results or a user's text
+    output_tokens: int
+    think_s: float = 0.0  # between the end of the last answer and this request
+    compacts: bool = False  # the new tokens replace the conversation, except the shared prefix
+    forks: tuple[Session, ...] = ()  # sub-agents after the answer; the next turn waits for them
+
+    def scaled(self, factor: float) -> Turn:
+        return replace(
+            self,
+            new_tokens=_scaled(self.new_tokens, factor),
+            output_tokens=_scaled(self.output_tokens, factor),
+            forks=tuple(each.scaled(factor) for each in self.forks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation of an agent or a user, or of a sub-agent."""
+
+    name: str  # unique in its source
+    turns: tuple[Turn, ...]
+    shared: tuple[Piece, ...] = ()  # prefix before the first turn's new tokens
+    fresh: bool = False  # a sub-agent that does not extend its parent's conversation
+
+    def scaled(self, factor: float) -> Session:
+        """Return the session with lengths multiplied, each at least one token."""
+        return replace(
+            self,
+            turns=tuple(turn.scaled(factor) for turn in self.turns),
+            shared=tuple((name, _scaled(tokens, factor)) for name, tokens in self.shared),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request. Its text after the shared pieces is unique."""
 
@@ -26,6 +63,10 @@ class Request:
     output_tokens: int
     tenant: str = ""
     shared: tuple[Piece, ...] = ()
+    session: str = ""  # name of the session, in its sub-agents' turns too
+    begins: Session | None = None  # the session whose first turn this is
+    turn: int = 0
+    context_tokens: int = 0  # prompt tokens of earlier prompts and answers of the session
 
     @property
     def shared_tokens(self) -> int:
@@ -47,6 +88,7 @@ class Request:
             prompt_tokens=prompt,
             output_tokens=_scaled(self.output_tokens, factor),
             shared=tuple(pieces),
+            begins=self.begins and self.begins.scaled(factor),
         )
 
     def fitted(self, limit: int) -> Request:
@@ -76,7 +118,8 @@ class TrafficSource(ABC):
     rate: float  # requests per second, as published; the default rate
     burstiness: float = 1.0  # of the gamma gaps: 1 is Poisson, less is burstier
     timed: bool = False  # whether the requests' `at` is used
-    count: int | None = None  # number of requests; None if endless
+    count: int | None = None  # number of requests, or of sessions; None if endless
+    has_sessions: bool = False  # whether each request begins a session
 
     @abstractmethod
     def requests(self, rng: random.Random) -> Iterator[Request]:

@@ -12,6 +12,7 @@ from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, le
 from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
+from vllm_sched.bench.results.sessions import session_table
 from vllm_sched.bench.results.summary import table
 from vllm_sched.cli.bench.load import (
     add_endpoint,
@@ -45,7 +46,8 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="play a workload against any OpenAI endpoint",
         description=(
             "Send requests at the times of a workload without waiting for earlier responses (an "
-            "open loop). Latencies count from these times. Prompts are random words."
+            "open loop). Latencies count from these times. Prompts are random words. In a session, "
+            "a turn follows the last answer and repeats the conversation."
         ),
     )
     add_endpoint(parser)
@@ -110,13 +112,14 @@ def as_result(
             **notes,
         },
         [*endpoint.doubts, *played.warnings(), *schedule.falls_short],
+        played.sessions,
     )
 
 
 def print_result(result: BenchResult, played: PlayedRun, console: Console) -> None:
     if played.interrupted:
         console.print("interrupted: partial results", style="yellow")
-    console.print(table(result.classes(), result.targets))
+    print_tables(result, console)
     console.print(
         f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
         f"them within {played.late_p99 * 1000:.0f} ms of their time, with {played.busy:.0%} of a "
@@ -127,6 +130,13 @@ def print_result(result: BenchResult, played: PlayedRun, console: Console) -> No
     for warning in result.warnings:
         console.print(warning, style="yellow", highlight=False)
     print_errors([each.error for each in result.outcomes if each.error], console)
+
+
+def print_tables(result: BenchResult, console: Console) -> None:
+    """Print the figures of requests, and those of sessions if there are any."""
+    console.print(table(result.classes(), result.targets))
+    if figures := result.session_figures():
+        console.print(session_table(figures))
 
 
 async def _measured(

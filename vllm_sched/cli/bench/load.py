@@ -18,9 +18,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions
 from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress, play
 from vllm_sched.bench.client.wire import COMPLETIONS
-from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
+from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, SESSION_NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
 from vllm_sched.cli.paths import require_folders, require_place, writing
 from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.errors import UsageError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.results.result import BenchResult
 
-WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
+WORKLOAD_HELP = f"{', '.join((*NAMES, *SESSION_NAMES))}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")
 KEY_VARIABLE = "OPENAI_API_KEY"
 REFRESH_S = 0.5
@@ -79,10 +79,14 @@ def add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
         "--request-rate",
         type=float,
         metavar="R",
-        help="requests per second (default: the rate or the times of the workload)",
+        help="requests, or new sessions, per second (default: the rate or the times of the "
+        "workload)",
     )
     loop.add_argument(
-        "--concurrency", type=int, metavar="C", help="closed loop: number of concurrent requests"
+        "--concurrency",
+        type=int,
+        metavar="C",
+        help="closed loop: number of concurrent requests, or sessions",
     )
     parser.add_argument(
         "--burstiness",
@@ -99,7 +103,7 @@ def add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
     """Return the schedule of the options; with `insist`, the workload must have its own times."""
-    source = find(args.workload, block_tokens=args.block_tokens)
+    source = find(args.workload, block_tokens=args.block_tokens, sessions=True)
     if insist and not source.timed:
         raise UsageError(
             f"--trace: {source.name} has no times of its own; give a --request-rate or a FILE.jsonl"
@@ -117,10 +121,17 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
     return schedule
 
 
-def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the trace") -> None:
+def requests_of(schedule: Schedule) -> int | None:
+    """Return the number of requests; None for sessions, which have any number of turns."""
+    return None if schedule.source.has_sessions else schedule.count
+
+
+def add_traffic(
+    parser: argparse.ArgumentParser, *, lasts: str = "60, with sessions 600, or the trace"
+) -> None:
     """Add the options of the traffic, without load and seed."""
     parser.add_argument("--duration", type=float, metavar="SECONDS", help=f"default: {lasts}")
-    parser.add_argument("--num-requests", type=int, metavar="N")
+    parser.add_argument("--num-requests", type=int, metavar="N", help="requests, or sessions")
     parser.add_argument(
         "--scale", type=float, default=1.0, metavar="F", help="factor for all lengths, such as 0.1"
     )
@@ -280,7 +291,7 @@ async def play_with_progress(
     )  # fmt: skip
     # Refreshed rarely and explicitly, because this process also times the tokens.
     with Progress(*columns, console=place, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(label, total=end or schedule.count, state="")
+        task = progress.add_task(label, total=end or requests_of(schedule), state="")
 
         def show() -> None:
             completed = time.perf_counter() - tally.began if end else tally.done + tally.failed

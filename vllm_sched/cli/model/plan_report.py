@@ -15,7 +15,7 @@ from rich.table import Table
 from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.results.summary import milliseconds
 from vllm_sched.bench.traffic.sampled import Sampled
-from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
 from vllm_sched.cli.bench import chart
 from vllm_sched.cli.model.simulate import EXACT, FLUID
 from vllm_sched.cost.profiles import QUANTIZED

@@ -20,13 +20,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
-from vllm_sched.bench.results.summary import table
+from vllm_sched.bench.results.sessions import cut_warning
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
-from vllm_sched.cli.bench.bench import print_errors
+from vllm_sched.cli.bench.bench import print_errors, print_tables
 from vllm_sched.cli.bench.load import (
     add_traffic,
     add_workload,
     check_outputs,
+    requests_of,
     require_ended,
     require_requests,
     save_and_draw,
@@ -165,7 +166,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         console.print("interrupted: partial results", style="yellow")
     else:
         require_requests(result)
-    console.print(table(result.classes(), targets))
+    print_tables(result, console)
     _print_result(console, result, run)
     save_and_draw(result, args, console)
     if args.plot:
@@ -279,7 +280,7 @@ def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float,
         TextColumn("{task.fields[state]}", style="dim"),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(schedule.source.name, total=end or schedule.count, state="")
+        task = progress.add_task(schedule.source.name, total=end or requests_of(schedule), state="")
 
         def told(now: float, sent: int, done: int) -> None:
             progress.update(
@@ -346,6 +347,7 @@ def as_result(
             },
         },
         _warnings(args.engine, config, models, schedule, cut),
+        played.sessions,
     )
 
 
@@ -359,7 +361,7 @@ def _warnings(
     """Return warnings on options that the simulation could not follow."""
     found = schedule.falls_short
     if cut:
-        found.append(f"{cut} requests were shortened to fit the fleet; --scale shortens all")
+        found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
     if engine == FLUID:
         ignored = {
             name

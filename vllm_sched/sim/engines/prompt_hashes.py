@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
@@ -20,25 +20,20 @@ MAX_CACHED_PROMPTS: Final = 16_384
 
 def token_namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
     """Return a function that names a text's first n tokens; equal names mean equal tokens."""
-    whole = sum(tokens for _, tokens in shared)
-
-    def own(end: int) -> bytes:
-        return b"%d/%d" % (text, end)
-
-    if not whole:
-        return own
+    ends: list[int] = []
+    heads: list[bytes] = []
+    before, whole = b"", 0
+    for piece, tokens in shared:
+        heads.append(b"%b%b" % (before, repr(piece).encode()))
+        before = xxh3_128_digest(b"%b/%d" % (heads[-1], tokens))
+        whole += tokens
+        ends.append(whole)
 
     def name(end: int) -> bytes:
-        if end > whole:
-            return own(end)
-        parts: list[Piece] = []
-        left = end
-        for piece, tokens in shared:
-            parts.append((piece, min(tokens, left)))
-            left -= tokens
-            if left <= 0:
-                break
-        return xxh3_128_digest(repr(parts).encode())
+        at = bisect_left(ends, end)
+        if at == len(ends):
+            return b"%d/%d" % (text, end)
+        return xxh3_128_digest(b"%b/%d" % (heads[at], end - (ends[at - 1] if at else 0)))
 
     return name
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class Arrive(Protocol):
     """Accepts a request at a time; `ended` is to be called at its end."""
 
-    def __call__(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
+    def __call__(
+        self, request: Request, now: float, ended: Callable[[float], None] | None
+    ) -> object:
         """Accept the request."""
 
 

@@ -26,12 +26,14 @@ from proxy.core.model.specs import Gauges
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.arrivals import Arrivals
 from vllm_sched.sim.fleet.as_ask import ask_of, priority_of, salt_prefixes
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
+from vllm_sched.sim.fleet.session_flow import SessionFlow
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
@@ -71,6 +73,7 @@ class PlayedFleet:
     cut: int  # requests cut to the fleet's longest context
     facts: Mapping[str, Any] = field(default_factory=dict)
     interrupted: bool = False
+    sessions: tuple[PlayedSession, ...] = ()
 
 
 def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Router:
@@ -140,38 +143,48 @@ class SimulatedFleet:
         queue = self._queue
         for index, router in enumerate(self.routers):
             queue.at(self._probe_s * index / len(self.routers), partial(self._look, router))
-        arrivals = Arrivals(schedule, queue, self._arrive)
+        flow = SessionFlow(queue, self._arrive, limit=self.longest, end=schedule.ends_after_s)
+        arrivals = Arrivals(
+            schedule, queue, flow.begin if schedule.source.has_sessions else self._arrive
+        )
         steps = 0
-        while arrivals.more or self._flights:
+        while arrivals.more or self._flights or flow.open:
             queue.step()
             steps += 1
             if told is not None and not steps & 0x3FF:
                 sent = len(self._outcomes)
                 told(queue.now, sent, sent - len(self._flights))
             if stopped is not None and not steps & 0x3F and stopped():
-                return self._broken_off(queue.now)
-        return PlayedFleet(tuple(self._outcomes), self._last, self._cut, self._facts())
+                for flight in self._flights.values():
+                    flight.outcome.interrupted = True
+                return self._played(flow, queue.now, interrupted=True)
+        return self._played(flow, self._last)
 
-    def _broken_off(self, now: float) -> PlayedFleet:
-        for flight in self._flights.values():
-            flight.outcome.interrupted = True
-        outcomes = tuple(self._outcomes)
-        return PlayedFleet(outcomes, now, self._cut, self._facts(), interrupted=True)
+    def _played(self, flow: SessionFlow, end: float, *, interrupted: bool = False) -> PlayedFleet:
+        return PlayedFleet(
+            tuple(self._outcomes),
+            end,
+            self._cut + flow.cut,
+            self._facts(),
+            interrupted,
+            tuple(flow.played),
+        )
 
     # Arrivals
 
     def _choose_router(self) -> Router:
         return self.router
 
-    def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
+    def _arrive(
+        self, request: Request, now: float, ended: Callable[[float], None] | None
+    ) -> Outcome:
         fitted = request.fitted(self.longest)
         self._cut += fitted is not request
         router = self._choose_router()
         fitted = salt_prefixes(router, fitted)
         number = len(self._outcomes)
-        outcome = self._outcome(
-            now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now
-        )
+        outcome = self._outcome.of(fitted, now)
+        outcome.sent = now
         self._outcomes.append(outcome)
         flight = RequestFlight(fitted, number, router, outcome, ended)
         self._flights[flight.id] = flight
@@ -179,6 +192,7 @@ class SimulatedFleet:
         hashed = router.settings.prefix_affinity and bool(fitted.shared)
         ask = ask_of(router, self._model, fitted, number, hashed=hashed)
         self._placed(flight, router.submit(ask, now), now)
+        return outcome
 
     def _placed(
         self, flight: RequestFlight, answer: Lease | Ticket | core.Refusal, now: float
@@ -263,6 +277,8 @@ class SimulatedFleet:
             if not outcome.ticks:
                 router.leases.first_token(lease, event.at)
                 flight.cached_tokens = event.cached_tokens
+                if first is None:
+                    outcome.cached_tokens = event.cached_tokens
             outcome.ticks.append(event.at)
             outcome.completed += event.tokens
             router.leases.tokens(lease, event.tokens)
@@ -279,6 +295,7 @@ class SimulatedFleet:
         if first is None:
             return
         router, flight.held_by = flight.router, first.worker.name
+        flight.outcome.cached_tokens = event.cached_tokens
         usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
         router.leases.prefilled(lease, now, usage)
         if router.leases.reconsider(lease, now, may_move=True):

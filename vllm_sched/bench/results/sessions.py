@@ -1,0 +1,188 @@
+"""Figures of sessions: how long tasks take, and what their prompts repeat."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.table import Table
+
+from vllm_sched.bench.results.stats import percentile_of_sorted
+from vllm_sched.bench.results.summary import milliseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm_sched.bench.results.outcome import Outcome
+    from vllm_sched.bench.traffic.types import Request
+
+# Groups of tasks by their turns, without sub-agents' turns: upper limits.
+TURN_LIMITS: Final = (5, 20, 100)
+HIGH_REUSE: Final = 0.9
+MANY_SECONDS: Final = 100.0  # shown without fractions
+
+
+@dataclass(slots=True)
+class PlayedSession:
+    """One session: a task of some turns."""
+
+    name: str
+    at: float  # planned start
+    turns: int  # planned, without sub-agents' turns
+    klass: str = ""
+    tenant: str = ""
+    done: int = 0  # turns with a complete answer
+    sub_agents: int = 0  # that ended
+    think_s: float = 0.0  # of its own turns
+    end: float | None = None  # of the last answer, once the task is finished
+    failed: bool = False
+
+    @classmethod
+    def of(cls, request: Request, at: float) -> PlayedSession:
+        session = request.begins
+        turns = len(session.turns) if session else 1
+        return cls(session.name if session else "", at, turns, request.klass, request.tenant)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time to finish the task; None if it is not finished."""
+        return None if self.end is None else self.end - self.at
+
+
+def session_figures(
+    sessions: Sequence[PlayedSession], outcomes: Iterable[Outcome]
+) -> dict[str, Any]:
+    """Return the figures as JSON, times in seconds; each session is in `tasks`."""
+    finished = [each for each in sessions if each.seconds is not None]
+    failed = sum(each.failed for each in sessions)
+    good = [each for each in outcomes if each.good and each.session]
+    prompts = sum(each.prompt_tokens for each in good)
+    known = [each for each in good if each.cached_tokens is not None]
+    groups: defaultdict[str, list[PlayedSession]] = defaultdict(list)
+    for each in sorted(finished, key=lambda session: session.turns):
+        groups[_group(each.turns)].append(each)
+    return {
+        "begun": len(sessions),
+        "finished": len(finished),
+        "failed": failed,
+        "unfinished": len(sessions) - len(finished) - failed,
+        "sub_agents": sum(each.sub_agents for each in sessions),
+        **_spread("turns", (each.turns for each in sessions)),
+        **_spread("task_s", (each.seconds or 0.0 for each in finished)),
+        **_spread("task_without_thinking_s", map(_without_thinking, finished)),
+        **_spread("first_ttft_s", (each.ttft for each in good if not each.context_tokens)),
+        **_spread("later_ttft_s", (each.ttft for each in good if each.context_tokens)),
+        "repeated_share": _share(sum(each.context_tokens for each in good), prompts),
+        "high_reuse_turns": _share(
+            sum(each.context_tokens >= HIGH_REUSE * each.prompt_tokens for each in good), len(good)
+        ),
+        "cached_share": _share(
+            sum(each.cached_tokens or 0 for each in known),
+            sum(each.prompt_tokens for each in known),
+        ),
+        "by_turns": {
+            name: {
+                "finished": len(group),
+                **_spread("task_s", (each.seconds or 0.0 for each in group)),
+            }
+            for name, group in groups.items()
+        },
+        "tasks": [
+            {
+                "session": each.name,
+                "class": each.klass,
+                "tenant": each.tenant,
+                "start": each.at,
+                "turns": each.turns,
+                "done": each.done,
+                "think_s": each.think_s,
+                "task_s": each.seconds,
+                "failed": each.failed,
+            }
+            for each in sessions
+        ],
+    }
+
+
+def session_table(figures: dict[str, Any]) -> Table:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    layout.add_column("", no_wrap=True)
+    layout.add_column("", justify="right", overflow="fold")
+    failed = figures["failed"]
+    layout.add_row("tasks finished", f"{figures['finished']:,}")
+    layout.add_row("failed", f"{failed:,}", style="bold red" if failed else "")
+    layout.add_row("not finished", f"{figures['unfinished']:,}")
+    layout.add_row("turns p50 / p90", f"{_two(figures, 'turns', _count)}")
+    layout.add_row("sub-agents", f"{figures['sub_agents']:,}", end_section=True)
+    for title, name, percents in (
+        ("task p50 / p90", "task_s", (50, 90)),
+        ("without thinking", "task_without_thinking_s", (50, 90)),
+        ("first turn's TTFT p50 / p99", "first_ttft_s", (50, 99)),
+        ("later turns' TTFT p50 / p99", "later_ttft_s", (50, 99)),
+    ):
+        layout.add_row(title, _two(figures, name, _time, percents))
+    for name, group in figures["by_turns"].items():
+        layout.add_row(
+            f"task of {name} turns p50 / p90 ({group['finished']:,})", _two(group, "task_s", _time)
+        )
+    layout.add_section()
+    layout.add_row("prompt tokens sent before", _percent(figures["repeated_share"]))
+    layout.add_row("turns that repeat 90 %", _percent(figures["high_reuse_turns"]))
+    layout.add_row("prompt tokens from caches", _percent(figures["cached_share"]))
+    return layout
+
+
+def cut_warning(count: int, place: str, *, sessions: bool) -> str:
+    """Return the warning on requests that did not fit a model or a fleet."""
+    what = "requests were shortened"
+    if sessions:
+        what = "turns were compacted to the shared prefix and their new text"
+    return f"{count} {what} to fit the {place}; --scale shortens all"
+
+
+def _without_thinking(session: PlayedSession) -> float:
+    return (session.seconds or 0.0) - session.think_s
+
+
+def _group(turns: int) -> str:
+    low = 1
+    for limit in TURN_LIMITS:
+        if turns <= limit:
+            return f"{low}-{limit}"
+        low = limit + 1
+    return f"{low} or more"
+
+
+def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
+    ordered = sorted(values)
+    return {
+        f"p{percent}_{name}": percentile_of_sorted(ordered, percent) if ordered else None
+        for percent in (50, 90, 99)
+    }
+
+
+def _two(
+    figures: dict[str, Any], name: str, shown: Any, percents: tuple[int, int] = (50, 90)
+) -> str:
+    return " / ".join(shown(figures[f"p{percent}_{name}"]) for percent in percents)
+
+
+def _time(value: float | None) -> str:
+    if value is not None and value >= MANY_SECONDS:
+        return f"{value:,.0f} s"
+    return milliseconds(None if value is None else value * 1000)
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{math.floor(value * 1000) / 10:g} %"

@@ -1,0 +1,1 @@
+"""Sessions of many turns, for a closed loop: generated, or read from traces."""

@@ -1,0 +1,81 @@
+"""The requests of a session, in advance: sizes and shared prefixes of each turn.
+
+A turn's pieces reach past its prompt into the answer, because the next prompt repeats it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from vllm_sched.bench.traffic.types import Request
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Piece, Session
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTurn:
+    request: Request
+    think_s: float
+    new_tokens: int
+    restarts: bool  # the prompt is the shared prefix and the new tokens only
+    forks: tuple[tuple[PlannedTurn, ...], ...] = ()
+    cut: bool = False  # compacted, because it did not fit the context
+
+
+def plan_session(begin: Request, limit: float = inf) -> tuple[PlannedTurn, ...]:
+    """Return the turns of the session that a request begins, each at most `limit` tokens long."""
+    if begin.begins is None:
+        return ()
+    named = replace(begin, begins=None, session=begin.begins.name)
+    return tuple(_planned(begin.begins, named, (), limit))
+
+
+def _planned(
+    session: Session, begin: Request, inherited: tuple[Piece, ...], limit: float
+) -> list[PlannedTurn]:
+    own_begin = session.fresh or not inherited
+    root = session.shared if own_begin else inherited
+    fixed = _size(root)
+    known = 0 if own_begin else fixed
+    part, own, found = 0, 0, []
+    for number, turn in enumerate(session.turns):
+        cut = fixed + own + turn.new_tokens + turn.output_tokens > limit
+        restarts = cut or (turn.compacts if number else own_begin)
+        if restarts and (number or cut):
+            root, fixed, part, own = session.shared, _size(session.shared), part + 1, 0
+            known = min(known, fixed)
+        new, output = turn.new_tokens, turn.output_tokens
+        if cut:
+            output = max(1, min(output, int(limit) // 2))
+            new = max(1, min(new, int(limit) - output - fixed))
+            if fixed + new + output > limit:
+                root, fixed, known, new = (), 0, 0, max(1, int(limit) - output)
+        prompt = fixed + own + new
+        own += new + output
+        pieces = (*root, (f"{session.name}#{part}", own))
+        request = replace(
+            begin,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            shared=pieces,
+            turn=number,
+            context_tokens=known,
+        )
+        forks = tuple(tuple(_planned(each, begin, pieces, limit)) for each in turn.forks)
+        found.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
+        known = prompt + output
+    return found
+
+
+def first_request(session: Session, at: float, klass: str, tenant: str = "") -> Request:
+    """Return the request that begins a session, as a traffic source yields it."""
+    turn = session.turns[0]
+    prompt = _size(session.shared) + turn.new_tokens
+    return Request(at, klass, prompt, turn.output_tokens, tenant, session.shared, begins=session)
+
+
+def _size(pieces: tuple[Piece, ...]) -> int:
+    return sum(tokens for _, tokens in pieces)
