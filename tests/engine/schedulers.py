@@ -40,6 +40,7 @@ from vllm_sched import PolicyScheduler
 from vllm_sched.workers.tiny_model import tiny_model
 
 BLOCK = 16
+SIMULATED = "vllm_sched.engine.simulated_transfer"
 _ids = itertools.count()
 
 
@@ -95,14 +96,15 @@ def make_scheduler(
     prefix_caching: bool = False,
     chunked_prefill: bool = True,
     max_loras: int = 0,
-    connector: str | None = None,
+    connector: str | Mapping[str, Any] | None = None,
     groups: Sequence[KVCacheSpec] = (),
     **scheduler_options: Any,
 ) -> Any:
     """Return a scheduler as the engine creates it, with this number of KV blocks of 16 tokens.
 
-    `connector` names a class in `vllm_sched.engine.simulated_transfer`. The KV cache has one
-    full-attention group, or the given groups, all of one block size.
+    `connector` names a class in `vllm_sched.engine.simulated_transfer`, or is the whole transfer
+    configuration. The KV cache has one full-attention group, or the given groups, all of one block
+    size.
     """
     groups = groups or (full_attention(),)
     block = groups[0].block_size
@@ -130,11 +132,9 @@ def make_scheduler(
     if max_loras:
         config.lora_config = LoRAConfig(max_loras=max_loras)
     if connector is not None:
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path="vllm_sched.engine.simulated_transfer",
-            kv_role="kv_both",
-        )
+        if isinstance(connector, str):
+            connector = {"kv_connector": connector, "kv_connector_module_path": SIMULATED}
+        config.kv_transfer_config = KVTransferConfig(kv_role="kv_both", **connector)
     return scheduler_cls(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(

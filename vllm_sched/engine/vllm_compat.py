@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "update_from_output": ("scheduler_output",),
     "add_request": ("request",),
     "_free_request": ("request",),
+    "_enqueue_waiting_request": ("request",),
     "reset_prefix_cache": (),
     "_handle_blocked_waiting_request": ("request",),
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
