@@ -13,7 +13,6 @@ from vllm.config import KVTransferConfig
 from vllm.distributed import kv_transfer
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -32,7 +31,7 @@ TIERS = {
         "cpu_bytes_to_use": 1 << 27,
     },
 }
-POLICIES: dict[str, dict[str, Any] | None] = {
+SETS: dict[str, dict[str, Any] | None] = {
     "default": None,
     "long_prompt": {"long_prompt": {"long_prefill_token_threshold": 81}},
     "every": {"lanes": {}, "long_prompt": {}, "rotation": {}, "chunk_budget": {"itl_ms": 5.0}},
@@ -79,7 +78,8 @@ class CopyingSpec(CPUOffloadingSpec):
 
 
 def serve_offloaded(engine: LLMEngine) -> dict[str, Any]:
-    """Serve two turns of each session under each set of policies, with a fresh prompt between."""
+    """Serve the sessions without offloading, and with it under each set of policies."""
+    alone = {"not offloaded": play_turns(engine, None)}
     core = engine.engine_core.engine_core
     config = engine.vllm_config
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -94,27 +94,22 @@ def serve_offloaded(engine: LLMEngine) -> dict[str, Any]:
         {name: layers[name].kv_cache for name in names}
     )
     try:
-        return {name: play_turns(engine, policies) for name, policies in POLICIES.items()}
+        return alone | {name: play_turns(engine, policies) for name, policies in SETS.items()}
     finally:
         kv_transfer.ensure_kv_transfer_shutdown()
         config.kv_transfer_config = core.request_block_hasher = None
 
 
 def play_turns(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, Any]:
-    """Return outputs, and the steps' tokens after the fresh prompt's arrival."""
+    """Serve two turns of each session, with a fresh prompt between.
+
+    Returns the outputs in the order of their ends, and each request's tokens from a cache.
+    """
     clock = StepClock()
-    scheduler: Scheduler = exchange_scheduler(engine, policies, clock)
+    exchange_scheduler(engine, policies, clock)
     rng = random.Random(2)
     outputs: dict[str, list[int]] = {}
-    steps: list[dict[str, int]] = []
     cached: dict[str, int] = {}
-    update = scheduler.update_from_output
-
-    def noted(output: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.append(dict(output.num_scheduled_tokens))
-        return update(output, *args, **kwargs)
-
-    scheduler.update_from_output = noted
 
     def run() -> None:
         while engine.has_unfinished_requests():
@@ -127,10 +122,9 @@ def play_turns(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, 
     for number, prompt in enumerate(sessions):
         add(engine, f"first {number}", prompt, 4, None, clock.now)
         run()
-    steps.clear()
     add(engine, FRESH, prompt_of(PROMPT, rng), 4, None, clock.now)
     engine.step()
     for number, prompt in enumerate(sessions):
         add(engine, f"turn {number}", [*prompt, *prompt_of(NEXT, rng)], 4, None, clock.now)
     run()
-    return {"outputs": outputs, "cached": cached, "steps": steps}
+    return {"outputs": outputs, "cached": cached}

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -83,6 +84,14 @@ def mamba(block: int, drafts: int = 0) -> KVCacheSpec:
     )
 
 
+def tensor_of(spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
+    """Return the memory of one layer."""
+    page = spec.page_size_bytes
+    return KVCacheTensor(
+        size=num_blocks * page, layers=["layer 0"], layer_stride=0, block_stride=page
+    )
+
+
 def make_scheduler(
     policies: Mapping[str, Mapping[str, object]] | None = None,
     *,
@@ -134,12 +143,12 @@ def make_scheduler(
     if connector is not None:
         if isinstance(connector, str):
             connector = {"kv_connector": connector, "kv_connector_module_path": SIMULATED}
-        config.kv_transfer_config = KVTransferConfig(kv_role="kv_both", **connector)
+        config.kv_transfer_config = KVTransferConfig(**{"kv_role": "kv_both", **connector})
     return scheduler_cls(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=num_blocks,
-            kv_cache_tensors=[],
+            kv_cache_tensors=[] if connector is None else [tensor_of(groups[0], num_blocks)],
             kv_cache_groups=[
                 KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(groups)
             ],

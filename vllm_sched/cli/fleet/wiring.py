@@ -233,8 +233,8 @@ def _own_config_problems(
             first = parts[0].get("kv_connector") if parts else None
             yield Problem(
                 path,
-                f"--kv-transfer-config with {transfer.SEVERAL}, whose first connector is {first!r}: "
-                f"transfer is {moved_by.connector}, and vLLM loads a prompt from the first "
+                f"--kv-transfer-config with {transfer.SEVERAL} and {first!r} first: transfer is "
+                f"{moved_by.connector}, and vLLM loads a prompt from the first "
                 f"connector with any of its blocks; put {' or '.join(wanted)} first",
             )
             return

@@ -11,7 +11,6 @@ from vllm_sched.engine.steps.kv_tiers import KvTiers
 from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.policies.kv_cache import KvCache
 
-
 # Seconds for which a look-up holds, per cached token: 100 times the 50 ns that it takes.
 LOOK_AGAIN_S: Final = 5e-6
 
