@@ -115,6 +115,19 @@ def test_handed_over_prompt_is_not_looked_up() -> None:
     assert tiered.lane(remote).startswith("long/")
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
+    """So `check` refuses a worker in which offloading comes before the transfer."""
+    tiered = Tiered(BOTH if first else several(OFFLOADING, HANDS_OVER), LONG_PROMPT)
+    remote = make_request([*tiered.documents[0], *[3] * 300], name="remote")
+    remote.kv_transfer_params = {"do_remote_prefill": True}
+    tiered.scheduler.add_request(remote)
+    tiered.step()
+    parts = tiered.scheduler.connector.sub_connectors
+    (begun,) = (part.begun for part in parts if hasattr(part, "begun"))
+    assert begun == {"remote": remote.num_tokens if first else 0}
+
+
 def test_tier_is_asked_once_while_a_prompt_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     tiered = Tiered(OFFLOADING, LONG_PROMPT)
     monkeypatch.setattr(type(tiered.scheduler), "clock", lambda _: 1000.0)

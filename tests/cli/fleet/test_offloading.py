@@ -77,12 +77,12 @@ def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
         (
             entry("decode", several(TIER, NIXL)),
             "nixl",
-            "MultiConnector and 'OffloadingConnector' first: transfer is nixl",
+            "the connector 'OffloadingConnector' first in MultiConnector: transfer is nixl",
         ),
         (
             entry("decode", several()),
             "nixl",
-            "MultiConnector and None first",
+            "the connector 'MultiConnector': transfer is nixl",
         ),
         (
             entry("decode", several(NIXL | {"kv_role": "kv_producer"}, TIER)),

@@ -225,26 +225,14 @@ def _own_config_problems(
             "out, or correct it",
         )
         return
-    part = own
-    if own.get("kv_connector") == transfer.SEVERAL:
-        parts = transfer.parts_of(own)
-        wanted = transfer.classes(moved_by.connector, moved_by.mode)
-        if not parts or parts[0].get("kv_connector") not in wanted:
-            first = parts[0].get("kv_connector") if parts else None
-            yield Problem(
-                path,
-                f"--kv-transfer-config with {transfer.SEVERAL} and {first!r} first: transfer is "
-                f"{moved_by.connector}, and vLLM loads a prompt from the first "
-                f"connector with any of its blocks; put {' or '.join(wanted)} first",
-            )
-            return
-        if any("engine_id" in each for each in parts):
-            yield Problem(
-                path,
-                f"--kv-transfer-config with engine_id in a part of {transfer.SEVERAL}: vLLM sets "
-                "it there itself and fails; move it next to kv_connector",
-            )
-        part = parts[0]
+    parts = transfer.parts_of(own)
+    part = parts[0] if parts else own
+    if part is not own and any("engine_id" in each for each in parts):
+        yield Problem(
+            path,
+            f"--kv-transfer-config with engine_id in a part of {transfer.SEVERAL}: vLLM sets it "
+            "there itself and fails; move it next to kv_connector",
+        )
     named = part.get("kv_connector")
     engine, is_sought = own.get("engine_id"), worker.role == "prefill"
     if moved_by.connector == "mooncake" and is_sought and engine != worker.name:
@@ -256,9 +244,11 @@ def _own_config_problems(
     if named not in transfer.classes(moved_by.connector, moved_by.mode):
         wanted = transfer.class_of(moved_by.connector, moved_by.mode)
         pushed = " with mode: push" if moved_by.mode == "push" else ""
+        # vLLM loads a prompt from the first connector with any of its blocks.
+        place = "" if part is own else f" first in {transfer.SEVERAL}"
         yield Problem(
             path,
-            f"--kv-transfer-config with the connector {named!r}: transfer is "
+            f"--kv-transfer-config with the connector {named!r}{place}: transfer is "
             f"{moved_by.connector}{pushed}, which needs {wanted}; leave the flag out, or correct "
             "one of the two",
         )
