@@ -69,6 +69,8 @@ def simple_offload_lookup(connector: Any) -> Lookup:
     manager = connector.scheduler_manager
 
     def lookup(request: Request, computed: int) -> int:
+        if manager is None:  # without prefix caching
+            return 0
         hashes = request.block_hashes[computed // manager.hash_block_size :]
         most = request.num_tokens - 1 - computed
         if not hashes or most <= 0 or computed % manager.block_size:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_sched.engine.steps.kv_tiers import KvTiers
 from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.policies.kv_cache import KvCache
-
-# Seconds for which a look-up holds, per cached token: 100 times the 50 ns that it takes.
-LOOK_AGAIN_S: Final = 5e-6
+from vllm_sched.policies.long_prompts.lookups import LOOK_AGAIN_S
 
 
 class PrefixCacheLookups:

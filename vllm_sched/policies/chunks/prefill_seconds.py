@@ -41,8 +41,7 @@ class PrefillSeconds:
             tokens += rest
             seconds -= model.chunk_seconds(Chunk(rest, computed))
         fitting = self._fitting(seconds, 0)
-        if newcomer is not None and fitting:
-            left = step.left(newcomer)
+        if newcomer is not None and fitting and (left := step.left(newcomer)):
             chunk = Chunk(min(fitting, left), newcomer.num_tokens - left)
             self._reserved_s = model.chunk_seconds(chunk)
             self._reserved_for, self._reserved_class = newcomer, step.class_of(newcomer)
