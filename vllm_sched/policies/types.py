@@ -63,7 +63,7 @@ class LaneCount:
     """The requests that wait in one lane."""
 
     requests: int = 0
-    tokens: int = 0  # to compute, when each request began to wait
+    tokens: int = 0  # counted when each request began to wait
     # Seconds since the front request began to wait. A request without a LoRA slot is not a front.
     waited: float = 0.0
     held: int = 0  # requests that other policies held in the previous step

@@ -29,9 +29,6 @@ class FakeRules:
     def lanes_of(self, request: Request) -> LaneKey:
         return ("long" if request.num_tokens > self.limit else "short",)
 
-    def known_cached(self, _: Request) -> int:
-        return 0
-
     def gate_of(self, lane: LaneKey, _: Request, waited: float) -> Gate:
         self.calls += 1
         assert 0 <= waited <= 50  # no test waits longer

@@ -128,9 +128,6 @@ class Admission:
             known[request.request_id] = lanes
         return lanes
 
-    def known_cached(self, request: Request) -> int:
-        return self._prefixes.known(request)
-
     def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         running = self._scheduler.running
         if len(running) != self._num_running:

@@ -51,12 +51,6 @@ class PrefixCacheLookups:
             self.blocks_read += self._kv_cache.blocks_at_most(known)
         return known
 
-    def known(self, request: Request) -> int:
-        """Return the same if it is known without a look-up, else 0."""
-        if self.tiers.is_handed_over(request):
-            return int(request.num_tokens)
-        return self._known.get(request.request_id, 0)
-
     def recent_tokens(self, request: Request) -> int:
         """Return the same from the last look-up of this request, if it is recent."""
         name, until, known = self._recent

@@ -44,9 +44,6 @@ class LaneRules(Protocol):
     def lanes_of(self, request: Request) -> LaneKey:
         """Return the request's lane, for each policy."""
 
-    def known_cached(self, request: Request) -> int:
-        """Return the request's cached tokens if they were just looked up for a lane, else 0."""
-
     def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         """Return the gate of a lane."""
 
@@ -221,8 +218,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         lane = self._rules.lanes_of(request)
         # Behind a preempted front, longer waits must still count.
         gate_since = min(since, self._gate_since_behind(lane, order)) if number < 0 else since
-        left = request.num_tokens - self._rules.known_cached(request)
-        self._place(Entry(order, request, since, left, gate_since), lane)
+        self._place(Entry(order, request, since, request.num_tokens, gate_since), lane)
 
     def _set_aside(self, popped: Place) -> None:
         entry, lane, _ = popped

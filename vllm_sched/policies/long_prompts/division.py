@@ -75,6 +75,7 @@ class StepDivision:
         waiting = prompts.waiting_shorts
         asking = min(waiting.asking, max(step.free_slots, 0))
         self._num_shorts = len(better) + len(own) + asking
+        # Tokens of waiting requests include cached ones.
         expected = waiting.tokens * asking // max(waiting.requests, 1)
         self._needed = _tokens_left(own) + min(expected, asking * threshold)
         self._needed_first = _tokens_left(better)
