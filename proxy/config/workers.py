@@ -133,6 +133,12 @@ class LaunchConfig(Block):
         default_factory=dict,
         description="Environment variables, added to the environment of `vllm-sched up`",
     )
+    kv_offloading_size: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="GiB of host memory in which vLLM keeps KV blocks that leave the GPU. On a "
+        "prefill or decode worker (nixl only), `up` puts the offloading connector behind the "
+        "transfer's",
+    )
 
 
 class WorkerConfig(Block):

@@ -53,3 +53,9 @@ def journaled(one_process: dict[str, Results]) -> dict[str, Any]:
 def continued(one_process: dict[str, Results]) -> dict[str, Any]:
     """Return the responses to requests that were continued, by their parameters."""
     return one_process["continued"]
+
+
+@pytest.fixture(scope="session")
+def offloaded(one_process: dict[str, Results]) -> dict[str, Any]:
+    """Return the runs of sessions, without offloading and with it."""
+    return one_process["offloaded"]

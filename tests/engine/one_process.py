@@ -1,7 +1,7 @@
 """Run all tests' scenarios in one real engine: `python -m tests.engine.one_process`.
 
 Prints, as JSON, the results of the arrivals under each set of policies, of each flood, of the
-arrivals with a journal, and of requests that are continued.
+arrivals with a journal, of requests that are continued, and of sessions with offloading.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.engine.arrivals import SETS
 from tests.engine.continued import serve_in_two_parts
 from tests.engine.floods import play_all
 from tests.engine.journaled import serve_with_journal
+from tests.engine.offloaded import serve_offloaded
 from tests.engine.one_engine import make_engine
 from tests.engine.served import serve
 
@@ -39,6 +40,7 @@ def main() -> None:
         "floods": play_all(engine),
         "journal": {"all": serve_with_journal(engine)},
         "continued": serve_in_two_parts(engine),
+        "offloaded": serve_offloaded(engine),
     }
     sys.stdout.write(f"{json.dumps(results)}\n")
 

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -40,6 +41,7 @@ from vllm_sched import PolicyScheduler
 from vllm_sched.workers.tiny_model import tiny_model
 
 BLOCK = 16
+SIMULATED = "vllm_sched.engine.simulated_transfer"
 _ids = itertools.count()
 
 
@@ -82,6 +84,14 @@ def mamba(block: int, drafts: int = 0) -> KVCacheSpec:
     )
 
 
+def tensor_of(spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
+    """Return the memory of one layer."""
+    page = spec.page_size_bytes
+    return KVCacheTensor(
+        size=num_blocks * page, layers=["layer 0"], layer_stride=0, block_stride=page
+    )
+
+
 def make_scheduler(
     policies: Mapping[str, Mapping[str, object]] | None = None,
     *,
@@ -95,14 +105,15 @@ def make_scheduler(
     prefix_caching: bool = False,
     chunked_prefill: bool = True,
     max_loras: int = 0,
-    connector: str | None = None,
+    connector: str | Mapping[str, Any] | None = None,
     groups: Sequence[KVCacheSpec] = (),
     **scheduler_options: Any,
 ) -> Any:
     """Return a scheduler as the engine creates it, with this number of KV blocks of 16 tokens.
 
-    `connector` names a class in `vllm_sched.engine.simulated_transfer`. The KV cache has one
-    full-attention group, or the given groups, all of one block size.
+    `connector` names a class in `vllm_sched.engine.simulated_transfer`, or is the whole transfer
+    configuration. The KV cache has one full-attention group, or the given groups, all of one block
+    size.
     """
     groups = groups or (full_attention(),)
     block = groups[0].block_size
@@ -130,16 +141,14 @@ def make_scheduler(
     if max_loras:
         config.lora_config = LoRAConfig(max_loras=max_loras)
     if connector is not None:
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path="vllm_sched.engine.simulated_transfer",
-            kv_role="kv_both",
-        )
+        if isinstance(connector, str):
+            connector = {"kv_connector": connector, "kv_connector_module_path": SIMULATED}
+        config.kv_transfer_config = KVTransferConfig(**{"kv_role": "kv_both", **connector})
     return scheduler_cls(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=num_blocks,
-            kv_cache_tensors=[],
+            kv_cache_tensors=[] if connector is None else [tensor_of(groups[0], num_blocks)],
             kv_cache_groups=[
                 KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(groups)
             ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -447,8 +446,7 @@ def test_longs_of_one_step_leave_no_lookups() -> None:
 def test_request_with_remote_kv_is_never_long() -> None:
     remote = make_request(1200, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
-    connected, alone = loaded(), loaded()
-    connected.connector = SimpleNamespace()
+    connected, alone = loaded(connector="SimulatedConnector"), loaded()
     assert connected._planner.admission.lanes_of(remote) == ("short",)
     assert alone._planner.admission.lanes_of(remote) == ("long/11",)
 

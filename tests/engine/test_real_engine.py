@@ -9,6 +9,8 @@ import pytest
 
 from tests.engine.arrivals import ARRIVALS, SETS, seconds_of
 from tests.engine.continued import INEXACT, PARAMETERS
+from tests.engine.offloaded import FRESH, PROMPT, SESSIONS
+from tests.engine.offloaded import SETS as OFFLOADED
 from vllm_sched.policies import registry
 
 pytestmark = pytest.mark.engine
@@ -47,6 +49,18 @@ def test_penalties_on_output_do_not_count_the_first_tokens(
     continued: dict[str, Any], name: str
 ) -> None:
     assert [part for _, part in continued[name]] != [whole for whole, _ in continued[name]]
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_sessions(offloaded: dict[str, Run], name: str) -> None:
+    run = offloaded[name]
+    assert run["outputs"] == offloaded["not offloaded"]["outputs"]
+    turns = [f"turn {number}" for number in range(SESSIONS)]
+    assert [run["cached"][turn] for turn in turns] == [PROMPT // 32 * 32] * SESSIONS
+    # With policies, turns pass the long prompt that arrived before them.
+    ended = list(run["outputs"])
+    fresh = ended.index(FRESH)
+    assert ended[fresh + 1 :] == (turns if OFFLOADED[name] is None else [])
 
 
 def max_prefill_beside_decodes(run: Run) -> int:

@@ -411,6 +411,20 @@ def test_long_step_is_judged_by_its_own_allowance() -> None:
         assert policy.counters()["long_steps"] == long
 
 
+@pytest.mark.parametrize(("left", "slack"), [(10, 0), (1_000_000, 1)])
+def test_only_remaining_tokens_make_a_prompt_late(left: int, slack: int) -> None:
+    """The tokens that a newcomer has in a cache or a KV tier do not count."""
+    facts = EngineFacts(2_000_000, 2048, 32)
+    (policy,) = registry.build({"chunk_budget": {"itl_ms": 10.0, "ttft_ms": 100.0}}, facts)
+    head = FakeRequest("head", 1_000_000, arrival_time=5.0, cached=1_000_000 - left)
+    step = Step(index=1, now=5.0, budget=2048, decodes=1, prefills=[])
+    step.decoding = [FakeRequest("ahead", arrival_time=5.0)]
+    step.may_enter, step.cached_of = lambda: head, lambda _: head.cached
+    policy.begin_step(step, {})
+    policy.budget(step)
+    assert policy.counters()["slack_steps"] == slack
+
+
 def test_gauges_show_the_fit() -> None:
     run = Run({"itl_ms": 40.0})
     run.decodes()

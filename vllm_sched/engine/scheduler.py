@@ -98,12 +98,20 @@ class PolicySteps(UpstreamScheduler):
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
-        if self._planner is not None and request.request_id not in self.requests:
-            parameters = request.sampling_params
-            wishes = (parameters and parameters.extra_args) or {}
-            for arrived in self._planner.hooks.arrived:
-                arrived(request, wishes)
+        if self._planner is None or request.request_id in self.requests:
+            super().add_request(request)
+            return
+        parameters = request.sampling_params
+        wishes = (parameters and parameters.extra_args) or {}
+        for arrived in self._planner.hooks.arrived:
+            arrived(request, wishes)
         super().add_request(request)
+        super()._enqueue_waiting_request(request)
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        # vLLM shows the connector a new request after this call, and lanes ask the connector.
+        if self._planner is None or request.request_id in self.requests:
+            super()._enqueue_waiting_request(request)
 
     def shutdown(self) -> None:
         if self._dp_group is not None:

@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "update_from_output": ("scheduler_output",),
     "add_request": ("request",),
     "_free_request": ("request",),
+    "_enqueue_waiting_request": ("request",),
     "reset_prefix_cache": (),
     "_handle_blocked_waiting_request": ("request",),
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
@@ -65,6 +66,10 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "pop": ("key", "block_id"),
         "get_one_block": ("key",),
     },
+    ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector"): {
+        "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+        "sub_connectors": (),
+    },
     ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
 }
 # Attributes of the KV cache manager.
@@ -79,7 +84,10 @@ REQUEST_FIELDS = (
     "mm_features",
     "lora_request",
     "structured_output_request",
+    "skip_reading_prefix_cache",
 )
+# Attributes of the offloading connector that pins the blocks that it is asked about.
+OFFLOAD_FIELDS = ("block_size", "hash_block_size", "cpu_coordinator")
 # vLLM may shorten chunks for a drafter that reads this many tokens ahead.
 MIN_LOOKAHEAD_TOKENS = 2
 # Attributes of a scheduler.
@@ -151,11 +159,13 @@ def missing_seams() -> list[str]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
     missing = missing_methods(Scheduler, METHODS) + missing_fields(Scheduler, ATTRIBUTES)
     missing += missing_fields(Request, REQUEST_FIELDS)
     missing += missing_fields(KVCacheManager, CACHE_FIELDS)
     missing += missing_fields(KVCacheCoordinator, ("single_type_managers",))
+    missing += missing_fields(SimpleCPUOffloadScheduler, OFFLOAD_FIELDS)
     missing += missing_fields(SingleTypeKVCacheManager, GROUP_FIELDS)
     for (module, name), wanted in CACHE_METHODS.items():
         missing += missing_methods(getattr(importlib.import_module(module), name), wanted)

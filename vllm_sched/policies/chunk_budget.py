@@ -190,7 +190,7 @@ class ChunkBudget(Policy):
         pace = max(min(self._tokens, self._measured.tokens), 1.0) / self._itl_s
         before, head = 0, step.may_enter()
         for request in step.prefills if head is None else (*step.prefills, head):
-            before += request.num_tokens - request.num_computed_tokens
+            before += step.left(request)
             due = request.arrival_time + step.clock_offset + ttft_s
             if step.now + before / pace > due:
                 return True

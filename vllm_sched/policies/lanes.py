@@ -258,7 +258,7 @@ class Lanes(Policy):
             if self.lane(request) != BATCH and self.rank(request) != OVERDUE
         )
         if (head := self._other_newcomer()) is not None:
-            others += head.num_tokens
+            others += step.left(head)
         return room - min(others, room // 2) if others else NO_LIMIT
 
     def _share_of_others(self) -> int:
@@ -279,7 +279,7 @@ class Lanes(Policy):
         elif self._overdue.is_new(head.request_id):
             self._shares.others_between = OVERDUE, PLACES[lane]
         room = max(step.budget - step.decodes, 0)
-        return room - min(head.num_tokens, room // 2)
+        return room - min(step.left(head), room // 2)
 
     def gauges(self) -> Mapping[str, float]:
         counts = self._running.counts

@@ -185,7 +185,7 @@ class LongPrompt(Policy):
         self._chunk = self._chunk_of(prompts.longs)
         most = step.budget if self._chunk is None else self._chunk.tokens
         prompts.note_ending(most, step.class_of)
-        prompts.free_places = self._free_places(len(prompts.classes))
+        prompts.free_places = self._free_places(len(prompts.classes) + len(self._loading()))
         self._counts_are_current = step.free_slots <= 0 or not step.waiting
         self._divide()
 
@@ -235,7 +235,12 @@ class LongPrompt(Policy):
 
     def _count_places_taken(self, head: RequestView) -> int:
         own = self._step.class_of(head)
-        return sum(each <= own for each in self._prompts.classes)
+        taken = (*self._prompts.classes, *map(self._step.class_of, self._loading()))
+        return sum(each <= own for each in taken)
+
+    def _loading(self) -> list[RequestView]:
+        loading = self._step.loading()
+        return [r for r in loading if self._lookups.is_long(r, r.num_computed_tokens)]
 
     def stays(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""

@@ -113,7 +113,7 @@ class Rotation(Policy):
         self._slot = -(-tokens // turns)
         since = step.now - min(self._waiting.waited, self.settings.max_wait_s)
         turns -= sum(self._last[r.request_id] < since for r in peers)  # before newcomers' turns
-        each = min(self._slot, head.num_tokens) if head else 0
+        each = min(self._slot, step.left(head)) if head else 0
         return max(tokens - each * max(min(turns, newcomers), 0), 0)
 
     def gauges(self) -> Mapping[str, float]:

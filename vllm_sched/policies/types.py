@@ -85,6 +85,10 @@ def no_request() -> None:
     """Return None: no request can enter."""
 
 
+def no_tokens(_: RequestView) -> int:
+    return 0
+
+
 DEFAULT_BLOCK_TOKENS: Final = 16  # vLLM's
 
 # The best class of service; greater values are worse.
@@ -125,11 +129,19 @@ class Step:
     # Updates `LaneCount.held`, which otherwise dates from the previous step. Same restriction.
     ask_gates: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
+    # Returns the requests whose KV is being loaded from a tier; they enter without a gate.
+    loading: Callable[[], Sequence[RequestView]] = tuple
+    # Looks up the tokens of a waiting request that need no computation.
+    cached_of: Callable[[RequestView], int] = no_tokens
 
     def newcomer(self) -> RequestView | None:
         """Return the request of `may_enter`, unless it lacked KV blocks in the last step."""
         head = self.may_enter()
         return None if head is None or head.request_id == self.refused else head
+
+    def left(self, request: RequestView) -> int:
+        """Return the tokens to compute of a prompt in prefill or of a newcomer."""
+        return request.num_tokens - (request.num_computed_tokens or self.cached_of(request))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,9 @@ CPU_BLOCK = "128"
 DEFAULT_LEASE_S, LEASE_FACTOR = 60, 2.0
 
 CONFIG_FLAG = "--kv-transfer-config"
+# Several connectors in one worker. vLLM loads a prompt from the first that has any of its blocks.
+SEVERAL, PARTS_KEY, EXTRA_KEY = "MultiConnector", "connectors", "kv_connector_extra_config"
+OFFLOADING, OFFLOADING_FLAG = "OffloadingConnector", "--kv-offloading-size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,12 @@ def wiring(
     path: str | None = None,
     address: str | None = None,
     lease_s: float | None = None,
+    offload_gib: float | None = None,
 ) -> Wiring:
     """Return one end's wiring; the user's `args` (or their file) and `env` have precedence.
 
     `few_cpus`: the worker is bound to a few CPUs, which a polling thread would occupy. `address`
-    is the worker's transfer address.
+    is the worker's transfer address. `offload_gib`: the host memory for offloaded blocks.
     """
     env = env or {}
     on_cpu = launch.on_cpu()
@@ -112,7 +116,7 @@ def wiring(
         more[BOOTSTRAP_PORT] = str(urlsplit(address).port) if address else USUAL_BOOTSTRAP_PORT
         said.append("restart its decode workers after this worker was restarted")
     if extra:
-        config["kv_connector_extra_config"] = extra
+        config[EXTRA_KEY] = extra
     flags = ["--enable-prompt-tokens-details"]  # shows clients the number of cached tokens
     blocks: list[str] = []
     if on_cpu:
@@ -122,15 +126,42 @@ def wiring(
     if connector == "shared-storage":
         flags.append(NO_CHUNKS_FLAG)
     if (own := own_config(args)) is None:
-        flags += [CONFIG_FLAG, json.dumps(config)]
+        if offload_gib:
+            said.append(offloaded(offload_gib).said)
+        sent = with_offloading(config, offload_gib) if offload_gib else config
+        flags += [CONFIG_FLAG, json.dumps(sent)]
     else:
         said = ["--kv-transfer-config as given"]
-        if MODULE_KEY in config and not own.get(MODULE_KEY):
+        if MODULE_KEY in config and not any(part.get(MODULE_KEY) for part in parts_of(own)):
             said.append(
                 f'set "{MODULE_KEY}": "{NIXL_MODULE}" in it, or NIXL\'s thread occupies a CPU'
             )
     said += blocks
     return Wiring(tuple(flags), more, ", ".join(said))
+
+
+def offloaded(gib: float) -> Wiring:
+    """Return the wiring of a worker that offloads KV blocks and transfers none."""
+    return Wiring((OFFLOADING_FLAG, f"{gib:g}"), said=f"KV blocks offloaded to {gib:g} GiB")
+
+
+def with_offloading(config: dict[str, Any], gib: float) -> dict[str, Any]:
+    """Return the configuration of a connector with the offloading connector behind it."""
+    # vLLM reads this key only of the whole configuration.
+    whole = {key: config.pop(key) for key in ["kv_load_failure_policy"] if key in config}
+    tier = {"kv_connector": OFFLOADING, "kv_role": "kv_both"}
+    size = {"cpu_bytes_to_use": int(gib * 2**30)}
+    parts = [config, {**tier, EXTRA_KEY: size}]
+    return {"kv_connector": SEVERAL, "kv_role": "kv_both", **whole, EXTRA_KEY: {PARTS_KEY: parts}}
+
+
+def parts_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the configurations of a worker's connectors; none if they are not in a list."""
+    if config.get("kv_connector") != SEVERAL:
+        return [config]
+    extra = config.get(EXTRA_KEY)
+    parts = extra.get(PARTS_KEY) if isinstance(extra, dict) else None
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
 def class_of(connector: str, mode: str = "pull") -> str:
@@ -173,7 +204,7 @@ def layout_of(args: Sequence[str], env: Mapping[str, str]) -> str:
 
     NIXL has a default layout of its own.
     """
-    if (own_config(args) or {}).get("enable_permute_local_kv"):
+    if any(part.get("enable_permute_local_kv") for part in parts_of(own_config(args) or {})):
         return ""
     said = env.get(LAYOUT) or USUAL_LAYOUT
     return LAYOUTS.get(said, said)

@@ -10,6 +10,7 @@ from typing import cast
 from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
+from vllm_sched.cli.fleet.offloading import offloading_problems, unsupported_offloading
 from vllm_sched.workers import launch, transfer
 from vllm_sched.workers.ends import differences
 from vllm_sched.workers.flags import names, number
@@ -43,7 +44,8 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     """Return a worker's transfer wiring; empty if it has no transfer."""
     told = worker.launch or LaunchConfig()
     if config.transfer is None or worker.role not in PARTS:
-        return Wiring()
+        size = told.kv_offloading_size
+        return Wiring() if size is None else transfer.offloaded(size)
     host, _ = worker.address or (launch.LOOPBACK, None)
     made = transfer.wiring(
         config.transfer.connector,
@@ -57,6 +59,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
         path=config.transfer.path,
         address=config.transfer.addresses.get(worker.name),
         lease_s=config.transfer.lease_s,
+        offload_gib=told.kv_offloading_size,
     )
     if worker.role != "decode" or worker.slots is None:
         return made
@@ -67,6 +70,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
 
 def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that workers that hand over prompts to each other are compatible."""
+    yield from offloading_problems(draft)
     if draft.transfer is None:
         return
     if draft.transfer.connector == "shared-storage" and draft.transfer.path is None:
@@ -221,7 +225,15 @@ def _own_config_problems(
             "out, or correct it",
         )
         return
-    named = own.get("kv_connector")
+    parts = transfer.parts_of(own)
+    part = parts[0] if parts else own
+    if part is not own and any("engine_id" in each for each in parts):
+        yield Problem(
+            path,
+            f"--kv-transfer-config with engine_id in a part of {transfer.SEVERAL}: vLLM sets it "
+            "there itself and fails; move it next to kv_connector",
+        )
+    named = part.get("kv_connector")
     engine, is_sought = own.get("engine_id"), worker.role == "prefill"
     if moved_by.connector == "mooncake" and is_sought and engine != worker.name:
         yield Problem(
@@ -232,20 +244,22 @@ def _own_config_problems(
     if named not in transfer.classes(moved_by.connector, moved_by.mode):
         wanted = transfer.class_of(moved_by.connector, moved_by.mode)
         pushed = " with mode: push" if moved_by.mode == "push" else ""
+        # vLLM loads a prompt from the first connector with any of its blocks.
+        place = "" if part is own else f" first in {transfer.SEVERAL}"
         yield Problem(
             path,
-            f"--kv-transfer-config with the connector {named!r}: transfer is "
+            f"--kv-transfer-config with the connector {named!r}{place}: transfer is "
             f"{moved_by.connector}{pushed}, which needs {wanted}; leave the flag out, or correct "
             "one of the two",
         )
     role = transfer.ROLES[cast("Part", worker.role)]
-    if own.get("kv_role") not in (role, "kv_both"):
+    if part.get("kv_role") not in (role, "kv_both"):
         yield Problem(
             path,
-            f"--kv-transfer-config with kv_role {own.get('kv_role')!r}: a {worker.role} worker "
+            f"--kv-transfer-config with kv_role {part.get('kv_role')!r}: a {worker.role} worker "
             f"needs {role}; leave the flag out, or correct it",
         )
-    extra = own.get("kv_connector_extra_config")
+    extra = part.get(transfer.EXTRA_KEY)
     kept_s = (
         extra.get("kv_lease_duration", VLLM_LEASE_S) if isinstance(extra, dict) else VLLM_LEASE_S
     )
@@ -261,6 +275,7 @@ def _own_config_problems(
 
 def missing_connector(config: FleetConfig) -> Iterator[Problem]:
     """Yield a problem if launched workers need a connector that is not installed here."""
+    yield from unsupported_offloading(config)
     moved_by = config.transfer
     if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):
         return

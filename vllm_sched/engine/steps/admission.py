@@ -56,7 +56,7 @@ class Admission:
         scheduler = self._scheduler
         running = scheduler.running
         self._lanes = {}
-        self._prefixes.begin_step()
+        self._prefixes.begin_step(now)
         self._num_running = len(running)
         if self.lora_slots is not None:
             self.lora_slots.begin_step(running, now)
@@ -133,7 +133,8 @@ class Admission:
         if len(running) != self._num_running:
             self.note_admissions()
         strictest, closed_by = OPEN, None
-        if not self._idle or running:
+        # A request that began to load KV in this step does not run yet.
+        if not self._idle or running or self._scheduler._inflight_prefills:
             for number, gate in self._hooks.gate:
                 if (answer := gate(lanes[number], head, waited)) is CLOSED:
                     # Later policies do not hold the request.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Final
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import policy_setup
 from vllm_sched.engine.block_chunks import BlockChunks
@@ -28,6 +29,7 @@ from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Policy, Step
 
 computed_tokens = attrgetter("num_computed_tokens")
+LOADING: Final = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class StepPlanner:
@@ -106,6 +108,8 @@ class StepPlanner:
             may_enter=self.admission.may_enter,
             ask_gates=self.admission.ask_gates,
             class_of=self.classes.of,
+            loading=self._loading,
+            cached_of=self.prefixes.recent_tokens,
         )
         self._departed = 0
         for policy, counts in zip(self._policies, self.admission.queue.counts, strict=True):
@@ -161,6 +165,11 @@ class StepPlanner:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
         )
+
+    def _loading(self) -> list[Request]:
+        if not self.prefixes.tiers:
+            return []
+        return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
 
     def departed(self, request: Request, now: float) -> None:
         self._departed += request.num_computed_tokens > 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_sched.engine.steps.kv_tiers import KvTiers
 from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.policies.kv_cache import KvCache
+from vllm_sched.policies.long_prompts.lookups import LOOK_AGAIN_S
 
 
 class PrefixCacheLookups:
@@ -15,36 +17,54 @@ class PrefixCacheLookups:
     def __init__(self, scheduler: Scheduler, kv_cache: KvCache) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
+        self.tiers = KvTiers(scheduler.connector)
         self._known: dict[str, int] = {}  # cached tokens, by request
         # The state in which they were looked up: step, running, free blocks.
         self._known_in = (-1, -1, -1)
+        self._now = 0.0
+        self._recent = ("", 0.0, 0)  # request, end of validity, cached tokens
         self.blocks_read = 0  # by the look-ups of this step
 
-    def begin_step(self) -> None:
+    def begin_step(self, now: float) -> None:
+        self._now = now
         self.blocks_read = 0
 
     def tokens(self, request: Request) -> int:
-        """Return the tokens of a waiting request that are cached or transferred."""
+        """Return the tokens of a waiting request that are cached, in a tier, or handed over."""
         scheduler = self._scheduler
-        # A client may set this field without a connector.
-        transfer = request.kv_transfer_params if scheduler.connector is not None else None
-        if isinstance(transfer, dict) and transfer.get("do_remote_prefill"):
+        if self.tiers.is_handed_over(request):
             return int(request.num_tokens)
-        manager = scheduler.kv_cache_manager
-        if not manager.prefix_cache_lookup_enabled(request):
+        if request.skip_reading_prefix_cache:
             return 0
         # The cache changes as blocks are taken, and between steps. While no request may enter, an
         # old result will do.
-        free = manager.block_pool.get_num_free_blocks()
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         state = scheduler.current_step, len(scheduler.running), free
         if self._known_in != state and admits_requests(scheduler):
             self._known_in = state
             self._known.clear()
         if (known := self._known.get(request.request_id)) is None:
-            # `get_computed_blocks` would also publish cache events.
-            hit = manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
-            known = self._known[request.request_id] = int(hit[1])
+            known = self._gpu_tokens(request)
+            aligned = known - known % scheduler.block_size
+            known = max(known, aligned + self.tiers.tokens(request, aligned))
+            self._known[request.request_id] = known
             self.blocks_read += self._kv_cache.blocks_at_most(known)
         return known
+
+    def recent_tokens(self, request: Request) -> int:
+        """Return the same from the last look-up of this request, if it is recent."""
+        name, until, known = self._recent
+        if name != request.request_id or self._now > until:
+            known = self.tokens(request)
+            self._recent = request.request_id, self._now + LOOK_AGAIN_S * known, known
+        return known
+
+    def _gpu_tokens(self, request: Request) -> int:
+        manager = self._scheduler.kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        # `get_computed_blocks` would also publish cache events.
+        hit = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        return int(hit[1])

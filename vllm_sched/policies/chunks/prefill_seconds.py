@@ -41,8 +41,8 @@ class PrefillSeconds:
             tokens += rest
             seconds -= model.chunk_seconds(Chunk(rest, computed))
         fitting = self._fitting(seconds, 0)
-        if newcomer is not None and fitting:
-            chunk = Chunk(min(fitting, newcomer.num_tokens), 0)
+        if newcomer is not None and fitting and (left := step.left(newcomer)):
+            chunk = Chunk(min(fitting, left), newcomer.num_tokens - left)
             self._reserved_s = model.chunk_seconds(chunk)
             self._reserved_for, self._reserved_class = newcomer, step.class_of(newcomer)
         return tokens + fitting
