@@ -31,6 +31,7 @@ from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import queued_too_late
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import ClientFields
+from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.request.sizing import Sizer
@@ -78,12 +79,20 @@ class Router:
         tenant: Tenant | None = None,
         *,
         batch: bool = False,
+        large: LargeBody | None = None,
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         ask: RequestInfo | Refusal
         try:
             ask = self._reader.read(
-                route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
+                route,
+                body,
+                content_type,
+                request_id,
+                hashed=hashed,
+                tenant=tenant,
+                batch=batch,
+                large=large,
             )
         except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
+from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_limits import LARGE_BODY_BYTES
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FORM = PromptFields.FORM
 NOT_CONTINUED = "not_continued"
 MAX_PIECES = 32  # of a stream's text that is not counted yet
 
@@ -64,6 +68,7 @@ class Exchange(AttemptOwner):
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
+        self._large: LargeBody | None = None
         self._pending: PendingDecision | None = None
         self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
@@ -81,8 +86,43 @@ class Exchange(AttemptOwner):
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
         wire.exchange_began(self)
-        ask = self._read(now)
+        if (refusal := self._collect(now)) is not None:
+            self.refuse(now, refusal)
+        elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
+            self._large = LargeBody(request.body)
+            wire.large_bodies.add(self._read_step)
+        else:
+            self._read(now)
+
+    def _read_step(self) -> bool:
+        """Read a part of a large body; return whether another one follows."""
+        if (large := self._large) is None:  # the client left
+            return False
+        if large.advance():
+            return True
+        self._large = None
+        now = self.wire.clock()
+        try:
+            self._read(now, large)
+        except Exception:  # as if the client's connection had called
+            logger.exception("cannot read a request: %r", self)
+            self.cut(now)
+        return False
+
+    def _read(self, now: float, large: LargeBody | None = None) -> None:
+        request, router = self.request, self.wire.router
+        head = request.head
+        ask = router.read(
+            self.route,
+            request.body,
+            head.special.get(b"content-type", b""),
+            request.id.decode("latin-1"),
+            head.tenant,
+            batch=head.batch,
+            large=large,
+        )
         if isinstance(ask, Refusal):
+            router.was_read(head.tenant, now)
             self.refuse(now, ask)
             return
         self.ask = self.record.ask = ask
@@ -119,7 +159,8 @@ class Exchange(AttemptOwner):
         pool = wire.pools.of(counter)
         self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
 
-    def _read(self, now: float) -> RequestInfo | Refusal:
+    def _collect(self, now: float) -> Refusal | None:
+        """Count the body, or refuse the request unread."""
         request, router = self.request, self.wire.router
         head = request.head
         if head.tenant is not None and (spent := router.spent(head.tenant, now)) is not None:
@@ -131,14 +172,7 @@ class Exchange(AttemptOwner):
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
-        content_type = head.special.get(b"content-type", b"")
-        request_id = request.id.decode("latin-1")
-        ask = router.read(
-            self.route, request.body, content_type, request_id, head.tenant, batch=head.batch
-        )
-        if isinstance(ask, Refusal):
-            router.was_read(head.tenant, now)
-        return ask
+        return None
 
     def _counted(self, now: float, tokens: int | None) -> None:
         count, ask = self._count, self.ask
@@ -315,6 +349,7 @@ class Exchange(AttemptOwner):
 
     def _stop(self, now: float) -> None:
         wire = self.wire
+        self._large = None
         if self._pending is not None:
             self._pending.drop()
             self._pending = None
