@@ -135,7 +135,7 @@ def steps_ms(body: bytes) -> list[float]:
             goes_on = large.advance()
             times.append(time.thread_time() - begin)
         begin = time.thread_time()
-        ask = router.read(route, body, b"application/json", "id", large=large)
+        ask = router.read(route, large, b"application/json", "id")
         if isinstance(ask, RequestInfo):
             lease = router.submit(ask, number)
             times.append(time.thread_time() - begin)

@@ -73,26 +73,18 @@ class Router:
     def read(
         self,
         route: Route,
-        body: bytes,
+        body: bytes | LargeBody,
         content_type: bytes,
         request_id: str,
         tenant: Tenant | None = None,
         *,
         batch: bool = False,
-        large: LargeBody | None = None,
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         ask: RequestInfo | Refusal
         try:
             ask = self._reader.read(
-                route,
-                body,
-                content_type,
-                request_id,
-                hashed=hashed,
-                tenant=tenant,
-                batch=batch,
-                large=large,
+                route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
             )
         except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))

@@ -94,7 +94,7 @@ class WireServer:
         self.outbox = WriteBatch()
         self.pools = ConnectionPools(settings, clock, self.outbox)
         max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
-        self.large_bodies = LargeBodyQueue()
+        self.large_bodies = LargeBodyQueue(clock)
         self.collecting = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
         self.moves = Moves(router.fleet.roster, self.exchanges, clock)

@@ -80,19 +80,21 @@ class RequestParser:
     def read(
         self,
         route: Route,
-        body: bytes,
+        body: bytes | LargeBody,
         content_type: bytes,
         request_id: str,
         *,
         hashed: bool,
         tenant: Tenant | None = None,
         batch: bool = False,
-        large: LargeBody | None = None,
     ) -> RequestInfo | Refusal:
         """Parse a body, or refuse it.
 
-        `batch`: use the batch class. `large`: the body, if steps of it are done.
+        `batch`: use the batch class.
         """
+        large: LargeBody | None = None
+        if isinstance(body, LargeBody):
+            large, body = body, body.mask.text
         shape = route.shape
         tenants = tenant is not None
         mask: JsonMask | None = None

@@ -20,7 +20,6 @@ from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
-from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import spliced
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
 from proxy.http.headers import RefusedError
@@ -40,10 +39,12 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import RequestInfo
+    from proxy.core.request.json_body import LargeBody
     from proxy.core.tenants.limits import LimitExceeded, PendingDecision
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
     from proxy.wire.extension import Client
+    from proxy.wire.large_body_queue import LargeBodyReader
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Exchange(AttemptOwner):
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
-        self._large: LargeBody | None = None
+        self._reader: LargeBodyReader | None = None
         self._pending: PendingDecision | None = None
         self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
@@ -77,8 +78,7 @@ class Exchange(AttemptOwner):
         self._account: str | None = None
 
     def __repr__(self) -> str:
-        request_id = self.request.id.decode("latin-1")
-        return f"<Exchange {request_id} {self.route.name} {self.state.name}>"
+        return f"<Exchange {self.request.id.decode('latin-1')} {self.route.name} {self.state.name}>"
 
     # To a worker
 
@@ -89,38 +89,15 @@ class Exchange(AttemptOwner):
         if (refusal := self._collect(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
-            self._large = LargeBody(request.body)
-            wire.large_bodies.add(self._read_step)
+            self._reader = wire.large_bodies.add(request.body, self._read, self.cut)
         else:
-            self._read(now)
+            self._read(now, request.body)
 
-    def _read_step(self) -> bool:
-        """Read a part of a large body; return whether another one follows."""
-        if (large := self._large) is None:  # the client left
-            return False
-        if large.advance():
-            return True
-        self._large = None
-        now = self.wire.clock()
-        try:
-            self._read(now, large)
-        except Exception:  # as if the client's connection had called
-            logger.exception("cannot read a request: %r", self)
-            self.cut(now)
-        return False
-
-    def _read(self, now: float, large: LargeBody | None = None) -> None:
+    def _read(self, now: float, body: bytes | LargeBody) -> None:
         request, router = self.request, self.wire.router
-        head = request.head
-        ask = router.read(
-            self.route,
-            request.body,
-            head.special.get(b"content-type", b""),
-            request.id.decode("latin-1"),
-            head.tenant,
-            batch=head.batch,
-            large=large,
-        )
+        head, request_id = request.head, request.id.decode("latin-1")
+        kind = head.special.get(b"content-type", b"")
+        ask = router.read(self.route, body, kind, request_id, head.tenant, batch=head.batch)
         if isinstance(ask, Refusal):
             router.was_read(head.tenant, now)
             self.refuse(now, ask)
@@ -160,13 +137,11 @@ class Exchange(AttemptOwner):
         self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
 
     def _collect(self, now: float) -> Refusal | None:
-        """Count the body, or refuse the request unread."""
-        request, router = self.request, self.wire.router
-        head = request.head
-        if head.tenant is not None and (spent := router.spent(head.tenant, now)) is not None:
+        wire, tenant = self.wire, self.request.head.tenant
+        if tenant is not None and (spent := wire.router.spent(tenant, now)) is not None:
             return spent
-        collecting, size = self.wire.collecting, len(request.body)
-        self._account = collecting.account(head.tenant)
+        collecting, size = wire.collecting, len(self.request.body)
+        self._account = collecting.account(tenant)
         try:
             collecting.take(size, self._account)
         except RefusedError as error:
@@ -349,7 +324,8 @@ class Exchange(AttemptOwner):
 
     def _stop(self, now: float) -> None:
         wire = self.wire
-        self._large = None
+        if self._reader is not None:
+            self._reader.drop()
         if self._pending is not None:
             self._pending.drop()
             self._pending = None

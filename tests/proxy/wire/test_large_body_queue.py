@@ -3,57 +3,74 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
-from proxy.wire.large_body_queue import LargeBodyQueue
+from proxy.wire.large_body_queue import LargeBodyQueue, LargeBodyReader
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, eventually
 
 
-def reader(name: str, steps: int, log: list[str]) -> Callable[[], bool]:
-    """Return a reader that takes a number of steps."""
+class Bodies:
+    """A queue whose bodies log their steps; a body's text is its name and its number of steps."""
 
-    def step() -> bool:
-        nonlocal steps
-        log.append(name)
-        steps -= 1
-        return steps > 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.queue = LargeBodyQueue(lambda: 7.0)
+        monkeypatch.setattr("proxy.wire.large_body_queue.LargeBody", self._body)
 
-    return step
+    def add(self, text: str) -> LargeBodyReader:
+        def done(now: float, _: LargeBody) -> None:
+            self.log.append(f"{text[0]} done at {now:g}")
+
+        return self.queue.add(text.encode(), done, lambda now: self.log.append(f"failed at {now}"))
+
+    def _body(self, text: bytes) -> Any:
+        name, steps = chr(text[0]), int(text[1:])
+        body = Mock()
+
+        def advance() -> bool:
+            nonlocal steps
+            if not steps:
+                raise ValueError("of this body only")
+            steps -= 1
+            self.log.append(name)
+            return steps > 0
+
+        body.advance = advance
+        return body
 
 
-async def test_one_step_is_done_in_each_turn_and_bodies_keep_their_order() -> None:
-    log: list[str] = []
-    queue = LargeBodyQueue()
-    queue.add(reader("a", 3, log))
-    queue.add(reader("b", 2, log))
-    for turn in range(1, 6):
+async def test_one_step_is_done_in_each_turn_and_bodies_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bodies = Bodies(monkeypatch)
+    bodies.add("a3")
+    bodies.add("b2")
+    expected = ["a", "a", "a", "a done at 7", "b", "b", "b done at 7"]
+    for steps in (1, 2, 4, 5, 7):
         await asyncio.sleep(0)
-        assert log == ["a", "a", "a", "b", "b"][:turn]
-    queue.add(reader("c", 1, log))
+        assert bodies.log == expected[:steps]
+    bodies.add("c1")
     await asyncio.sleep(0)
-    assert log[5:] == ["c"]
+    assert bodies.log[7:] == ["c", "c done at 7"]
 
 
-async def test_failed_reader_does_not_stop_the_others() -> None:
-    log: list[str] = []
-    queue, errors = LargeBodyQueue(), []
-
-    def fail() -> bool:
-        raise ValueError("of this body only")
-
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    queue.add(fail)
-    queue.add(reader("a", 1, log))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert (log, len(errors)) == (["a"], 1)
+async def test_dropped_and_failed_bodies_do_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bodies = Bodies(monkeypatch)
+    bodies.add("a0")
+    bodies.add("b2").drop()
+    bodies.add("c1")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert bodies.log == ["failed at 7.0", "c", "c done at 7"]
 
 
 LARGE = chat("word " * (LARGE_BODY_BYTES // 5 + 1))
