@@ -26,7 +26,8 @@ from xxhash import xxh3_64_intdigest
 from proxy.core.learned.radix_tree import RadixTree
 
 MAX_GENERATION_HASHES = 32_768
-BLOCKS = (512,) * 32 + (2048,) * 24 + (4096,) * 1008 + (65_536,) * 960
+# From a list: mypyc would write down each item of a longer tuple.
+BLOCKS = tuple([512] * 32 + [2048] * 24 + [4096] * 1008 + [65_536] * 960)
 ENDS = tuple(accumulate(BLOCKS))
 MAX_COPIED_BLOCKS = 8
 COVERED = (0, *ENDS)  # bytes per number of blocks
