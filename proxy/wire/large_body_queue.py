@@ -17,24 +17,24 @@ Fail = Callable[[float], None]
 
 class LargeBodyReader:
     def __init__(self, body: bytes, done: Done, fail: Fail, clock: Callable[[], float]) -> None:
-        self._body = LargeBody(body)
+        self._body: LargeBody | None = LargeBody(body)
         self._done = done
         self._fail = fail
         self._clock = clock
-        self._is_dropped = False
 
     def drop(self) -> None:
         """Read no further, because the request is over."""
-        self._is_dropped = True
+        self._body = None
 
     def step(self) -> bool:
         """Read a part; return whether another one follows."""
-        if self._is_dropped:
+        if (body := self._body) is None:
             return False
         try:
-            if self._body.advance():
+            if body.advance():
                 return True
-            self._done(self._clock(), self._body)
+            self._body = None  # with what was parsed
+            self._done(self._clock(), body)
         except Exception:  # other bodies wait
             logger.exception("cannot read a large body")
             self._fail(self._clock())
