@@ -15,6 +15,8 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, eventually
 
+pytestmark = pytest.mark.plain("replaces parts")
+
 
 class Bodies:
     """A queue whose bodies log their steps; a body's text is its name and its number of steps."""

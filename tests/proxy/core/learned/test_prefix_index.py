@@ -72,6 +72,7 @@ def test_forget_removes_all_blocks_of_a_worker() -> None:
     assert len(index) == 3
 
 
+@pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize("journal", [False, True])
 def test_forgetting_many_workers_scans_the_blocks_once(journal: bool) -> None:
     class Counted(PrefixIndex):

@@ -48,6 +48,7 @@ def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
     assert str(found.value) in refusal.message
 
 
+@pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize("collects", [True, False])
 def test_garbage_is_not_collected_while_parsing(
     monkeypatch: pytest.MonkeyPatch, collects: bool
