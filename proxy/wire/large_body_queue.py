@@ -23,7 +23,6 @@ class LargeBodyReader:
         self._clock = clock
 
     def drop(self) -> None:
-        """Read no further, because the request is over."""
         self._body = None
 
     def step(self) -> bool:

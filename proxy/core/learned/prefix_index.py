@@ -88,7 +88,6 @@ class PrefixIndex:
         return sorted(by_depth.items(), reverse=True)
 
     def _reported(self, hashes: tuple[int, ...]) -> Matches:
-        """Return the matches of workers with a journal."""
         found: Matches = []
         new, old, resident = self._new, self._old, self._resident
         sound, alive = ~self._gone, -1
@@ -109,7 +108,6 @@ class PrefixIndex:
         return found
 
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
-        """Expect a prompt on the worker that got it."""
         if self._followed >> worker & 1:
             self.expect(hashes, worker)
         elif not self._sent.record(hashes, worker):

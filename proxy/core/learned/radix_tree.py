@@ -82,14 +82,13 @@ class RadixTree:
                 changed = True
             node, depth = below, end
         while node is not self._root:  # so a node is newer than those below
-            self._touch(node)
+            self._make_newest(node)
             node = node.above
         while self.hashes > self._max_hashes or self.nodes > self._max_nodes:
             self._remove(self._root.newer)
         return changed
 
     def forget(self, worker: int) -> None:
-        """Remove a worker."""
         self._gone |= 1 << worker  # swept later, many at once
 
     def _sweep(self) -> None:
@@ -122,8 +121,7 @@ class RadixTree:
         self.nodes += 1
         return front
 
-    def _touch(self, node: RadixNode) -> None:
-        """Make a node the newest of the list."""
+    def _make_newest(self, node: RadixNode) -> None:
         root = self._root
         node.older.newer, node.newer.older = node.newer, node.older
         node.older, node.newer = root.older, root

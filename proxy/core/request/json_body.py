@@ -71,7 +71,6 @@ class LargeBody:
         return self._step is not DONE
 
     def fields(self) -> Any:
-        """Return the parsed body, after the last step."""
         if self._error is not None:
             raise self._error
         return self._fields
