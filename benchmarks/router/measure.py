@@ -51,6 +51,9 @@ LOADS: dict[str, Kind] = {
     "1kb-c256": Closed(KIB, 256),
     "100kb-c32": Closed(100 * KIB, 32),
     "100kb-c256": Closed(100 * KIB, 256),
+    "400kb-c8": Closed(400 * KIB, 8),
+    "1mb-c8": Closed(1024 * KIB, 8),
+    "3mb-c8": Closed(3 * 1024 * KIB, 8),
     ONE_BY_ONE: Closed(KIB, 1),
     CHUNKS: Paced(64, gap_ms=25, start_s=0.025),  # one gap, so that chunks come evenly
     MANY_STREAMS: Paced(2000, gap_ms=500, start_s=2.0),

@@ -26,7 +26,7 @@ from typing import cast
 import uvloop
 
 MODEL = "mock"
-MAX_MODEL_LEN = 131_072
+MAX_MODEL_LEN = 1_048_576
 READ_BYTES = 8192
 
 EVENT = (
@@ -123,7 +123,7 @@ def gauges() -> bytes:
         f"vllm:prompt_tokens_total{label} 1.0e+06",
         f"vllm:generation_tokens_total{label} 1.0e+06",
         f"vllm:num_preemptions_total{label} 0.0",
-        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="262144"} 1.0',
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1048576"} 1.0',
     ]
     for number in range(24):
         name = f"vllm:made_up_{number}_seconds"

@@ -35,6 +35,7 @@ TEXT = (
     "router queue token\t cache block prefix of decode step it is to batch and"
 )
 WORDS = TEXT.split(" ")
+UNIT_BYTES = 131_072  # longer text repeats
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def _body(shared: str, text: str, pace: Pace | None) -> bytes:
 
 def _filler(size: int, rng: random.Random) -> str:
     """Return text that takes exactly `size` bytes of JSON."""
+    if size > UNIT_BYTES:
+        return _filler(UNIT_BYTES, rng) * (size // UNIT_BYTES) + _filler(size % UNIT_BYTES, rng)
     text = ""
     while (length := _encoded(word := rng.choice(WORDS) + " ")) <= size:
         text += word

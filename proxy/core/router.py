@@ -31,6 +31,7 @@ from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import queued_too_late
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import ClientFields
+from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.request.sizing import Sizer
@@ -72,7 +73,7 @@ class Router:
     def read(
         self,
         route: Route,
-        body: bytes,
+        body: bytes | LargeBody,
         content_type: bytes,
         request_id: str,
         tenant: Tenant | None = None,

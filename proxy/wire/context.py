@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.wire.exchange.continuation_log import ContinuationLog
     from proxy.wire.exchange.request_record import RequestRecord
     from proxy.wire.exchange.tokenize import TokenizeRequest
+    from proxy.wire.large_body_queue import LargeBodyQueue
     from proxy.wire.settings import WireSettings
     from proxy.wire.worker.pool import ConnectionPools
     from proxy.wire.write_batch import WriteBatch
@@ -91,6 +92,7 @@ class WireContext(Protocol):
     outbox: WriteBatch
     pools: ConnectionPools
     collecting: BodyBudget
+    large_bodies: LargeBodyQueue
     continuations: ContinuationLog
 
     @property

@@ -39,6 +39,7 @@ from proxy.wire.exchange.failover import Failover
 from proxy.wire.exchange.moves import Moves
 from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.tokenize import TokenizeRequest
+from proxy.wire.large_body_queue import LargeBodyQueue
 from proxy.wire.settings import WireSettings
 from proxy.wire.ticks import Ticks
 from proxy.wire.worker.pool import ConnectionPools
@@ -93,6 +94,7 @@ class WireServer:
         self.outbox = WriteBatch()
         self.pools = ConnectionPools(settings, clock, self.outbox)
         max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
+        self.large_bodies = LargeBodyQueue(clock)
         self.collecting = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
         self.moves = Moves(router.fleet.roster, self.exchanges, clock)

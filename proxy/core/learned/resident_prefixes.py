@@ -64,6 +64,7 @@ class ResidentPrefixes:
         self.cleared()
         self._prompts.clear()
         self.block_tokens = block_tokens
+        self._index.follow(self._worker)
         self._index.expect_no_longer(self._lost, self._worker)
         self._lost = ()
 
@@ -106,12 +107,13 @@ class ResidentPrefixes:
         self._lost = ()
         self.restart(self.block_tokens)
         self._lost = blocks
-        for block in blocks:
-            self._index.record((block,), self._worker)
+        self._index.unfollow(self._worker)
+        self._index.expect(blocks, self._worker)
 
     def unfollow(self) -> None:
         """Claim nothing from now on: the worker was removed, and its place may be taken."""
         self.restart(self.block_tokens)
+        self._index.unfollow(self._worker)
         self._index = PrefixIndex()
 
     def forgotten(self, number: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 from typing import Any
 
 import orjson
@@ -33,8 +31,9 @@ from proxy.core.request.client_fields import (
     repeated,
     salt_in,
 )
+from proxy.core.request.json_body import LargeBody, parsed
 from proxy.core.request.json_edit import check
-from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask, too_many
+from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.sizing import Sizer, fit
@@ -67,39 +66,6 @@ BATCH = Rank.BATCH
 PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
 
 
-def parsed(body: bytes) -> Any:
-    """Parse JSON; large text without garbage collection, which would walk it repeatedly."""
-    if len(body) <= LARGE_BODY_BYTES or not gc.isenabled():
-        return _parsed(body)
-    gc.disable()
-    try:
-        return _parsed(body)
-    finally:
-        gc.enable()
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        if (found := _lenient(body)) is None:
-            raise
-        return found
-
-
-def _lenient(body: bytes) -> Any:
-    """Parse what vLLM accepts beyond JSON: a byte order mark, NaN, Infinity.
-
-    Return None for text that workers refuse. Takes two to four times as long as strict JSON.
-    """
-    try:
-        found = json.loads(body.decode("utf-8-sig"))
-        orjson.dumps(found)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return found
-
-
 class RequestParser:
     def __init__(self, roster: Roster, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
@@ -114,7 +80,7 @@ class RequestParser:
     def read(
         self,
         route: Route,
-        body: bytes,
+        body: bytes | LargeBody,
         content_type: bytes,
         request_id: str,
         *,
@@ -126,6 +92,9 @@ class RequestParser:
 
         `batch`: use the batch class.
         """
+        large: LargeBody | None = None
+        if isinstance(body, LargeBody):
+            large, body = body, body.mask.text
         shape = route.shape
         tenants = tenant is not None
         mask: JsonMask | None = None
@@ -140,12 +109,16 @@ class RequestParser:
                 if not fields["model"]:
                     return refusals.bad_request(UNCLEAR_FORM, "model")
         else:
-            if len(body) > LARGE_BODY_BYTES:
-                mask = JsonMask(body)
-            if what := too_many(body, mask):
-                return refusals.bad_request(f"The body has more than {what}.")
+            if large is None and len(body) > LARGE_BODY_BYTES:
+                large = LargeBody(body)
+            if large is not None:
+                while large.advance():
+                    pass
+                if large.excess:
+                    return refusals.bad_request(f"The body has more than {large.excess}.")
+                mask = large.mask
             try:
-                fields = parsed(body)
+                fields = parsed(body) if large is None else large.fields()
             except orjson.JSONDecodeError as error:
                 return refusals.bad_request(f"The body is not JSON: {error}")
             if type(fields) is not dict:

@@ -307,5 +307,5 @@ def store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
 
 ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")
 WORKER_ERRORS = ("", *(error.value for error in WorkerError))
-LENGTH_BITS = 8
+LENGTH_BITS = 16
 LENGTH_MASK = (1 << LENGTH_BITS) - 1

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
 from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_limits import LARGE_BODY_BYTES
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
@@ -37,13 +39,16 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import RequestInfo
+    from proxy.core.request.json_body import LargeBody
     from proxy.core.tenants.limits import LimitExceeded, PendingDecision
     from proxy.http.request import Request
     from proxy.wire.context import WireContext
     from proxy.wire.extension import Client
+    from proxy.wire.large_body_queue import LargeBodyReader
 
 logger = logging.getLogger(__name__)
 
+FORM = PromptFields.FORM
 NOT_CONTINUED = "not_continued"
 MAX_PIECES = 32  # of a stream's text that is not counted yet
 
@@ -64,6 +69,7 @@ class Exchange(AttemptOwner):
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
+        self._reader: LargeBodyReader | None = None
         self._pending: PendingDecision | None = None
         self._count: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
@@ -72,8 +78,7 @@ class Exchange(AttemptOwner):
         self._account: str | None = None
 
     def __repr__(self) -> str:
-        request_id = self.request.id.decode("latin-1")
-        return f"<Exchange {request_id} {self.route.name} {self.state.name}>"
+        return f"<Exchange {self.request.id.decode('latin-1')} {self.route.name} {self.state.name}>"
 
     # To a worker
 
@@ -81,8 +86,20 @@ class Exchange(AttemptOwner):
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
         wire.exchange_began(self)
-        ask = self._read(now)
+        if (refusal := self._collect(now)) is not None:
+            self.refuse(now, refusal)
+        elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
+            self._reader = wire.large_bodies.add(request.body, self._read, self.cut)
+        else:
+            self._read(now, request.body)
+
+    def _read(self, now: float, body: bytes | LargeBody) -> None:
+        request, router = self.request, self.wire.router
+        head, request_id = request.head, request.id.decode("latin-1")
+        kind = head.special.get(b"content-type", b"")
+        ask = router.read(self.route, body, kind, request_id, head.tenant, batch=head.batch)
         if isinstance(ask, Refusal):
+            router.was_read(head.tenant, now)
             self.refuse(now, ask)
             return
         self.ask = self.record.ask = ask
@@ -119,26 +136,18 @@ class Exchange(AttemptOwner):
         pool = wire.pools.of(counter)
         self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
 
-    def _read(self, now: float) -> RequestInfo | Refusal:
-        request, router = self.request, self.wire.router
-        head = request.head
-        if head.tenant is not None and (spent := router.spent(head.tenant, now)) is not None:
+    def _collect(self, now: float) -> Refusal | None:
+        wire, tenant = self.wire, self.request.head.tenant
+        if tenant is not None and (spent := wire.router.spent(tenant, now)) is not None:
             return spent
-        collecting, size = self.wire.collecting, len(request.body)
-        self._account = collecting.account(head.tenant)
+        collecting, size = wire.collecting, len(self.request.body)
+        self._account = collecting.account(tenant)
         try:
             collecting.take(size, self._account)
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
-        content_type = head.special.get(b"content-type", b"")
-        request_id = request.id.decode("latin-1")
-        ask = router.read(
-            self.route, request.body, content_type, request_id, head.tenant, batch=head.batch
-        )
-        if isinstance(ask, Refusal):
-            router.was_read(head.tenant, now)
-        return ask
+        return None
 
     def _counted(self, now: float, tokens: int | None) -> None:
         count, ask = self._count, self.ask
@@ -315,6 +324,8 @@ class Exchange(AttemptOwner):
 
     def _stop(self, now: float) -> None:
         wire = self.wire
+        if self._reader is not None:
+            self._reader.drop()
         if self._pending is not None:
             self._pending.drop()
             self._pending = None

@@ -47,6 +47,8 @@ def test_a_reporting_worker_is_soon_not_expected_to_have_an_ended_prompt(
 ) -> None:
     worker, prefixes = members(fleet)[0], fleet.roster.prefixes
     worker.reports_prefixes = reports
+    if reports:
+        prefixes.follow(worker.index)
     lease = charge(fleet, ask(1000, prefix=(1, 2)))
     fleet.roster.expect_prefix(lease.ask, worker)
     for _ in range(2):

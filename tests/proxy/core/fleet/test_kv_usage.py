@@ -34,7 +34,7 @@ from tests.proxy.core.making import (
 
 CACHE = 400_000
 PROMPT, OUTPUT = 30_000, 300
-BLOCKS = 62  # of 115 KB
+BLOCKS = 68  # of 115 KB
 SHARED = tuple(range(1, BLOCKS + 1))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import ItemsView
+from bisect import bisect_right
 from itertools import takewhile
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.core.learned.prefix_index import BLOCKS, PrefixIndex, workers_of_deepest
+from proxy.core.learned.prefix_index import BLOCKS, ENDS, PrefixIndex, workers_of_deepest
+from proxy.core.learned.radix_tree import RadixTree
 
 BLOCK = BLOCKS[0]
+BYTES_PER_TOKEN = 4  # of English text
 
 
 def text(*blocks: str) -> bytes:
@@ -69,36 +72,51 @@ def test_forget_removes_all_blocks_of_a_worker() -> None:
     assert len(index) == 3
 
 
-def test_forgetting_many_workers_scans_the_blocks_once() -> None:
-    class Counted(dict[int, int]):
-        """Counts how often all items were read."""
+@pytest.mark.plain("replaces a part")
+@pytest.mark.parametrize("journal", [False, True])
+def test_forgetting_many_workers_scans_the_blocks_once(journal: bool) -> None:
+    class Counted(PrefixIndex):
+        """Counts the scans of all blocks."""
 
-        times = 0
+        scans = 0
 
-        def items(self) -> ItemsView[int, int]:
-            self.times += 1
-            return super().items()
+        def _sweep(self) -> None:
+            self.scans += 1
+            super()._sweep()
 
-    index = PrefixIndex()
-    blocks = index._new = Counted()
+    class CountedTree(RadixTree):
+        scans = 0
+
+        def _sweep(self) -> None:
+            self.scans += 1
+            super()._sweep()
+
+    index = Counted()
+    tree = index._sent = CountedTree()
     for worker in range(1000):
+        if journal:
+            index.follow(worker)
         index.record((worker,), worker)
     for worker in range(1000):
         index.forget(worker)
     index.record((1000,), 0)
-    assert list(blocks) == [1000]
-    assert blocks.times == 1
+    assert len(index) == 1
+    assert index.matches((1000,)) == [(1, 1)]
+    assert (index.scans, tree.scans) == (int(journal), int(not journal))
 
 
-def test_block_count_is_bounded() -> None:
+def test_expected_blocks_beside_a_journal_are_bounded() -> None:
     index = PrefixIndex(generation=1000)
+    for worker in range(7):
+        index.follow(worker)
     for i in range(0, 20_000, 50):
         index.record(tuple(range(i, i + 50)), i % 7)
-        assert len(index) <= 2 * (1000 + len(BLOCKS))
+        assert len(index) <= 2 * (1000 + 50)
 
 
-def test_default_index_stays_below_20_mb() -> None:
+def test_expected_blocks_beside_a_journal_take_less_than_20_mb() -> None:
     index = PrefixIndex()
+    index.follow(999)
     largest = 0
     for block in range(2**40, 2**40 + 70_000):
         index.record((block,), 999)  # a thousand workers: the widest masks
@@ -107,6 +125,61 @@ def test_default_index_stays_below_20_mb() -> None:
     table = sys.getsizeof(dict.fromkeys(range(largest // 2)))
     assert largest > 60_000
     assert 2 * table + largest * entry < 20e6
+
+
+def test_workers_with_and_without_a_journal_match_together() -> None:
+    index = PrefixIndex()
+    index.record(index.hashes("m", text("a", "b", "c")), 0)
+    index.record(index.hashes("m", text("a", "b")), 1)
+    index.follow(2)
+    index.record(index.hashes("m", text("a", "b")), 2)
+    hashes = index.hashes("m", text("a", "b", "c"))
+    assert index.matches(hashes) == [(3, 0b001), (2, 0b111)]
+    index.follow(0)  # only what its journal reports counts from now on
+    assert index.matches(hashes) == [(2, 0b110)]
+    index.hold(hashes[0], 0)
+    assert held(index, text("a", "b", "c")) == {0: 1, 1: 2, 2: 2}
+
+
+def test_blocks_are_at_most_1024_tokens_up_to_4_mb_and_reach_the_largest_body() -> None:
+    sizes = [block for block, end in zip(BLOCKS, ENDS, strict=True) if end <= 4 << 20]
+    assert sum(sizes) == 4 << 20
+    assert max(sizes) <= 1024 * BYTES_PER_TOKEN
+    assert ENDS[-1] == 64 << 20
+
+
+# Where a prompt leaves another one, its further bytes, and its worker.
+TURNS = st.lists(
+    st.tuples(st.integers(0, 4 << 20), st.integers(0, 1 << 20), st.integers(0, 3)), max_size=8
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(turns=TURNS, at=st.integers(0, 4 << 20))
+def test_match_of_a_long_prompt_is_the_common_prefix_rounded_down(
+    turns: list[tuple[int, int, int]], at: int
+) -> None:
+    index, bodies = PrefixIndex(), [(bytes(4 << 20), -1)]
+    for number, (cut, more, worker) in enumerate(turns, 1):
+        body = bodies[cut % number][0][:cut] + bytes([number]) * more
+        index.record(index.hashes("m", body), worker)
+        bodies.append((body, worker))
+    body = bodies[at % len(bodies)][0][:at] + b"end"
+    expected: dict[int, int] = {}
+    for other, worker in bodies[1:]:
+        blocks = bisect_right(ENDS, common(body, other))
+        if blocks:
+            expected[worker] = max(expected.get(worker, 0), blocks)
+    assert held(index, body) == expected
+
+
+def common(one: bytes, other: bytes) -> int:
+    """Return the length of the common prefix."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
 
 
 @given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.integers(0, 3)), max_size=12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome
 from proxy.processes.shared.process_sheet import LOG
@@ -86,5 +87,9 @@ def test_log_wraps_around() -> None:
         assert read > 5 * LOG
         # A reader that missed a round starts at the current position.
         assert reader.read_log(read - LOG - 1) == (reader.read_log(read)[0], [])
+        read, _ = reader.read_log(read)
+        whole = tuple(range(len(BLOCKS)))  # of the largest body
+        sheet.write_log(899, whole)
+        assert reader.read_log(read)[1] == [(899, whole)]
     finally:
         table.close()

@@ -1,0 +1,71 @@
+"""Large bodies, read in steps."""
+
+from __future__ import annotations
+
+import gc
+
+import orjson
+import pytest
+
+from proxy.core.request.json_body import LargeBody, parsed
+from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES
+from tests.proxy.core.making import refused, route, router_of, spec
+
+TEXT = b"x" * LARGE_BODY_BYTES
+QUOTES = rb"\"" * (MAX_NODES + 1)  # many enough for an exact count
+
+
+@pytest.mark.parametrize(
+    ("body", "steps"),
+    [
+        (b'{"model":"m","prompt":"%b"}' % TEXT, 2),
+        (b'{"model":"m","prompt":"%b"}' % (2 * QUOTES), 4),
+        (b'{"model":"m","prompt":[%b1]}' % (b'"",' * 2 * MAX_NODES), 3),
+        (b'{"model":"m","temperature":NaN,"prompt":"%b"}' % TEXT, 2),
+        (b'{"model":"m","prompt":"%b"' % TEXT, 2),
+    ],
+    ids=["text", "quotes", "too many strings", "NaN", "no JSON"],
+)
+def test_body_read_in_steps_gives_the_same_request(body: bytes, steps: int) -> None:
+    router, path = router_of(spec("w", limit=10**9)), route("/v1/completions")
+    large, taken = LargeBody(body), 1
+    while large.advance():
+        taken += 1
+    assert taken == steps
+    assert not large.advance()
+    whole = router.read(path, body, b"application/json", "id")
+    assert repr(router.read(path, large, b"application/json", "id")) == repr(whole)
+
+
+def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
+    large = LargeBody(TEXT)
+    while large.advance():
+        pass
+    with pytest.raises(orjson.JSONDecodeError) as found:
+        large.fields()
+    router = router_of(spec("w"))
+    refusal = refused(router.read(route(), large, b"application/json", "id"))
+    assert str(found.value) in refusal.message
+
+
+@pytest.mark.plain("replaces a part")
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_not_collected_while_parsing(
+    monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    seen = []
+
+    def parse(text: bytes) -> object:
+        seen.append(gc.isenabled())
+        return parsed(text)
+
+    monkeypatch.setattr("proxy.core.request.json_body.parsed", parse)
+    if not collects:
+        gc.disable()
+    try:
+        large = LargeBody(b'{"prompt":"%b"}' % TEXT)
+        while large.advance():
+            pass
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        gc.enable()
