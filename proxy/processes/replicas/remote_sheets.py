@@ -127,6 +127,8 @@ class RemoteSheets:
                 self._write(member, part, whole=update.whole)
         if update.leaves:
             self._forget(member)
+        if update.processes or update.gone or update.whole or update.leaves:
+            self._table.mark_updated()
 
     def expire(self, now: float) -> list[str]:
         """Release the charges of silent replicas; return their names."""
@@ -137,8 +139,10 @@ class RemoteSheets:
                 member.is_silent = member.is_lost = True
                 for index in member.processes:
                     self._clear(member, index)
+                self._table.mark_updated()
             if now - member.heard_at > FORGET_S:
                 self._forget(member)
+                self._table.mark_updated()
         return silent
 
     def place(self, names: list[str]) -> None:
@@ -149,6 +153,7 @@ class RemoteSheets:
                     sheet = self._table.sheet(process.index)
                     sheet.wipe(self._workers.rows[name])
                     self._write_worker(process, name, member.offset)
+        self._table.mark_updated()
 
     def requests(self, name: str) -> int:
         """Return the number of requests that other replicas have on a worker."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_INTERVAL_S = 0.02
+PUBLISH_INTERVAL_S, MIN_PAUSE_S = 0.02, 0.005
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
@@ -54,6 +54,9 @@ MAX_DRAINS = 4096
 LATER_S = 1e-3
 NEVER_DRAINED: Drained = (-inf, False, False)
 Response = tuple[str, str, str]  # id, worker, tenant
+OpenChannel = Callable[
+    [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.ReplicaChannel]
+]
 
 
 class Replication:
@@ -62,12 +65,13 @@ class Replication:
     def __init__(
         self,
         table: SharedTable,
-        open_channel: Callable[[], AbstractAsyncContextManager[redis_server.ReplicaChannel]],
+        open_channel: OpenChannel,
         *,
         send: Callable[[StoredResponses | WorkerDrained], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self._own = _start_of(self.name)
         self.connected = False
         self.errors = 0  # failed connections and unreadable messages
         self.workers = WorkerNames()
@@ -176,7 +180,7 @@ class Replication:
         """Exchange updates until cancelled."""
         while True:
             try:
-                async with self._open_channel() as channel:
+                async with self._open_channel(self._receive) as channel:
                     await self._exchange(channel)
             except Exception as error:  # replicas must find each other again after any error
                 self._lost(error)
@@ -184,23 +188,17 @@ class Replication:
 
     async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
-        # A TaskGroup of Python 3.11 leaves its task marked as cancelled, which breaks timeouts.
-        both = [asyncio.create_task(work(channel)) for work in (self._receive, self._publish)]
         try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            while True:
+                self._publish(channel)
+                await asyncio.sleep(_until_tick(time.time()))
         except asyncio.CancelledError:
             self._number += 1
-            leaving = Update(self.name, self._number, self._clock(), leaves=True)
+            channel.publish(encode(Update(self.name, self._number, self._clock(), leaves=True)))
             with suppress(Exception):  # the server may be gone too
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                    await channel.publish(encode(leaving))
+                    await channel.drain()
             raise
-        finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
 
     def _lost(self, error: Exception) -> None:
         self.errors += 1
@@ -217,17 +215,17 @@ class Replication:
         self._expire(now)
         self._reserve(now)
 
-    async def _publish(self, channel: redis_server.ReplicaChannel) -> None:
-        while True:
-            now = self._clock()
-            self._expire(now)
-            if not self._joined:
-                self._reserve(now)
-            if now - self._echo_at > ECHO_TIMEOUT_S:
-                raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
-            if (message := self.next_message(now)) is not None:
-                await channel.publish(message)
-            await asyncio.sleep(PUBLISH_INTERVAL_S)
+    def _publish(self, channel: redis_server.ReplicaChannel) -> None:
+        now = self._clock()
+        self._expire(now)
+        if not self._joined:
+            self._reserve(now)
+        if channel.error is not None:
+            raise channel.error
+        if now - self._echo_at > ECHO_TIMEOUT_S:
+            raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
+        if (message := self.next_message(now)) is not None:
+            channel.publish(message)
 
     def next_message(self, now: float) -> bytes | None:
         """Return the next update; None if there is nothing to report yet."""
@@ -273,27 +271,29 @@ class Replication:
             total.update(own)
         return self._reservations.report(update.number, total)
 
-    async def _receive(self, channel: redis_server.ReplicaChannel) -> None:
-        while True:
-            message = await channel.receive(HEARTBEAT_S)
-            now = self._clock()
-            if message is None:
-                continue
-            try:
-                update = decode(message)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                self.errors += 1
-                logger.warning("router.shared: a message cannot be read: %s", error)
-                continue
-            self.handle(update, now)
+    def _receive(self, message: bytes) -> None:
+        if message.startswith(self._own):
+            self._echoed(self._clock())
+            return
+        try:
+            update = decode(message)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            self.errors += 1
+            logger.warning("router.shared: a message cannot be read: %s", error)
+            return
+        self.handle(update, self._clock())
+
+    def _echoed(self, now: float) -> None:
+        """Note that a message of this replica came back."""
+        self._echo_at = now
+        if not self.connected:
+            self.connected, self._connected_at = True, now
+            logger.info("router.shared: connected to the server")
 
     def handle(self, update: Update, now: float) -> None:
         """Apply an update, of this replica too."""
         if update.member == self.name:
-            self._echo_at = now
-            if not self.connected:
-                self.connected, self._connected_at = True, now
-                logger.info("router.shared: connected to the server")
+            self._echoed(now)
             return
         if update.member not in self.sheets.members and not update.leaves:
             logger.info("router.shared: replica %s joined", update.member)
@@ -349,6 +349,18 @@ class Replication:
             else:  # an equal part for each
                 slots = limit - -(-limit // self._hosts)
             self._table.reserve(self.workers.rows[name], slots)
+
+
+def _start_of(name: str) -> bytes:
+    """Return how messages of a replica begin."""
+    message = encode(Update(name, 0, 0.0))
+    return message[: message.index(name.encode()) + len(name.encode())]
+
+
+def _until_tick(wall: float) -> float:
+    """Return the time until the next update. Hosts send theirs at once, and wake less often."""
+    left = PUBLISH_INTERVAL_S - wall % PUBLISH_INTERVAL_S
+    return left if left > MIN_PAUSE_S else left + PUBLISH_INTERVAL_S
 
 
 def workers_of(update: Update) -> set[str]:

@@ -46,15 +46,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     """Send a message through the channel, and have the server decide a request."""
     async with AsyncExitStack() as stack:
+        received: list[bytes] = []
         channels = [
-            await stack.enter_async_context(open_channel(settings, password)) for _ in range(2)
+            await stack.enter_async_context(open_channel(settings, password, received.append))
+            for _ in range(2)
         ]
-        await channels[0].publish(b"hello")
-        for channel in channels:
-            received = None
-            while received is None:
-                received = await channel.receive(5.0)
-            assert received == b"hello"
+        channels[0].publish(b"hello")
+        await eventually(lambda: received == [b"hello"] * 2)
     tenants, table = Tenants(), SharedTable.make(1)
     tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=1))], {})
     clock = asyncio.get_running_loop().time
