@@ -51,7 +51,7 @@ class RemoteProcess:
 
     def __init__(self, index: int) -> None:
         self.index = index  # of the sheet
-        self.life = 0
+        self.life = self.waiting = 0
         self.loads: dict[str, Load] = {}
         self.breakers: dict[str, Breaker] = {}
         self.usage: Settled = {}
@@ -155,6 +155,15 @@ class RemoteSheets:
                     self._write_worker(process, name, member.offset)
         self._table.mark_updated()
 
+    @property
+    def waits(self) -> bool:
+        """True if requests wait on other hosts."""
+        return any(
+            process.waiting
+            for member in self.members.values()
+            for process in member.processes.values()
+        )
+
     def requests(self, name: str) -> int:
         """Return the number of requests that other replicas have on a worker."""
         return sum(
@@ -208,6 +217,7 @@ class RemoteSheets:
         for at, (waits, virtual, since, oldest) in part.fronts.items():
             front = QueueFront(waits, virtual, since + offset, oldest + offset)
             sheet.write_front(*divmod(at, len(Rank)), front)
+        process.waiting = part.waiting
         sheet.write_count(WAITING, part.waiting)
         for place, (last_at, passed, passer) in part.lasts.items():
             sheet.write_last(place, LastDispatch(last_at + offset, passed, passer))
@@ -243,7 +253,7 @@ class RemoteSheets:
     def _clear(self, member: Member, index: int) -> None:
         if (process := member.processes.get(index)) is not None:
             self._table.clear(process.index)
-            process.life = 0
+            process.life = process.waiting = 0
             process.loads.clear()
             process.breakers.clear()
 

@@ -34,6 +34,7 @@ from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Drained, Update, decode, encode
 from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
+from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, until_publish
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_INTERVAL_S, MIN_PAUSE_S = 0.02, 0.005
+SMALL_INTERVAL_S = 0.09  # at least, between two messages with small changes only
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
@@ -191,7 +192,7 @@ class Replication:
         try:
             while True:
                 self._publish(channel)
-                await asyncio.sleep(_until_tick(time.time()))
+                await asyncio.sleep(until_publish())
         except asyncio.CancelledError:
             self._number += 1
             channel.publish(encode(Update(self.name, self._number, self._clock(), leaves=True)))
@@ -224,8 +225,22 @@ class Replication:
             raise channel.error
         if now - self._echo_at > ECHO_TIMEOUT_S:
             raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
-        if (message := self.next_message(now)) is not None:
+        if self._is_due(now) and (message := self.next_message(now)) is not None:
             channel.publish(message)
+
+    def _is_due(self, now: float) -> bool:
+        """Return False if only small changes are to be reported, which wait for others."""
+        if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
+            return True
+        if self._gone or self._new_drains or self._new_responses or self.sheets.waits:
+            return True
+        return any(sheet.has_large_change(self.workers, self._is_scarce) for sheet in self._local)
+
+    def _is_scarce(self, name: str, requests: int) -> bool:
+        """Return True if this host has taken half of its part of a worker's slots, or more."""
+        limit = self.workers.limits.get(name)
+        taken = requests + self.sheets.requests(name)
+        return limit is not None and 2 * self._hosts * taken >= limit
 
     def next_message(self, now: float) -> bytes | None:
         """Return the next update; None if there is nothing to report yet."""
@@ -355,12 +370,6 @@ def _start_of(name: str) -> bytes:
     """Return how messages of a replica begin."""
     message = encode(Update(name, 0, 0.0))
     return message[: message.index(name.encode()) + len(name.encode())]
-
-
-def _until_tick(wall: float) -> float:
-    """Return the time until the next update. Hosts send theirs at once, and wake less often."""
-    left = PUBLISH_INTERVAL_S - wall % PUBLISH_INTERVAL_S
-    return left if left > MIN_PAUSE_S else left + PUBLISH_INTERVAL_S
 
 
 def workers_of(update: Update) -> set[str]:
