@@ -16,6 +16,7 @@ from proxy.processes.shared.process_sheet import (
     TENANT_CHANGES,
     WAITING,
     PlaceKind,
+    TenantRow,
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
@@ -23,6 +24,7 @@ from proxy.processes.shared.shared_memory import SharedTable
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
 
+NO_USAGE = TenantRow()
 LARGE_TOKENS = 2048  # of prompts on a worker: a tenth of a second and more
 
 
@@ -128,7 +130,10 @@ class LocalSheet:
         self._tenants_read, rows = sheet.changed_since(self._tenants_read, TENANT_CHANGES)
         marks = self._table.tenant_marks()
         for row in marks if whole or rows is None else rows:
-            if (mark := marks.get(row)) is not None:
-                changed.usage[mark] = sheet.read_usage(row)
+            if (mark := marks.get(row)) is None:
+                continue
+            usage = sheet.read_usage(row)
+            if not whole or usage != NO_USAGE:
+                changed.usage[mark] = usage
         if whole or rows is None or FLOORS_ROW in rows:
             changed.floors = sheet.read_floors()

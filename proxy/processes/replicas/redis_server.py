@@ -23,7 +23,9 @@ READ_ONLY = "READONLY"
 class ReplicaChannel(Protocol):
     """What every replica publishes, all replicas receive, the sender too."""
 
-    error: Exception | None  # set when the channel cannot be used any more
+    @property
+    def error(self) -> Exception | None:
+        """Why the channel cannot be used any more."""
 
     def publish(self, message: bytes) -> None: ...
 
@@ -87,7 +89,7 @@ class RedisConnection(asyncio.Protocol):
         self._opened = opened
         self._received = received
         self._transport = opened._writer.transport
-        self._pack = hiredis.pack_command
+        self._pack: Callable[[tuple[Any, ...]], bytes] = hiredis.pack_command
         self._reader = hiredis.Reader()
         self._errors, self._pushes = hiredis.ReplyError, hiredis.PushNotification
         self._waiting: deque[Callable[[Any], None]] = deque()

@@ -69,6 +69,7 @@ class Replication:
         open_channel: OpenChannel,
         *,
         send: Callable[[StoredResponses | WorkerDrained], None],
+        replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
@@ -85,7 +86,9 @@ class Replication:
         self._requests: list[dict[str, int]] = [{} for _ in self._local]  # by process and worker
         self._gone: list[int] = []
         self._reservations = Reservations(self.name)
-        self._hosts = 1  # that shared the workers when the server was last reached
+        self._configured = replicas  # at least as many share the workers without the server
+        self._hosts = replicas  # that shared the workers when the server was last reached
+        table.write_hosts(replicas)
         self._connected_at = -inf
         self._joined = False
         self._number = 0
@@ -109,7 +112,7 @@ class Replication:
         """Return a replica of a fleet; raise `ProxyError` if the settings cannot be used here."""
         redis_server.check(settings)
         open_channel = partial(redis_server.open_channel, settings, password)
-        return cls(table, open_channel, send=send)
+        return cls(table, open_channel, send=send, replicas=settings.replicas or 1)
 
     # What the supervisor reports
 
@@ -265,6 +268,7 @@ class Replication:
         if whole:
             self._whole, self._last_whole = False, now
             update.history = self.sheets.history
+            update.folded, update.folded_names = self.sheets.folded, self.sheets.folded_names
             update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
             update.drains |= self._new_drains
             update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
@@ -352,7 +356,7 @@ class Replication:
             self._hosts = len(alive) + 1
             acknowledged = self._reservations.acknowledge(alive)
             names = None if names is None else names | acknowledged
-            self._table.write_hosts(self._hosts)
+            self._table.write_hosts(max(self._hosts, self._configured))
         limits = self.workers.limits
         if names is None or before != (self._joined, self._hosts):
             names = set(limits)
@@ -362,7 +366,7 @@ class Replication:
                 remote, believed = self.sheets.requests(name), self._reservations.believed(name)
                 slots = slots_for_others(limit, believed, remote, self._hosts)
             else:  # an equal part for each
-                slots = limit - -(-limit // self._hosts)
+                slots = limit - -(-limit // max(self._hosts, self._configured))
             self._table.reserve(self.workers.rows[name], slots)
 
 
