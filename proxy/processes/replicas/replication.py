@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -20,18 +20,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.core.request.response_owners import MAX_RESPONSES
 from proxy.metrics.replica_counts import ReplicaCounts
-from proxy.processes.ipc_messages import (
-    Joined,
-    Serving,
-    StoredResponses,
-    WorkerDrained,
-    WorkersChanged,
-)
+from proxy.processes.ipc_messages import StoredResponses, WorkerDrained, WorkersChanged
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
-from proxy.processes.replicas.messages import Drained, Update, decode, encode
+from proxy.processes.replicas.messages import Update, decode, encode
+from proxy.processes.replicas.notices import Notices
 from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, until_publish
@@ -50,11 +44,6 @@ ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is de
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
-MAX_RESPONSES_SENT = 2000  # the newest, to a replica that joins
-MAX_DRAINS = 4096
-LATER_S = 1e-3
-NEVER_DRAINED: Drained = (-inf, False, False)
-Response = tuple[str, str, str]  # id, worker, tenant
 OpenChannel = Callable[
     [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.ReplicaChannel]
 ]
@@ -80,7 +69,6 @@ class Replication:
         self.sheets = RemoteSheets(table, self.workers)
         self._table = table
         self._open_channel = open_channel
-        self._send = send
         self._clock = clock
         self._local = [LocalSheet(index, table) for index in range(table.processes)]
         self._requests: list[dict[str, int]] = [{} for _ in self._local]  # by process and worker
@@ -96,10 +84,7 @@ class Replication:
         self._last_whole = self._last_sent = self._echo_at = -inf
         self._heard: dict[str, int] = {}
         self._owes_answer = False  # a replica's slots depend on what this one has heard
-        self._responses: dict[str, Response] = {}
-        self._drains: dict[str, Drained] = {}  # the last change of each worker
-        self._new_drains: dict[str, Drained] = {}
-        self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
+        self._notices = Notices(send)
 
     @classmethod
     def on_redis(
@@ -122,44 +107,12 @@ class Replication:
             case WorkersChanged():
                 self.sheets.place(self.workers.take(message))
                 self._reserve(self._clock())
-            case StoredResponses(responses):
-                for response in responses:
-                    self._keep(response)
-                    self._new_responses.append(response)
-            case WorkerDrained():
-                self._drained(message)
-            case Joined():  # a process starts: it learns what it could not hear
-                self._send(StoredResponses(tuple(self._responses.values())))
-            case Serving():
-                for name, (_, draining, _) in self._drains.items():
-                    if draining:
-                        self._send(WorkerDrained(name, draining=True))
+            case _:
+                self._notices.report(message)
 
     def process_ended(self, index: int) -> None:
         self._gone.append(index)
         self._requests[index].clear()
-
-    def _drained(self, message: WorkerDrained) -> None:
-        """Have other hosts drain or undrain a worker, as the admin API of this one did."""
-        known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
-        # Later than the change that it follows, even if another host's time of day is ahead.
-        state = max(time.time(), known_at + LATER_S), message.draining, message.now
-        self._drains[message.name] = self._new_drains[message.name] = state
-        if len(self._drains) > MAX_DRAINS:
-            del self._drains[next(iter(self._drains))]
-
-    def _follow(self, drains: dict[str, Drained]) -> None:
-        """Drain workers as other hosts did; the last change counts."""
-        for name, state in drains.items():
-            at, draining, now = state
-            if at > self._drains.get(name, NEVER_DRAINED)[0]:
-                self._drains[name] = state
-                self._send(WorkerDrained(name, draining, now))
-
-    def _keep(self, response: Response) -> None:
-        self._responses[response[0]] = response
-        if len(self._responses) > MAX_RESPONSES:
-            del self._responses[next(iter(self._responses))]
 
     @property
     def counts(self) -> ReplicaCounts:
@@ -235,7 +188,7 @@ class Replication:
         """Return False if only small changes are to be reported, which wait for others."""
         if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
             return True
-        if self._gone or self._new_drains or self._new_responses or self.sheets.waits:
+        if self._gone or self._notices.has_new or self.sheets.waits:
             return True
         return any(sheet.has_large_change(self.workers, self._is_scarce) for sheet in self._local)
 
@@ -251,7 +204,7 @@ class Replication:
         found = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
         processes = [changes for changes in found if changes is not None]
         due = self._owes_answer or now - self._last_sent >= HEARTBEAT_S
-        if not (processes or whole or due or self._gone or self._new_responses or self._new_drains):
+        if not (processes or whole or due or self._gone or self._notices.has_new):
             return None
         update = Update(
             self.name,
@@ -262,20 +215,15 @@ class Replication:
             heard=self._heard,
             processes=processes,
             gone=self._gone,
-            drains=self._new_drains,
-            responses=list(self._new_responses),
         )
         if whole:
             self._whole, self._last_whole = False, now
             update.history = self.sheets.history
             update.folded, update.folded_names = self.sheets.folded, self.sheets.folded_names
-            update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
-            update.drains |= self._new_drains
-            update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
+        self._notices.write(update)
         self._number += 1
         self._last_sent, self._owes_answer = now, False
-        self._gone, self._new_drains = [], {}
-        self._new_responses.clear()
+        self._gone = []
         if self._note_requests(update):  # before others take what is reported as free
             self._reserve(now, None if update.gone else workers_of(update))
         return encode(update)
@@ -327,12 +275,7 @@ class Replication:
         changed = workers_of(update)
         if self.workers.limits.keys() & changed:
             self._owes_answer = True
-        self._follow(update.drains)
-        new = [found for found in update.responses if found[0] not in self._responses]
-        for response in new:
-            self._keep(response)
-        if new:
-            self._send(StoredResponses(tuple(new)))
+        self._notices.take(update)
         concerns_all = update.whole or update.gone or update.leaves
         self._reserve(now, None if concerns_all else changed)
 
