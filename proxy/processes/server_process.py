@@ -82,7 +82,7 @@ class ServerProcess:
         fleet, clock = self.app.fleet, time.monotonic
         shared, router = SharedTable(table, begin.processes), self.app.router
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
-        if begin.processes == 1:  # only other hosts read what it writes
+        if begin.processes == 1:
             soon = lambda flush: loop.call_later(until_flush(), flush)  # noqa: E731
         self._sharing = SharedLoad(shared, index, fleet, clock, soon)
         self._sharing.sheet.write_count(LIFE, time.monotonic_ns())

@@ -129,10 +129,10 @@ class SharedLimiter:
         self.clock = clock
         self.is_up = False
         self._settings = settings
-        redis_server.check(settings)  # imports the library, which takes longer than a call may
+        redis_server.check(settings)  # the import takes longer than a call may
         self._password = password
         self._connection: redis_server.RedisConnection | None = None
-        self._script = ""  # its name on the server
+        self._script = ""
         self._tenants = tenants
         self._table = table
         self._edition = -1
@@ -242,7 +242,7 @@ class SharedLimiter:
                 limits.unsure = call
                 limits.waiting = waiting + limits.waiting
                 self._changed[limits] = None
-            self._disconnect()  # the next call looks up the address anew
+            self._disconnect()
             self._went_down(error)
             return
         self._came_up()

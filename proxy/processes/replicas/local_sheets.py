@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
 
 NO_USAGE = TenantRow()
-LARGE_TOKENS = 2048  # of prompts on a worker: a tenth of a second and more
+LARGE_TOKENS = 2048
 
 
 class LocalSheet:
@@ -50,7 +50,7 @@ class LocalSheet:
     def has_large_change(self, workers: WorkerNames, scarce: Callable[[str, int], bool]) -> bool:
         """Return True if other hosts should see a change at once.
 
-        `scarce`: whether a worker with this many requests here has few free slots.
+        `scarce`: whether a worker with so many requests has few free slots.
         """
         sheet = self._sheet
         if (

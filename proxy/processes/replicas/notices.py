@@ -45,7 +45,7 @@ class Notices:
                     self._new_responses.append(response)
             case WorkerDrained():
                 self._drained(message)
-            case Joined():  # a process starts: it learns what it could not hear
+            case Joined():
                 self._send(StoredResponses(tuple(self._responses.values())))
             case Serving():
                 for name, (_, draining, _) in self._drains.items():

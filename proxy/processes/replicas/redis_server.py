@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PATH = "router.shared"
 VERSION = 1  # replicas of another version use another channel
-CHECK_INTERVAL_S = 1.0  # between two checks that the server takes writes
+CHECK_INTERVAL_S = 1.0
 READ_ONLY = "READONLY"
 
 
@@ -46,7 +46,7 @@ def check(settings: SharedConfig) -> None:
 def client(settings: SharedConfig, password: str | None) -> Any:
     """Return a client, which connects when it is used; raise `ProxyError` without the library."""
     try:
-        import hiredis  # noqa: F401 - its lack is reported here
+        import hiredis  # noqa: F401
         from redis import asyncio as redis
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
@@ -59,7 +59,7 @@ def client(settings: SharedConfig, password: str | None) -> Any:
         "password": password,
         "socket_connect_timeout": timeout,
         "socket_timeout": timeout,
-        "protocol": 3,  # messages and replies on one connection
+        "protocol": 3,  # with pushed messages
     }
     if settings.ca_file is not None:
         options["ssl_ca_certs"] = str(settings.ca_file)
@@ -80,7 +80,7 @@ def server_errors() -> tuple[type[Exception], ...]:
 
 
 class RedisConnection(asyncio.Protocol):
-    """A connection that redis-py has opened. Commands then go without its cost per call."""
+    """A connection that redis-py has opened, without its cost per command."""
 
     def __init__(self, opened: Any, received: Callable[[bytes], None]) -> None:
         import hiredis
@@ -96,7 +96,7 @@ class RedisConnection(asyncio.Protocol):
         self._transport.set_protocol(self)
 
     def send(self, *words: Any, replied: Callable[[Any], None] | None = None) -> None:
-        """Send a command; any error closes the connection, unless `replied` handles it."""
+        """Send a command; an error closes the connection, or `replied` gets it."""
         self._waiting.append(replied or self._check)
         self._transport.write(self._pack(words))
 
@@ -107,7 +107,7 @@ class RedisConnection(asyncio.Protocol):
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def replied(found: Any) -> None:
-            if reply.done():  # the caller has left
+            if reply.done():
                 return
             if isinstance(found, Exception):
                 reply.set_exception(found)
@@ -118,7 +118,7 @@ class RedisConnection(asyncio.Protocol):
         return await reply
 
     def subscribe(self, name: str) -> None:
-        self._transport.write(self._pack(("SUBSCRIBE", name)))  # has no reply
+        self._transport.write(self._pack(("SUBSCRIBE", name)))
 
     def _check(self, reply: Any) -> None:
         if isinstance(reply, Exception):
@@ -129,7 +129,7 @@ class RedisConnection(asyncio.Protocol):
         if self.error is None:
             self.error = error
             self._transport.close()
-            # redis-py would warn that its connection was left open.
+            # Otherwise redis-py warns.
             self._opened._reader = self._opened._writer = None
             while self._waiting:
                 self._waiting.popleft()(error)
@@ -160,7 +160,7 @@ async def connect(
     key: str,
     received: Callable[[bytes], None] = _ignore,
 ) -> RedisConnection:
-    """Connect to the server that has a key; look up its address anew."""
+    """Connect to the server that has a key."""
     factory = client(settings, password)
     try:
         if settings.cluster:
@@ -182,7 +182,7 @@ class RedisChannel:
         self._connection = connection
         self._name = name
         self._key = f"{{{settings.namespace}}}:primary"
-        self._checks = not settings.cluster  # all nodes of a cluster have its messages
+        self._checks = not settings.cluster
         self._check_at = 0.0
 
     @property
@@ -190,7 +190,7 @@ class RedisChannel:
         return self._connection.error
 
     async def open(self) -> None:
-        """Subscribe; raise an error if the server cannot be used."""
+        """Subscribe; raise an error if that cannot be done."""
         self._connection.subscribe(self._name)
         self._check()
         await self.drain()
@@ -203,7 +203,7 @@ class RedisChannel:
         await self._connection.ask("PING")
 
     def _check(self) -> None:
-        """Have the server refuse a write, which changes nothing, if it is not the primary now."""
+        """Notice with an empty write that the server has become a replica."""
         if self._checks and (now := asyncio.get_running_loop().time()) >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S
             self._connection.send("HDEL", self._key, "none", replied=self._checked)

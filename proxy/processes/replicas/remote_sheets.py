@@ -45,8 +45,7 @@ LEASE_S = 3.0  # silence after which a replica is taken for dead
 FORGET_S = 600.0  # then it may have new sheets when it returns
 OFFSET_WINDOW_S = 60.0  # clocks are compared by the fastest message in this time
 HISTORY = 0  # the first remote sheet: tenants' charges of processes that ended
-# Of the history, which whole updates contain: processes, and their tenants. The rest is folded into
-# one sum; as many names of its processes are kept.
+# Of the history: processes, and their tenants. The rest is folded into one sum.
 MAX_HISTORY, MAX_CHARGES, MAX_FOLDED = 256, 4096, 1024
 
 
@@ -310,7 +309,7 @@ class RemoteSheets:
         self._write_history(marks)
 
     def _take_folded(self, folded: Settled, names: list[str]) -> None:
-        """Learn as a new host what the others have folded."""
+        """Learn what others have folded, as a new host."""
         if self._folded_names or not names:
             return
         self.folded, self._folded_names = folded, dict.fromkeys(names)

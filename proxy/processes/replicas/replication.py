@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SMALL_INTERVAL_S = 0.09  # at least, between two messages with small changes only
+SMALL_INTERVAL_S = 0.09  # between messages with small changes only
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
@@ -74,7 +74,7 @@ class Replication:
         self._requests: list[dict[str, int]] = [{} for _ in self._local]  # by process and worker
         self._gone: list[int] = []
         self._reservations = Reservations(self.name)
-        self._configured = replicas  # at least as many share the workers without the server
+        self._configured = replicas  # parts without the server, at least
         self._hosts = replicas  # that shared the workers when the server was last reached
         table.write_hosts(replicas)
         self._connected_at = -inf
@@ -185,7 +185,7 @@ class Replication:
             channel.publish(message)
 
     def _is_due(self, now: float) -> bool:
-        """Return False if only small changes are to be reported, which wait for others."""
+        """Return False if all changes are small and recent."""
         if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
             return True
         if self._gone or self._notices.has_new or self.sheets.waits:
@@ -193,7 +193,7 @@ class Replication:
         return any(sheet.has_large_change(self.workers, self._is_scarce) for sheet in self._local)
 
     def _is_scarce(self, name: str, requests: int) -> bool:
-        """Return True if this host has taken half of its part of a worker's slots, or more."""
+        """Return True if half of this host's part of a worker's slots is taken."""
         limit = self.workers.limits.get(name)
         taken = requests + self.sheets.requests(name)
         return limit is not None and 2 * self._hosts * taken >= limit

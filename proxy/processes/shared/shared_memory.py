@@ -32,9 +32,8 @@ from proxy.processes.shared.process_sheet import (
 MAX_REMOTE = 64  # sheets for processes of other hosts
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
-# Then written by the supervisor: the number of remote sheets in use, the numbers of changes of
-# reservations and of remote sheets, the number of hosts, and for each worker the slots reserved for
-# other hosts.
+# Then written by the supervisor: the number of remote sheets in use, of changes of reservations and
+# of remote sheets, of hosts, and for each worker the slots reserved for other hosts.
 AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
 AT_RESERVATIONS, AT_UPDATES, AT_HOSTS, AT_RESERVED = range(AT_REMOTE + 1, AT_REMOTE + 5)
 COMMON_WORDS = AT_RESERVED + MAX_WORKERS
@@ -76,11 +75,11 @@ class SharedTable:
 
     @property
     def updates(self) -> int:
-        """The number of changes that other hosts reported."""
+        """The number of changes that were reported."""
         return self._common_count(AT_UPDATES)
 
     def mark_updated(self) -> None:
-        """Have processes read remote sheets or reservations, which were written before."""
+        """Have processes read remote sheets and reservations."""
         self._write_common(AT_UPDATES, self.updates + 1)
 
     @property
