@@ -7,7 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 
+from proxy.config.shared import SharedConfig
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.processes.ipc_messages import StoredResponses, WorkersChanged
+from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.local_sheets import LARGE_TOKENS
 from proxy.processes.replicas.messages import Update
 from proxy.processes.replicas.remote_sheets import LEASE_S
@@ -145,3 +149,20 @@ def test_stored_responses_do_not_wait(host: Host) -> None:
     assert not host.replication._is_due(host.now)
     host.replication.report(StoredResponses((("resp_1", "a", "t"),)))
     assert host.replication._is_due(host.now)
+
+
+@pytest.mark.parametrize(("replicas", "parts"), [(None, 1), (3, 3)])
+async def test_limits_of_tenants_have_the_configured_parts_from_the_start(
+    replicas: int | None, parts: int
+) -> None:
+    table = SharedTable.make(1, MAX_REMOTE)
+    settings = SharedConfig(url="redis://127.0.0.1:1", replicas=replicas)
+    Replication.on_redis(settings, None, table, send=lambda _: None)
+    tenants = Tenants()
+    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=6))], {})
+    limiter = SharedLimiter(settings, None, tenants, table, lambda: 0.0)
+    [tenant] = tenants
+    assert not limiter.is_up
+    decided = [tenant.ledger.decide(0.0, 1) for _ in range(6)]
+    assert sum(exceeded is None for exceeded in decided) == 6 // parts
+    table.close()
