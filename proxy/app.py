@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import resource
 import sys
@@ -108,6 +107,6 @@ def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig
     try:
         if how_many(config) == 1 and config.router.shared is None:
             return uvloop.run(serve(config, source=source, read=read, on_ready=announce))
-        return asyncio.run(supervise(config, source=source, read=read, on_ready=announce))
+        return uvloop.run(supervise(config, source=source, read=read, on_ready=announce))
     finally:
         logs.close()

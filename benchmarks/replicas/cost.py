@@ -68,7 +68,7 @@ async def _load(port: int, connections: int, seconds: float, prompts: Prompts) -
 async def run(folder: Path, counts: Sequence[int], rounds: int, seconds: float) -> None:
     """Print the medians."""
     cpus = Cpus.here(1)
-    samples: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    samples: dict[tuple[str, int, bool], list[tuple[float, float]]] = defaultdict(list)
     with ExitStack() as stack:
         ports = [free_port() for _ in range(2)]
         workers = {f"w{port}": f"http://{HOST}:{port}" for port in ports}
@@ -77,39 +77,45 @@ async def run(folder: Path, counts: Sequence[int], rounds: int, seconds: float) 
             stack.callback(redis.close)
             for port in ports:
                 stack.enter_context(mock_worker(port))
+        sides = {}
         with processes.running_on(cpus.routers):
-            sides = {
-                count: [
-                    make_router(
-                        folder / f"{count}-{number}.yaml",
-                        workers,
-                        redis if count else None,
-                        model=mock.MODEL,
-                        tenants=TENANTS,
-                    )
-                    for number in range(max(count, 1))
-                ]
-                for count in (0, *counts)
-            }
+            for count in counts:
+                for shares in (False, True):
+                    sides[count, shares] = [
+                        make_router(
+                            folder / f"{count}-{shares}-{number}.yaml",
+                            workers,
+                            redis if shares else None,
+                            model=mock.MODEL,
+                            tenants=TENANTS,
+                            fleet_name=f"fleet-of-{count}",
+                        )
+                        for number in range(count)
+                    ]
         for number in range(rounds):
-            for count in list(sides)[:: 1 if number % 2 else -1]:
+            for side in list(sides)[:: 1 if number % 2 else -1]:
                 with processes.running_on(cpus.routers):
-                    stack.enter_context(started(sides[count])) if not number else None
+                    stack.enter_context(started(sides[side])) if not number else None
                 if not number:
                     await asyncio.sleep(SETTLE_S)
                 for tenant in TENANTS:
-                    found = await measure(sides[count], redis, tenant, seconds, number)
-                    samples[tenant, count].append(found)
+                    found = await measure(sides[side], redis, tenant, seconds, number)
+                    samples[tenant, *side].append(found)
     for tenant in TENANTS:
-        alone = median(cpu for cpu, _ in samples[tenant, 0])
-        print(f"tenant {tenant}: a router alone, without router.shared: {alone:.0f} us")
+        print(f"tenant {tenant}:")
         for count in counts:
-            cpu = median(cpu for cpu, _ in samples[tenant, count])
-            server = median(cpu for _, cpu in samples[tenant, count])
+            before, _ = medians(samples[tenant, count, False])
+            cpu, server = medians(samples[tenant, count, True])
+            first, _ = medians(samples[tenant, counts[0], False])
             print(
-                f"  {count} routers: {cpu:.0f} us per request, {cpu / alone:.2f}x; "
-                f"the server: {server:.0f} us"
+                f"  {count} routers: {before:.0f} us per request without router.shared, "
+                f"{cpu:.0f} us with it, {cpu / before:.2f}x, or {cpu / first:.2f}x of "
+                f"{counts[0]} without; the server: {server:.0f} us"
             )
+
+
+def medians(found: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return median(cpu for cpu, _ in found), median(server for _, server in found)
 
 
 def main(folder: Path, counts: Sequence[int], rounds: int, seconds: float) -> None:

@@ -31,6 +31,7 @@ def make_router(
     model: str,
     tenants: Mapping[str, dict[str, Any]],
     max_requests: int | None = None,
+    fleet_name: str = "vllm-sched",
 ) -> Worker:
     """Return a router as users start it, alone without a server."""
     port = free_port()
@@ -52,7 +53,7 @@ def make_router(
         ],
     }
     if redis is not None:
-        fleet["router"]["shared"] = {"url": redis.url}
+        fleet["router"]["shared"] = {"url": redis.url, "namespace": fleet_name}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     command = [str(Path(sys.executable).with_name("vllm-sched")), "router", str(path)]
     return Worker(

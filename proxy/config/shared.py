@@ -50,6 +50,11 @@ class SharedConfig(Block):
         description="Name of the fleet on the server. All replicas of a router have the same; "
         "other fleets on the same server have another",
     )
+    replicas: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None,
+        description="Number of routers of the fleet; with an autoscaler, its minimum. A router "
+        "without the server takes one of so many parts of each limit; less if it saw more routers",
+    )
     timeout_s: Annotated[float, Field(gt=0, le=5)] = Field(
         0.5,
         description="Seconds for an answer of the server. Then a tenant's limits are decided "

@@ -8,9 +8,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -41,6 +40,7 @@ from proxy.processes.ipc_messages import (
     WorkersChanged,
 )
 from proxy.processes.replicas.limits import SharedLimiter
+from proxy.processes.replicas.ticks import until_flush
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
@@ -58,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 # Between two looks; shorter with queued requests, which wait for capacity that others free.
 IDLE_INTERVAL_S, QUEUED_INTERVAL_S = 0.05, 0.005
-FLUSH_DELAY_S = 0.004  # until a host's only process writes changes, for other hosts
 FIRST_PROBES_S = 1.0  # wait for the first probes
 ANSWER_TIMEOUT_S = 5.0  # longer than the supervisor's timeout
 EXIT_FAILURE = 1
@@ -82,7 +81,9 @@ class ServerProcess:
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
         shared, router = SharedTable(table, begin.processes), self.app.router
-        soon = loop.call_soon if begin.processes > 1 else partial(loop.call_later, FLUSH_DELAY_S)
+        soon: Callable[[Callable[[], None]], object] = loop.call_soon
+        if begin.processes == 1:
+            soon = lambda flush: loop.call_later(until_flush(), flush)  # noqa: E731
         self._sharing = SharedLoad(shared, index, fleet, clock, soon)
         self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
         self._queues = SharedQueues(router.queue, self._sharing)

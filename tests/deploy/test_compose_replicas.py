@@ -91,6 +91,7 @@ def test_fleet_file_is_that_of_one_router_and_the_servers() -> None:
     assert router.pop("shared") == {
         "url": "redis://redis:6379",
         "password_file": "/run/secrets/redis",
+        "replicas": len(ROUTERS),
     }
     assert router.pop("batches") == {
         "database": "postgresql://router@postgres/router",

@@ -101,6 +101,7 @@ def test_lines_of_the_fleet_file_name_the_servers(overlay: str) -> None:
     assert shared == {
         "url": "redis://redis:6379",
         "password_file": f"{mounts['redis']}/password",
+        "replicas": named(objects, "HorizontalPodAutoscaler", "router")["spec"]["minReplicas"],
     }
     assert batches == {
         "database": "postgresql://router@postgres/router",

@@ -129,8 +129,10 @@ class SharedLimiter:
         self.clock = clock
         self.is_up = False
         self._settings = settings
-        self._client = redis_server.client(settings, password)
-        self._script = self._client.register_script(SCRIPT.read_text())
+        redis_server.check(settings)  # the import takes longer than a call may
+        self._password = password
+        self._connection: redis_server.RedisConnection | None = None
+        self._script = ""
         self._tenants = tenants
         self._table = table
         self._edition = -1
@@ -197,7 +199,7 @@ class SharedLimiter:
                 await self._call()
                 await asyncio.sleep(PACE_S if self.is_up else DOWN_PAUSE_S)
         finally:
-            await self._client.aclose()
+            self._disconnect()
 
     def _to_report(self) -> list[TenantLimits]:
         """Return the tenants whose requests in flight expire without a call."""
@@ -230,18 +232,17 @@ class SharedLimiter:
             arguments += self._arguments(limits, call, waiting, again=again is not None)
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                answers = await (
-                    self._script(keys=keys, args=arguments) if keys else self._client.ping()
-                )
+                answers = await self._ask(keys, arguments)
             found = [
                 Answer.read(answer, len(waiting))
-                for (_, _, waiting), answer in zip(calls, answers if keys else (), strict=True)
+                for (_, _, waiting), answer in zip(calls, answers, strict=True)
             ]
         except Exception as error:  # requests go on after any error
             for limits, call, waiting in calls:
                 limits.unsure = call
                 limits.waiting = waiting + limits.waiting
                 self._changed[limits] = None
+            self._disconnect()
             self._went_down(error)
             return
         self._came_up()
@@ -250,6 +251,26 @@ class SharedLimiter:
             self._take(limits, waiting, answer)
             if limits.has_more:
                 self.wake(limits)
+
+    async def _ask(self, keys: list[str], arguments: list[Any]) -> list[Any]:
+        """Return the server's answer for each tenant."""
+        if (connection := self._connection) is None:
+            key = f"{{{self._settings.namespace}}}"
+            connection = await redis_server.connect(self._settings, self._password, key)
+            self._connection = connection
+            self._script = await connection.ask("SCRIPT", "LOAD", SCRIPT.read_text())
+        if not keys:
+            await connection.ask("PING")
+            return []
+        found: list[Any] = await connection.ask(
+            "EVALSHA", self._script, len(keys), *keys, *arguments
+        )
+        return found
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _arguments(
         self, limits: TenantLimits, call: Call, waiting: list[LimitRequest], *, again: bool

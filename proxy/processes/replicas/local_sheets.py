@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxy.core.fleet.worker_load import NO_LOAD
@@ -9,17 +10,22 @@ from proxy.core.tenants.tenants import Rank
 from proxy.processes.replicas.messages import ProcessChanges
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
+    BREAKS,
     LIFE,
     NO_PLACES,
     TENANT_CHANGES,
     WAITING,
     PlaceKind,
+    TenantRow,
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
+
+NO_USAGE = TenantRow()
+LARGE_TOKENS = 2048
 
 
 class LocalSheet:
@@ -36,9 +42,33 @@ class LocalSheet:
         self._read = self._tenants_read = self._logged = 0
         self._waiting = 0
         self._breakers: dict[str, float] = {}  # times of breakers' states
-        self._loaded: set[str] = set()  # workers with reported charges
+        self._breaks = 0
+        self._loaded: dict[str, tuple[int, int]] = {}  # reported requests and prompt tokens
         self._places = NO_PLACES
         self._floors: tuple[float, ...] = ()
+
+    def has_large_change(self, workers: WorkerNames, scarce: Callable[[str, int], bool]) -> bool:
+        """Return True if other hosts should see a change at once.
+
+        `scarce`: whether a worker with so many requests has few free slots.
+        """
+        sheet = self._sheet
+        if (
+            sheet.count(WAITING)
+            or sheet.count(LIFE) != self._life
+            or sheet.count(BREAKS) != self._breaks
+        ):
+            return True
+        _, rows = sheet.changed_since(self._read)
+        for row in workers.names if rows is None else rows:
+            name = workers.names.get(row, "")
+            (requests, _, tokens, *_), _ = sheet.read_load(row)
+            requests_before, tokens_before = self._loaded.get(name, (0, 0))
+            if abs(tokens - tokens_before) >= LARGE_TOKENS:
+                return True
+            if requests != requests_before and scarce(name, requests):
+                return True
+        return False
 
     def changes(self, workers: WorkerNames, *, whole: bool) -> ProcessChanges | None:
         """Return what has changed since the last call, or all; None if that is nothing."""
@@ -66,15 +96,18 @@ class LocalSheet:
 
     def _read_workers(self, changed: ProcessChanges, workers: WorkerNames, *, whole: bool) -> None:
         sheet = self._sheet
+        self._breaks = sheet.count(BREAKS)
         self._read, rows = sheet.changed_since(self._read)
-        for gone in self._loaded - workers.rows.keys():  # removed; its last requests are not seen
-            self._loaded.discard(gone)
+        for gone in (
+            self._loaded.keys() - workers.rows.keys()
+        ):  # removed; its last requests are not seen
+            del self._loaded[gone]
             changed.loads[gone] = NO_LOAD, 0.0
         for row in workers.names if whole or rows is None else rows:
             if (name := workers.names.get(row)) is None:
                 continue
-            changed.loads[name] = sheet.read_load(row)
-            self._loaded.add(name)
+            load, _ = changed.loads[name] = sheet.read_load(row)
+            self._loaded[name] = load[0], load[2]
             at, snapshot = sheet.read_breaker(row)
             if at and at != self._breakers.get(name):
                 self._breakers[name] = at
@@ -97,7 +130,10 @@ class LocalSheet:
         self._tenants_read, rows = sheet.changed_since(self._tenants_read, TENANT_CHANGES)
         marks = self._table.tenant_marks()
         for row in marks if whole or rows is None else rows:
-            if (mark := marks.get(row)) is not None:
-                changed.usage[mark] = sheet.read_usage(row)
+            if (mark := marks.get(row)) is None:
+                continue
+            usage = sheet.read_usage(row)
+            if not whole or usage != NO_USAGE:
+                changed.usage[mark] = usage
         if whole or rows is None or FLOORS_ROW in rows:
             changed.floors = sheet.read_floors()

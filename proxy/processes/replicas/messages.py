@@ -52,6 +52,8 @@ class Update(msgspec.Struct, array_like=True):
     history: dict[str, Settled] = {}  # of processes that ended for good, on any host
     drains: dict[str, Drained] = {}  # by the worker's name in the fleet file
     responses: list[tuple[str, str, str]] = []  # stored responses: id, worker, tenant
+    folded: Settled = {}  # the sum of earlier processes, which are named next
+    folded_names: list[str] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,15 +16,21 @@ if TYPE_CHECKING:
 
 PATH = "router.shared"
 VERSION = 1  # replicas of another version use another channel
+CHECK_INTERVAL_S = 1.0
+READ_ONLY = "READONLY"
 
 
 class ReplicaChannel(Protocol):
     """What every replica publishes, all replicas receive, the sender too."""
 
-    async def publish(self, message: bytes) -> None: ...
+    @property
+    def error(self) -> Exception | None:
+        """Why the channel cannot be used any more."""
 
-    async def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next message; None if none comes in time."""
+    def publish(self, message: bytes) -> None: ...
+
+    async def drain(self) -> None:
+        """Wait until the server has what was published."""
 
 
 def check(settings: SharedConfig) -> None:
@@ -38,6 +46,7 @@ def check(settings: SharedConfig) -> None:
 def client(settings: SharedConfig, password: str | None) -> Any:
     """Return a client, which connects when it is used; raise `ProxyError` without the library."""
     try:
+        import hiredis  # noqa: F401
         from redis import asyncio as redis
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
@@ -50,6 +59,7 @@ def client(settings: SharedConfig, password: str | None) -> Any:
         "password": password,
         "socket_connect_timeout": timeout,
         "socket_timeout": timeout,
+        "protocol": 3,  # with pushed messages
     }
     if settings.ca_file is not None:
         options["ssl_ca_certs"] = str(settings.ca_file)
@@ -63,42 +73,158 @@ def client(settings: SharedConfig, password: str | None) -> Any:
 
 def server_errors() -> tuple[type[Exception], ...]:
     """Return the errors that mean that the server cannot be used now."""
+    from hiredis import HiredisError
     from redis.exceptions import RedisError
 
-    return RedisError, OSError, TimeoutError
+    return HiredisError, RedisError, OSError, TimeoutError
+
+
+class RedisConnection(asyncio.Protocol):
+    """A connection that redis-py has opened, without its cost per command."""
+
+    def __init__(self, opened: Any, received: Callable[[bytes], None]) -> None:
+        import hiredis
+
+        self.error: Exception | None = None
+        self._opened = opened
+        self._received = received
+        self._transport = opened._writer.transport
+        self._pack: Callable[[tuple[Any, ...]], bytes] = hiredis.pack_command
+        self._reader = hiredis.Reader()
+        self._errors, self._pushes = hiredis.ReplyError, hiredis.PushNotification
+        self._waiting: deque[Callable[[Any], None]] = deque()
+        self._transport.set_protocol(self)
+
+    def send(self, *words: Any, replied: Callable[[Any], None] | None = None) -> None:
+        """Send a command; an error closes the connection, or `replied` gets it."""
+        self._waiting.append(replied or self._check)
+        self._transport.write(self._pack(words))
+
+    async def ask(self, *words: Any) -> Any:
+        """Send a command; return its reply."""
+        if self.error is not None:
+            raise self.error
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def replied(found: Any) -> None:
+            if reply.done():
+                return
+            if isinstance(found, Exception):
+                reply.set_exception(found)
+            else:
+                reply.set_result(found)
+
+        self.send(*words, replied=replied)
+        return await reply
+
+    def subscribe(self, name: str) -> None:
+        self._transport.write(self._pack(("SUBSCRIBE", name)))
+
+    def _check(self, reply: Any) -> None:
+        if isinstance(reply, Exception):
+            self.fail(reply)
+
+    def fail(self, error: Exception) -> None:
+        """Close the connection."""
+        if self.error is None:
+            self.error = error
+            self._transport.close()
+            # Otherwise redis-py warns.
+            self._opened._reader = self._opened._writer = None
+            while self._waiting:
+                self._waiting.popleft()(error)
+
+    def close(self) -> None:
+        self.fail(ConnectionError("closed"))
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        reader.feed(data)
+        while (found := reader.gets()) is not False:
+            if not isinstance(found, self._pushes):
+                self._waiting.popleft()(found) if self._waiting else self._check(found)
+            elif found[0] == b"message":
+                self._received(found[2])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.fail(error or ConnectionError("the server closed the connection"))
+
+
+def _ignore(message: bytes) -> None:
+    pass
+
+
+async def connect(
+    settings: SharedConfig,
+    password: str | None,
+    key: str,
+    received: Callable[[bytes], None] = _ignore,
+) -> RedisConnection:
+    """Connect to the server that has a key."""
+    factory = client(settings, password)
+    try:
+        if settings.cluster:
+            await factory.initialize()
+            node = factory.get_node_from_key(key)
+            opened = node.connection_class(**node.connection_kwargs)
+        else:
+            opened = factory.connection_pool.make_connection()
+        await opened.connect()
+        return RedisConnection(opened, received)
+    finally:
+        await factory.aclose()
 
 
 class RedisChannel:
     """A channel of the server."""
 
-    def __init__(self, connection: Any, subscription: Any, name: str) -> None:
+    def __init__(self, connection: RedisConnection, name: str, settings: SharedConfig) -> None:
         self._connection = connection
-        self._subscription = subscription
         self._name = name
+        self._key = f"{{{settings.namespace}}}:primary"
+        self._checks = not settings.cluster
+        self._check_at = 0.0
 
-    async def publish(self, message: bytes) -> None:
-        await self._connection.publish(self._name, message)
+    @property
+    def error(self) -> Exception | None:
+        return self._connection.error
 
-    async def receive(self, timeout_s: float) -> bytes | None:
-        found = await self._subscription.get_message(
-            ignore_subscribe_messages=True, timeout=timeout_s
-        )
-        return None if found is None else found["data"]
+    async def open(self) -> None:
+        """Subscribe; raise an error if that cannot be done."""
+        self._connection.subscribe(self._name)
+        self._check()
+        await self.drain()
+
+    def publish(self, message: bytes) -> None:
+        self._connection.send("PUBLISH", self._name, message)
+        self._check()
+
+    async def drain(self) -> None:
+        await self._connection.ask("PING")
+
+    def _check(self) -> None:
+        """Notice with an empty write that the server has become a replica."""
+        if self._checks and (now := asyncio.get_running_loop().time()) >= self._check_at:
+            self._check_at = now + CHECK_INTERVAL_S
+            self._connection.send("HDEL", self._key, "none", replied=self._checked)
+
+    def _checked(self, reply: Any) -> None:
+        if isinstance(reply, Exception) and str(reply).startswith(READ_ONLY):
+            self._connection.fail(reply)
 
 
 @asynccontextmanager
 async def open_channel(
-    settings: SharedConfig, password: str | None
+    settings: SharedConfig, password: str | None, received: Callable[[bytes], None]
 ) -> AsyncIterator[ReplicaChannel]:
     """Connect to the channel of a fleet."""
-    connection = client(settings, password)
+    name = f"{settings.namespace}:{VERSION}:replicas"
+    async with asyncio.timeout(settings.timeout_s):
+        connection = await connect(settings, password, name, received)
     try:
-        if settings.cluster:
-            await connection.initialize()  # a subscription alone does not
-        subscription = connection.pubsub()
-        name = f"{settings.namespace}:{VERSION}:replicas"
-        await subscription.subscribe(name)
-        yield RedisChannel(connection, subscription, name)
-        await subscription.aclose()
+        channel = RedisChannel(connection, name, settings)
+        async with asyncio.timeout(settings.timeout_s):
+            await channel.open()
+        yield channel
     finally:
-        await connection.aclose()
+        connection.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from itertools import count
 from math import inf
+from operator import add
 from typing import TYPE_CHECKING
 
 from proxy.core.fleet.worker_load import NO_LOAD
@@ -21,6 +22,7 @@ from proxy.processes.replicas.messages import (
     Settled,
     Shares,
     Update,
+    Usage,
 )
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
@@ -43,7 +45,8 @@ LEASE_S = 3.0  # silence after which a replica is taken for dead
 FORGET_S = 600.0  # then it may have new sheets when it returns
 OFFSET_WINDOW_S = 60.0  # clocks are compared by the fastest message in this time
 HISTORY = 0  # the first remote sheet: tenants' charges of processes that ended
-MAX_HISTORY, MAX_FOLDED = 256, 16_384  # processes in the history, and names of earlier ones
+# Of the history: processes, and their tenants. The rest is folded into one sum.
+MAX_HISTORY, MAX_CHARGES, MAX_FOLDED = 256, 4096, 1024
 
 
 class RemoteProcess:
@@ -51,7 +54,7 @@ class RemoteProcess:
 
     def __init__(self, index: int) -> None:
         self.index = index  # of the sheet
-        self.life = 0
+        self.life = self.waiting = 0
         self.loads: dict[str, Load] = {}
         self.breakers: dict[str, Breaker] = {}
         self.usage: Settled = {}
@@ -94,7 +97,7 @@ class RemoteSheets:
         self._free = list(range(table.sheets - 1, table.processes + HISTORY, -1))
         self._lives = count(1)
         self._is_full = False
-        self._folded: Settled = {}  # of processes that left the history
+        self.folded: Settled = {}  # of processes that left the history
         self._folded_names: dict[str, None] = {}
 
     def alive(self, now: float) -> list[Member]:
@@ -116,6 +119,7 @@ class RemoteSheets:
         member.number = update.number
         if update.whole:
             member.is_lost = False
+            self._take_folded(update.folded, update.folded_names)
             self._take_history(update.history)
             running = {part.index for part in update.processes}
             for index in member.processes.keys() - running:
@@ -127,6 +131,8 @@ class RemoteSheets:
                 self._write(member, part, whole=update.whole)
         if update.leaves:
             self._forget(member)
+        if update.processes or update.gone or update.whole or update.leaves:
+            self._table.mark_updated()
 
     def expire(self, now: float) -> list[str]:
         """Release the charges of silent replicas; return their names."""
@@ -137,9 +143,15 @@ class RemoteSheets:
                 member.is_silent = member.is_lost = True
                 for index in member.processes:
                     self._clear(member, index)
+                self._table.mark_updated()
             if now - member.heard_at > FORGET_S:
                 self._forget(member)
+                self._table.mark_updated()
         return silent
+
+    @property
+    def folded_names(self) -> list[str]:
+        return list(self._folded_names)
 
     def place(self, names: list[str]) -> None:
         """Write workers that have new rows on this host."""
@@ -149,6 +161,16 @@ class RemoteSheets:
                     sheet = self._table.sheet(process.index)
                     sheet.wipe(self._workers.rows[name])
                     self._write_worker(process, name, member.offset)
+        self._table.mark_updated()
+
+    @property
+    def waits(self) -> bool:
+        """True if requests wait on other hosts."""
+        return any(
+            process.waiting
+            for member in self.members.values()
+            for process in member.processes.values()
+        )
 
     def requests(self, name: str) -> int:
         """Return the number of requests that other replicas have on a worker."""
@@ -192,6 +214,7 @@ class RemoteSheets:
         if whole:
             gone = process.loads.keys() - part.loads.keys()
             part.loads.update(dict.fromkeys(gone, (NO_LOAD, 0.0)))
+            part.usage.update(dict.fromkeys(process.usage.keys() - part.usage.keys(), NO_USAGE))
         sheet, offset = self._table.sheet(process.index), member.offset
         if part.life != process.life:  # a new process: readers start anew
             process.life = part.life
@@ -203,6 +226,7 @@ class RemoteSheets:
         for at, (waits, virtual, since, oldest) in part.fronts.items():
             front = QueueFront(waits, virtual, since + offset, oldest + offset)
             sheet.write_front(*divmod(at, len(Rank)), front)
+        process.waiting = part.waiting
         sheet.write_count(WAITING, part.waiting)
         for place, (last_at, passed, passer) in part.lasts.items():
             sheet.write_last(place, LastDispatch(last_at + offset, passed, passer))
@@ -238,7 +262,7 @@ class RemoteSheets:
     def _clear(self, member: Member, index: int) -> None:
         if (process := member.processes.get(index)) is not None:
             self._table.clear(process.index)
-            process.life = 0
+            process.life = process.waiting = 0
             process.loads.clear()
             process.breakers.clear()
 
@@ -268,21 +292,36 @@ class RemoteSheets:
             before = self.history.setdefault(name, {})
             for mark, shares in settled.items():
                 a, b, c = map(max, shares, before.get(mark, NO_SHARES))
-                if (a, b, c) != before.get(mark):
+                if (a, b, c) != before.get(mark, NO_SHARES):
                     before[mark] = a, b, c
                     marks.add(mark)
-        while len(self.history) > MAX_HISTORY:
+        charges = sum(map(len, self.history.values()))
+        while len(self.history) > MAX_HISTORY or charges > MAX_CHARGES:
             oldest = next(iter(self.history))
             self._folded_names[oldest] = None
             if len(self._folded_names) > MAX_FOLDED:
                 del self._folded_names[next(iter(self._folded_names))]
-            for mark, (a, b, c) in self.history.pop(oldest).items():
-                d, e, f = self._folded.get(mark, NO_SHARES)
-                self._folded[mark] = a + d, b + e, c + f
+            settled = self.history.pop(oldest)
+            charges -= len(settled)
+            for mark, shares in settled.items():
+                d, e, f = map(add, shares, self.folded.get(mark, NO_SHARES))
+                self.folded[mark] = d, e, f
+        self._write_history(marks)
+
+    def _take_folded(self, folded: Settled, names: list[str]) -> None:
+        """Learn what others have folded, as a new host."""
+        if self._folded_names or not names:
+            return
+        self.folded, self._folded_names = folded, dict.fromkeys(names)
+        for name in self.history.keys() & self._folded_names.keys():
+            del self.history[name]
+        self._write_history({*folded})
+
+    def _write_history(self, marks: set[int]) -> None:
         sheet = self._table.sheet(self._table.processes + HISTORY)
         for mark in marks:
             if (row := self._table.tenant_row(mark)) is not None:
-                ended = (*self.history.values(), self._folded)
+                ended = (*self.history.values(), self.folded)
                 known = [settled.get(mark, NO_SHARES) for settled in ended]
                 a, b, c = map(sum, zip(*known, strict=True))
                 sheet.write_usage(row, TenantRow(settled=(a, b, c)))
@@ -290,6 +329,7 @@ class RemoteSheets:
 
 
 NO_SHARES: Shares = (0.0, 0.0, 0.0)
+NO_USAGE: Usage = TenantRow()
 
 
 def _shifted(time: float, offset: float) -> float:

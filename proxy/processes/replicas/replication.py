@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -20,20 +20,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.core.request.response_owners import MAX_RESPONSES
 from proxy.metrics.replica_counts import ReplicaCounts
-from proxy.processes.ipc_messages import (
-    Joined,
-    Serving,
-    StoredResponses,
-    WorkerDrained,
-    WorkersChanged,
-)
+from proxy.processes.ipc_messages import StoredResponses, WorkerDrained, WorkersChanged
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
-from proxy.processes.replicas.messages import Drained, Update, decode, encode
+from proxy.processes.replicas.messages import Update, decode, encode
+from proxy.processes.replicas.notices import Notices
 from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
+from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, until_publish
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
@@ -43,17 +38,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_INTERVAL_S = 0.02
+SMALL_INTERVAL_S = 0.09  # between messages with small changes only
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
-MAX_RESPONSES_SENT = 2000  # the newest, to a replica that joins
-MAX_DRAINS = 4096
-LATER_S = 1e-3
-NEVER_DRAINED: Drained = (-inf, False, False)
-Response = tuple[str, str, str]  # id, worker, tenant
+OpenChannel = Callable[
+    [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.ReplicaChannel]
+]
 
 
 class Replication:
@@ -62,25 +55,28 @@ class Replication:
     def __init__(
         self,
         table: SharedTable,
-        open_channel: Callable[[], AbstractAsyncContextManager[redis_server.ReplicaChannel]],
+        open_channel: OpenChannel,
         *,
         send: Callable[[StoredResponses | WorkerDrained], None],
+        replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self._own = _start_of(self.name)
         self.connected = False
         self.errors = 0  # failed connections and unreadable messages
         self.workers = WorkerNames()
         self.sheets = RemoteSheets(table, self.workers)
         self._table = table
         self._open_channel = open_channel
-        self._send = send
         self._clock = clock
         self._local = [LocalSheet(index, table) for index in range(table.processes)]
         self._requests: list[dict[str, int]] = [{} for _ in self._local]  # by process and worker
         self._gone: list[int] = []
         self._reservations = Reservations(self.name)
-        self._hosts = 1  # that shared the workers when the server was last reached
+        self._configured = replicas  # parts without the server, at least
+        self._hosts = replicas  # that shared the workers when the server was last reached
+        table.write_hosts(replicas)
         self._connected_at = -inf
         self._joined = False
         self._number = 0
@@ -88,10 +84,7 @@ class Replication:
         self._last_whole = self._last_sent = self._echo_at = -inf
         self._heard: dict[str, int] = {}
         self._owes_answer = False  # a replica's slots depend on what this one has heard
-        self._responses: dict[str, Response] = {}
-        self._drains: dict[str, Drained] = {}  # the last change of each worker
-        self._new_drains: dict[str, Drained] = {}
-        self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
+        self._notices = Notices(send)
 
     @classmethod
     def on_redis(
@@ -104,7 +97,7 @@ class Replication:
         """Return a replica of a fleet; raise `ProxyError` if the settings cannot be used here."""
         redis_server.check(settings)
         open_channel = partial(redis_server.open_channel, settings, password)
-        return cls(table, open_channel, send=send)
+        return cls(table, open_channel, send=send, replicas=settings.replicas or 1)
 
     # What the supervisor reports
 
@@ -114,44 +107,12 @@ class Replication:
             case WorkersChanged():
                 self.sheets.place(self.workers.take(message))
                 self._reserve(self._clock())
-            case StoredResponses(responses):
-                for response in responses:
-                    self._keep(response)
-                    self._new_responses.append(response)
-            case WorkerDrained():
-                self._drained(message)
-            case Joined():  # a process starts: it learns what it could not hear
-                self._send(StoredResponses(tuple(self._responses.values())))
-            case Serving():
-                for name, (_, draining, _) in self._drains.items():
-                    if draining:
-                        self._send(WorkerDrained(name, draining=True))
+            case _:
+                self._notices.report(message)
 
     def process_ended(self, index: int) -> None:
         self._gone.append(index)
         self._requests[index].clear()
-
-    def _drained(self, message: WorkerDrained) -> None:
-        """Have other hosts drain or undrain a worker, as the admin API of this one did."""
-        known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
-        # Later than the change that it follows, even if another host's time of day is ahead.
-        state = max(time.time(), known_at + LATER_S), message.draining, message.now
-        self._drains[message.name] = self._new_drains[message.name] = state
-        if len(self._drains) > MAX_DRAINS:
-            del self._drains[next(iter(self._drains))]
-
-    def _follow(self, drains: dict[str, Drained]) -> None:
-        """Drain workers as other hosts did; the last change counts."""
-        for name, state in drains.items():
-            at, draining, now = state
-            if at > self._drains.get(name, NEVER_DRAINED)[0]:
-                self._drains[name] = state
-                self._send(WorkerDrained(name, draining, now))
-
-    def _keep(self, response: Response) -> None:
-        self._responses[response[0]] = response
-        if len(self._responses) > MAX_RESPONSES:
-            del self._responses[next(iter(self._responses))]
 
     @property
     def counts(self) -> ReplicaCounts:
@@ -176,7 +137,7 @@ class Replication:
         """Exchange updates until cancelled."""
         while True:
             try:
-                async with self._open_channel() as channel:
+                async with self._open_channel(self._receive) as channel:
                     await self._exchange(channel)
             except Exception as error:  # replicas must find each other again after any error
                 self._lost(error)
@@ -184,23 +145,17 @@ class Replication:
 
     async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
-        # A TaskGroup of Python 3.11 leaves its task marked as cancelled, which breaks timeouts.
-        both = [asyncio.create_task(work(channel)) for work in (self._receive, self._publish)]
         try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            while True:
+                self._publish(channel)
+                await asyncio.sleep(until_publish())
         except asyncio.CancelledError:
             self._number += 1
-            leaving = Update(self.name, self._number, self._clock(), leaves=True)
+            channel.publish(encode(Update(self.name, self._number, self._clock(), leaves=True)))
             with suppress(Exception):  # the server may be gone too
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                    await channel.publish(encode(leaving))
+                    await channel.drain()
             raise
-        finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
 
     def _lost(self, error: Exception) -> None:
         self.errors += 1
@@ -217,17 +172,31 @@ class Replication:
         self._expire(now)
         self._reserve(now)
 
-    async def _publish(self, channel: redis_server.ReplicaChannel) -> None:
-        while True:
-            now = self._clock()
-            self._expire(now)
-            if not self._joined:
-                self._reserve(now)
-            if now - self._echo_at > ECHO_TIMEOUT_S:
-                raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
-            if (message := self.next_message(now)) is not None:
-                await channel.publish(message)
-            await asyncio.sleep(PUBLISH_INTERVAL_S)
+    def _publish(self, channel: redis_server.ReplicaChannel) -> None:
+        now = self._clock()
+        self._expire(now)
+        if not self._joined:
+            self._reserve(now)
+        if channel.error is not None:
+            raise channel.error
+        if now - self._echo_at > ECHO_TIMEOUT_S:
+            raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
+        if self._is_due(now) and (message := self.next_message(now)) is not None:
+            channel.publish(message)
+
+    def _is_due(self, now: float) -> bool:
+        """Return False if all changes are small and recent."""
+        if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
+            return True
+        if self._gone or self._notices.has_new or self.sheets.waits:
+            return True
+        return any(sheet.has_large_change(self.workers, self._is_scarce) for sheet in self._local)
+
+    def _is_scarce(self, name: str, requests: int) -> bool:
+        """Return True if half of this host's part of a worker's slots is taken."""
+        limit = self.workers.limits.get(name)
+        taken = requests + self.sheets.requests(name)
+        return limit is not None and 2 * self._hosts * taken >= limit
 
     def next_message(self, now: float) -> bytes | None:
         """Return the next update; None if there is nothing to report yet."""
@@ -235,7 +204,7 @@ class Replication:
         found = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
         processes = [changes for changes in found if changes is not None]
         due = self._owes_answer or now - self._last_sent >= HEARTBEAT_S
-        if not (processes or whole or due or self._gone or self._new_responses or self._new_drains):
+        if not (processes or whole or due or self._gone or self._notices.has_new):
             return None
         update = Update(
             self.name,
@@ -246,19 +215,15 @@ class Replication:
             heard=self._heard,
             processes=processes,
             gone=self._gone,
-            drains=self._new_drains,
-            responses=list(self._new_responses),
         )
         if whole:
             self._whole, self._last_whole = False, now
             update.history = self.sheets.history
-            update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
-            update.drains |= self._new_drains
-            update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
+            update.folded, update.folded_names = self.sheets.folded, self.sheets.folded_names
+        self._notices.write(update)
         self._number += 1
         self._last_sent, self._owes_answer = now, False
-        self._gone, self._new_drains = [], {}
-        self._new_responses.clear()
+        self._gone = []
         if self._note_requests(update):  # before others take what is reported as free
             self._reserve(now, None if update.gone else workers_of(update))
         return encode(update)
@@ -273,27 +238,29 @@ class Replication:
             total.update(own)
         return self._reservations.report(update.number, total)
 
-    async def _receive(self, channel: redis_server.ReplicaChannel) -> None:
-        while True:
-            message = await channel.receive(HEARTBEAT_S)
-            now = self._clock()
-            if message is None:
-                continue
-            try:
-                update = decode(message)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                self.errors += 1
-                logger.warning("router.shared: a message cannot be read: %s", error)
-                continue
-            self.handle(update, now)
+    def _receive(self, message: bytes) -> None:
+        if message.startswith(self._own):
+            self._echoed(self._clock())
+            return
+        try:
+            update = decode(message)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            self.errors += 1
+            logger.warning("router.shared: a message cannot be read: %s", error)
+            return
+        self.handle(update, self._clock())
+
+    def _echoed(self, now: float) -> None:
+        """Note that a message of this replica came back."""
+        self._echo_at = now
+        if not self.connected:
+            self.connected, self._connected_at = True, now
+            logger.info("router.shared: connected to the server")
 
     def handle(self, update: Update, now: float) -> None:
         """Apply an update, of this replica too."""
         if update.member == self.name:
-            self._echo_at = now
-            if not self.connected:
-                self.connected, self._connected_at = True, now
-                logger.info("router.shared: connected to the server")
+            self._echoed(now)
             return
         if update.member not in self.sheets.members and not update.leaves:
             logger.info("router.shared: replica %s joined", update.member)
@@ -308,12 +275,7 @@ class Replication:
         changed = workers_of(update)
         if self.workers.limits.keys() & changed:
             self._owes_answer = True
-        self._follow(update.drains)
-        new = [found for found in update.responses if found[0] not in self._responses]
-        for response in new:
-            self._keep(response)
-        if new:
-            self._send(StoredResponses(tuple(new)))
+        self._notices.take(update)
         concerns_all = update.whole or update.gone or update.leaves
         self._reserve(now, None if concerns_all else changed)
 
@@ -337,7 +299,7 @@ class Replication:
             self._hosts = len(alive) + 1
             acknowledged = self._reservations.acknowledge(alive)
             names = None if names is None else names | acknowledged
-            self._table.write_hosts(self._hosts)
+            self._table.write_hosts(max(self._hosts, self._configured))
         limits = self.workers.limits
         if names is None or before != (self._joined, self._hosts):
             names = set(limits)
@@ -347,8 +309,14 @@ class Replication:
                 remote, believed = self.sheets.requests(name), self._reservations.believed(name)
                 slots = slots_for_others(limit, believed, remote, self._hosts)
             else:  # an equal part for each
-                slots = limit - -(-limit // self._hosts)
+                slots = limit - -(-limit // max(self._hosts, self._configured))
             self._table.reserve(self.workers.rows[name], slots)
+
+
+def _start_of(name: str) -> bytes:
+    """Return how messages of a replica begin."""
+    message = encode(Update(name, 0, 0.0))
+    return message[: message.index(name.encode()) + len(name.encode())]
 
 
 def workers_of(update: Update) -> set[str]:

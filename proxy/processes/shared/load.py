@@ -10,7 +10,7 @@ process exceeds a limit.
 
 Ends of requests are written with other changes: learning late about free capacity does no harm.
 
-A host's only process writes and reads less often: changes of other hosts come later anyway.
+A host's only process writes and reads when the supervisor does.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 READ_INTERVAL_S = 0.002
 REMOTE_INTERVAL_S = 0.008  # without other processes on this host
+CHECK_INTERVAL_S = 0.05
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
@@ -84,6 +85,8 @@ class SharedLoad:
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
+        self._updates = -1
+        self._next_check = 0.0
 
     def peers_of(self, make: Callable[[ProcessSheet], Peer]) -> Peers[Peer]:
         return Peers(self.table, self.process, make)
@@ -176,6 +179,10 @@ class SharedLoad:
         if now < self._next:
             return
         self._next = now + self._interval_s
+        if not self.peers.local:
+            if (updates := self.table.updates) == self._updates and now < self._next_check:
+                return
+            self._updates, self._next_check = updates, now + CHECK_INTERVAL_S
         for part in self.parts:
             part.take(now)
         rows: set[int] = set()

@@ -32,10 +32,10 @@ from proxy.processes.shared.process_sheet import (
 MAX_REMOTE = 64  # sheets for processes of other hosts
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
-# Then written by the supervisor: the number of remote sheets in use, the number of changes of
-# reservations, the number of hosts, and for each worker the slots reserved for other hosts.
+# Then written by the supervisor: the number of remote sheets in use, of changes of reservations and
+# of remote sheets, of hosts, and for each worker the slots reserved for other hosts.
 AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
-AT_RESERVATIONS, AT_HOSTS, AT_RESERVED = AT_REMOTE + 1, AT_REMOTE + 2, AT_REMOTE + 3
+AT_RESERVATIONS, AT_UPDATES, AT_HOSTS, AT_RESERVED = range(AT_REMOTE + 1, AT_REMOTE + 5)
 COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 
 Peer = TypeVar("Peer")
@@ -74,6 +74,15 @@ class SharedTable:
         self._write_common(AT_REMOTE, count)
 
     @property
+    def updates(self) -> int:
+        """The number of changes that were reported."""
+        return self._common_count(AT_UPDATES)
+
+    def mark_updated(self) -> None:
+        """Have processes read remote sheets and reservations."""
+        self._write_common(AT_UPDATES, self.updates + 1)
+
+    @property
     def hosts(self) -> int:
         """The number of hosts that serve the fleet, as last known."""
         return max(self._common_count(AT_HOSTS), 1)
@@ -90,6 +99,7 @@ class SharedTable:
         if slots != self.reserved(row):
             self._write_common(AT_RESERVED + row, slots)
             self._write_common(AT_RESERVATIONS, self.reservation_changes + 1)
+            self.mark_updated()
 
     def reserved(self, row: int) -> int:
         return self._common_count(AT_RESERVED + row)

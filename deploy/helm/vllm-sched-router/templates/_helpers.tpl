@@ -40,7 +40,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- if include "uses" (list . "redis") -}}
 {{-   $own := default dict $fleet.router.shared -}}
 {{-   $url := default (printf "redis://%s-redis:6379" .Release.Name) .Values.redis.url -}}
-{{-   $shared := dict "url" $url -}}
+{{-   $shared := dict "url" $url "replicas" (int .Values.replicas) -}}
 {{-   if .Values.redis.existingSecret -}}
 {{-     $_ := set $shared "password_file" "/etc/vllm-sched-redis/password" -}}
 {{-   end -}}

@@ -46,15 +46,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     """Send a message through the channel, and have the server decide a request."""
     async with AsyncExitStack() as stack:
+        received: list[bytes] = []
         channels = [
-            await stack.enter_async_context(open_channel(settings, password)) for _ in range(2)
+            await stack.enter_async_context(open_channel(settings, password, received.append))
+            for _ in range(2)
         ]
-        await channels[0].publish(b"hello")
-        for channel in channels:
-            received = None
-            while received is None:
-                received = await channel.receive(5.0)
-            assert received == b"hello"
+        channels[0].publish(b"hello")
+        await eventually(lambda: received == [b"hello"] * 2)
     tenants, table = Tenants(), SharedTable.make(1)
     tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=1))], {})
     clock = asyncio.get_running_loop().time
@@ -152,6 +150,44 @@ async def test_cluster(start: Start) -> None:
 async def test_unix_socket(start: Start, tmp_path: Path) -> None:
     start("--unixsocket", str(tmp_path / "redis.sock"))
     await exchange(SharedConfig(url=f"unix://{tmp_path}/redis.sock"))
+
+
+async def test_server_that_becomes_a_replica_is_left_for_the_primary(start: Start) -> None:
+    """Its address then leads to the primary; connections to the old one stay open by themselves."""
+    server = start()
+    settings = SharedConfig(url=server.url)
+    admin = redis_library.Redis(port=server.port)
+    tenants, table = Tenants(), SharedTable.make(1)
+    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=9))], {})
+    clock = asyncio.get_running_loop().time
+    limiter = SharedLimiter(settings, None, tenants, table, clock)
+    task = asyncio.create_task(limiter.run())
+    await eventually(lambda: limiter.is_up)
+    [tenant] = tenants
+    assert tenant.ledger.remote is not None
+    async with open_channel(settings, None, lambda _: None) as channel:
+        connections = {client["id"] for client in admin.client_list()}
+        admin.replicaof("127.0.0.1", free_port())
+
+        def publish() -> bool:
+            channel.publish(b"hello")
+            return channel.error is not None
+
+        await eventually(publish)
+        assert "READONLY" in str(channel.error)
+        tenant.ledger.remote.charge(1, 0, soon=True)
+        await eventually(lambda: not limiter.is_up)
+        with pytest.raises(server_errors(), match="READONLY"):
+            async with open_channel(settings, None, lambda _: None):
+                pass
+        admin.replicaof("NO", "ONE")
+        await eventually(lambda: limiter.is_up)
+        here = {client["id"] for client in admin.client_list()}
+        assert len(here & connections) == 1  # the administrator's
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    admin.close()
+    table.close()
 
 
 def test_unusable_certificates_are_an_error_at_the_start(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
+from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import ProcessChanges, Update, decode, encode
 from proxy.processes.replicas.remote_sheets import FORGET_S, LEASE_S, MAX_HISTORY, RemoteSheets
 from proxy.processes.replicas.worker_names import WorkerNames
-from proxy.processes.shared.process_sheet import LIFE, WAITING
+from proxy.processes.shared.process_sheet import LIFE, WAITING, TenantRow
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from tests.proxy.core.making import spec
 
@@ -155,6 +156,46 @@ def test_history_and_sheets_are_bounded(receiver: Receiver) -> None:
     assert receiver.settled(HISTORY) == total
     receiver.receive(1.0, *(loaded(index) for index in range(MAX_REMOTE)), whole=True)
     assert sum(receiver.table.sheet(at).has(5) for at in range(MAX_REMOTE + 1)) == MAX_REMOTE - 1
+
+
+def test_history_of_many_tenants_is_small_and_new_hosts_learn_all_of_it(receiver: Receiver) -> None:
+    tenants, ended = 1000, MAX_HISTORY
+    usage = dict.fromkeys(range(1, tenants), (0, 0, (70.0, 0.0, 0.0), NOTHING, NOTHING))
+    usage[MARK] = usage.pop(1)
+    for number in range(ended):
+        part = ProcessChanges(0, 1, usage=dict(usage))
+        receiver.receive(1.0, part, member=f"m{number}", whole=True)
+        receiver.receive(1.0, member=f"m{number}", leaves=True)
+    sheets = receiver.sheets
+    whole = {
+        "history": sheets.history, "folded": sheets.folded, "folded_names": sheets.folded_names
+    }  # fmt: skip
+    assert len(encode(Update("x", 1, 0.0, whole=True, **whole))) < 400_000
+    late = Receiver()
+    late.receive(2.0, member="x", whole=True, history={"m1/0": {MARK: (70.0, 0.0, 0.0)}})
+    for member in ("y", "z"):
+        late.receive(2.0, member=member, whole=True, **whole)
+    assert late.settled(HISTORY) == receiver.settled(HISTORY) == 70.0 * ended
+    late.table.close()
+
+
+def test_tenants_without_charges_are_left_out_of_whole_updates(receiver: Receiver) -> None:
+    """A tenant that had requests when it was last reported has none then."""
+    receiver.receive(1.0, loaded(), whole=True)
+    row = receiver.table.tenant_row(MARK)
+    assert row is not None
+    assert receiver.table.sheet(FIRST).read_usage(row).running == 1
+    receiver.receive(1.1, ProcessChanges(0, 1), whole=True)
+    assert receiver.table.sheet(FIRST).read_usage(row) == TenantRow()
+    sheet = LocalSheet(0, receiver.table)
+    receiver.table.sheet(0).write_count(LIFE, 1)
+    found = sheet.changes(receiver.workers, whole=True)
+    assert found is not None
+    assert found.usage == {}
+    receiver.table.sheet(0).write_usage(row, TenantRow(running=1))
+    found = sheet.changes(receiver.workers, whole=True)
+    assert found is not None
+    assert found.usage.keys() == {MARK}
 
 
 def test_restarted_process_is_read_anew(receiver: Receiver) -> None:

@@ -7,11 +7,17 @@ from contextlib import nullcontext
 
 import pytest
 
-from proxy.processes.ipc_messages import WorkersChanged
+from proxy.config.shared import SharedConfig
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Tenants, TenantSpec
+from proxy.processes.ipc_messages import StoredResponses, WorkersChanged
+from proxy.processes.replicas.limits import SharedLimiter
+from proxy.processes.replicas.local_sheets import LARGE_TOKENS
 from proxy.processes.replicas.messages import Update
 from proxy.processes.replicas.remote_sheets import LEASE_S
-from proxy.processes.replicas.replication import Replication
-from proxy.processes.shared.process_sheet import LIFE
+from proxy.processes.replicas.replication import SMALL_INTERVAL_S, Replication
+from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S
+from proxy.processes.shared.process_sheet import BREAKS, LIFE, WAITING
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from tests.proxy.processes.replicas.test_remote_sheets import LOAD, known
 
@@ -21,11 +27,11 @@ ROW, LIMIT = 5, 8
 class Host:
     """A host, and what it hears of two others."""
 
-    def __init__(self, table: SharedTable) -> None:
+    def __init__(self, table: SharedTable, replicas: int = 1) -> None:
         self.table = table
         self.now = 10.0
         self.replication = Replication(
-            table, nullcontext, send=lambda _: None, clock=lambda: self.now
+            table, nullcontext, send=lambda _: None, replicas=replicas, clock=lambda: self.now
         )
         self.replication.report(WorkersChanged((known(row=ROW, most=LIMIT),)))
         self._number = 0
@@ -85,3 +91,78 @@ def test_slots_are_left_to_others_before_they_hear_that_these_are_free(host: Hos
     host.report(6)
     assert host.hear("m", "n") == 1  # of two
     assert host.report(0) == 5
+
+
+def test_host_that_starts_without_the_server_takes_the_configured_part() -> None:
+    table = SharedTable.make(1, MAX_REMOTE)
+    host = Host(table, replicas=4)
+    assert (table.hosts, table.reserved(ROW)) == (4, LIMIT - LIMIT // 4)
+    host.replication._lost(OSError())
+    assert (table.hosts, table.reserved(ROW)) == (4, LIMIT - LIMIT // 4)
+    # With the server, the number of hosts that are heard counts.
+    host.hear("m")
+    host.now += LEASE_S + 0.1
+    host.hear("m")
+    assert table.reserved(ROW) == LIMIT - LIMIT // 2
+    host.replication._lost(OSError())
+    host.now += LEASE_S + 0.1
+    host.replication._lost(OSError())
+    assert (table.hosts, table.reserved(ROW)) == (4, LIMIT - LIMIT // 4)
+    table.close()
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "word", "at_once"),
+    [
+        (1, 100, None, False),
+        (1, LARGE_TOKENS, None, True),
+        (2, 100, None, True),  # of eight slots for two hosts
+        (1, 100, WAITING, True),
+        (1, 100, BREAKS, True),
+        (1, 100, LIFE, True),
+    ],
+)
+def test_small_changes_wait_for_others(
+    host: Host, requests: int, tokens: int, word: int | None, *, at_once: bool
+) -> None:
+    replication, sheet = host.replication, host.table.sheet(0)
+    sheet.write_count(LIFE, 1)
+    for _ in range(2):
+        host.hear("m")
+        replication.next_message(host.now)
+    host.now += PUBLISH_INTERVAL_S
+    assert not replication._is_due(host.now)
+    sheet.write_load(ROW, (requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0), 0.0)
+    sheet.mark_changed(ROW)
+    if word is not None:
+        sheet.write_count(word, 2)
+    assert replication._is_due(host.now) is at_once
+    assert replication._is_due(host.now + SMALL_INTERVAL_S)
+    assert replication.next_message(host.now) is not None
+    sheet.write_count(WAITING, 0)
+    assert not replication._is_due(host.now + PUBLISH_INTERVAL_S)
+
+
+def test_stored_responses_do_not_wait(host: Host) -> None:
+    host.hear("m")
+    host.replication.next_message(host.now)
+    assert not host.replication._is_due(host.now)
+    host.replication.report(StoredResponses((("resp_1", "a", "t"),)))
+    assert host.replication._is_due(host.now)
+
+
+@pytest.mark.parametrize(("replicas", "parts"), [(None, 1), (3, 3)])
+async def test_limits_of_tenants_have_the_configured_parts_from_the_start(
+    replicas: int | None, parts: int
+) -> None:
+    table = SharedTable.make(1, MAX_REMOTE)
+    settings = SharedConfig(url="redis://127.0.0.1:1", replicas=replicas)
+    Replication.on_redis(settings, None, table, send=lambda _: None)
+    tenants = Tenants()
+    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=6))], {})
+    limiter = SharedLimiter(settings, None, tenants, table, lambda: 0.0)
+    [tenant] = tenants
+    assert not limiter.is_up
+    decided = [tenant.ledger.decide(0.0, 1) for _ in range(6)]
+    assert sum(exceeded is None for exceeded in decided) == 6 // parts
+    table.close()

@@ -15,8 +15,10 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.routing.view import HandoverOffer
 from proxy.processes.metrics_merge import MergedFamily, add_up
 from proxy.processes.shared.load import (
+    CHECK_INTERVAL_S,
     FULL_READ_INTERVAL_S,
     READ_INTERVAL_S,
+    REMOTE_INTERVAL_S,
     ROW_REUSE_AFTER_S,
     WorkerRows,
 )
@@ -30,7 +32,7 @@ from tests.proxy.core.making import (
     spec,
     waits,
 )
-from tests.proxy.processes.virtual_group import VirtualGroup
+from tests.proxy.processes.virtual_group import HostGroup, VirtualGroup
 
 
 def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGroup]) -> None:
@@ -348,3 +350,28 @@ def test_reused_row_does_not_keep_a_breaker(make_group: Callable[..., VirtualGro
     newcomer = group.routers[0].fleet.roster.add(spec("c"))
     group.sharings[0].place(newcomer, 0, group.now)
     assert newcomer.breaker.closed
+
+
+def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
+    make_any: Callable[..., VirtualGroup],
+) -> None:
+    group = make_any(HostGroup, 1, spec("a"))
+    [sharing], [table] = group.sharings, group.tables
+    worker, row = group.worker(0, "a"), sharing.row(group.worker(0, "a"))
+    assert row is not None
+    table.use_remote(1)
+    other = table.sheet(1)
+    for requests in (1, 2):
+        sharing.look(group.now)
+        other.write_load(row, WorkerLoad(requests), 0.0)
+        other.mark_changed(row)
+        group.now += 1.1 * REMOTE_INTERVAL_S
+        sharing.look(group.now)
+        assert worker.requests == requests - 1
+        if requests == 1:
+            table.mark_updated()
+            group.now += 1.1 * REMOTE_INTERVAL_S
+        else:
+            group.now += CHECK_INTERVAL_S
+        sharing.look(group.now)
+        assert worker.requests == requests

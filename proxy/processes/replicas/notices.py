@@ -1,0 +1,90 @@
+"""Stored responses and drained workers, which replicas report to each other once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING
+
+from proxy.core.request.response_owners import MAX_RESPONSES
+from proxy.processes.ipc_messages import Joined, Serving, StoredResponses, WorkerDrained
+
+if TYPE_CHECKING:
+    from proxy.processes.ipc_messages import Message
+    from proxy.processes.replicas.messages import Drained, Update
+
+MAX_RESPONSES_SENT = 2000  # the newest, to a replica that joins
+MAX_DRAINS = 4096
+LATER_S = 1e-3
+NEVER_DRAINED: Drained = (-inf, False, False)
+Response = tuple[str, str, str]  # id, worker, tenant
+
+
+class Notices:
+    """What this host knows, and what is new."""
+
+    def __init__(self, send: Callable[[StoredResponses | WorkerDrained], None]) -> None:
+        self._send = send
+        self._responses: dict[str, Response] = {}
+        self._drains: dict[str, Drained] = {}  # the last change of each worker
+        self._new_drains: dict[str, Drained] = {}
+        self._new_responses: deque[Response] = deque(maxlen=MAX_RESPONSES)
+
+    @property
+    def has_new(self) -> bool:
+        return bool(self._new_drains or self._new_responses)
+
+    def report(self, message: Message) -> None:
+        """Take what other hosts must know from a message of a process."""
+        match message:
+            case StoredResponses(responses):
+                for response in responses:
+                    self._keep(response)
+                    self._new_responses.append(response)
+            case WorkerDrained():
+                self._drained(message)
+            case Joined():
+                self._send(StoredResponses(tuple(self._responses.values())))
+            case Serving():
+                for name, (_, draining, _) in self._drains.items():
+                    if draining:
+                        self._send(WorkerDrained(name, draining=True))
+
+    def write(self, update: Update) -> None:
+        """Put what is new, or all, into an update."""
+        update.drains, update.responses = self._new_drains, list(self._new_responses)
+        if update.whole:
+            update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
+            update.drains |= self._new_drains
+            update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
+        self._new_drains = {}
+        self._new_responses.clear()
+
+    def take(self, update: Update) -> None:
+        """Drain workers as other hosts did, where the last change counts; keep responses."""
+        for name, state in update.drains.items():
+            at, draining, now = state
+            if at > self._drains.get(name, NEVER_DRAINED)[0]:
+                self._drains[name] = state
+                self._send(WorkerDrained(name, draining, now))
+        new = [found for found in update.responses if found[0] not in self._responses]
+        for response in new:
+            self._keep(response)
+        if new:
+            self._send(StoredResponses(tuple(new)))
+
+    def _drained(self, message: WorkerDrained) -> None:
+        """Have other hosts drain or undrain a worker, as the admin API of this one did."""
+        known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
+        # Later than the change that it follows, even if another host's time of day is ahead.
+        state = max(time.time(), known_at + LATER_S), message.draining, message.now
+        self._drains[message.name] = self._new_drains[message.name] = state
+        if len(self._drains) > MAX_DRAINS:
+            del self._drains[next(iter(self._drains))]
+
+    def _keep(self, response: Response) -> None:
+        self._responses[response[0]] = response
+        if len(self._responses) > MAX_RESPONSES:
+            del self._responses[next(iter(self._responses))]
