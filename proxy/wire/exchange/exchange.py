@@ -134,7 +134,13 @@ class Exchange(AttemptOwner):
         content_type = head.special.get(b"content-type", b"")
         request_id = request.id.decode("latin-1")
         ask = router.read(
-            self.route, request.body, content_type, request_id, head.tenant, batch=head.batch
+            self.route,
+            request.body,
+            content_type,
+            request_id,
+            head.tenant,
+            batch=head.batch,
+            session=head.session,
         )
         if isinstance(ask, Refusal):
             router.was_read(head.tenant, now)

@@ -26,6 +26,7 @@ class Request:
     output_tokens: int
     tenant: str = ""
     shared: tuple[Piece, ...] = ()
+    session: str = ""  # name of the session, in its sub-agents' turns too
 
     @property
     def shared_tokens(self) -> int:
