@@ -5,9 +5,8 @@
 
 vLLM's own schedulers in virtual time behind the router's core, with step times of an H100. The
 router balances load only (`load`), expects prefixes where it sent them (`estimate`), knows the
-sessions too (`sessions`), reads the engines' journals (`exact`), or sees the caches at each decision
-(`oracle`). The output is the same
-on any machine.
+sessions too (`sessions`), reads the engines' journals (`exact`), or sees the caches at each
+decision (`oracle`). The output is the same on any machine.
 """
 
 from __future__ import annotations
