@@ -152,7 +152,8 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
 
 def live_explanation(live: LiveRouter, question: Question) -> Explanation:
     """Return a running router's decision from its admin API."""
-    return ask(live, "explain", EXPLANATION, question.model_dump_json())
+    unset = {name for name in ("session", "tenant") if not getattr(question, name)}
+    return ask(live, "explain", EXPLANATION, question.model_dump_json(exclude=unset))
 
 
 def balances(live: LiveRouter) -> list[BalanceShown]:
