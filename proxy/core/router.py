@@ -81,17 +81,9 @@ class Router:
         session: bytes = b"",
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
-        ask: RequestInfo | Refusal
         try:
-            ask = self._reader.read(
-                route,
-                body,
-                content_type,
-                request_id,
-                hashed=hashed,
-                tenant=tenant,
-                batch=batch,
-                session=session,
+            ask: RequestInfo | Refusal = self._reader.read(
+                route, body, content_type, request_id, tenant, session, hashed=hashed, batch=batch
             )
         except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))

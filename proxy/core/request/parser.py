@@ -118,11 +118,11 @@ class RequestParser:
         body: bytes,
         content_type: bytes,
         request_id: str,
+        tenant: Tenant | None,
+        session: bytes,
         *,
         hashed: bool,
-        tenant: Tenant | None = None,
         batch: bool = False,
-        session: bytes = b"",
     ) -> RequestInfo | Refusal:
         """Parse a body, or refuse it.
 
