@@ -47,7 +47,7 @@ class RecentRequest:
     cached_reported: bool = False  # by that worker's journal; otherwise estimated
     left_workers: tuple[str, ...] = ()  # from which the stream went on, in this order
     session: str | None = None  # its key
-    turn: str | None = None  # how the session's turn was placed
+    turn: str | None = None  # placement of its turn
 
 
 # A RecentRequest's fields in order: a tuple is cheaper to create.

@@ -25,7 +25,6 @@ def show(page: MetricsPage, metrics: Metrics) -> None:
     """Add the metrics to a page."""
     sessions, roster = metrics.router.fleet.roster.sessions, metrics.router.fleet.roster
     page.values(SESSIONS, [((), len(sessions))])
-    # From zero, so that the first turn is an increase.
     turns = Counter({(metrics.model_label(m), t): 0 for m in roster.models() for t in TURNS})
     for (model, turn), count in sessions.turns.items():
         turns[metrics.model_label(model), turn] += count

@@ -1,17 +1,12 @@
-"""Sessions: where their turns were served, and what is left of them in the workers' caches.
+"""Where turns of sessions were served, and what is left of them in caches.
 
-Idea: an engine evicts the blocks that were used least recently. So of a session's last turn, a
-worker has at most its capacity less what it has computed since. That replaces the estimate of the
-`PrefixIndex` for these workers, but not the report of a journal.
+Idea: LRU stack distance. Of a session's last turn, a worker still has its capacity less what was
+written to its cache since.
 
-Source: LRU stack distance (Mattson et al., 1970), with computed tokens as distance.
+Cost: two look-ups per turn. Memory: 0.5 KB per session.
 
-Memory: 0.4 KB for each of `MAX_SESSIONS`; the session that is idle for longest is forgotten first.
-
-Cost: two look-ups per turn, a subtraction per worker that the session has visited.
-
-How it fails: tokens that other clients' requests compute are not seen. A tenant with very many
-sessions makes the router forget those of others; then their turns are placed by prefix alone.
+How it fails: tokens of other clients' requests are not seen. Very many sessions of one tenant make
+those of others forgotten.
 """
 
 from __future__ import annotations
@@ -29,12 +24,12 @@ MAX_VISITS = 4  # workers per session
 
 
 class Turn:
-    """A metric label; no enum, whose members hash slowly."""
+    """A metric label."""
 
-    NEW: Final = "new"  # the first one, or with another prompt
+    NEW: Final = "new"  # or another prompt
     STAYED: Final = "stayed"
     MOVED: Final = "moved"  # another worker costs less
-    DISPLACED: Final = "displaced"  # its worker is full, down, or has left
+    DISPLACED: Final = "displaced"  # its worker is full or down
 
 
 TURNS = Turn.NEW, Turn.STAYED, Turn.MOVED, Turn.DISPLACED
@@ -52,7 +47,7 @@ class Visit:
         self.written = written  # by the worker until then
 
     def left(self, capacity: int, written: int) -> int:
-        """Return the tokens that the worker's cache should still have."""
+        """Return the tokens that should still be cached."""
         if not capacity:
             return self.tokens
         return max(min(self.tokens, capacity - (written - self.written)), 0)
@@ -67,26 +62,26 @@ class Session:
         self.key = key
         self.seen_at = now
         self.visits: list[Visit] = []  # the last at the end
-        self.visited = 0  # mask of all workers visited, also those no longer in `visits`
+        self.visited = 0  # mask; includes visits not kept
         self.depth = 0  # blocks in the first half of the last prompt
         self.mark = 0  # hash of these
 
     def goes_on(self, hashes: tuple[int, ...]) -> bool:
-        """Return whether a prompt begins like the last one; True for prompts without hashes."""
+        """Return whether a prompt may extend the last one."""
         depth = self.depth
         if not depth or not hashes:
             return True
         return len(hashes) >= depth and hashes[depth - 1] == self.mark
 
     def visit(self, visit: Visit, *, estimated: bool = True) -> None:
-        """Note a turn; `estimated`: the worker does not report its cache."""
+        """`estimated`: without a journal."""
         self.visits = [v for v in self.visits if v.worker != visit.worker][1 - MAX_VISITS :]
         self.visits.append(visit)
         if estimated:
             self.visited |= 1 << visit.worker
 
     def begin(self, hashes: tuple[int, ...], prompt_bytes: int) -> None:
-        """Note the last prompt; forget the visits of another one."""
+        """Note the last prompt."""
         if not self.goes_on(hashes):
             self.visits, self.visited = [], 0
         if hashes:
@@ -99,8 +94,8 @@ class Sessions:
     """The sessions of all tenants by key, the last used at the end."""
 
     def __init__(self, most: int = MAX_SESSIONS) -> None:
-        self.turns: dict[tuple[str, str], int] = {}  # finished ones, by model and `Turn`
-        # Publishes a turn to other processes.
+        self.turns: dict[tuple[str, str], int] = {}  # by model and `Turn`
+        # Publishes turns.
         self.others_record: Callable[[Session, Visit], None] | None = None
         self._most = most
         self._sessions: OrderedDict[int, Session] = OrderedDict()
@@ -112,7 +107,7 @@ class Sessions:
         return self._sessions.get(key)
 
     def open(self, key: int, now: float) -> Session:
-        """Return a session, which is now the last used one."""
+        """Return or create a session."""
         sessions = self._sessions
         found = sessions.get(key)
         if found is None:
@@ -124,7 +119,6 @@ class Sessions:
         return found
 
     def rename(self, session: Session, key: int) -> None:
-        """Change a session's key."""
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
         session.key = key
@@ -139,7 +133,7 @@ class Sessions:
         *,
         estimated: bool,
     ) -> None:
-        """Note a turn that a worker has served."""
+        """Note a served turn."""
         session.begin(hashes, prompt_bytes)
         session.visit(visit, estimated=estimated)
         if self.others_record is not None:

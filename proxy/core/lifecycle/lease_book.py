@@ -158,7 +158,7 @@ class LeaseBook:
             self._end_turn(lease, usage)
 
     def stored(self, lease: Lease, response_id: str, now: float) -> None:
-        """Let the next turn name its session by the response that it continues."""
+        """Let a response name its session."""
         ask, sessions = lease.ask, self._roster.sessions
         if not ask.chained:
             return
@@ -171,7 +171,6 @@ class LeaseBook:
             sessions.rename(lease.session, key)
 
     def _end_turn(self, lease: Lease, usage: Usage | None) -> None:
-        """Note what a turn has left in its worker's cache."""
         ask, worker, session = lease.ask, lease.worker, lease.session
         if session is None:
             return

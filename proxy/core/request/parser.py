@@ -126,7 +126,7 @@ class RequestParser:
     ) -> RequestInfo | Refusal:
         """Parse a body, or refuse it.
 
-        `batch`: use the batch class. `session`: the session's id in the headers.
+        `batch`: use the batch class. `session`: its id in the headers.
         """
         shape = route.shape
         tenants = tenant is not None

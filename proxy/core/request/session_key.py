@@ -1,7 +1,6 @@
-"""The key of a request's session, from what clients send.
+"""The key of a request's session: a hash of an id with tenant and model.
 
-A key is a hash with the tenant and the model, so a client cannot name another tenant's session. It
-is only a hint: `Session.goes_on` compares the prompts.
+It is a hint: `Session.goes_on` compares prompts.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from proxy.core.request.client_fields import PREVIOUS
 
 # The most specific first.
 HEADERS = (
-    b"x-session-id",  # any client; OpenCode
+    b"x-session-id",  # also OpenCode
     b"x-claude-code-session-id",
-    b"thread-id",  # Codex, like the next ones
+    b"thread-id",  # Codex
     b"thread_id",
     b"session-id",
     b"session_id",
     b"x-session-affinity",  # OpenCode
     b"x-opencode-session",
 )
-AGENT = b"x-claude-code-agent-id"  # a sub-agent; its session id is that of the main agent
+AGENT = b"x-claude-code-agent-id"  # sub-agents share their session
 FIELD = "prompt_cache_key"
-MIN_MESSAGES = 3  # shorter conversations have no earlier turn
+MIN_MESSAGES = 3  # fewer: a first turn
 MAX_LOOKED_AT = 8  # messages and parts
-MAX_TEXT = 512  # characters of a part; its end differs more than its beginning
+MAX_TEXT = 512  # characters at the end
 
 
 def id_in_headers(special: Mapping[bytes, bytes]) -> bytes:
-    """Return the session's id in the headers of a request; empty if there is none."""
+    """Return the session's id, or nothing."""
     for name in HEADERS:
         if found := special.get(name):
             agent = special.get(AGENT)
@@ -40,7 +39,7 @@ def id_in_headers(special: Mapping[bytes, bytes]) -> bytes:
 
 
 def id_in_body(fields: Mapping[str, Any]) -> bytes:
-    """Return the session's id in a body, or else the end of the first user message."""
+    """Return an id, or else the first user message's end."""
     named = fields.get(FIELD)
     if type(named) is str and named:
         return named.encode(errors="replace")
@@ -54,13 +53,12 @@ def id_in_body(fields: Mapping[str, Any]) -> bytes:
 
 
 def previous_response(fields: Mapping[str, Any]) -> bytes:
-    """Return the id of the response that a request continues; empty if there is none."""
     previous = fields.get(PREVIOUS)
     return previous.encode(errors="replace") if type(previous) is str else b""
 
 
 def session_key(owner: str, model: str, session_id: bytes) -> int:
-    """Return the key of a tenant's session; 0 without an id."""
+    """Return the key; 0 without an id."""
     if not session_id:
         return 0
     named = b"\0".join((owner.encode(), model.encode(errors="replace"), session_id))

@@ -76,9 +76,9 @@ def find_candidates(
 def with_visits(
     held: PrefixHolders, session: Session, roster: Roster, prompt_tokens: int
 ) -> PrefixHolders:
-    """Return the holders of a prompt, with the session's visits in place of estimates for them.
+    """Replace estimates by what the session's visits left.
 
-    What a worker that the session has not visited holds is a beginning that many prompts have.
+    What other workers hold is a common beginning.
     """
     visited, left = session.visited, []
     for visit in session.visits:
@@ -102,7 +102,6 @@ def with_visits(
 
 
 def turn_of(view: View, worker: Worker) -> str:
-    """Return how a session's turn is placed."""
     session = view.session
     if session is None or not session.visits:
         return Turn.NEW

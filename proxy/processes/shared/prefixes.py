@@ -1,7 +1,4 @@
-"""Shares which prompt prefixes were sent to which worker, and turns of sessions.
-
-A turn is an entry of the same log, with a mark that no block has as hash.
-"""
+"""Shares which prompt prefixes were sent to which worker, and turns of sessions."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
     from proxy.processes.shared.load import SharedLoad
 
 
-TURN = 0  # then the session's key, tokens, depth, mark, and 1 if it has no other visit
+TURN = 0  # then key, tokens, depth, mark, and 1 if it is the only visit
 TURN_WORDS = 6
 
 
