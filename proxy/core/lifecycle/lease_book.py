@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
-from proxy.core.learned.sessions import Turn, Visit
+from proxy.core.learned.sessions import Session, Turn, Visit
 from proxy.core.lifecycle import billing, feedback
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.queue import fairness
@@ -154,8 +154,9 @@ class LeaseBook:
             feedback.count_500(self._fleet, lease, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
-        if lease.session is not None and (outcome is DONE or lease.first_token_at is not None):
-            self._end_turn(lease, usage)
+        session = lease.session
+        if session is not None and (outcome is DONE or lease.first_token_at is not None):
+            self._end_turn(lease, session, usage)
 
     def stored(self, lease: Lease, response_id: str, now: float) -> None:
         """Let a response name its session."""
@@ -170,10 +171,8 @@ class LeaseBook:
         else:
             sessions.rename(lease.session, key)
 
-    def _end_turn(self, lease: Lease, usage: Usage | None) -> None:
-        ask, worker, session = lease.ask, lease.worker, lease.session
-        if session is None:
-            return
+    def _end_turn(self, lease: Lease, session: Session, usage: Usage | None) -> None:
+        ask, worker = lease.ask, lease.worker
         tokens = ask.prompt_tokens + lease.seen_tokens
         if usage is not None:
             tokens = usage.prompt_tokens + usage.completion_tokens

@@ -315,7 +315,8 @@ class RequestParser:
 def _name_session(
     ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], session_id: bytes
 ) -> None:
-    session_id = session_id or id_in_body(fields)
+    if not session_id:
+        session_id = id_in_body(fields)
     if not session_id and shape is RESPONSE:
         ask.chained = True
         session_id = previous_response(fields)

@@ -40,9 +40,10 @@ def id_in_headers(special: Mapping[bytes, bytes]) -> bytes:
 
 def id_in_body(fields: Mapping[str, Any]) -> bytes:
     """Return an id, or else the first user message's end."""
-    named = fields.get(FIELD)
-    if type(named) is str and named:
-        return named.encode(errors="replace")
+    if FIELD in fields:
+        named = fields[FIELD]
+        if type(named) is str and named:
+            return named.encode(errors="replace")
     messages = fields.get("messages") or fields.get("input")
     if type(messages) is not list or len(messages) < MIN_MESSAGES:
         return b""

@@ -50,10 +50,8 @@ def find_candidates(
                 for i in workers_of_deepest(matches, MAX_PREFIX_HOLDERS)
                 if i in roster.by_index
             ]
-    session = roster.sessions.get(ask.session) if ask.session else None
-    if session is not None and not (ask.pinned or session.goes_on(ask.prefix)):
-        session = None
-    if session is not None and session.visits and not ask.pinned:
+    session = session_of(roster, ask) if ask.session else None
+    if session is not None and not ask.pinned:
         held = with_visits(held, session, roster, ask.prompt_tokens)
         if pool.ranked:
             indexes = (visit.worker for visit in session.visits)
@@ -69,8 +67,17 @@ def find_candidates(
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
     view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
-    view.session = session
+    if session is not None:
+        view.session = session
     return view
+
+
+def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
+    """Return the session that a prompt extends."""
+    session = roster.sessions.get(ask.session)
+    if session is None or not session.visits:
+        return None
+    return session if ask.pinned or session.goes_on(ask.prefix) else None
 
 
 def with_visits(
@@ -102,10 +109,9 @@ def with_visits(
 
 
 def turn_of(view: View, worker: Worker) -> str:
-    session = view.session
-    if session is None or not session.visits:
+    if view.session is None:
         return Turn.NEW
-    last = session.visits[-1]
+    last = view.session.visits[-1]
     if last.worker == worker.index and last.since == worker.up_since:
         return Turn.STAYED
     could = any(w.index == last.worker and w.up_since == last.since for w in view.candidates)

@@ -95,10 +95,9 @@ class Placer:
         if decision.whole:
             attempts = replace(attempts, whole=decision.whole)
         worker = decision.worker
-        if ask.session:
-            decision.turn = candidate_rules.turn_of(view, worker)
         lease = self.fleet.charge(ask, decision, now, attempts)
         if ask.session:
+            decision.turn = candidate_rules.turn_of(view, worker)
             lease.session = self.roster.sessions.open(ask.session, now)
         if ask.tenant is not None:
             ask.bill.free, halves = free, decision.handover
