@@ -19,6 +19,7 @@ from proxy.metrics import (
     phases,
     replica_counts,
     scrape,
+    session_counts,
     tenant_counts,
 )
 from proxy.metrics.exposition import Family
@@ -43,6 +44,7 @@ def router_families() -> list[Family]:
     """Return the router's metrics."""
     modules = (
         scrape, phases, no_first_token, tenant_counts, batch_counts, journal_counts, replica_counts,
+        session_counts,
     )  # fmt: skip
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
 

@@ -4,9 +4,9 @@
     python -m benchmarks.cache_pressure --workers 4 --pressure 2 --seeds 4 5 6
 
 vLLM's own schedulers in virtual time behind the router's core, with step times of an H100. The
-router balances load only (`load`), expects prefixes where it sent them (`estimate`), reads the
-engines' journals (`exact`), or sees the caches at each decision (`oracle`). The output is the same
-on any machine.
+router balances load only (`load`), expects prefixes where it sent them (`estimate`), knows the
+sessions too (`sessions`), reads the engines' journals (`exact`), or sees the caches at each
+decision (`oracle`). The output is the same on any machine.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ class GrowingSessions(TrafficSource):
         session.tokens += rng.randint(*TURN_TOKENS)
         output = rng.randint(*OUTPUT_TOKENS)
         shared = ((session.name, session.tokens),)
-        request = Request(0.0, "session", session.tokens, output, shared=shared)
+        name = str(session.name)
+        request = Request(0.0, "session", session.tokens, output, shared=shared, session=name)
         session.tokens += output  # the response is a part of the next prompt
         return request

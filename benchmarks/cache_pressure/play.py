@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +15,19 @@ from benchmarks.cache_pressure.loads import (
     GrowingSessions,
     SharedPrefixes,
 )
-from benchmarks.cache_pressure.sides import EXACT, LOAD, ORACLE, SeesCaches, follow_journals
+from benchmarks.cache_pressure.sides import (
+    EXACT,
+    KNOWN,
+    LOAD,
+    ORACLE,
+    SeesCaches,
+    follow_journals,
+)
 from proxy.config import FleetConfig
 from proxy.core.learned.prefix_index import COVERED
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.types import TrafficSource
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN
 from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet
@@ -75,8 +83,14 @@ class RecordingFleet(SimulatedFleet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.names_sessions = False
         self.served: list[Served] = []
         self.failed = 0
+
+    def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
+        if not self.names_sessions:
+            request = replace(request, session="")
+        super()._arrive(request, now, ended)
 
     def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         outcome, lease = flight.outcome, flight.lease
@@ -103,6 +117,7 @@ def fleet_of(cell: Cell, side: str) -> RecordingFleet:
     }
     config = FleetConfig.model_validate({"model": "m", **blocks})
     fleet = RecordingFleet(config, worker_models(config, Path("fleet.yaml")), ExactEngine)
+    fleet.names_sessions = side == KNOWN
     if side == EXACT:
         follow_journals(fleet)
     elif side == ORACLE:

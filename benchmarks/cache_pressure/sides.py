@@ -24,7 +24,7 @@ from vllm_sched.engine.journal.scheduler import journal_of
 from vllm_sched.sim.engines.prompt_hashes import token_namer
 from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet
 
-LOAD, ESTIMATE, EXACT, ORACLE = SIDES = ("load", "estimate", "exact", "oracle")
+LOAD, ESTIMATE, KNOWN, EXACT, ORACLE = SIDES = ("load", "estimate", "sessions", "exact", "oracle")
 DELAY_S: Final = 0.005  # from the end of a step to the router's index
 RUN: Final = b"a run..."
 

@@ -109,6 +109,17 @@ PLACED = (
         stacked=True,
     ),
     Panel(
+        "Turns of sessions",
+        "Turns that stayed on the worker of the turn before, moved to one that costs less, or were "
+        "displaced because that worker could not take them. Many of these: too few workers.",
+        "reqps", (Query(rate("proxy_session_turns_total", OF_MODEL, "turn"), "{{turn}}"),),
+        stacked=True,
+    ),
+    Panel(
+        "Sessions", "Sessions with a turn in the last hour.", "short",
+        (Query(f"max(proxy_sessions{{{ROUTER}}})", "sessions"),),
+    ),
+    Panel(
         "Requests, by worker", "Requests answered by each worker.", "reqps",
         (Query(rate(REQUESTS, f'{OF_MODEL},worker!="none"', "worker"), WORKER),), stacked=True,
     ),

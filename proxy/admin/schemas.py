@@ -10,6 +10,7 @@ from proxy.core.model.refusals import model_not_served
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
+from proxy.core.request.session_key import session_key
 from proxy.core.request.sizing import fit
 from proxy.core.router import Router
 from proxy.health.worker_state import State, state, why_not
@@ -88,6 +89,8 @@ class Question(BaseModel):
     prompt_tokens: int = Field(ge=1)
     max_tokens: int | None = Field(None, ge=1, description="null: the client sends no limit")
     model: str | None = Field(None, description="null: the fleet's model")
+    session: str = Field("", description="the session's id, as the client sends it")
+    tenant: str = Field("", description="the tenant of the session")
 
 
 class Explanation(BaseModel):
@@ -99,6 +102,7 @@ class Explanation(BaseModel):
     handover: str | None = Field(
         None, description="the hand-over verdict; null without decode workers"
     )
+    turn: str | None = Field(None, description="how the session's turn is placed")
     predicted_ttft_s: float | None = None
     predicted_transfer_s: float | None = None
     status: int | None = None
@@ -147,6 +151,7 @@ def shown_answer(outcome: Decision | Refusal) -> Explanation:
             predicted_transfer_s=None if handover is None else handover.transfer_s,
             reason=outcome.reason,
             handover=outcome.whether or None,
+            turn=outcome.turn or None,
             predicted_ttft_s=outcome.predicted_ttft_s,
             scores=outcome.scores,
         )
@@ -170,6 +175,7 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit
     info = request_info_of(question, model, usual_output=usual, short_limit=limit)
+    info.session = session_key(question.tenant, model, question.session.encode())
     fit(info, router.fleet.roster.pool(model).limit, cuts_output=router.settings.cut_output)
     outcome = shown_answer(router.placer.explain(info, now))
     # These workers get no requests because they do not list their model. They are shown because the

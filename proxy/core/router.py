@@ -79,12 +79,12 @@ class Router:
         tenant: Tenant | None = None,
         *,
         batch: bool = False,
+        session: bytes = b"",
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
-        ask: RequestInfo | Refusal
         try:
-            ask = self._reader.read(
-                route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
+            ask: RequestInfo | Refusal = self._reader.read(
+                route, body, content_type, request_id, tenant, session, hashed=hashed, batch=batch
             )
         except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))

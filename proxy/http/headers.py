@@ -12,6 +12,8 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 
 from proxy.core.model.types import Reason, Refusal
+from proxy.core.request.session_key import AGENT
+from proxy.core.request.session_key import HEADERS as SESSION_HEADERS
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream"
@@ -23,6 +25,7 @@ MAX_RETRY_AFTER_DIGITS = 10  # exclusive
 # Headers that the router reads; True if they are forwarded unchanged. Hop-by-hop headers (RFC 9110,
 # 7.6.1) are not; framing, Host and request id are rewritten.
 REQUEST_HEADERS = {
+    **dict.fromkeys((*SESSION_HEADERS, AGENT), True),
     b"accept": True,
     b"api-key": True,
     b"authorization": False,

@@ -33,13 +33,16 @@ def shown_s(seconds: float) -> str:
 def decision_header(decision: Decision) -> bytes:
     """Return the X-Route value of a decision.
 
-    A hand-over reads `d0; prefill=p0; ...`, a rejected one `d0; handover=not_worth_it; ...`.
+    A hand-over reads `d0; prefill=p0; ...`, a rejected one `d0; handover=not_worth_it; ...`, a
+    session's turn `s0; session=stayed; ...`.
     """
     name, handover = decision.worker.name, decision.handover
     if handover is not None:
         name = f"{name}; prefill={handover.prefill.name}"
     elif decision.whether:
         name = f"{name}; handover={decision.whether}"
+    if decision.turn:
+        name = f"{name}; session={decision.turn}"
     return route_header(name, decision.reason, decision.scores)
 
 

@@ -46,13 +46,15 @@ class RecentRequest:
     cached_tokens: int = 0  # expected where the prompt was prefilled
     cached_reported: bool = False  # by that worker's journal; otherwise estimated
     left_workers: tuple[str, ...] = ()  # from which the stream went on, in this order
+    session: str | None = None  # its key
+    turn: str | None = None  # placement of its turn
 
 
 # A RecentRequest's fields in order: a tuple is cheaper to create.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
-    str, str | None, str | None, int, bool, tuple[str, ...],
+    str, str | None, str | None, int, bool, tuple[str, ...], str | None, str | None,
 ]  # fmt: skip
 
 HandoverFields = tuple[str | None, float | None, float | None, float | None]
@@ -72,12 +74,12 @@ class RecentRequests:
         return len(self._rows)
 
     def add(self, ask: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
-        worker = predicted_s = whether = None
+        worker = predicted_s = whether = turn = None
         legs = NO_HANDOVER
         cached, reported = 0, False
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
-            whether = decision.whether or None
+            whether, turn = decision.whether or None, decision.turn or None
             cached, reported = decision.cached_tokens, decision.worker.reports_prefixes
             if (handover := decision.handover) is not None:
                 cached, reported = handover.cached_tokens, handover.prefill.reports_prefixes
@@ -92,6 +94,7 @@ class RecentRequests:
                 ask.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
                 done.size, None if ask.tenant is None else ask.tenant.name, whether,
                 cached, reported, done.left_workers,
+                f"{ask.session:016x}" if ask.session else None, turn,
             )
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from proxy.core.fleet.ejection import key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
-from proxy.metrics import journal_counts, phases, replica_counts
+from proxy.metrics import journal_counts, phases, replica_counts, session_counts
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 
@@ -299,6 +299,7 @@ def _counts(page: MetricsPage, metrics: Metrics) -> None:
     for (model, reason), count in metrics.router.placer.decisions.items():
         decisions[metrics.model_label(model), reason.value] += count
     page.values(DECISIONS, decisions.items())
+    session_counts.show(page, metrics)
 
 
 def _continuations(page: MetricsPage, metrics: Metrics) -> None:

@@ -103,6 +103,8 @@ class LiveState:
             "answered": grown(counted, "answered")[0][1:],
             "decisions": grown(counted, "decision"),
             "handovers": grown(counted, "handover"),
+            "turns": grown(counted, "turn"),
+            "sessions": len(roster.sessions),
             "retries": grown(counted, "retry"),
             "tenants": [self._tenant(tenant, counted) for tenant in tenants],
             "latencies": shown,
@@ -131,12 +133,16 @@ class LiveState:
         decisions: Counter[str] = Counter()
         for (_, reason), count in metrics.router.placer.decisions.items():
             decisions[reason.value] += count
+        turns: Counter[str] = Counter()
+        for (_, turn), count in metrics.router.fleet.roster.sessions.turns.items():
+            turns[turn] += count
         retries: Counter[str] = Counter()
         for (_, why), count in metrics.retries.items():
             retries[why] += count
         for kind, table in (
             ("decision", decisions),
             ("handover", metrics.handovers.ends),
+            ("turn", turns),
             ("retry", retries),
         ):
             for name, count in table.items():

@@ -31,7 +31,7 @@ MAX_PROMPT_BYTES = 64 << 10
 MIN_SECRET_CHARS = 4  # shorter secrets occur in ordinary words
 BAD_REQUEST, SERVER_ERROR = 400, 500
 UNREAD: dict[str, Any] = dict.fromkeys(
-    ("model", "tenant", "class", "stream", "body_bytes", "prompt_tokens", "counted")
+    ("model", "tenant", "class", "stream", "session", "body_bytes", "prompt_tokens", "counted")
 )
 
 
@@ -196,6 +196,7 @@ def account(
         "route": route,
         "reason": reason.value,
         "worker": None if decision is None else decision.worker.name,
+        "turn": None if decision is None else decision.turn or None,
         "prefill_worker": None if handover is None else handover.prefill.name,
         "status": status,
         "outcome": outcome(status),
@@ -218,6 +219,7 @@ def _sizes(ask: RequestInfo) -> dict[str, Any]:
         "tenant": None if ask.tenant is None else ask.tenant.name,
         "class": class_of(ask),
         "stream": ask.stream,
+        "session": f"{ask.session:016x}" if ask.session else None,
         "body_bytes": ask.body_bytes,
         "prompt_tokens": ask.prompt_tokens,
         "counted": ask.counted,

@@ -127,6 +127,8 @@ class Fleet:
         if first.decision.handover is not None and first.decision.handover.tokens:
             lease.pins = True
             worker.pinned += 1
+            lease.worker.written += first.decision.handover.tokens
+        worker.written += first.prefill_tokens
         self.release(first)
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
@@ -242,6 +244,7 @@ class Fleet:
 
     def _prefilled(self, lease: Lease, now: float) -> None:
         worker = lease.worker
+        worker.written += lease.prefill_tokens
         worker.prefill_tokens -= lease.prefill_tokens
         if lease.ask.long:
             worker.long_tokens -= lease.prefill_tokens

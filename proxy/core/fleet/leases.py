@@ -7,6 +7,7 @@ from typing import Final
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_tree import PrefixNode
+from proxy.core.learned.sessions import Session
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
 
@@ -57,6 +58,7 @@ class Decision:
     handover: HandoverDecision | None = None
     whether: str = ""  # why it is handed over or not
     whole: str = ""  # why this and later attempts do not split it
+    turn: str = ""  # of its session
 
     @property
     def route(self) -> str:
@@ -87,6 +89,7 @@ class Lease:
     prefill: Lease | None = None  # prefill leg of a hand-over
     sent: bool = True  # False on a decode worker until the prefill is done
     pins: bool = False  # the prefill worker holds blocks
+    session: Session | None = None
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, replace
 from proxy.core.fleet.worker import Origin, Worker
 from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.learned.prefix_index import PrefixIndex
+from proxy.core.learned.sessions import Sessions
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import RequestInfo
 
@@ -31,6 +32,7 @@ class Roster:
     def __init__(self, clock: Callable[[], float] = time_zero) -> None:
         self.version = 0  # changes with the workers
         self.prefixes = PrefixIndex()
+        self.sessions = Sessions()
         # Returns the output tokens of a running stream, by its X-Request-Id.
         self.stream_tokens: Callable[[Worker, str], Sequence[int] | None] | None = None
         # Names a placed request in its worker's journal.

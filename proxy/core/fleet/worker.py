@@ -147,7 +147,7 @@ class Worker:
         self.kv_apart = 0.0  # learnt share of prefixes that is not shared
         self.pinned = 0  # hand-overs not fetched yet
         self.decoding = 0  # after the first token
-        self.written = 0  # total
+        self.written = 0  # to its cache, total
         self.worked_at = -inf  # when its page last showed progress
         self.free_at = 0.0  # when its prefills are done
         self.due_at = 0.0  # next progress is due

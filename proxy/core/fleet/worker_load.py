@@ -17,7 +17,7 @@ class WorkerLoad(NamedTuple):
     decoding: int = 0
     pinned: int = 0
     kv_coming: int = 0
-    written: int = 0  # total
+    written: int = 0  # to the cache, total
 
 
 NO_LOAD = WorkerLoad()

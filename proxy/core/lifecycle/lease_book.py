@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
+from proxy.core.learned.sessions import Session, Turn, Visit
 from proxy.core.lifecycle import billing, feedback
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.queue import fairness
+from proxy.core.request.session_key import session_key
 from proxy.core.request.sizing import Sizer, enlarged
 from proxy.core.routing import handover_cost
 from proxy.core.routing.placer import Placer
@@ -152,6 +154,32 @@ class LeaseBook:
             feedback.count_500(self._fleet, lease, now)
         if outcome is DONE:
             self._learn(lease, now, usage, decoding)
+        session = lease.session
+        if session is not None and (outcome is DONE or lease.first_token_at is not None):
+            self._end_turn(lease, session, usage)
+
+    def stored(self, lease: Lease, response_id: str, now: float) -> None:
+        """Let a response name its session."""
+        ask, sessions = lease.ask, self._roster.sessions
+        if not ask.chained:
+            return
+        owner = "" if ask.tenant is None else ask.tenant.name
+        key = session_key(owner, ask.model, response_id.encode(errors="replace"))
+        if lease.session is None:
+            lease.session = sessions.open(key, now)
+            lease.decision.turn = Turn.NEW
+        else:
+            sessions.rename(lease.session, key)
+
+    def _end_turn(self, lease: Lease, session: Session, usage: Usage | None) -> None:
+        ask, worker = lease.ask, lease.worker
+        tokens = ask.prompt_tokens + lease.seen_tokens
+        if usage is not None:
+            tokens = usage.prompt_tokens + usage.completion_tokens
+        visit = Visit(worker.index, worker.up_since, tokens, worker.written)
+        sessions, estimated = self._roster.sessions, not worker.reports_prefixes
+        sessions.ended(session, ask.prefix, ask.prefix_bytes, visit, estimated=estimated)
+        sessions.count(ask.model, lease.decision.turn)
 
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
         may_learn = self.may_learn(lease, now)

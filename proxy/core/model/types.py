@@ -88,6 +88,8 @@ class RequestInfo:
     media: RequestMedia | None = None  # if `usage` can teach its sizes
     countable: bool = False  # a worker's /tokenize accepts it
     pinned: str = ""  # worker that holds its stored response
+    session: int = 0  # key; 0: none
+    chained: bool = False  # its response names the session
     whole: str = ""  # why it cannot be split; empty if it can
     least_output: bool = False  # the body has `min_tokens`
     field_names: frozenset[str] | None = None  # names of the body's fields, if it may be split

@@ -36,6 +36,7 @@ from proxy.core.request.json_edit import check
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
+from proxy.core.request.session_key import id_in_body, previous_response, session_key
 from proxy.core.request.sizing import Sizer, fit
 from proxy.core.request.split_check import whole_because
 from proxy.core.tenants.tenants import Rank, Tenant
@@ -83,14 +84,15 @@ class RequestParser:
         body: bytes | LargeBody,
         content_type: bytes,
         request_id: str,
+        tenant: Tenant | None,
+        session: bytes,
         *,
         hashed: bool,
-        tenant: Tenant | None = None,
         batch: bool = False,
     ) -> RequestInfo | Refusal:
         """Parse a body, or refuse it.
 
-        `batch`: use the batch class.
+        `batch`: use the batch class. `session`: its id in the headers.
         """
         large: LargeBody | None = None
         if isinstance(body, LargeBody):
@@ -147,6 +149,8 @@ class RequestParser:
             ask.salt = salt_in(fields)
         if hashed:
             self._hash(ask, shape, body)
+            if ask.generates:
+                _name_session(ask, shape, fields, session)
         if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
             ask.pinned = self._holder(previous, tenant)
             if tenant is not None and not ask.pinned:
@@ -279,6 +283,19 @@ class RequestParser:
         most = self._roster.pool(ask.model).limit if pinned is None else pinned.limit
         if ask.needs > most:
             fit(ask, most, cuts_output=self.cuts_output)
+
+
+def _name_session(
+    ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], session_id: bytes
+) -> None:
+    if not session_id:
+        session_id = id_in_body(fields)
+    if not session_id and shape is RESPONSE:
+        ask.chained = True
+        session_id = previous_response(fields)
+    if session_id:
+        owner = "" if ask.tenant is None else ask.tenant.name
+        ask.session = session_key(owner, ask.model, session_id)
 
 
 def _member_names(

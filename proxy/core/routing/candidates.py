@@ -9,6 +9,7 @@ from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.learned.prefix_index import COVERED, workers_of_deepest
+from proxy.core.learned.sessions import Session, Turn
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
 from proxy.core.model.role import Role
@@ -49,6 +50,12 @@ def find_candidates(
                 for i in workers_of_deepest(matches, MAX_PREFIX_HOLDERS)
                 if i in roster.by_index
             ]
+    session = session_of(roster, ask) if ask.session else None
+    if session is not None and not ask.pinned:
+        held = with_visits(held, session, roster, ask.prompt_tokens)
+        if pool.ranked:
+            indexes = (visit.worker for visit in session.visits)
+            holders += [roster.by_index[i] for i in indexes if i in roster.by_index]
     if ask.pinned:
         worker = roster.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
@@ -59,7 +66,56 @@ def find_candidates(
     if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
-    return View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
+    view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
+    if session is not None:
+        view.session = session
+    return view
+
+
+def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
+    """Return the session that a prompt extends."""
+    session = roster.sessions.get(ask.session)
+    if session is None or not session.visits:
+        return None
+    return session if ask.pinned or session.goes_on(ask.prefix) else None
+
+
+def with_visits(
+    held: PrefixHolders, session: Session, roster: Roster, prompt_tokens: int
+) -> PrefixHolders:
+    """Replace estimates by what the session's visits left.
+
+    What other workers hold is a common beginning.
+    """
+    visited, left = session.visited, []
+    for visit in session.visits:
+        worker = roster.by_index.get(visit.worker)
+        if worker is None or worker.up_since != visit.since:
+            continue
+        if worker.reports_prefixes:  # its journal knows
+            visited &= ~worker.bit
+        else:
+            tokens = visit.left(worker.kv_capacity, worker.written)
+            left.append((min(tokens, prompt_tokens), worker.bit))
+    masks = {tokens: holders & ~visited for tokens, holders in held if holders & ~visited}
+    common = max(masks, default=0)
+    for tokens, bit in left:
+        if tokens > common:
+            masks[tokens] = masks.get(tokens, 0) | bit
+            visited &= ~bit
+    if common:
+        masks[common] |= visited
+    return sorted(masks.items(), reverse=True)
+
+
+def turn_of(view: View, worker: Worker) -> str:
+    if view.session is None:
+        return Turn.NEW
+    last = view.session.visits[-1]
+    if last.worker == worker.index and last.since == worker.up_since:
+        return Turn.STAYED
+    could = any(w.index == last.worker and w.up_since == last.since for w in view.candidates)
+    return Turn.MOVED if could else Turn.DISPLACED
 
 
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:

@@ -96,6 +96,9 @@ class Placer:
             attempts = replace(attempts, whole=decision.whole)
         worker = decision.worker
         lease = self.fleet.charge(ask, decision, now, attempts)
+        if ask.session:
+            decision.turn = candidate_rules.turn_of(view, worker)
+            lease.session = self.roster.sessions.open(ask.session, now)
         if ask.tenant is not None:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
@@ -250,7 +253,8 @@ class Placer:
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
             whether = handover_cost.verdict(decision, view) if asked else ""
-            return replace(decision, scores=scores, whether=whether)
+            turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
+            return replace(decision, scores=scores, whether=whether, turn=turn)
         if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)) is None:
             message = (
                 "The request would wait: every worker that can hold it is full, reserved for long "

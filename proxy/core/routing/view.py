@@ -13,6 +13,7 @@ from proxy.core.fleet.kv_usage import KV_FULL, more
 from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import PREFILL_STALL_SHARE, PrefixHolders, Worker
+from proxy.core.learned.sessions import Session
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.role import Role
@@ -42,6 +43,7 @@ class View:
     whole: str  # why it cannot be split; empty if it can
     explain: bool
     handing: HandoverOffer | None = None
+    session: Session | None = None  # that the prompt extends
 
 
 @dataclass(slots=True)

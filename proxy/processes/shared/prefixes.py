@@ -1,14 +1,20 @@
-"""Shares which prompt prefixes were sent to which worker, because the worker has them cached."""
+"""Shares which prompt prefixes were sent to which worker, and turns of sessions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.core.learned.sessions import Session, Visit
 from proxy.processes.shared.process_sheet import LIFE, ProcessSheet
 
 if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet
+    from proxy.core.fleet.worker import Worker
     from proxy.processes.shared.load import SharedLoad
+
+
+TURN = 0  # then key, tokens, depth, mark, and 1 if it is the only visit
+TURN_WORDS = 6
 
 
 class PrefixPeer:
@@ -36,6 +42,7 @@ class SharedPrefixes:
         self._new: list[tuple[int, tuple[int, ...]]] = []
         self._taking = False
         fleet.roster.prefixes.others_record = self._recorded
+        fleet.roster.sessions.others_record = self._turn_ended
 
     def _recorded(self, hashes: tuple[int, ...], index: int) -> None:
         if self._taking:
@@ -48,17 +55,39 @@ class SharedPrefixes:
             self._new.append((row, hashes))
             self._sharing.schedule()
 
+    def _turn_ended(self, session: Session, visit: Visit) -> None:
+        worker = self._fleet.roster.by_index.get(visit.worker)
+        row = None if worker is None else self._sharing.row(worker)
+        if row is not None:
+            sole = len(session.visits) == 1
+            entry = (TURN, session.key, visit.tokens, session.depth, session.mark, int(sole))
+            self._new.append((row, entry))
+            self._sharing.schedule()
+
+    def _take_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
+        _, key, tokens, depth, mark, sole = entry
+        session = self._fleet.roster.sessions.open(key, now)
+        if sole:
+            session.visits, session.visited = [], 0
+        session.depth, session.mark = depth, mark
+        visit = Visit(worker.index, worker.up_since, tokens, worker.written)
+        session.visit(visit, estimated=not worker.reports_prefixes)
+
     def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""
         new, self._new = self._new, []
         for row, hashes in new:
             self._sharing.sheet.write_log(row, hashes)
 
-    def take(self, now: float) -> None:  # noqa: ARG002
+    def take(self, now: float) -> None:
         self._taking = True
         for peer in self._peers:
             for row, hashes in peer.new_entries():
                 worker = self._sharing.worker(row)
-                if worker is not None:
+                if worker is None:
+                    continue
+                if len(hashes) == TURN_WORDS and hashes[0] == TURN:
+                    self._take_turn(hashes, worker, now)
+                else:
                     self._fleet.roster.prefixes.record(hashes, worker.index)
         self._taking = False

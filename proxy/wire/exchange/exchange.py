@@ -97,7 +97,9 @@ class Exchange(AttemptOwner):
         request, router = self.request, self.wire.router
         head, request_id = request.head, request.id.decode("latin-1")
         kind = head.special.get(b"content-type", b"")
-        ask = router.read(self.route, body, kind, request_id, head.tenant, batch=head.batch)
+        ask = router.read(
+            self.route, body, kind, request_id, head.tenant, batch=head.batch, session=head.session
+        )
         if isinstance(ask, Refusal):
             router.was_read(head.tenant, now)
             self.refuse(now, ask)

@@ -55,6 +55,7 @@ def first_bytes(
         router.leases.began(lease, now)
     if owner.route.stores and (response_id := response_id_in(data)):
         router.remember(response_id, lease.worker.name, lease.ask.tenant)
+        router.leases.stored(lease, response_id, now)
 
 
 def saw_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int) -> None:

@@ -464,6 +464,16 @@ def test_explain_asks_a_running_router(
     assert len(lines) == 5
 
 
+def test_explain_names_the_turn_of_a_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
+) -> None:
+    admin.answer = LIVE | {"turn": "moved"}
+    options = ("--prompt-tokens", "9", "--session", "a", "--tenant", "t", "--live", admin.url)
+    assert run_explain(written(tmp_path, FLEET), *options) == 0
+    assert (admin.requests[0][1]["session"], admin.requests[0][1]["tenant"]) == ("a", "t")
+    assert capsys.readouterr().out.splitlines()[1] == "session: moved"
+
+
 PAIR = {
     "model": "tiny",
     "transfer": "nixl",

@@ -502,7 +502,8 @@ def test_all_families_are_written_in_both_formats(
         "proxy_phase_seconds", "proxy_worker_breaker_state", "proxy_breaker_openings",
         "proxy_pool_panic", "proxy_pool_panics", "proxy_continued_streams",
         "proxy_streams_not_continued", "proxy_journal_up", "proxy_journal_gaps",
-        "proxy_journal_bad_signatures", "proxy_journal_requests",
+        "proxy_journal_bad_signatures", "proxy_journal_requests", "proxy_sessions",
+        "proxy_session_turns",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

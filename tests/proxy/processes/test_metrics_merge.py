@@ -32,6 +32,7 @@ EQUAL = {
     "proxy_journal_requests",
     "proxy_journal_up",
     "proxy_replicas",
+    "proxy_sessions",
     "proxy_shared_age_seconds",
     "proxy_shared_limits_up",
     "proxy_shared_up",

@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN
+from proxy.core.learned.sessions import Turn
 from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason
@@ -78,12 +79,15 @@ def test_state_has_all_sections() -> None:
     metrics.retried("s0", "status")
     router.placer.decisions["m", Reason.SHORT_POOL] = 5
     router.placer.decisions["m", Reason.LONG_POOL] = 1
+    router.fleet.roster.sessions.open(1, 0.0)
+    router.fleet.roster.sessions.count("m", Turn.MOVED)
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
     shown = orjson.loads(orjson.dumps(state(130.0)))
     assert shown["covers_s"] == 30.0
     assert shown["answered"] == [2, 1]
     assert shown["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
     assert (shown["handovers"], shown["retries"]) == ([["prefilled", 1, 1]], [["status", 1, 1]])
+    assert (shown["sessions"], shown["turns"]) == (1, [["moved", 1, 1]])
     kinds = {row["what"]: row for row in shown["latencies"]}
     assert set(kinds) == {"TTFT", "TPOT", "ITL"}
     assert kinds["TTFT"]["count"] == 1

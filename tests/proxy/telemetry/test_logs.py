@@ -104,6 +104,7 @@ def test_request_has_one_line(site: Site) -> None:
         "reason": "handover", "worker": "s0", "prefill_worker": "l0", "status": 200,
         "outcome": "done", "model": "m", "tenant": None, "class": "short", "stream": True,
         "body_bytes": record.ask.body_bytes if record.ask else None, "prompt_tokens": 120,
+        "session": None, "turn": None,
         "counted": True, "sent_bytes": 700, "output_tokens": 4, "queue_ms": 500.0,
         "prefill_ms": 500.0, "transfer_ms": 250.0, "decode_ms": 750.0, "ttft_ms": 1250.0,
         "predicted_ttft_ms": 1250.0, "total_ms": 2000.0,

@@ -51,6 +51,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--model", help="model of the request (default: the fleet's model)")
     command.add_argument(
+        "--session", default="", metavar="ID", help="with --live: id of the request's session"
+    )
+    command.add_argument("--tenant", default="", help="with --session: tenant of the session")
+    command.add_argument(
         "--live",
         nargs="?",
         const="",
@@ -102,6 +106,8 @@ def _explain_one(
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
         model=arguments.model or config.model,
+        session=arguments.session,
+        tenant=arguments.tenant,
     )
     if live is None:
         _note_discovered(config, question.model)
@@ -146,7 +152,8 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
 
 def live_explanation(live: LiveRouter, question: Question) -> Explanation:
     """Return a running router's decision from its admin API."""
-    return ask(live, "explain", EXPLANATION, question.model_dump_json())
+    unset = {name for name in ("session", "tenant") if not getattr(question, name)}
+    return ask(live, "explain", EXPLANATION, question.model_dump_json(exclude=unset))
 
 
 def balances(live: LiveRouter) -> list[BalanceShown]:
@@ -165,6 +172,8 @@ def _verdict(found: Explanation) -> str:
         text += f", first token in about {found.predicted_ttft_s:.3g} s"
     if found.predicted_transfer_s is not None:
         text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
+    if found.turn is not None:
+        text += f"\nsession: {found.turn}"
     if found.handover is not None and found.prefill_worker is None:
         text += f"\nhandover: {found.handover}"
         if said := NO_HANDOVER_REASONS.get(found.handover):

@@ -7,6 +7,7 @@ from typing import Final
 
 from proxy.core.model.types import RequestInfo
 from proxy.core.request.parser import PRIORITIES
+from proxy.core.request.session_key import session_key
 from proxy.core.router import Router
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN, prefix_hashes
@@ -51,4 +52,5 @@ def ask_of(
     if hashed:
         ask.prefix = prefix_hashes(number, request.shared, prompt)
         ask.prefix_bytes = size
+        ask.session = session_key(request.tenant, model, request.session.encode())
     return ask

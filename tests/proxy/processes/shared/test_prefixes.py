@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from proxy.core.learned.prefix_index import BLOCKS
+from proxy.core.learned.sessions import Turn
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome
 from proxy.processes.shared.process_sheet import LOG
@@ -42,6 +43,22 @@ def test_prefixes_of_other_processes_are_not_logged_again(make_group: MakeGroup)
     group.read_all()
     assert group.sharings[0].sheet.read_log(0)[0] == 4
     assert group.sharings[1].sheet.read_log(0)[0] == 0
+
+
+def test_session_is_known_in_all_processes(make_group: MakeGroup) -> None:
+    group = make_group(3, *WORKERS)
+    for number in range(12):
+        info = ask(4000, prefix=(1, 2, 3, *range(10, 20 + number)))
+        info.session = 7
+        lease = placed(group.routers[number % 3].submit(info, group.now))
+        group.end_turn()
+        group.finish(number % 3, lease)
+        group.now += 1.0
+        group.read_all()
+        assert lease.decision.turn == (Turn.STAYED if number else Turn.NEW)
+        known = [router.fleet.roster.sessions.get(7) for router in group.routers]
+        assert len({(s.depth, s.mark, s.visited) for s in known if s is not None}) == 1
+        assert [[v.tokens for v in s.visits] for s in known if s is not None] == [[4000]] * 3
 
 
 def test_log_of_a_restarted_process_is_read_from_the_start(make_group: MakeGroup) -> None:

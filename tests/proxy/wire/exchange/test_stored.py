@@ -103,3 +103,20 @@ async def test_stored_response_of_a_removed_worker_gets_404(start: Start) -> Non
     site.fakes[other].then(scripts.error(404, "no such response"))
     assert (await continue_response(site, holder)).status == 404
     assert request_counts(site)[other] == 1
+
+
+@pytest.mark.parametrize("by", ["header", "response"])
+async def test_turns_of_a_session_are_known_and_its_id_passes(start: Start, by: str) -> None:
+    site, holder = await store_response(start)
+    fields = {"model": "tiny", "input": "word " * 2000}
+    if by == "response":
+        fields["previous_response_id"] = f"resp_{holder}"
+    headers = [b"X-Explain: 1", *([b"X-Session-Id: a"] if by == "header" else [])]
+    found = []
+    for _ in range(2):
+        answer = await site.ask(request(json.dumps(fields).encode(), *headers, path=PATH))
+        found.append(answer.one(b"x-route").split(b"; ")[1])
+    first = b"session=new" if by == "header" else b"session=stayed"
+    assert found == [first, b"session=stayed"]
+    heads = [call.head for fake in site.fakes.values() for call in fake.served]
+    assert sum(b"\r\nX-Session-Id: a\r\n" in head for head in heads) == (2 if by == "header" else 0)

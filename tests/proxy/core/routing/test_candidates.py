@@ -1,0 +1,162 @@
+"""Sessions at the choice of a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import MAX_UNRANKED
+from proxy.core.learned.sessions import Turn
+from proxy.core.model.types import Outcome, RequestInfo, Usage
+from proxy.core.router import Router
+from tests.proxy.core.making import ask, placed, router_of, spec, worker_of
+
+PROMPT = 40_000
+PREFIX = tuple(range(1, 61))
+
+
+def turn_ask(prompt: int = PROMPT, prefix: tuple[int, ...] = PREFIX, key: int = 5) -> RequestInfo:
+    info = ask(prompt, 50, prefix=prefix)
+    info.session = key
+    return info
+
+
+def serve(router: Router, info: RequestInfo, now: float) -> Lease:
+    """Serve a request to its end."""
+    lease = placed(router.submit(info, now))
+    router.leases.first_token(lease, now + 0.5)
+    router.leases.finish(lease, now + 1.0, Outcome.DONE, Usage(info.prompt_tokens, 50))
+    return lease
+
+
+def turn(lease: Lease) -> tuple[str, str, int]:
+    return lease.worker.name, lease.decision.turn, lease.decision.cached_tokens
+
+
+def three(**settings: object) -> Router:
+    return router_of(*(spec(f"w{i}") for i in range(3)), **settings)
+
+
+def test_session_stays_where_the_index_sees_nothing() -> None:
+    router = three()
+    assert turn(serve(router, turn_ask(), 0.0)) == ("w0", Turn.NEW, 0)
+    router.fleet.roster.prefixes.forget(0)
+    for number in range(3):  # others, so that w0 is not next by turns
+        serve(router, ask(100), 2.0 + number)
+    later = turn_ask(PROMPT + 5000, (*PREFIX, 99))
+    assert turn(serve(router, later, 9.0)) == ("w0", Turn.STAYED, PROMPT + 50)
+    assert router.fleet.roster.sessions.turns == {("m", Turn.NEW): 1, ("m", Turn.STAYED): 1}
+
+
+def test_session_moves_once_the_wait_exceeds_what_the_cache_saves() -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    waiting = [placed(router.submit(ask(20_000), 2.0))]
+    while waiting[-1].worker.name != "w0":
+        waiting.append(placed(router.submit(ask(20_000), 2.0)))
+    assert turn(placed(router.submit(turn_ask(), 2.0)))[:2] == ("w0", Turn.STAYED)
+    for _ in range(3):
+        router.fleet.charge(ask(60_000), waiting[-1].decision, 2.0)
+    moved = placed(router.submit(turn_ask(), 2.0))
+    assert (moved.worker.name != "w0", moved.decision.turn) == (True, Turn.MOVED)
+
+
+def test_session_is_displaced_from_a_worker_that_takes_nothing() -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    router.fleet.roster.drain("w0", draining=True)
+    displaced = serve(router, turn_ask(), 2.0)
+    assert displaced.decision.turn == Turn.DISPLACED
+    assert turn(serve(router, turn_ask(), 4.0))[:2] == (displaced.worker.name, Turn.STAYED)
+
+
+def test_later_tokens_evict_a_session() -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    w0 = worker_of(router, "w0")
+    w0.kv_capacity = 2 * PROMPT
+    w0.written += PROMPT + 10_000
+    left = placed(router.submit(turn_ask(), 2.0))
+    assert turn(left)[::2] == ("w0", PROMPT - 10_000 - (w0.written - PROMPT - 10_000) + PROMPT)
+    router.leases.finish(left, 2.1, Outcome.CLIENT_GONE)
+    w0.written += 2 * PROMPT
+    assert placed(router.submit(turn_ask(), 3.0)).decision.cached_tokens == 0
+
+
+def test_beginning_that_other_workers_hold_is_expected_on_all_visited() -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    roster = router.fleet.roster
+    roster.prefixes.record(PREFIX[:20], worker_of(router, "w2").index)
+    w0 = worker_of(router, "w0")
+    w0.kv_capacity, w0.written = PROMPT, w0.written + 2 * PROMPT
+    scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
+    assert scores["w0"] == scores["w2"] > scores["w1"] == 0
+
+
+def test_journal_is_believed_instead_of_the_session() -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    w0 = worker_of(router, "w0")
+    w0.reports_prefixes = True
+    prefixes = router.fleet.roster.prefixes
+    prefixes.expect_no_longer(PREFIX, w0.index)
+    for block in PREFIX[:10]:
+        prefixes.hold(block, w0.index)
+    scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
+    assert 0 < scores["w0"] < PROMPT // 4
+
+
+@pytest.mark.parametrize("gone", ["restart", "removal", "other prompt"])
+def test_session_expects_nothing_of_what_is_gone(gone: str) -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    prefix, roster = PREFIX, router.fleet.roster
+    if gone == "restart":
+        w0 = worker_of(router, "w0")
+        roster.prefixes.forget(w0.index)
+        w0.up_since = 1.5
+    elif gone == "removal":
+        roster.remove("w0")
+        roster.add(spec("w9"))
+        router.fleet.health.probe_ok("w9", 1.0)
+    else:
+        prefix = tuple(-block for block in PREFIX)
+    lease = placed(router.submit(turn_ask(prefix=prefix), 2.0))
+    assert lease.decision.cached_tokens == 0
+    assert lease.decision.turn == (Turn.NEW if gone == "other prompt" else Turn.DISPLACED)
+
+
+def test_sessions_worker_is_a_candidate_in_a_large_group() -> None:
+    router = router_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED + 8)))
+    name = serve(router, turn_ask(), 0.0).worker.name
+    router.fleet.roster.prefixes.forget(worker_of(router, name).index)
+    for number in range(200):
+        serve(router, ask(100), 2.0 + number)
+    assert turn(serve(router, turn_ask(), 300.0))[:2] == (name, Turn.STAYED)
+
+
+def test_failed_request_leaves_nothing() -> None:
+    router = three()
+    lease = placed(router.submit(turn_ask(), 0.0))
+    router.leases.finish(lease, 1.0, Outcome.REFUSED)
+    assert placed(router.submit(turn_ask(), 2.0)).decision.turn == Turn.NEW
+
+
+def test_chain_of_stored_responses_is_one_session() -> None:
+    router = three()
+    sessions = router.fleet.roster.sessions
+    first = ask(100)
+    first.chained = True
+    lease = placed(router.submit(first, 0.0))
+    router.leases.stored(lease, "resp_1", 0.5)
+    router.leases.finish(lease, 1.0, Outcome.DONE)
+    session = lease.session
+    assert session is not None
+    second = ask(10)
+    second.chained, second.pinned, second.session = True, lease.worker.name, session.key
+    lease = placed(router.submit(second, 2.0))
+    router.leases.stored(lease, "resp_2", 2.5)
+    router.leases.finish(lease, 3.0, Outcome.DONE)
+    assert (lease.session is session, lease.decision.turn) == (True, Turn.STAYED)
+    assert (len(sessions), second.session == session.key) == (1, False)
