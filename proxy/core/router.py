@@ -77,9 +77,9 @@ class Router:
         content_type: bytes,
         request_id: str,
         tenant: Tenant | None = None,
+        session: bytes = b"",
         *,
         batch: bool = False,
-        session: bytes = b"",
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:

@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 FORM = PromptFields.FORM
 NOT_CONTINUED = "not_continued"
-MAX_PIECES = 32  # of a stream's text that is not counted yet
 
 
 class Exchange(AttemptOwner):
@@ -98,7 +97,7 @@ class Exchange(AttemptOwner):
         head, request_id = request.head, request.id.decode("latin-1")
         kind = head.special.get(b"content-type", b"")
         ask = router.read(
-            self.route, body, kind, request_id, head.tenant, batch=head.batch, session=head.session
+            self.route, body, kind, request_id, head.tenant, head.session, batch=head.batch
         )
         if isinstance(ask, Refusal):
             router.was_read(head.tenant, now)
@@ -254,11 +253,6 @@ class Exchange(AttemptOwner):
         if attempt.handover is not None:
             return HANDOVER
         return move(self, now, attempt.lease, attempt.response)
-
-    def condense_text(self) -> None:
-        """Count the text that was sent, and forget it."""
-        if self.sent_text is not None and len(self.sent_text.pieces) > MAX_PIECES:
-            self.sent_text.condense()
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         if self._attempt is not None:

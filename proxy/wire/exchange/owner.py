@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from proxy.wire.handover.two_legs import TwoLegExchange
     from proxy.wire.worker.connection import WorkerError
 
+MAX_PIECES = 32  # of a stream's text that is not counted yet
+
 
 class AttemptOwner:
     """The state and methods of an exchange that an attempt uses."""
@@ -45,6 +47,11 @@ class AttemptOwner:
         if not may_follow(self.state, state):
             raise RuntimeError(f"no transition from {self.state} to {state}")
         self.state = state
+
+    def condense_text(self) -> None:
+        """Count the text that was sent, and forget it."""
+        if self.sent_text is not None and len(self.sent_text.pieces) > MAX_PIECES:
+            self.sent_text.condense()
 
     def try_another(
         self,

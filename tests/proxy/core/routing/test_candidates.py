@@ -100,7 +100,7 @@ def test_journal_is_believed_instead_of_the_session() -> None:
     w0 = worker_of(router, "w0")
     w0.reports_prefixes = True
     prefixes = router.fleet.roster.prefixes
-    prefixes.expect_no_longer(PREFIX, w0.index)
+    prefixes.follow(w0.index)
     for block in PREFIX[:10]:
         prefixes.hold(block, w0.index)
     scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
@@ -121,7 +121,7 @@ def test_session_expects_nothing_of_what_is_gone(gone: str) -> None:
         roster.add(spec("w9"))
         router.fleet.health.probe_ok("w9", 1.0)
     else:
-        prefix = tuple(-block for block in PREFIX)
+        prefix = tuple(1000 + block for block in PREFIX)
     lease = placed(router.submit(turn_ask(prefix=prefix), 2.0))
     assert lease.decision.cached_tokens == 0
     assert lease.decision.turn == (Turn.NEW if gone == "other prompt" else Turn.DISPLACED)
