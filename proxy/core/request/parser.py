@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from math import inf
 from typing import Any
 
 import orjson
@@ -121,10 +122,11 @@ class RequestParser:
         hashed: bool,
         tenant: Tenant | None = None,
         batch: bool = False,
+        deadline: float = inf,
     ) -> RequestInfo | Refusal:
         """Parse a body, or refuse it.
 
-        `batch`: use the batch class.
+        `batch`: use the batch class. `deadline`: the client's.
         """
         shape = route.shape
         tenants = tenant is not None
@@ -163,6 +165,7 @@ class RequestParser:
             return refusals.not_allowed(model, self._known(tenant))
         ask = self._sizer.ask(route, model, fields, len(body), request_id, tenant)
         ask.long = ask.budget > self.short_limit
+        ask.deadline = deadline
         if batch:
             ask.rank = BATCH
         elif tenant is not None:

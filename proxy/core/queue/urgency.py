@@ -1,0 +1,60 @@
+"""Which of a tenant's waiting requests goes first.
+
+Idea: the request that would have its first token first, had each begun when it arrived. A turn whose
+prompt is mostly cached so passes a fresh long prompt, which in turn waits for no request that
+arrives later than its predicted prefill takes. A request whose latest start by its deadline is
+earlier goes by that. Keys are fixed on arrival and never before it, so a deadline moves a request
+only among its tenant's requests. `long_prompt` orders long prompts in the engine by the same rule.
+
+How it fails: a prefix that is evicted or cached while a request waits does not change its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from proxy.core.fleet.roster import Roster
+from proxy.core.learned.prefix_index import COVERED
+from proxy.core.model.types import RequestInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """The predicted prefill of a queued request, and its place among its tenant's requests."""
+
+    prefill_s: float = 0.0
+    key: float = 0.0
+    latest_start: float = inf  # by the client's deadline
+
+
+NOT_URGENT = Urgency()
+
+
+def urgency_of(roster: Roster, ask: RequestInfo, now: float, due: float) -> Urgency:
+    """Return the urgency of a request that arrives now and should have a token when `due`."""
+    prefill_s, is_learnt = prefill_left_s(roster, ask)
+    key, latest = now + prefill_s, due - prefill_s
+    key = min(key, latest) if latest >= now else key
+    if not is_learnt:
+        prefill_s = 0.0  # good enough for an order only
+    return Urgency(prefill_s, key, ask.deadline - prefill_s)
+
+
+def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
+    """Predict the prefill of what the worker with most of the prompt lacks.
+
+    False: that worker's pace is not learnt yet.
+    """
+    workers = roster.pool(ask.model).all
+    if not workers:
+        return 0.0, False
+    likely, cached = workers[0], 0
+    if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
+        blocks, holders = matches[0]
+        likely = next((worker for worker in workers if worker.bit & holders), likely)
+        if likely.bit & holders:
+            per_byte = ask.prompt_tokens / ask.prefix_bytes
+            cached = min(int(COVERED[blocks] * per_byte), ask.prompt_tokens)
+    pace = likely.pace
+    return pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached), pace.prefills > 0
