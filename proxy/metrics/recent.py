@@ -46,13 +46,14 @@ class RecentRequest:
     cached_tokens: int = 0  # expected where the prompt was prefilled
     cached_reported: bool = False  # by that worker's journal; otherwise estimated
     left_workers: tuple[str, ...] = ()  # from which the stream went on, in this order
+    target_ttft_s: float | None = None  # by the client's deadline, or the operator's target
 
 
 # A RecentRequest's fields in order: a tuple is cheaper to create.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
-    str, str | None, str | None, int, bool, tuple[str, ...],
+    str, str | None, str | None, int, bool, tuple[str, ...], float | None,
 ]  # fmt: skip
 
 HandoverFields = tuple[str | None, float | None, float | None, float | None]
@@ -91,7 +92,7 @@ class RecentRequests:
                 done.reason, done.status, ask.body_bytes, ask.prompt_tokens, ask.counted,
                 ask.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
                 done.size, None if ask.tenant is None else ask.tenant.name, whether,
-                cached, reported, done.left_workers,
+                cached, reported, done.left_workers, done.target_s,
             )
         )  # fmt: skip
 

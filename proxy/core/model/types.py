@@ -96,6 +96,7 @@ class RequestInfo:
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
     deadline: float = inf  # for the first token, if the client has one
+    takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove
     found: list[JsonMember] | None = None  # of these, the present ones, if known

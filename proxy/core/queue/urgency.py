@@ -1,10 +1,9 @@
 """Which of a tenant's waiting requests goes first.
 
-Idea: the request that would have its first token first, had each begun when it arrived. A turn whose
-prompt is mostly cached so passes a fresh long prompt, which in turn waits for no request that
-arrives later than its predicted prefill takes. A request whose latest start by its deadline is
-earlier goes by that. Keys are fixed on arrival and never before it, so a deadline moves a request
-only among its tenant's requests. `long_prompt` orders long prompts in the engine by the same rule.
+Idea: the request goes first whose first token would come first, had each begun when it arrived. So
+a turn that is mostly cached passes a fresh long prompt, and that prompt waits for no request that
+arrives after the seconds of its own prefill. If a deadline leaves less time, the latest start
+counts. The key is fixed on arrival and never before it. `long_prompt` has the same rule.
 
 How it fails: a prefix that is evicted or cached while a request waits does not change its key.
 """

@@ -16,12 +16,14 @@ from proxy.core.model import refusals
 from proxy.core.model.route_table import PromptFields, Route
 from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.request.client_fields import (
+    ARGUMENTS,
     ID,
     INTERVAL,
     OPTIONS,
     PREVIOUS,
     PRIORITY,
     SALT,
+    WITH_ARGUMENTS,
     WITH_OPTIONS,
     WITH_PRIORITY,
     WITH_SALT,
@@ -166,6 +168,7 @@ class RequestParser:
         ask = self._sizer.ask(route, model, fields, len(body), request_id, tenant)
         ask.long = ask.budget > self.short_limit
         ask.deadline = deadline
+        ask.takes_arguments = ask.route in WITH_ARGUMENTS and ARGUMENTS not in fields
         if batch:
             ask.rank = BATCH
         elif tenant is not None:

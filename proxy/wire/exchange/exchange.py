@@ -29,6 +29,7 @@ from proxy.wire.exchange.moves import move
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
+from proxy.wire.exchange.targets import deadline_in
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.worker.connection import WorkerError
 
@@ -131,11 +132,15 @@ class Exchange(AttemptOwner):
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
-        content_type = head.special.get(b"content-type", b"")
-        request_id = request.id.decode("latin-1")
-        ask = router.read(
-            self.route, request.body, content_type, request_id, head.tenant, batch=head.batch
-        )
+        special, request_id = head.special, request.id.decode("latin-1")
+        deadline = deadline_in(special, now, self.wire.settings)
+        if isinstance(deadline, Refusal):
+            ask: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
+        else:
+            ask = router.read(
+                self.route, request.body, special.get(b"content-type", b""), request_id,
+                head.tenant, batch=head.batch, deadline=deadline,
+            )  # fmt: skip
         if isinstance(ask, Refusal):
             router.was_read(head.tenant, now)
         return ask

@@ -313,7 +313,7 @@ def test_ahead_of_counts_the_requests_served_before() -> None:
     for _ in range(3):
         bench.push(of(c))
     assert bench.queue.ahead_of(of(a), bench.now) == 13
-    assert bench.queue.ahead_of(of(b), bench.now) == 4, "one of a's, because b has one, and all of c's"
+    assert bench.queue.ahead_of(of(b), bench.now) == 4, "one of a's, and all of c's"
     assert bench.queue.ahead_of(of(c), bench.now) == 3
     assert bench.queue.ahead_of(of(b, model="other"), bench.now) == 0
 

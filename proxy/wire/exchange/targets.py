@@ -1,0 +1,75 @@
+"""What a request has left until its first token: from the client's header, and to the worker.
+
+A client's clock is not trusted: its header counts from the arrival of the complete request. Workers
+get what is left when their request is sent, so no clocks are compared.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.core.model.refusals import bad_request
+from proxy.core.queue.latency_admission import NO_TARGETS
+from proxy.core.request.json_edit import spliced
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.core.model.types import Refusal, RequestInfo
+    from proxy.wire.exchange.owner import AttemptOwner
+    from proxy.wire.settings import WireSettings
+
+HEADER, HEADER_NAME = b"x-request-deadline-ms", "X-Request-Deadline-Ms"
+MAX_MS, MAX_DIGITS = 3_600_000, 7
+ARGUMENTS = "vllm_xargs"
+NO_NAMES: frozenset[str] = frozenset()  # of the body's fields, `ARGUMENTS` is none
+
+
+def deadline_in(
+    headers: Mapping[bytes, bytes], now: float, settings: WireSettings
+) -> float | Refusal:
+    """Return the deadline that a client's header gives; inf if there is none to heed."""
+    value = headers.get(HEADER)
+    if value is None or not settings.client_deadlines:
+        return inf
+    digits = value.strip()
+    if len(digits) <= MAX_DIGITS and digits.isdigit() and 1 <= int(digits) <= MAX_MS:
+        return now + int(digits) / 1000
+    shown = value[:40].decode("latin-1")
+    return bad_request(
+        f"{HEADER_NAME}: {shown!r} is not a whole number of milliseconds from 1 to {MAX_MS}. It is "
+        "the time until the first token, counted from the request's arrival.",
+        HEADER_NAME,
+    )
+
+
+def timed_body(owner: AttemptOwner, now: float) -> bytes:
+    """Return the body for a worker, with what is left of the request's targets."""
+    ask, body = owner.ask, owner.request.body
+    if not owner.wire.settings.pass_targets or ask is None or not ask.takes_arguments:
+        return body
+    if owner.begun is not None:  # the client has the first token
+        return body
+    targets = left_for_worker(owner, ask, now)
+    return spliced(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
+
+
+def left_for_worker(owner: AttemptOwner, ask: RequestInfo, now: float) -> dict[str, int]:
+    """Return the targets in milliseconds.
+
+    An engine knows no tenants. With tenants, a client's deadline may only relax the operator's.
+    """
+    settings = owner.wire.router.settings.admission or NO_TARGETS
+    ttft_s, tpot_s = settings.ttft_of(ask), settings.tpot_of(ask)
+    due = inf if ttft_s is None else owner.record.started + ttft_s
+    if ask.deadline < inf:
+        due = ask.deadline if ask.tenant is None else max(due, ask.deadline)
+    found: dict[str, int] = {}
+    if due < inf and (ask.tenant is None or ttft_s is not None):
+        found["deadline_ms"] = round((due - now) * 1000)
+    if tpot_s is not None:
+        found["tpot_ms"] = max(round(tpot_s * 1000), 1)
+    return found
