@@ -24,14 +24,14 @@ from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request, TrafficSource
-from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import of_profile
 
 WORKERS, SLOTS, SESSIONS = 2, 4, 8
 PROFILE, CONTEXT, KV_TOKENS = "h100-llama-3.1-8b-bf16-tp1", 400_000, 4_000_000
 TURN, FRESH, WARM = "turn", "fresh", "warm"
-START_S, SECONDS = 400.0, 600.0
+START_S, SECONDS = 400.0, 2000.0
 
 
 class Agents(TrafficSource):
@@ -39,8 +39,8 @@ class Agents(TrafficSource):
 
     name, timed, rate = "agents", True, 1.0
 
-    def __init__(self, turns_per_s: float, fresh_per_s: float) -> None:
-        self.turns_per_s, self.fresh_per_s = turns_per_s, fresh_per_s
+    def __init__(self, turns_per_s: float, fresh_per_s: float, output: tuple[int, int]) -> None:
+        self.turns_per_s, self.fresh_per_s, self.output = turns_per_s, fresh_per_s, output
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
         """Yield the first turn of each session, then the load."""
@@ -53,13 +53,15 @@ class Agents(TrafficSource):
             now = START_S
             while (now := now + rng.expovariate(rate)) < START_S + SECONDS:
                 if klass == FRESH:
-                    found.append(Request(now, FRESH, rng.randint(50_000, 200_000), 100))
+                    found.append(Request(now, FRESH, rng.randint(50_000, 200_000), self.output[0]))
                     continue
                 session = rng.randrange(SESSIONS)
                 new = int(math.exp(rng.uniform(math.log(200), math.log(8_000))))
                 tokens = cached[session]
                 shared = ((f"s{session}", tokens),)
-                found.append(Request(now, TURN, tokens + new, rng.randint(60, 400), "", shared))
+                found.append(
+                    Request(now, TURN, tokens + new, rng.randint(*self.output), "", shared)
+                )
         yield from sorted(found, key=lambda request: request.at)
 
 
@@ -76,21 +78,23 @@ def fleet() -> SimulatedFleet:
     ]
     router: dict[str, Any] = {"queue": {"max_wait_s": 600.0}}
     config = FleetConfig.model_validate({"model": "m", "workers": workers, "router": router})
-    return SimulatedFleet(config, {n: replace(model, name=n) for n in names}, ExactEngine)
+    return SimulatedFleet(
+        config, {n: replace(model, name=n) for n in names}, FluidEngine, coarse=True
+    )
 
 
-def play(seed: int, weight: float, turns: float, fresh: float) -> Sequence[Outcome]:
+def play(
+    seed: int, weight: float, turns: float, fresh: float, output: tuple[int, int]
+) -> Sequence[Outcome]:
     """Return the outcomes of a load with this weight."""
-
-    def left(*args: Any) -> tuple[float, bool]:
-        seconds, is_learnt = original(*args)
-        return weight * seconds, is_learnt
-
-    original = urgency.prefill_left_s
-    with patch.object(urgency, "prefill_left_s", left):
+    with patch.object(urgency, "WEIGHT", weight):
         return (
             fleet()
-            .play(Schedule(source=Agents(turns, fresh), seed=seed, duration_s=START_S + SECONDS))
+            .play(
+                Schedule(
+                    source=Agents(turns, fresh, output), seed=seed, duration_s=START_S + SECONDS
+                )
+            )
             .outcomes
         )
 
@@ -102,10 +106,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", type=float, nargs="+", default=[0, 0.5, 1, 2, 4])
     parser.add_argument("--turns", type=float, default=1.2, help="turns per second")
     parser.add_argument("--fresh", type=float, default=0.05, help="fresh prompts per second")
+    parser.add_argument("--output", type=int, nargs=2, default=(60, 400), help="tokens of turns")
     args = parser.parse_args(argv)
     print("weight  turns' TTFT p50  p90  p99  fresh prompts' mean  p99, in seconds  failed")
     for weight in args.weights:
-        played = [each for s in args.seeds for each in play(s, weight, args.turns, args.fresh)]
+        played = [
+            each
+            for s in args.seeds
+            for each in play(s, weight, args.turns, args.fresh, tuple(args.output))
+        ]
         good = {
             klass: [o.ttft for o in played if o.klass == klass and o.good]
             for klass in (TURN, FRESH)

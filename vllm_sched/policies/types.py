@@ -252,6 +252,13 @@ class Policy:
         """Return the sort key among heads, lowest first; earlier arrival breaks ties."""
         return 0.0
 
+    def due(self, request: RequestView, now: float) -> float:
+        """Return when a request that begins to wait now should enter.
+
+        In a lane the least goes first; earlier arrival breaks ties.
+        """
+        return now
+
     def admitted(self, request: RequestView) -> None:
         """Note an admission in this step."""
 

@@ -154,6 +154,9 @@ class Admission:
             urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
         )
 
+    def due(self, request: Request, now: float) -> float:
+        return max((due(request, now) for due in self._hooks.due), default=now)
+
     def closed_adapter(self, request: Request) -> int:
         if (slots := self.lora_slots) is None:
             return 0

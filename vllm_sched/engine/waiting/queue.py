@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from math import inf
 from typing import Any, Protocol
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -49,6 +50,9 @@ class LaneRules(Protocol):
 
     def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         """Return the urgency of a lane; the least is served first."""
+
+    def due(self, request: Request, now: float) -> float:
+        """Return when a request that begins to wait now should enter."""
 
     def closed_adapter(self, request: Request) -> int:
         """Return the request's LoRA adapter if it has no slot, else 0."""
@@ -213,8 +217,10 @@ class LaneQueue(LaneHeaps, RequestQueue):
         if popped is not None and number < 0:
             self._set_aside(popped)
             return
-        order = request if self._by_priority else number
         since = self._clock()
+        # A preempted request goes first.
+        due = self._rules.due(request, since) if number > 0 else -inf
+        order = request if self._by_priority else (due, number)
         lane = self._rules.lanes_of(request)
         # Behind a preempted front, longer waits must still count.
         gate_since = min(since, self._gate_since_behind(lane, order)) if number < 0 else since
