@@ -4,8 +4,8 @@ Idea: in a step with decodes, the budget is the largest with a predicted time wi
 model of step times is fitted at run time, and corrected by its drift and by a margin for errors. A
 chunk is at most half as large again as a chunk that was seen to fit. With `ttft_ms`, late prompts
 may use the time that decodes are ahead of their deadlines (arrival + ttft_ms + j * itl_ms for token
-j). Targets of requests replace both: the tightest of the decodes counts. With pipeline parallelism
-each concurrent step gets its part of `itl_ms`.
+j). A request's `tpot_ms` replaces `itl_ms`: the least of the decodes counts. With pipeline
+parallelism each concurrent step gets its part of `itl_ms`.
 Source: stall-free chunks (Sarathi), sized by deadlines (FairBatching).
 Cost per step: O(running prefills), and O(decodes) in steps that use `ttft_ms`.
 How it fails: if decodes alone exceed `itl_ms`, prefill continues at `min_chunk` tokens a step. If
@@ -14,7 +14,6 @@ more than 1 % of steps stall for other reasons, all steps get shorter.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from vllm_sched.policies.chunks.measured_chunk import GROWTH, MeasuredChunk
 from vllm_sched.policies.chunks.prediction_error import PredictionError
 from vllm_sched.policies.chunks.prefill_seconds import PrefillSeconds
 from vllm_sched.policies.fluid_effects import FluidEffects, MixedStepLimit
-from vllm_sched.policies.targets import NO_TARGETS, RequestTargets, targets_in
+from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
     EngineFacts,
     Policy,
@@ -110,7 +109,7 @@ class ChunkBudget(Policy):
         self._predicted_s = 0.0
         # Index and time limit of steps without a result.
         self._limits: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
-        self._targets: dict[str, RequestTargets] = {}
+        self._gaps: dict[str, float] = {}  # that requests ask for
         self._slack_steps = 0
         self._long_steps = 0
 
@@ -129,14 +128,11 @@ class ChunkBudget(Policy):
         return FluidEffects(mixed_steps=limit)
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        if (targets := targets_in(wishes)) != NO_TARGETS:
-            self._targets[request.request_id] = targets
+        if (gap_s := targets_in(wishes).each_s) is not None:
+            self._gaps[request.request_id] = gap_s
 
     def departed(self, request: RequestView, now: float) -> None:
-        self._targets.pop(request.request_id, None)
-
-    def _targets_of(self, request: RequestView) -> RequestTargets:
-        return self._targets.get(request.request_id, NO_TARGETS)
+        self._gaps.pop(request.request_id, None)
 
     def budget(self, step: Step) -> int:
         """Return the largest budget that keeps decodes on time."""
@@ -190,31 +186,21 @@ class ChunkBudget(Policy):
         return min(max(beyond, 1.0), MAX_EXTRAPOLATION)
 
     def _allowed_s(self, step: Step) -> float:
-        ttft_s = math.inf if self.settings.ttft_ms is None else self.settings.ttft_ms / 1000
-        gap_s = self._tightest_gap_s(step)
+        ttft_ms, gap_s = self.settings.ttft_ms, self._least_gap_s(step)
         itl_s = gap_s / self._stages
-        if (ttft_s == math.inf and not self._targets) or not self._is_at_risk(step, itl_s, ttft_s):
+        if ttft_ms is None or not self._is_at_risk(step, itl_s, ttft_ms / 1000):
             return itl_s
-        # A decode without a target for its first token is not ahead.
-        unknown_s = -math.inf if ttft_s == math.inf else ttft_s
-        first = min(
-            r.arrival_time + self._first_s(r, unknown_s) + gap_s * r.num_output_tokens
-            for r in step.decoding
-        )
-        lead_s = first + step.clock_offset - step.now
+        first = min(r.arrival_time + gap_s * r.num_output_tokens for r in step.decoding)
+        lead_s = first + step.clock_offset + ttft_ms / 1000 - step.now
         allowed_s = min(max(lead_s / self._stages, itl_s), MAX_GAPS * itl_s)
         self._slack_steps += allowed_s > itl_s
         return allowed_s
 
-    def _tightest_gap_s(self, step: Step) -> float:
-        if not self._targets:
+    def _least_gap_s(self, step: Step) -> float:
+        if not (known := self._gaps):
             return self._gap_s
-        gaps = (self._targets_of(request).each_s or self._gap_s for request in step.decoding)
+        gaps = (known.get(request.request_id, self._gap_s) for request in step.decoding)
         return max(min(gaps, default=self._gap_s), sys.float_info.min)
-
-    def _first_s(self, request: RequestView, ttft_s: float) -> float:
-        first_s = self._targets_of(request).first_s
-        return ttft_s if first_s is None else first_s
 
     def _is_at_risk(self, step: Step, itl_s: float, ttft_s: float) -> bool:
         """Return whether a prompt will be late at the current pace."""
@@ -222,7 +208,7 @@ class ChunkBudget(Policy):
         before, head = 0, step.may_enter()
         for request in step.prefills if head is None else (*step.prefills, head):
             before += request.num_tokens - request.num_computed_tokens
-            due = request.arrival_time + step.clock_offset + self._first_s(request, ttft_s)
+            due = request.arrival_time + step.clock_offset + ttft_s
             if step.now + before / pace > due:
                 return True
         return False

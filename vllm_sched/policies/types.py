@@ -252,12 +252,12 @@ class Policy:
         """Return the sort key among heads, lowest first; earlier arrival breaks ties."""
         return 0.0
 
-    def due(self, request: RequestView, now: float) -> float:
-        """Return when a request that begins to wait now should enter.
+    def due(self, request: RequestView, since: float) -> float:
+        """Return when a request that waits since then should enter; the least of a lane goes first.
 
-        In a lane the least goes first; earlier arrival breaks ties.
+        Asked again for a front that is not admitted by then. Earlier arrival breaks ties.
         """
-        return now
+        return since
 
     def admitted(self, request: RequestView) -> None:
         """Note an admission in this step."""

@@ -25,6 +25,7 @@ class FakeRules:
         self.now = 0.0
         self.limit = 10
         self.read = 0
+        self.has_deadlines = True
         self.left_s: dict[str, float] = {}
 
     def lanes_of(self, request: Request) -> LaneKey:
@@ -38,8 +39,8 @@ class FakeRules:
     def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
         return (self.urgency[lane],)
 
-    def due(self, request: Request, now: float) -> float:
-        return now + self.left_s.get(request.request_id, 0.0)
+    def due(self, request: Request, since: float) -> float:
+        return since + self.left_s.get(request.request_id, 0.0)
 
     def closed_adapter(self, _: Request) -> int:
         return 0

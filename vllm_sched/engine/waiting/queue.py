@@ -51,8 +51,10 @@ class LaneRules(Protocol):
     def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         """Return the urgency of a lane; the least is served first."""
 
-    def due(self, request: Request, now: float) -> float:
-        """Return when a request that begins to wait now should enter."""
+    has_deadlines: bool
+
+    def due(self, request: Request, since: float) -> float:
+        """Return when a request that waits since then should enter."""
 
     def closed_adapter(self, request: Request) -> int:
         """Return the request's LoRA adapter if it has no slot, else 0."""
@@ -300,6 +302,8 @@ class LaneQueue(LaneHeaps, RequestQueue):
             if not heap:
                 break
             entry = heap[0]
+            if self._rules.has_deadlines and self._puts_back_late(heap, entry):
+                continue
             belongs = self._rules.lanes_of(entry.request)
             if belongs == lane:
                 return
@@ -311,6 +315,18 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._drop(entry.request)
             self._place(entry, belongs, group)
         del self._heaps[group][lane]
+
+    def _puts_back_late(self, heap: list[Entry], entry: Entry) -> bool:
+        """Move a front behind requests that can still be on time, once it is late itself."""
+        if self._by_priority or entry.order[0] >= self._now:
+            return False
+        due, number = self._rules.due(entry.request, entry.since), entry.order[1]
+        if number < 0 or due <= entry.order[0]:
+            return False
+        later = entry._replace(order=(due, number))
+        heapq.heapreplace(heap, later)
+        self._live[entry.request] = self._live[entry.request]._replace(entry=later)
+        return True
 
     def _may_move(self, entry: Entry, belongs: LaneKey) -> bool:
         if self._moves < MAX_MOVES:
