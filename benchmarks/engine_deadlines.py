@@ -3,8 +3,8 @@
     python -m benchmarks.engine_deadlines --seeds 1 2 3
 
 Real schedulers in virtual time, with costs measured on an H100. A share of the requests is
-tight, the others are loose; slots are short. The output is the share of each half that met its deadline for the
-first token, the share whose mean gap met its target, and the mean time to first token.
+tight, the others are loose; slots are short. The output is the share of each that met its deadline
+for the first token, the share whose mean gap met its target, and the mean time to first token.
 """
 
 from __future__ import annotations

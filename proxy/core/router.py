@@ -83,7 +83,6 @@ class Router:
         deadline: float = inf,
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
-        ask: RequestInfo | Refusal
         try:
             ask = self._reader.read(
                 route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch,
@@ -216,11 +215,10 @@ class Router:
         # Queued requests go first.
         queue, again = self.queue, attempts.is_retry
         targets = self.settings.admission or NO_TARGETS
-        strict = None if again else targets
         free = not queue.any_ahead_of(ask)
         if free or again or ask.pinned:
             answer = self.placer.place(
-                ask, now, attempts, explain=explain, free=free, admission=strict
+                ask, now, attempts, explain=explain, free=free, admission=None if again else targets
             )
             if answer is not None:
                 return answer
@@ -231,8 +229,8 @@ class Router:
             if not give_way:
                 refusal = self._no_room(ask, now)
         urgency = urgency_of(self._roster, ask, now, targets.due(ask, now))
-        if refusal is None and strict is not None:
-            refusal = queued_too_late(strict, ask, queue, urgency, now)
+        if refusal is None and not again:
+            refusal = queued_too_late(targets, ask, queue, urgency, now)
         if refusal is not None:
             return self.placer.count_refusal(ask.model, refusal)
         self._evict(give_way, now)

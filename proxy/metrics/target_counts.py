@@ -1,6 +1,6 @@
-"""Counts requests by whether they met the targets for their tokens, and clients' deadlines.
+"""Counts of met and missed targets.
 
-A response that is not streamed shows no first token, so it counts only if it is refused.
+A response without a stream shows no first token: only refusals count.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ REFUSED = frozenset([429, 503])
 
 
 class TargetCounts:
-    """The results, and the target for the first token of each finished request."""
-
     def __init__(self) -> None:
         self._results: Counter[tuple[str, str, str]] = Counter()
 
@@ -40,7 +38,7 @@ class TargetCounts:
         settings: AdmissionSettings | None,
         started: float,
     ) -> float | None:
-        """Count a request; return the seconds that it had for its first token."""
+        """Count a request; return its target for the first token."""
         targets = settings or NO_TARGETS
         ttft_s, tpot_s, target = targets.ttft_of(ask), targets.tpot_of(ask), "ttft"
         if ask.deadline < inf:

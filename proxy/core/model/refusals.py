@@ -230,7 +230,6 @@ def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
 
 
 def deadline(wait_s: float, left_s: float, retry_after_s: float) -> Refusal:
-    """429: the first token would come after the client's deadline."""
     message = (
         f"The first token would take about {wait_s:.1f} s; X-Request-Deadline-Ms leaves "
         f"{max(left_s, 0.0):.1f} s. Retry after the time given, or allow more time."

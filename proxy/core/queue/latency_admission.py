@@ -2,7 +2,7 @@
 
 Idea: serving a client that has given up is wasted. A request predicted to miss its target is
 refused with a retry time. If its prefill alone exceeds the target, only the wait counts. A client's
-deadline replaces the target, and counts in full, also in the queue.
+deadline replaces the target, and always counts.
 
 How it fails: requests are accepted until a worker's pace and the queue's speed are known.
 """
@@ -32,7 +32,7 @@ class AdmissionSettings:
     tpot_s: Mapping[Rank, float] = field(default_factory=dict)
 
     def ttft_of(self, ask: RequestInfo) -> float | None:
-        """Return the operator's target, a tenant's before its class's."""
+        """Return the tenant's or the class's target."""
         tenant = ask.tenant
         if tenant is not None and tenant.spec.ttft_s is not None and ask.rank is tenant.spec.rank:
             return tenant.spec.ttft_s
@@ -45,7 +45,7 @@ class AdmissionSettings:
         return self.tpot_s.get(ask.rank)
 
     def left_s(self, ask: RequestInfo, now: float) -> float | None:
-        """Return the time that a request which arrives now has for its first token."""
+        """Return the time until a first token is due."""
         return self.ttft_of(ask) if ask.deadline == inf else ask.deadline - now
 
     def due(self, ask: RequestInfo, now: float) -> float:
@@ -95,7 +95,6 @@ def _judged(ask: RequestInfo, target_s: float, wait_s: float, own_s: float) -> R
 
 
 def waited_too_long(ticket: Ticket, queue: Queue, now: float) -> Refusal:
-    """Return the refusal of a request that left the queue at its deadline."""
     retry_s = queue.retry_after_s(now)
     if ticket.for_client:
         return refusals.deadline_in_queue(now - ticket.since, retry_s)

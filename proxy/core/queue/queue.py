@@ -2,8 +2,8 @@
 
 Requests wait in FIFOs, one per model, size, class and tenant. Short, long, and pinned or retried
 requests have separate places. At a place the higher class goes first, then the tenant with the
-least counter (see `fairness`), then the oldest request. Where the head cannot go, later tickets
-that need less context are tried.
+least counter (see `fairness`), then the least key (see `urgency`). Where the head cannot go, later
+tickets that need less context are tried.
 
 A class with a request past its age goes ahead every second turn; aged classes alternate, so none
 starves. Batch waits for all other requests of its model.

@@ -24,8 +24,7 @@ class RequestFifo:
         self.key = key
         self.place, self.rank, self.tenant = key
         self.number = number
-        # Decides between tenants of equal counters, so that keys order one tenant's requests only.
-        self.began = began
+        self.began = began  # decides between equal counters, so that keys cannot
         self.tickets: list[Ticket] = []  # by key, then arrival
         self.least = maxsize  # context needed by any examined ticket
         self.entry: Entry | None = None  # in the sorted buckets

@@ -1,11 +1,10 @@
-"""Which of a tenant's waiting requests goes first.
+"""The order of a tenant's waiting requests.
 
-Idea: the least sum of arrival and `WEIGHT` predicted prefills goes first. So a turn that is mostly
-cached passes a fresh long prompt, and that prompt waits for no request that arrives later than
-`WEIGHT` times its prefill. If a deadline leaves less time, the latest start counts. The key is
-fixed on arrival and never before it.
+Idea: the least sum of arrival and `WEIGHT` predicted prefills goes first, or the latest start by a
+deadline. A mostly cached turn passes a fresh long prompt, which waits for no request that arrives
+later than `WEIGHT` times its prefill. The key is fixed on arrival and never before it.
 
-How it fails: a prefix that is evicted or cached while a request waits does not change its key.
+How it fails: a prefix that is evicted or cached meanwhile does not change the key.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WEIGHT = 4.0  # chosen with `benchmarks.turn_priority`
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """The predicted prefill of a queued request, and its place among its tenant's requests."""
+    """A queued request's predicted prefill and sort key."""
 
     prefill_s: float = 0.0
     key: float = 0.0
@@ -33,7 +32,7 @@ NOT_URGENT = Urgency()
 
 
 def urgency_of(roster: Roster, ask: RequestInfo, now: float, due: float) -> Urgency:
-    """Return the urgency of a request that arrives now and should have a token when `due`."""
+    """Return the urgency of a request that arrives now; its first token is `due`."""
     prefill_s, is_learnt = prefill_left_s(roster, ask)
     key, latest = now + WEIGHT * prefill_s, due - prefill_s
     key = min(key, latest) if latest >= now else key
@@ -43,10 +42,7 @@ def urgency_of(roster: Roster, ask: RequestInfo, now: float, due: float) -> Urge
 
 
 def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
-    """Predict the prefill of what the worker with most of the prompt lacks.
-
-    False: that worker's pace is not learnt yet.
-    """
+    """Return the least predicted prefill, and whether the worker's pace is learnt."""
     workers = roster.pool(ask.model).all
     if not workers:
         return 0.0, False

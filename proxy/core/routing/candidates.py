@@ -63,7 +63,7 @@ def find_candidates(
 
 
 def keep_in_time(view: View) -> None:
-    """Keep the workers that should meet a client's deadline, unless none should."""
+    """Keep the workers that should meet a client's deadline, if any."""
     ask, now, held = view.ask, view.now, view.held
     left_s = ask.deadline - now
     view.candidates = [

@@ -1,7 +1,6 @@
-"""What a request has left until its first token: from the client's header, and to the worker.
+"""The deadline in a client's header, and what is left of it for the worker.
 
-A client's clock is not trusted: its header counts from the arrival of the complete request. Workers
-get what is left when their request is sent, so no clocks are compared.
+Both are durations: no clocks are compared.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 HEADER, HEADER_NAME = b"x-request-deadline-ms", "X-Request-Deadline-Ms"
 MAX_MS, MAX_DIGITS = 3_600_000, 7
 ARGUMENTS = "vllm_xargs"
-NO_NAMES: frozenset[str] = frozenset()  # of the body's fields, `ARGUMENTS` is none
+NO_NAMES: frozenset[str] = frozenset()
 
 
 def deadline_in(
     headers: Mapping[bytes, bytes], now: float, settings: WireSettings
 ) -> float | Refusal:
-    """Return the deadline that a client's header gives; inf if there is none to heed."""
+    """Return a client's deadline; inf without one."""
     value = headers.get(HEADER)
     if value is None or not settings.client_deadlines:
         return inf
@@ -47,11 +46,11 @@ def deadline_in(
 
 
 def timed_body(owner: AttemptOwner, now: float) -> bytes:
-    """Return the body for a worker, with what is left of the request's targets."""
+    """Return the body with the targets."""
     ask, body = owner.ask, owner.request.body
     if not owner.wire.settings.pass_targets or ask is None or not ask.takes_arguments:
         return body
-    if owner.begun is not None:  # the client has the first token
+    if owner.begun is not None:  # has a token
         return body
     targets = left_for_worker(owner, ask, now)
     return spliced(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
@@ -60,7 +59,7 @@ def timed_body(owner: AttemptOwner, now: float) -> bytes:
 def left_for_worker(owner: AttemptOwner, ask: RequestInfo, now: float) -> dict[str, int]:
     """Return the targets in milliseconds.
 
-    An engine knows no tenants. With tenants, a client's deadline may only relax the operator's.
+    Engines know no tenants, so a tenant's deadline may only relax the operator's target.
     """
     settings = owner.wire.router.settings.admission or NO_TARGETS
     ttft_s, tpot_s = settings.ttft_of(ask), settings.tpot_of(ask)

@@ -60,6 +60,44 @@ class FakeRules:
         )
 
 
+def test_earliest_due_request_of_a_lane_enters_first() -> None:
+    rules = FakeRules()
+    queue = rules.queue()
+    first, second, dated = (make_request(5, name=name) for name in "abc")
+    rules.left_s = {"a": 30.0, "b": 30.0, "c": 10.0}
+    for request in (first, second, dated):
+        queue.add_request(request)
+    queue.begin_step(0.0)
+    assert admit_all(queue) == [dated, first, second]
+
+
+def test_front_that_is_late_lets_others_pass() -> None:
+    rules = FakeRules()
+    queue = rules.queue()
+    late, timely = make_request(5, name="late"), make_request(5, name="timely")
+    rules.left_s = {"late": 1.0, "timely": 5.0}
+    for request in (late, timely):
+        queue.add_request(request)
+    rules.left_s["late"] = 30.0
+    rules.now = 2.0
+    queue.begin_step(2.0)
+    queue.remove_request(timely)
+    queue.add_request(timely)
+    assert admit_all(queue) == [timely, late]
+    assert not len(queue)
+
+
+def test_preempted_request_enters_before_an_earlier_deadline() -> None:
+    rules = FakeRules()
+    queue = rules.queue()
+    preempted, dated = make_request(5, name="p"), make_request(5, name="d")
+    rules.left_s = {"p": 30.0, "d": -5.0}
+    queue.add_request(dated)
+    queue.prepend_request(preempted)
+    queue.begin_step(0.0)
+    assert admit_all(queue) == [preempted, dated]
+
+
 def admit_all(queue: Any) -> list[Request]:
     """Peek and pop until no request may enter."""
     out = []

@@ -119,7 +119,6 @@ async def test_results_are_counted_and_shown_with_the_decision(start: Start) -> 
         assert (await client.ask(chat("hi", *headers, stream=True))).status == 200
     counted = site.wire.metrics.targets._results
     assert counted["standard", "ttft", "met"] == counted["standard", "deadline", "met"] == 1
-    assert counted["standard", "tpot", "met"] == 2
     later, earlier = site.wire.metrics.recent.newest(2)
     assert later.target_ttft_s == pytest.approx(50.0)
     assert earlier.target_ttft_s == 30.0
