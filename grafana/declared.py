@@ -20,6 +20,7 @@ from proxy.metrics import (
     replica_counts,
     scrape,
     session_counts,
+    target_counts,
     tenant_counts,
 )
 from proxy.metrics.exposition import Family
@@ -43,8 +44,8 @@ def names(name: str, kind: str) -> set[str]:
 def router_families() -> list[Family]:
     """Return the router's metrics."""
     modules = (
-        scrape, phases, no_first_token, tenant_counts, batch_counts, journal_counts, replica_counts,
-        session_counts,
+        scrape, phases, no_first_token, tenant_counts, target_counts, batch_counts, journal_counts,
+        replica_counts, session_counts,
     )  # fmt: skip
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
 

@@ -446,6 +446,17 @@ TENANTS = (
         "Wait in the queue, by tenant", "Tenants above their share wait longest.", "s",
         quantiles("proxy_tenant_queue_wait_seconds", ROUTER, "tenant", 0.95),
     ),
+    Panel(
+        "Targets, by class", "Targets and clients' deadlines that were met, missed or refused.",
+        "reqps",
+        (
+            Query(
+                rate("proxy_targets_total", ROUTER, "class, target, result"),
+                "{{class}} {{target}} {{result}}",
+            ),
+        ),
+        stacked=True,
+    ),
 )  # fmt: skip
 
 BATCHES = (

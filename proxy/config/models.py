@@ -221,6 +221,16 @@ class RouterConfig(Block):
         "standard, 1 for batch. Workers must run the lanes policy, or --scheduling-policy "
         "priority",
     )
+    pass_targets: bool = Field(
+        False,
+        description="Send workers what is left of a request's time to its first token, and its "
+        "target per later token, in vllm_xargs. The policies lanes and chunk_budget use them",
+    )
+    client_deadlines: bool = Field(
+        True,
+        description="Heed the header X-Request-Deadline-Ms: the milliseconds that a request has "
+        "until its first token. If false, the header is ignored",
+    )
     client_fields: Annotated[tuple[Literal["priority", "vllm_xargs"], ...], LIST] = Field(
         (),
         description="Fields that tenants' requests may set themselves. Otherwise the router "

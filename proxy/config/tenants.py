@@ -67,6 +67,14 @@ class TenantConfig(Block):
     models: Annotated[tuple[Name, ...], LIST] | None = Field(
         None, description="Models that the tenant may use; all if not given"
     )
+    ttft_s: Seconds | None = Field(
+        None,
+        description="Target for the tenant's requests, instead of the target in router.admission: "
+        "seconds to the first token",
+    )
+    tpot_s: Seconds | None = Field(
+        None, description="The same: seconds per later token of a response"
+    )
     explain: bool = Field(
         False,
         description="Allow the X-Explain request header, which asks for the chosen worker and the "
@@ -115,10 +123,10 @@ class FairnessConfig(Block):
 
 
 class AdmissionConfig(Block):
-    """Targets for the time to the first token.
+    """Targets for the first token and for later tokens.
 
-    A request that is predicted to miss its target is refused with 429 when it arrives. A class
-    without a target is not checked.
+    A request that is predicted to miss its target for the first token is refused with 429 when it
+    arrives. A class without a target is not checked.
     """
 
     ttft_s: Seconds | None = Field(
@@ -133,3 +141,15 @@ class AdmissionConfig(Block):
         None, description="The same target for standard requests"
     )
     batch_ttft_s: Seconds | None = Field(None, description="The same target for batch requests")
+    tpot_s: Seconds | None = Field(
+        None,
+        description="Seconds per later token, for classes without a target of their own. Requests "
+        "are counted by it in the metrics, and router.pass_targets sends it to workers",
+    )
+    interactive_tpot_s: Seconds | None = Field(
+        None, description="The same target for interactive requests"
+    )
+    standard_tpot_s: Seconds | None = Field(
+        None, description="The same target for standard requests"
+    )
+    batch_tpot_s: Seconds | None = Field(None, description="The same target for batch requests")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from math import inf
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Lease
@@ -28,8 +29,9 @@ from proxy.core.model.route_table import Route
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
-from proxy.core.queue.latency_admission import queued_too_late
+from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
+from proxy.core.queue.urgency import urgency_of
 from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import TooManyMembersError
@@ -80,12 +82,14 @@ class Router:
         session: bytes = b"",
         *,
         batch: bool = False,
+        deadline: float = inf,
     ) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:
             ask: RequestInfo | Refusal = self._reader.read(
-                route, body, content_type, request_id, tenant, session, hashed=hashed, batch=batch
-            )
+                route, body, content_type, request_id, tenant, session,
+                hashed=hashed, batch=batch, deadline=deadline,
+            )  # fmt: skip
         except TooManyMembersError as error:
             ask = refusals.bad_request(str(error))
         return self.placer.count_refusal("", ask) if isinstance(ask, Refusal) else ask
@@ -212,11 +216,11 @@ class Router:
     ) -> Lease | Ticket | Refusal:
         # Queued requests go first.
         queue, again = self.queue, attempts.is_retry
-        strict = None if again else self.settings.admission
+        targets = self.settings.admission or NO_TARGETS
         free = not queue.any_ahead_of(ask)
         if free or again or ask.pinned:
             answer = self.placer.place(
-                ask, now, attempts, explain=explain, free=free, admission=strict
+                ask, now, attempts, explain=explain, free=free, admission=None if again else targets
             )
             if answer is not None:
                 return answer
@@ -226,14 +230,14 @@ class Router:
             give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
-        if refusal is None and strict is not None:
-            likely = next(iter(self._roster.pool(ask.model).all), None)
-            refusal = queued_too_late(strict, ask, queue, likely, now)
+        urgency = urgency_of(self._roster, ask, now, targets.due(ask, now))
+        if refusal is None and not again:
+            refusal = queued_too_late(targets, ask, queue, urgency, now)
         if refusal is not None:
             return self.placer.count_refusal(ask.model, refusal)
         self._evict(give_way, now)
         self.placer.count_decision(ask.model, Reason.FLEET_FULL)
-        return queue.push(ask, now, attempts, explain=explain)
+        return queue.push(ask, now, attempts, explain=explain, urgency=urgency)
 
     def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
         if self._roster.pool(ask.model).all:
@@ -263,8 +267,7 @@ class Router:
         gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
         self._evicted.clear()
         for ticket in queue.expired(now):
-            may_s = ticket.deadline - ticket.since
-            refusal = refusals.queue_timeout(may_s, queue.retry_after_s(now))
+            refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | None:

@@ -48,6 +48,7 @@ REQUEST_HEADERS = {
     b"x-api-key": True,
     b"x-data-parallel-rank": True,
     b"x-explain": False,
+    b"x-request-deadline-ms": False,
     b"x-request-id": False,
     b"x-route": False,  # set in responses only
     b"x-vllm-priority": True,

@@ -48,13 +48,14 @@ class RecentRequest:
     left_workers: tuple[str, ...] = ()  # from which the stream went on, in this order
     session: str | None = None  # its key
     turn: str | None = None  # placement of its turn
+    target_ttft_s: float | None = None  # by the client's deadline, or the operator's target
 
 
 # A RecentRequest's fields in order: a tuple is cheaper to create.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
-    str, str | None, str | None, int, bool, tuple[str, ...], str | None, str | None,
+    str, str | None, str | None, int, bool, tuple[str, ...], str | None, str | None, float | None,
 ]  # fmt: skip
 
 HandoverFields = tuple[str | None, float | None, float | None, float | None]
@@ -94,7 +95,7 @@ class RecentRequests:
                 ask.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
                 done.size, None if ask.tenant is None else ask.tenant.name, whether,
                 cached, reported, done.left_workers,
-                f"{ask.session:016x}" if ask.session else None, turn,
+                f"{ask.session:016x}" if ask.session else None, turn, done.target_s,
             )
         )  # fmt: skip
 

@@ -29,6 +29,7 @@ from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.phases import Phases
 from proxy.metrics.recent import RecentRequests
+from proxy.metrics.target_counts import TargetCounts
 from proxy.metrics.tenant_counts import TenantCounts
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Metrics:
         self.phases: dict[tuple[str, ...], Phases] = {}
         self.handovers = HandoverCounters(self.model_label)
         self.tenants = TenantCounts(router.tenants)
+        self.targets = TargetCounts()
         self.unseen = NoFirstToken(router.fleet.roster)
         self._models: set[str] = set()
         self._next_cleanup = 0.0

@@ -271,6 +271,7 @@ def slices(metrics: Metrics, page: MetricsPage) -> Iterator[bytes]:
     yield b""
     _router(page, metrics)
     metrics.tenants.show(page)
+    metrics.targets.show(page)
     _process(page)
     yield b""
     yield from page.slices()

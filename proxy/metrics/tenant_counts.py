@@ -1,8 +1,7 @@
 """Counters of tenants and their metrics.
 
 Tenant names come from the operator, so their number is bounded; beyond `MAX_TENANTS` tenants share
-the label `other`. A removed tenant keeps its label. If another tenant got the label, counters would
-have to decrease or move to `other`.
+the label `other`. A removed tenant keeps its label.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ def tenant_spec(tenant: TenantConfig, config: FleetConfig) -> TenantSpec:
         models=None if tenant.models is None else frozenset(tenant.models),
         salted=config.router.isolate_caches or tenant.cache_salt,
         explain=tenant.explain,
+        ttft_s=tenant.ttft_s,
+        tpot_s=tenant.tpot_s,
     )
 
 
@@ -82,14 +84,19 @@ def router_settings(config: FleetConfig) -> RouterSettings:
 
 def admission_settings(admission: AdmissionConfig) -> AdmissionSettings | None:
     """Return the targets by class; None without a target."""
-    own = {
-        Rank.INTERACTIVE: admission.interactive_ttft_s,
-        Rank.STANDARD: admission.standard_ttft_s,
-        Rank.BATCH: admission.batch_ttft_s,
-    }
-    targets = {rank: rank_s or admission.ttft_s for rank, rank_s in own.items()}
-    known = {rank: target_s for rank, target_s in targets.items() if target_s is not None}
-    return AdmissionSettings(known) if known else None
+    ttft_s, tpot_s = (
+        {
+            rank: target_s
+            for rank in Rank
+            if (
+                target_s := getattr(admission, f"{rank.name.lower()}_{name}")
+                or getattr(admission, name)
+            )
+            is not None
+        }
+        for name in ("ttft_s", "tpot_s")
+    )
+    return AdmissionSettings(ttft_s, tpot_s) if ttft_s or tpot_s else None
 
 
 def wire_settings(config: FleetConfig) -> WireSettings:
@@ -101,5 +108,7 @@ def wire_settings(config: FleetConfig) -> WireSettings:
         max_collected_bytes=router.max_collected_bytes,
         drain_notice_s=router.drain_notice_s,
         continuation=router.continuation,
+        pass_targets=router.pass_targets,
+        client_deadlines=router.client_deadlines,
         **router.timeouts.model_dump(),
     )

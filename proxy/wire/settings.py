@@ -23,5 +23,7 @@ class WireSettings:
     request_s: float | None = None
     count_s: float = 0.15  # for a /tokenize request
     drain_notice_s: float = 0.0  # /ready fails before the port closes
+    pass_targets: bool = False  # to workers
+    client_deadlines: bool = True
     continuation: bool = True  # streams go on after their worker has failed
     linger_s: float = 2.0  # for a refused client to read the response

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cost.linear_times import LINEAR_70B_FASTER
-from tests.engine.schedulers import answer
+from tests.engine.schedulers import answer, make_request
 from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
 from vllm_sched import SyncPolicyScheduler
@@ -423,6 +423,27 @@ def test_only_remaining_tokens_make_a_prompt_late(left: int, slack: int) -> None
     policy.begin_step(step, {})
     policy.budget(step)
     assert policy.counters()["slack_steps"] == slack
+
+
+def test_least_gap_that_decodes_ask_for_sizes_the_step() -> None:
+    """The gap of `itl_ms` holds for a decode that asks for none."""
+    policy = Bench({"chunk_budget": {"itl_ms": 50.0}})["chunk_budget"]
+    asked = {"quick": 20, "slow": 400, "odd": "20"}
+    requests = {name: make_request(10, name=name) for name in (*asked, "plain")}
+    for name, gap_ms in asked.items():
+        policy.arrived(requests[name], {"tpot_ms": gap_ms})
+
+    def allowed_s(*names: str) -> float:
+        decoding = [requests[name] for name in names]
+        step = Step(index=1, now=0.0, budget=2048, decodes=len(names), prefills=(),
+                    decoding=decoding)  # fmt: skip
+        return policy._allowed_s(step)
+
+    assert allowed_s("slow") == 0.4
+    assert allowed_s("slow", "plain") == allowed_s("slow", "odd") == 0.05
+    assert allowed_s("slow", "plain", "quick") == 0.02
+    policy.departed(requests["slow"], 0.0)
+    assert allowed_s("slow") == 0.05
 
 
 def test_gauges_show_the_fit() -> None:

@@ -625,3 +625,63 @@ def test_batch_prompt_continues_beside_a_blocked_prompt() -> None:
     bench.turn_away("lora")
     bench.add("lora", 100)
     assert sum(step.get("b", 0) for step in bench.steps(18)) >= 15 * 32
+
+
+def dated(bench: Bench, name: str, tokens: int = 10, *, left_ms: object, **more: object) -> None:
+    request = make_request(tokens, name=name, output=2, **more)
+    assert request.sampling_params is not None
+    request.sampling_params.extra_args = {"deadline_ms": left_ms}
+    bench.scheduler.add_request(request)
+
+
+def full_bench(**settings: object) -> Bench:
+    """Return a bench whose only slot is taken."""
+    bench = Bench({**laned(**settings), "long_prompt": {}}, max_num_seqs=1)
+    bench.add("first", 10, output=40)
+    bench.step()
+    return bench
+
+
+def test_earliest_deadline_of_a_lane_enters_first() -> None:
+    bench = full_bench()
+    bench.add("none", 10, output=2)
+    for name, left_ms in (("loose", 20_000), ("tight", 1_000), ("beyond", 50_000)):
+        dated(bench, name, left_ms=left_ms)
+    dated(bench, "long", 1_000, left_ms=5_000)
+    bench.add("urgent", 10, output=2, lane="urgent")
+    order = ["urgent", "tight", "long", "loose", "none", "beyond"]
+    assert order_of_entry(bench) == order, "a deadline beyond the longest wait is none"
+
+
+@pytest.mark.parametrize("left_ms", ["1000", True, None, float("nan"), [1], {}])
+def test_deadline_that_is_no_number_is_ignored(left_ms: object) -> None:
+    bench = full_bench()
+    bench.add("none", 10, output=2)
+    dated(bench, "odd", left_ms=left_ms)
+    assert order_of_entry(bench) == ["none", "odd"]
+
+
+def test_late_request_lets_those_pass_that_can_be_on_time() -> None:
+    bench = full_bench()
+    for name, left_ms in (("over", -5), ("late", 50), ("late too", 60)):
+        dated(bench, name, left_ms=left_ms)
+    bench.now += 0.1
+    dated(bench, "on time", left_ms=3_000)
+    assert order_of_entry(bench) == ["on time", "over", "late", "late too"]
+
+
+def test_request_without_a_deadline_waits_no_longer_than_its_bound() -> None:
+    bench = full_bench(normal_max_wait_s=5.0)
+    bench.add("none", 10, output=2)
+    bench.now += 4.5
+    dated(bench, "tight", left_ms=400)
+    dated(bench, "loose", left_ms=600)
+    assert order_of_entry(bench) == ["tight", "none", "loose"]
+
+
+def test_deadlines_of_departed_requests_are_forgotten() -> None:
+    bench = full_bench()
+    dated(bench, "gone", left_ms=1_000)
+    assert bench["lanes"]._left_s
+    bench.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+    assert not bench["lanes"]._left_s

@@ -4,7 +4,8 @@ Idea: in a step with decodes, the budget is the largest with a predicted time wi
 model of step times is fitted at run time, and corrected by its drift and by a margin for errors. A
 chunk is at most half as large again as a chunk that was seen to fit. With `ttft_ms`, late prompts
 may use the time that decodes are ahead of their deadlines (arrival + ttft_ms + j * itl_ms for token
-j). With pipeline parallelism each concurrent step gets its part of `itl_ms`.
+j). A request's `tpot_ms` replaces `itl_ms`: the least of the decodes counts. With pipeline
+parallelism each concurrent step gets its part of `itl_ms`.
 Source: stall-free chunks (Sarathi), sized by deadlines (FairBatching).
 Cost per step: O(running prefills), and O(decodes) in steps that use `ttft_ms`.
 How it fails: if decodes alone exceed `itl_ms`, prefill continues at `min_chunk` tokens a step. If
@@ -28,6 +29,7 @@ from vllm_sched.policies.chunks.measured_chunk import GROWTH, MeasuredChunk
 from vllm_sched.policies.chunks.prediction_error import PredictionError
 from vllm_sched.policies.chunks.prefill_seconds import PrefillSeconds
 from vllm_sched.policies.fluid_effects import FluidEffects, MixedStepLimit
+from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
     EngineFacts,
     Policy,
@@ -107,6 +109,7 @@ class ChunkBudget(Policy):
         self._predicted_s = 0.0
         # Index and time limit of steps without a result.
         self._limits: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
+        self._gaps: dict[str, float] = {}  # that requests ask for
         self._slack_steps = 0
         self._long_steps = 0
 
@@ -123,6 +126,13 @@ class ChunkBudget(Policy):
                 step_s=settings.itl_ms / 1000 / FLUID_MARGIN, min_chunk=settings.min_chunk
             )
         return FluidEffects(mixed_steps=limit)
+
+    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
+        if (gap_s := targets_in(wishes).each_s) is not None:
+            self._gaps[request.request_id] = gap_s
+
+    def departed(self, request: RequestView, now: float) -> None:
+        self._gaps.pop(request.request_id, None)
 
     def budget(self, step: Step) -> int:
         """Return the largest budget that keeps decodes on time."""
@@ -176,18 +186,25 @@ class ChunkBudget(Policy):
         return min(max(beyond, 1.0), MAX_EXTRAPOLATION)
 
     def _allowed_s(self, step: Step) -> float:
-        ttft_ms = self.settings.ttft_ms
-        if ttft_ms is None or not self._is_at_risk(step, ttft_ms / 1000):
-            return self._itl_s
-        first = min(r.arrival_time + self._gap_s * r.num_output_tokens for r in step.decoding)
+        ttft_ms, gap_s = self.settings.ttft_ms, self._least_gap_s(step)
+        itl_s = gap_s / self._stages
+        if ttft_ms is None or not self._is_at_risk(step, itl_s, ttft_ms / 1000):
+            return itl_s
+        first = min(r.arrival_time + gap_s * r.num_output_tokens for r in step.decoding)
         lead_s = first + step.clock_offset + ttft_ms / 1000 - step.now
-        allowed_s = min(max(lead_s / self._stages, self._itl_s), MAX_GAPS * self._itl_s)
-        self._slack_steps += allowed_s > self._itl_s
+        allowed_s = min(max(lead_s / self._stages, itl_s), MAX_GAPS * itl_s)
+        self._slack_steps += allowed_s > itl_s
         return allowed_s
 
-    def _is_at_risk(self, step: Step, ttft_s: float) -> bool:
+    def _least_gap_s(self, step: Step) -> float:
+        if not (known := self._gaps):
+            return self._gap_s
+        gaps = (known.get(request.request_id, self._gap_s) for request in step.decoding)
+        return max(min(gaps, default=self._gap_s), sys.float_info.min)
+
+    def _is_at_risk(self, step: Step, itl_s: float, ttft_s: float) -> bool:
         """Return whether a prompt will be late at the current pace."""
-        pace = max(min(self._tokens, self._measured.tokens), 1.0) / self._itl_s
+        pace = max(min(self._tokens, self._measured.tokens), 1.0) / itl_s
         before, head = 0, step.may_enter()
         for request in step.prefills if head is None else (*step.prefills, head):
             before += step.left(request)

@@ -3,8 +3,9 @@
 Idea: urgent requests enter first. Batch requests enter while no other request waits, and leave
 slots and KV blocks free. Prefill is in the order of the lanes; an urgent newcomer gets up to half
 of a step, and batch prompts a share. A request's lane is `"vllm_xargs": {"lane": "batch"}`, else
-its `priority`: below 0 is urgent, above 0 is batch. After `max_wait_s` the front of a lane goes
-first, one request per lane at a time, in turns with urgent requests that wait too long.
+its `priority`: below 0 is urgent, above 0 is batch. In a lane the earliest deadline goes first; a
+request without one, or too late for it, has `max_wait_s`. After `max_wait_s` the front of a lane
+goes first, one request per lane at a time, in turns with urgent requests that wait too long.
 Source: classes of service (Llumnix, QLM) and Borg's batch tier.
 Cost per step: O(running prefills).
 How it fails: a running batch request keeps its slot. An urgent prompt waits for the step in
@@ -23,6 +24,7 @@ from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.service.overdue import OverdueTurns
 from vllm_sched.policies.service.running import RunningLanes
 from vllm_sched.policies.service.shares import NO_LIMIT, StepShares
+from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
     FIRST_CLASS,
     EngineFacts,
@@ -104,6 +106,7 @@ class Lanes(Policy):
         }
         self._reserve = math.ceil(settings.reserve_slots * facts.max_num_seqs)
         self._asked: dict[str, str] = {}  # lanes that clients asked for
+        self._left_s: dict[str, float] = {}  # until the deadline, on arrival
         self._unknown = 0  # lanes that do not exist
         self._running = RunningLanes(LANES)
         self._overdue = OverdueTurns(self.max_wait_s, self._running)
@@ -127,6 +130,19 @@ class Lanes(Policy):
             self._asked[request.request_id] = lane
         elif lane is not None:
             self._unknown += 1  # too late to refuse the request; its priority applies
+        if (left_s := targets_in(wishes).first_s) is not None:
+            self._left_s[request.request_id] = left_s
+
+    def due(self, request: RequestView, since: float) -> float:
+        return since + self._may_wait_s(request, self._step.now - since)
+
+    def _may_wait_s(self, request: RequestView, waited: float) -> float:
+        """Return the seconds from arrival to the deadline, or without one to be on time for."""
+        patience_s = self.max_wait_s[self.lane(request)]
+        if patience_s == math.inf:
+            patience_s = self.settings.urgent_max_wait_s
+        left_s = self._left_s.get(request.request_id, patience_s)
+        return patience_s if left_s < waited else min(left_s, patience_s)
 
     def lane(self, request: RequestView, cached: Callable[[], int] | None = None) -> str:
         if (asked := self._asked.get(request.request_id)) is not None:
@@ -170,7 +186,12 @@ class Lanes(Policy):
         """Return the lane's place, or a rank before all lanes."""
         if lane == URGENT and self._urgents_turn and waited >= self.settings.urgent_max_wait_s:
             return TURN
-        return OVERDUE if self._overdue.is_due(lane, head, waited) else PLACES[lane]
+        if self._overdue.is_due(lane, head, waited):
+            return OVERDUE
+        if not self._left_s:
+            return PLACES[lane]
+        left_s = max(self._may_wait_s(head, waited) - waited, 0.0)
+        return PLACES[lane] + left_s / (1.0 + left_s)
 
     def admitted(self, request: RequestView) -> None:
         name = request.request_id
@@ -193,6 +214,7 @@ class Lanes(Policy):
         name = request.request_id
         self.reclassed += self._overdue.departed(self.lane(request), name)
         self._asked.pop(name, None)
+        self._left_s.pop(name, None)
         self._running.discard(name)
 
     def service_class(self, request: RequestView) -> float:

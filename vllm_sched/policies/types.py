@@ -264,6 +264,13 @@ class Policy:
         """Return the sort key among heads, lowest first; earlier arrival breaks ties."""
         return 0.0
 
+    def due(self, request: RequestView, since: float) -> float:
+        """Return when a request that waits since then should enter; the least of a lane goes first.
+
+        Asked again for a front that is not admitted by then. Earlier arrival breaks ties.
+        """
+        return since
+
     def admitted(self, request: RequestView) -> None:
         """Note an admission in this step."""
 

@@ -24,6 +24,7 @@ class FinishedRequest:
         "size",
         "status",
         "stream",
+        "target_s",
         "tpot_s",
         "ttft_s",
         "worker",
@@ -41,6 +42,7 @@ class FinishedRequest:
         self.size = NONE  # class label; `none` if unparsed
         self.stream: bool | None = None  # None if nothing was generated
         self.ttft_s: float | None = None  # from the arrival, like the prediction
+        self.target_s: float | None = None  # for the first token, from the arrival
         self.predicted_ttft_s: float | None = None
         self.tpot_s: float | None = None  # mean time between tokens, of two or more
         self.left_workers: tuple[str, ...] = ()  # from which a stream went on elsewhere

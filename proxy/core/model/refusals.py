@@ -234,3 +234,19 @@ def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
         "Retry after the time given."
     )
     return Refusal(429, Reason.TOO_SLOW, message, "too_slow", retry_after_s=retry_after_s)
+
+
+def deadline(wait_s: float, left_s: float, retry_after_s: float) -> Refusal:
+    message = (
+        f"The first token would take about {wait_s:.1f} s; X-Request-Deadline-Ms leaves "
+        f"{max(left_s, 0.0):.1f} s. Retry after the time given, or allow more time."
+    )
+    return Refusal(429, Reason.DEADLINE, message, "deadline", retry_after_s=retry_after_s)
+
+
+def deadline_in_queue(waited_s: float, retry_after_s: float) -> Refusal:
+    message = (
+        f"Every worker stayed busy for {waited_s:.1f} s, and the first token can no longer come "
+        "within X-Request-Deadline-Ms. Retry after the time given, or allow more time."
+    )
+    return Refusal(429, Reason.DEADLINE, message, "deadline", retry_after_s=retry_after_s)

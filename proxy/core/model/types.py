@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from sys import maxsize
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ class Reason(StrEnum):
     NOT_ALLOWED = "not_allowed"  # the model, or a web page
     LIMITED = "limited"
     TOO_SLOW = "too_slow"
+    DEADLINE = "deadline"  # of the client
     # Ended.
     TIME_LIMIT = "time_limit"
     SLOW_BODY = "slow_body"
@@ -95,6 +97,8 @@ class RequestInfo:
     field_names: frozenset[str] | None = None  # names of the body's fields, if it may be split
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
+    deadline: float = inf  # for the first token, if the client has one
+    takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove
     found: list[JsonMember] | None = None  # of these, the present ones, if known

@@ -73,17 +73,18 @@ class Buckets:
         bucket = self._buckets.get((place, rank))
         return len(bucket.tickets) if bucket is not None else 0
 
-    def ahead(self, place: Place, rank: Rank, tenant: Tenant | None) -> int:
+    def ahead(self, place: Place, rank: Rank, tenant: Tenant | None, key: float) -> int:
         """Return how many tickets of a class go before a new one.
 
-        Each tenant gets as many turns as the new ticket's FIFO has tickets.
+        Each tenant gets as many turns as tickets of the new one's FIFO go before it.
         """
         bucket = self._buckets.get((place, rank))
         if bucket is None:
             return 0
         own = self.by_key.get((place, rank, tenant))
-        turns = len(own.tickets) + 1 if own is not None else 1
-        return sum(bucket.longer_than[:turns])
+        before = own.index(key) if own is not None else 0
+        behind = own is not None and len(own.tickets) > before
+        return sum(bucket.longer_than[: before + 1]) - behind
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
         return (at for at in self._buckets if at[0][0] == model)
@@ -95,22 +96,27 @@ class Buckets:
         key = key_of(ticket)
         fifo = self.by_key.get(key)
         if fifo is None:
-            fifo = self.by_key[key] = RequestFifo(key, next(self._numbers))
-            if fifo.tenant is not None:
-                self._by_tenant.setdefault(fifo.tenant, []).append(fifo)
-                fifo.tenant.watches.add(self._watch)
+            began = 0.0
+            if (tenant := key[2]) is not None:
+                own = self._by_tenant.setdefault(tenant, [])
+                waits = (other.began for other in own if other.rank is key[1])
+                began = min(waits, default=ticket.since)
+            fifo = self.by_key[key] = RequestFifo(key, next(self._numbers), began)
+            if tenant is not None:
+                own.append(fifo)
+                tenant.watches.add(self._watch)
         bucket = self._buckets.get(key[:2])
         if bucket is None:
             bucket = self._buckets[key[:2]] = Bucket()
         bucket.count_longer(len(fifo.tickets))
-        fifo.tickets.append(ticket)
+        fifo.put(ticket)
         bucket.tickets[ticket] = None
-        if len(fifo.tickets) <= MAX_TRIED_TICKETS:
+        if ticket in fifo.tickets[:MAX_TRIED_TICKETS]:
             self._sort(fifo)
 
     def remove(self, ticket: Ticket) -> None:
         fifo = self.by_key[key_of(ticket)]
-        fifo.tickets.remove(ticket)
+        fifo.take(ticket)
         bucket = self._buckets[fifo.place, fifo.rank]
         bucket.longer_than[len(fifo.tickets)] -= 1
         del bucket.tickets[ticket]
@@ -132,8 +138,8 @@ class Buckets:
         entry: Entry | None = None
         if fifo.tickets:
             fifo.least = min(ticket.ask.needs for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
-            _, standing, since = fifo.turn
-            entry = standing, since, fifo.number, fifo.least, fifo
+            _, standing, first = fifo.turn
+            entry = standing, fifo.began, first, fifo.number, fifo.least, fifo
         if entry == before:
             return
         if before is not None:

@@ -1,6 +1,6 @@
 """Evict requests from a full queue, so that no tenant fills it alone.
 
-A new request evicts the newest request of the tenant with the largest share by weight, if that
+A new request evicts the last request of the tenant with the largest share by weight, if that
 exceeds its own tenant's. A share is the largest part in requests, bytes or tokens. Batch is evicted
 first, retries never.
 
@@ -79,7 +79,7 @@ def _last_of(
     *,
     partly: bool = False,
 ) -> list[Ticket]:
-    """Take the newest ticket of the largest tenant until nothing exceeds its limit."""
+    """Take the last ticket of the largest tenant until nothing exceeds its limit."""
     left = {fifo.key: len(fifo.tickets) for fifo in may}
     gone: list[Ticket] = []
     while max(over) > 0 and len(gone) < MAX_EVICTED:

@@ -1,7 +1,8 @@
 """Refuse a request at once if its first token would come too late.
 
 Idea: serving a client that has given up is wasted. A request predicted to miss its target is
-refused with a retry time. If its prefill alone exceeds the target, only the wait counts.
+refused with a retry time. If its prefill alone exceeds the target, only the wait counts. A client's
+deadline replaces the target, and always counts.
 
 How it fails: requests are accepted until a worker's pace and the queue's speed are known.
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from proxy.core.fleet.leases import Decision
-from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
 from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.queue.queue import Queue
+from proxy.core.queue.ticket import Ticket
+from proxy.core.queue.urgency import Urgency
 from proxy.core.tenants.tenants import Rank
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 120.0
@@ -23,15 +26,40 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 120.0
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """Target seconds to the first token, per class."""
+    """Target seconds to the first token and per later token, by class."""
 
     ttft_s: Mapping[Rank, float] = field(default_factory=dict)
+    tpot_s: Mapping[Rank, float] = field(default_factory=dict)
+
+    def ttft_of(self, ask: RequestInfo) -> float | None:
+        """Return the tenant's or the class's target."""
+        tenant = ask.tenant
+        if tenant is not None and tenant.spec.ttft_s is not None and ask.rank is tenant.spec.rank:
+            return tenant.spec.ttft_s
+        return self.ttft_s.get(ask.rank)
+
+    def tpot_of(self, ask: RequestInfo) -> float | None:
+        tenant = ask.tenant
+        if tenant is not None and tenant.spec.tpot_s is not None and ask.rank is tenant.spec.rank:
+            return tenant.spec.tpot_s
+        return self.tpot_s.get(ask.rank)
+
+    def left_s(self, ask: RequestInfo, now: float) -> float | None:
+        """Return the time until a first token is due."""
+        return self.ttft_of(ask) if ask.deadline == inf else ask.deadline - now
+
+    def due(self, ask: RequestInfo, now: float) -> float:
+        left_s = self.left_s(ask, now)
+        return inf if left_s is None else now + left_s
+
+
+NO_TARGETS = AdmissionSettings()
 
 
 def placed_too_late(
     settings: AdmissionSettings, ask: RequestInfo, decision: Decision, now: float
 ) -> Refusal | None:
-    target_s = settings.ttft_s.get(ask.rank)
+    target_s = settings.left_s(ask, now)
     halves = decision.handover
     worker = decision.worker if halves is None else halves.prefill
     if target_s is None or not worker.pace.prefills:
@@ -43,24 +71,31 @@ def placed_too_late(
         own_s += halves.transfer_s
         # The decode worker's own prefills go first.
         wait_s += max(decision.worker.wait_s(now, for_long=ask.long) - halves.prefill_s, 0.0)
-    return _judged(target_s, wait_s, own_s)
+    return _judged(ask, target_s, wait_s, own_s)
 
 
 def queued_too_late(
-    settings: AdmissionSettings, ask: RequestInfo, queue: Queue, likely: Worker | None, now: float
+    settings: AdmissionSettings, ask: RequestInfo, queue: Queue, urgency: Urgency, now: float
 ) -> Refusal | None:
-    target_s = settings.ttft_s.get(ask.rank)
-    if target_s is None or (wait_s := queue.wait_s(now, queue.ahead_of(ask))) is None:
+    target_s = settings.left_s(ask, now)
+    if target_s is None or (wait_s := queue.wait_s(now, queue.ahead_of(ask, urgency.key))) is None:
         return None
-    own_s = 0.0
-    if likely is not None and likely.pace.prefills:
-        own_s = likely.pace.first_token_s(ask.prompt_tokens, 0.0, 0)
-    return _judged(target_s, wait_s, own_s)
+    return _judged(ask, target_s, wait_s, urgency.prefill_s)
 
 
-def _judged(target_s: float, wait_s: float, own_s: float) -> Refusal | None:
-    for_wait_s = target_s - own_s if own_s < target_s else target_s
+def _judged(ask: RequestInfo, target_s: float, wait_s: float, own_s: float) -> Refusal | None:
+    by_client = ask.deadline < inf
+    for_wait_s = target_s - own_s if own_s < target_s or by_client else target_s
     if wait_s <= for_wait_s:
         return None
     retry_s = min(max(wait_s - for_wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+    if by_client:
+        return refusals.deadline(wait_s + own_s, target_s, retry_s)
     return refusals.too_slow(wait_s + own_s, target_s, retry_s)
+
+
+def waited_too_long(ticket: Ticket, queue: Queue, now: float) -> Refusal:
+    retry_s = queue.retry_after_s(now)
+    if ticket.for_client:
+        return refusals.deadline_in_queue(now - ticket.since, retry_s)
+    return refusals.queue_timeout(ticket.deadline - ticket.since, retry_s)

@@ -2,8 +2,8 @@
 
 Requests wait in FIFOs, one per model, size, class and tenant. Short, long, and pinned or retried
 requests have separate places. At a place the higher class goes first, then the tenant with the
-least counter (see `fairness`), then the oldest request. Where the head cannot go, later tickets
-that need less context are tried.
+least counter (see `fairness`), then the least key (see `urgency`). Where the head cannot go, later
+tickets that need less context are tried.
 
 A class with a request past its age goes ahead every second turn; aged classes alternate, so none
 starves. Batch waits for all other requests of its model.
@@ -27,6 +27,7 @@ from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, amounts
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
 from proxy.core.queue.request_fifo import Place, Turn
 from proxy.core.queue.ticket import Ticket
+from proxy.core.queue.urgency import NOT_URGENT, Urgency
 from proxy.core.tenants.tenants import Rank
 
 RATE_SAMPLE_S = 5.0  # per sample of freed slots
@@ -152,10 +153,10 @@ class Queue:
         buckets = self._lines.buckets()
         return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets.items()}
 
-    def ahead_of(self, ask: RequestInfo) -> int:
+    def ahead_of(self, ask: RequestInfo, key: float) -> int:
         place, lines = place_of(ask), self._lines
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
-        return above + lines.ahead(place, ask.rank, ask.tenant)
+        return above + lines.ahead(place, ask.rank, ask.tenant, key)
 
     def push(
         self,
@@ -164,9 +165,13 @@ class Queue:
         attempts: Attempts = FIRST_ATTEMPT,
         *,
         explain: bool = False,
+        urgency: Urgency = NOT_URGENT,
     ) -> Ticket:
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
-        ticket = Ticket(ask, attempts, now, now + wait_s, explain)
+        latest = urgency.latest_start
+        for_client, key = latest < now + wait_s, max(urgency.key, now)
+        deadline = latest if for_client else now + wait_s
+        ticket = Ticket(ask, attempts, now, deadline, for_client, key, explain)
         if ask.tenant is not None:
             self.turns.came(ask.tenant, ask.rank)
         self._lines.push(ticket)

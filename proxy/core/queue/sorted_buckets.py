@@ -21,7 +21,7 @@ class Segment:
 
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
-        self.least = min(entry[3] for entry in entries)
+        self.least = min(entry[4] for entry in entries)
 
 
 class SortedBuckets:
@@ -31,7 +31,7 @@ class SortedBuckets:
         self._segments: list[Segment] = []
 
     def first(self) -> RequestFifo:
-        return self._segments[0].entries[0][4]
+        return self._segments[0].entries[0][5]
 
     def below(self, most: Callable[[], int]) -> Iterator[Entry]:
         """Yield the entries that need less than `most()`, which may fall between entries.
@@ -43,7 +43,7 @@ class SortedBuckets:
             if segment.least >= bound:
                 continue
             for entry in segment.entries:
-                if entry[3] < bound:
+                if entry[4] < bound:
                     yield entry
                     bound = most()
 
@@ -55,7 +55,7 @@ class SortedBuckets:
         at = min(self._find(entry), len(segments) - 1)
         segment = segments[at]
         insort(segment.entries, entry)
-        segment.least = min(segment.least, entry[3])
+        segment.least = min(segment.least, entry[4])
         if len(segment.entries) > MAX_SEGMENT_ENTRIES:
             half = len(segment.entries) // 2
             entries = segment.entries
@@ -67,8 +67,8 @@ class SortedBuckets:
         entries = segments[at].entries
         del entries[bisect_left(entries, entry)]
         if len(entries) >= MIN_SEGMENT_ENTRIES or (len(segments) == 1 and entries):
-            if entry[3] == segments[at].least:
-                segments[at].least = min(other[3] for other in entries)
+            if entry[4] == segments[at].least:
+                segments[at].least = min(other[4] for other in entries)
             return
         del segments[at]
         for other in entries:  # too few for a segment

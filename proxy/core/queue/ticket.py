@@ -13,7 +13,9 @@ class Ticket:
     ask: RequestInfo
     attempts: Attempts
     since: float
-    deadline: float
+    deadline: float  # refused then
+    for_client: bool  # the deadline is that of the client
+    key: float  # the least of a tenant and class goes first: see `urgency`
     explain: bool = False
     left: bool = False
     aged: bool = False  # went ahead of its class by age

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import orjson
@@ -13,12 +14,14 @@ from proxy.core.model import refusals
 from proxy.core.model.route_table import PromptFields, Route
 from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.request.client_fields import (
+    ARGUMENTS,
     ID,
     INTERVAL,
     OPTIONS,
     PREVIOUS,
     PRIORITY,
     SALT,
+    WITH_ARGUMENTS,
     WITH_OPTIONS,
     WITH_PRIORITY,
     WITH_SALT,
@@ -89,10 +92,11 @@ class RequestParser:
         *,
         hashed: bool,
         batch: bool = False,
+        deadline: float = inf,
     ) -> RequestInfo | Refusal:
         """Parse a body, or refuse it.
 
-        `batch`: use the batch class. `session`: its id in the headers.
+        `batch`: use the batch class. `session`: its id in the headers. `deadline`: the client's.
         """
         large: LargeBody | None = None
         if isinstance(body, LargeBody):
@@ -138,6 +142,8 @@ class RequestParser:
             return refusals.not_allowed(model, self._known(tenant))
         ask = self._sizer.ask(route, model, fields, len(body), request_id, tenant)
         ask.long = ask.budget > self.short_limit
+        ask.deadline = deadline
+        ask.takes_arguments = ask.route in WITH_ARGUMENTS and ARGUMENTS not in fields
         if batch:
             ask.rank = BATCH
         elif tenant is not None:

@@ -118,6 +118,15 @@ def turn_of(view: View, worker: Worker) -> str:
     return Turn.MOVED if could else Turn.DISPLACED
 
 
+def keep_in_time(view: View) -> None:
+    """Keep the workers that should meet a client's deadline, if any."""
+    ask, now, held = view.ask, view.now, view.held
+    left_s = ask.deadline - now
+    view.candidates = [
+        w for w in view.candidates if w.ttft_s(ask, now, w.cached(held)) <= left_s
+    ] or view.candidates
+
+
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
     """Keep workers with room to spare for a batch request."""
     ask, now = view.ask, view.now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
@@ -145,6 +146,8 @@ class Placer:
         late: bool,
     ) -> tuple[View, Decision | None]:
         view = self._look(ask, now, attempts, explain=explain)
+        if ask.deadline < inf and view.handing is None:
+            candidate_rules.keep_in_time(view)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
             candidate_rules.leave_batch_reserve(view, fair)

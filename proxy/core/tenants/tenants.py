@@ -37,6 +37,8 @@ class TenantSpec:
     models: frozenset[str] | None = None  # None: all
     salted: bool = False  # separate prefix cache
     explain: bool = False  # may see workers
+    ttft_s: float | None = None  # targets of its requests; None: its class's
+    tpot_s: float | None = None
 
 
 @dataclass(slots=True)

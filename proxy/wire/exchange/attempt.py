@@ -36,6 +36,7 @@ from proxy.wire.exchange.progress import (
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import PREFILLING, SENT
+from proxy.wire.exchange.targets import timed_body
 from proxy.wire.exchange.worker_errors import (
     MAX_ERROR_BYTES,
     is_too_long,
@@ -109,12 +110,12 @@ class Attempt:
             owner.enter(PREFILLING)
             handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
             self.handover = handover
-            handover.prefill(now, self)
+            handover.prefill(now, self, timed_body(owner, now))
             return
         owner.enter(SENT)
         self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
         pool = wire.pools.of(lease.worker)
-        pool.send(now, self, to_worker(request, pool, request.body, request.id))
+        pool.send(now, self, to_worker(request, pool, timed_body(owner, now), request.id))
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Send the decode leg."""

@@ -31,6 +31,7 @@ from proxy.wire.exchange.moves import move
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
+from proxy.wire.exchange.targets import read_request
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.worker.connection import WorkerError
 
@@ -93,14 +94,8 @@ class Exchange(AttemptOwner):
             self._read(now, request.body)
 
     def _read(self, now: float, body: bytes | LargeBody) -> None:
-        request, router = self.request, self.wire.router
-        head, request_id = request.head, request.id.decode("latin-1")
-        kind = head.special.get(b"content-type", b"")
-        ask = router.read(
-            self.route, body, kind, request_id, head.tenant, head.session, batch=head.batch
-        )
+        request, ask = self.request, read_request(self, now, body)
         if isinstance(ask, Refusal):
-            router.was_read(head.tenant, now)
             self.refuse(now, ask)
             return
         self.ask = self.record.ask = ask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.model.finished_request import FinishedRequest
@@ -143,6 +144,10 @@ class RequestRecord:
         if decision is not None:
             self._describe_placement(done, decision)
         metrics.request_done(done)
+        if ask is not None:
+            settings = metrics.router.settings.admission
+            if settings is not None or ask.deadline < inf or ask.tenant is not None:
+                done.target_s = metrics.targets.ended(ask, done, settings, self.started)
         if (tenant := self.tenant) is not None:
             metrics.tenants.ended(tenant, status, done.ttft_s, self.queue_s)
         if (trace := self.trace) is not None and trace.sampled and done.ttft_s is not None:

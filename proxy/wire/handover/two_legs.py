@@ -89,10 +89,10 @@ class TwoLegExchange:
 
     # The legs
 
-    def prefill(self, now: float, exchange: PrefillOwner) -> None:
+    def prefill(self, now: float, exchange: PrefillOwner, body: bytes) -> None:
         wire, lease, request = self._wire, self._lease, self._request
         pool = wire.pools.of(self._first)
-        body = prefill_body(self._connector, self._pair, lease.ask, request.body)
+        body = prefill_body(self._connector, self._pair, lease.ask, body)
         settings = wire.settings
         within_s = prefill_timeout_s(lease, settings.prefill_s, settings.first_byte_s)
         leg = self._leg = PrefillLeg(exchange, within_s)

@@ -25,6 +25,8 @@ class FakeRules:
         self.now = 0.0
         self.limit = 10
         self.read = 0
+        self.has_deadlines = True
+        self.left_s: dict[str, float] = {}
 
     def lanes_of(self, request: Request) -> LaneKey:
         return ("long" if request.num_tokens > self.limit else "short",)
@@ -36,6 +38,9 @@ class FakeRules:
 
     def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
         return (self.urgency[lane],)
+
+    def due(self, request: Request, since: float) -> float:
+        return since + self.left_s.get(request.request_id, 0.0)
 
     def closed_adapter(self, _: Request) -> int:
         return 0
@@ -53,6 +58,44 @@ class FakeRules:
         return LaneQueue(
             self, by_priority=by_priority, clock=lambda: self.now, num_policies=num_policies
         )
+
+
+def test_earliest_due_request_of_a_lane_enters_first() -> None:
+    rules = FakeRules()
+    queue = rules.queue()
+    first, second, dated = (make_request(5, name=name) for name in "abc")
+    rules.left_s = {"a": 30.0, "b": 30.0, "c": 10.0}
+    for request in (first, second, dated):
+        queue.add_request(request)
+    queue.begin_step(0.0)
+    assert admit_all(queue) == [dated, first, second]
+
+
+def test_front_that_is_late_lets_others_pass() -> None:
+    rules = FakeRules()
+    queue = rules.queue()
+    late, timely = make_request(5, name="late"), make_request(5, name="timely")
+    rules.left_s = {"late": 1.0, "timely": 5.0}
+    for request in (late, timely):
+        queue.add_request(request)
+    rules.left_s["late"] = 30.0
+    rules.now = 2.0
+    queue.begin_step(2.0)
+    queue.remove_request(timely)
+    queue.add_request(timely)
+    assert admit_all(queue) == [timely, late]
+    assert not len(queue)
+
+
+def test_preempted_request_enters_before_an_earlier_deadline() -> None:
+    rules = FakeRules()
+    queue = rules.queue()
+    preempted, dated = make_request(5, name="p"), make_request(5, name="d")
+    rules.left_s = {"p": 30.0, "d": -5.0}
+    queue.add_request(dated)
+    queue.prepend_request(preempted)
+    queue.begin_step(0.0)
+    assert admit_all(queue) == [preempted, dated]
 
 
 def admit_all(queue: Any) -> list[Request]:

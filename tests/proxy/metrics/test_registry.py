@@ -17,6 +17,7 @@ from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
@@ -441,6 +442,8 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     router.fleet.health.failed(lease.worker, 2.0, busy=True)
     metrics.continued("w0")
     metrics.not_continued("field")
+    targets = AdmissionSettings({Rank.STANDARD: 2.0})
+    metrics.targets.ended(ask(), finished(ttft_s=1.0), targets, 0.0)
     metrics.journals = lambda: [JournalCount("w0", up=True, gaps=0, bad_signatures=0, requests=1)]
 
 
@@ -479,7 +482,7 @@ def test_all_families_are_written_in_both_formats(
     found = families(metrics, openmetrics=openmetrics)
     ours = {name for name in found if name.startswith("proxy_")}
     assert ours == {
-        "proxy_build_info", "proxy_requests", "proxy_retries", "proxy_decisions",
+        "proxy_build_info", "proxy_targets", "proxy_requests", "proxy_retries", "proxy_decisions",
         "proxy_replicas", "proxy_shared_age_seconds", "proxy_shared_errors",
         "proxy_shared_limits_up", "proxy_shared_up",
         "proxy_queue_requests", "proxy_queue_bytes", "proxy_client_connections",

@@ -8,7 +8,7 @@ from proxy.config import parse
 from proxy.config.tenants import AdmissionConfig
 from proxy.core.model.settings import RouterSettings
 from proxy.core.tenants.tenants import Rank
-from proxy.setup.settings import admission_settings, router_settings, wire_settings
+from proxy.setup.settings import admission_settings, router_settings, tenant_spec, wire_settings
 from proxy.wire.settings import WireSettings
 
 WORKERS = [{"name": "w", "url": "http://127.0.0.1:9001"}]
@@ -22,6 +22,10 @@ def test_targets_of_classes() -> None:
     alone = admission_settings(AdmissionConfig(standard_ttft_s=3.0))
     assert alone is not None
     assert alone.ttft_s == {Rank.STANDARD: 3.0}
+    paced = admission_settings(AdmissionConfig(tpot_s=0.1, batch_tpot_s=0.5))
+    assert paced is not None
+    assert paced.tpot_s == {Rank.INTERACTIVE: 0.1, Rank.STANDARD: 0.1, Rank.BATCH: 0.5}
+    assert paced.ttft_s == {}
 
 
 def test_settings_of_a_fleet_file_without_options_are_the_defaults() -> None:
@@ -31,8 +35,10 @@ def test_settings_of_a_fleet_file_without_options_are_the_defaults() -> None:
 
 
 def test_settings_reach_the_router() -> None:
-    tenant = {"name": "a", "key_hashes": [f"sha256:{'0' * 64}"]}
+    tenant = {"name": "a", "key_hashes": [f"sha256:{'0' * 64}"], "ttft_s": 2.0, "tpot_s": 0.1}
     router = {
+        "pass_targets": True,
+        "client_deadlines": False,
         "client_fields": ["priority"],
         "pass_priority": True,
         "fairness": {"output_weight": 4.0},
@@ -54,3 +60,6 @@ def test_settings_reach_the_router() -> None:
     wire = wire_settings(config)
     assert wire.max_collected_bytes == 100 << 20
     assert (wire.drain_notice_s, wire.idle_s) == (7.0, 8.0)
+    assert (wire.pass_targets, wire.client_deadlines) == (True, False)
+    found = tenant_spec(config.tenants[0], config)
+    assert (found.ttft_s, found.tpot_s) == (2.0, 0.1)

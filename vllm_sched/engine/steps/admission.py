@@ -42,6 +42,7 @@ class Admission:
         self._note_gate = note_gate
         self._lanes: dict[str, LaneKey] | None = None  # of waiting requests, in this step
         self._num_running = 0  # requests in `running` that the policies know
+        self.has_deadlines = bool(hooks.due)
         self._idle = False  # nothing runs or loads KV: every gate is open
         lora = scheduler.lora_config
         self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
@@ -154,6 +155,9 @@ class Admission:
         return tuple(
             urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
         )
+
+    def due(self, request: Request, since: float) -> float:
+        return max((due(request, since) for due in self._hooks.due), default=since)
 
     def closed_adapter(self, request: Request) -> int:
         if (slots := self.lora_slots) is None:

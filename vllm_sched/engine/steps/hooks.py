@@ -31,6 +31,7 @@ class PolicyHooks:
     gate: list[tuple[int, Callable[[str, RequestView, float], Gate]]]
     stays: list[tuple[int, Callable[[str, RequestView], bool]]]
     urgency: list[tuple[int, Callable[[str, RequestView, float], float]]]
+    due: list[Callable[[RequestView, float], float]]
     budget: list[Callable[[Step], int]]
     pauses_decodes: list[Callable[[Step], bool]]
     chunk: list[Callable[[RequestView, int, int], int]]
@@ -48,6 +49,7 @@ class PolicyHooks:
             gate=overrides(policies, "gate"),
             stays=overrides(policies, "stays"),
             urgency=overrides(policies, "urgency"),
+            due=methods(policies, "due"),
             budget=methods(policies, "budget"),
             pauses_decodes=methods(policies, "pauses_decodes"),
             chunk=methods(policies, "chunk"),

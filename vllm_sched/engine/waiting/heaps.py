@@ -23,7 +23,7 @@ SET_ASIDE = -1  # could not begin for another reason
 class Entry(NamedTuple):
     """A place in a lane; entries compare by `order`, which is unique."""
 
-    order: Any  # a number, or with priority scheduling the request
+    order: Any  # when it is due and a number, or with priority scheduling the request
     request: Request
     since: float
     tokens: int

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from math import inf
 from typing import Any, Protocol
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -49,6 +50,11 @@ class LaneRules(Protocol):
 
     def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         """Return the urgency of a lane; the least is served first."""
+
+    has_deadlines: bool
+
+    def due(self, request: Request, since: float) -> float:
+        """Return when a request that waits since then should enter."""
 
     def closed_adapter(self, request: Request) -> int:
         """Return the request's LoRA adapter if it has no slot, else 0."""
@@ -213,8 +219,10 @@ class LaneQueue(LaneHeaps, RequestQueue):
         if popped is not None and number < 0:
             self._set_aside(popped)
             return
-        order = request if self._by_priority else number
         since = self._clock()
+        # A preempted request goes first.
+        due = self._rules.due(request, since) if number > 0 else -inf
+        order = request if self._by_priority else (due, number)
         lane = self._rules.lanes_of(request)
         # Behind a preempted front, longer waits must still count.
         gate_since = min(since, self._gate_since_behind(lane, order)) if number < 0 else since
@@ -294,6 +302,8 @@ class LaneQueue(LaneHeaps, RequestQueue):
             if not heap:
                 break
             entry = heap[0]
+            if self._rules.has_deadlines and self._puts_back_late(heap, entry):
+                continue
             belongs = self._rules.lanes_of(entry.request)
             if belongs == lane:
                 return
@@ -305,6 +315,18 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._drop(entry.request)
             self._place(entry, belongs, group)
         del self._heaps[group][lane]
+
+    def _puts_back_late(self, heap: list[Entry], entry: Entry) -> bool:
+        """Move a front behind requests that can still be on time, once it is late itself."""
+        if self._by_priority or entry.order[0] >= self._now:
+            return False
+        due, number = self._rules.due(entry.request, entry.since), entry.order[1]
+        if number < 0 or due <= entry.order[0]:
+            return False
+        later = entry._replace(order=(due, number))
+        heapq.heapreplace(heap, later)
+        self._live[entry.request] = self._live[entry.request]._replace(entry=later)
+        return True
 
     def _may_move(self, entry: Entry, belongs: LaneKey) -> bool:
         if self._moves < MAX_MOVES:

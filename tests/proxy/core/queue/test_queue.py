@@ -131,6 +131,6 @@ def test_ahead_of_counts_one_turn_per_own_request(
     for tenant in TENANTS:
         turns = lengths[tenant] + 1
         ahead = sum(min(length, turns) for length in lengths.values())
-        assert queue.ahead_of(of(tenant)) == ahead
+        assert queue.ahead_of(of(tenant), 0.0) == ahead
     for ticket in tickets:
         queue.remove(ticket)

@@ -18,8 +18,8 @@ NUMBERS = count()
 
 def entry(standing: float, least: int = 100, since: float = 0.0) -> Entry:
     number = next(NUMBERS)
-    line = RequestFifo((("m", "short"), Rank.STANDARD, None), number)
-    return standing, since, number, least, line
+    line = RequestFifo((("m", "short"), Rank.STANDARD, None), number, 0.0)
+    return standing, 0.0, since, number, least, line
 
 
 def segments(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
@@ -44,11 +44,11 @@ def test_order_equals_a_sorted_list(steps: list[tuple[int, int, bool]], limit: i
             order.put(added)
         for entries, known in segments(order):
             assert 0 < len(entries) <= MAX_SEGMENT_ENTRIES
-            assert known == min(item[3] for item in entries)
+            assert known == min(item[4] for item in entries)
     assert [item for entries, _ in segments(order) for item in entries] == plain
-    assert list(order.below(lambda: limit)) == [item for item in plain if item[3] < limit]
+    assert list(order.below(lambda: limit)) == [item for item in plain if item[4] < limit]
     if plain:
-        assert order.first() is plain[0][4]
+        assert order.first() is plain[0][5]
 
 
 def test_small_entry_is_found_without_a_full_scan() -> None:

@@ -1,0 +1,61 @@
+"""Counts of met and missed targets.
+
+A response without a stream shows no first token: only refusals count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING
+
+from proxy.core.queue.latency_admission import NO_TARGETS
+from proxy.metrics.exposition import Family, MetricsPage
+
+if TYPE_CHECKING:
+    from proxy.core.model.finished_request import FinishedRequest
+    from proxy.core.model.types import RequestInfo
+    from proxy.core.queue.latency_admission import AdmissionSettings
+
+TARGETS = Family(
+    "proxy_targets",
+    "counter",
+    "Requests with a target, by tenant class, target (ttft and tpot, or deadline if the client "
+    "gave one) and result: met, missed or refused.",
+    ("class", "target", "result"),
+)
+REFUSED = frozenset([429, 503])
+
+
+class TargetCounts:
+    def __init__(self) -> None:
+        self._results: Counter[tuple[str, str, str]] = Counter()
+
+    def ended(
+        self,
+        ask: RequestInfo,
+        done: FinishedRequest,
+        settings: AdmissionSettings | None,
+        started: float,
+    ) -> float | None:
+        """Count a request; return its target for the first token."""
+        targets = settings or NO_TARGETS
+        ttft_s, tpot_s, target = targets.ttft_of(ask), targets.tpot_of(ask), "ttft"
+        if ask.deadline < inf:
+            ttft_s, target = ask.deadline - started, "deadline"
+        if ttft_s is not None:
+            if done.ttft_s is not None:
+                self._count(ask, target, "met" if done.ttft_s <= ttft_s else "missed")
+            elif done.status in REFUSED:
+                self._count(ask, target, "refused")
+            elif done.stream and done.duration_s > ttft_s:  # the client left
+                self._count(ask, target, "missed")
+        if tpot_s is not None and done.tpot_s is not None:
+            self._count(ask, "tpot", "met" if done.tpot_s <= tpot_s else "missed")
+        return ttft_s
+
+    def _count(self, ask: RequestInfo, target: str, result: str) -> None:
+        self._results[ask.rank.name.lower(), target, result] += 1
+
+    def show(self, page: MetricsPage) -> None:
+        page.values(TARGETS, self._results.items())

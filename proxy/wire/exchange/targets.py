@@ -1,0 +1,94 @@
+"""The deadline in a client's header, and what is left of it for the worker.
+
+Both are durations: no clocks are compared.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.core.model.refusals import bad_request
+from proxy.core.model.types import Refusal
+from proxy.core.queue.latency_admission import NO_TARGETS
+from proxy.core.request.json_edit import spliced
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.core.model.types import RequestInfo
+    from proxy.core.request.json_body import LargeBody
+    from proxy.wire.exchange.owner import AttemptOwner
+    from proxy.wire.settings import WireSettings
+
+HEADER, HEADER_NAME = b"x-request-deadline-ms", "X-Request-Deadline-Ms"
+MAX_MS, MAX_DIGITS = 3_600_000, 7
+ARGUMENTS = "vllm_xargs"
+NO_NAMES: frozenset[str] = frozenset()
+
+
+def deadline_in(
+    headers: Mapping[bytes, bytes], now: float, settings: WireSettings
+) -> float | Refusal:
+    """Return a client's deadline; inf without one."""
+    value = headers.get(HEADER)
+    if value is None or not settings.client_deadlines:
+        return inf
+    digits = value.strip()
+    if len(digits) <= MAX_DIGITS and digits.isdigit() and 1 <= int(digits) <= MAX_MS:
+        return now + int(digits) / 1000
+    shown = value[:40].decode("latin-1")
+    return bad_request(
+        f"{HEADER_NAME}: {shown!r} is not a whole number of milliseconds from 1 to {MAX_MS}. It is "
+        "the time until the first token, counted from the request's arrival.",
+        HEADER_NAME,
+    )
+
+
+def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> RequestInfo | Refusal:
+    """Read a request with its deadline, or refuse it."""
+    router, request = owner.wire.router, owner.request
+    head = request.head
+    deadline = deadline_in(head.special, owner.record.started, owner.wire.settings)
+    if isinstance(deadline, Refusal):
+        ask: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
+    else:
+        ask = router.read(
+            owner.route, body, head.special.get(b"content-type", b""),
+            request.id.decode("latin-1"), head.tenant, head.session,
+            batch=head.batch, deadline=deadline,
+        )  # fmt: skip
+    if isinstance(ask, Refusal):
+        router.was_read(head.tenant, now)
+    return ask
+
+
+def timed_body(owner: AttemptOwner, now: float) -> bytes:
+    """Return the body with the targets."""
+    ask, body = owner.ask, owner.request.body
+    if not owner.wire.settings.pass_targets or ask is None or not ask.takes_arguments:
+        return body
+    if owner.begun is not None:  # has a token
+        return body
+    targets = left_for_worker(owner, ask, now)
+    return spliced(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
+
+
+def left_for_worker(owner: AttemptOwner, ask: RequestInfo, now: float) -> dict[str, int]:
+    """Return the targets in milliseconds.
+
+    Engines know no tenants, so a tenant's deadline may only relax the operator's target.
+    """
+    settings = owner.wire.router.settings.admission or NO_TARGETS
+    ttft_s, tpot_s = settings.ttft_of(ask), settings.tpot_of(ask)
+    due = inf if ttft_s is None else owner.record.started + ttft_s
+    if ask.deadline < inf:
+        due = ask.deadline if ask.tenant is None else max(due, ask.deadline)
+    found: dict[str, int] = {}
+    if due < inf and (ask.tenant is None or ttft_s is not None):
+        found["deadline_ms"] = round((due - now) * 1000)
+    if tpot_s is not None:
+        found["tpot_ms"] = max(round(tpot_s * 1000), 1)
+    return found
