@@ -86,7 +86,7 @@ def test_one_pool_is_best_for_short_prompts() -> None:
 
 def test_few_very_long_prompts_get_their_own_pool() -> None:
     # Shorts must not wait behind a long prompt, and the link is too slow for hand-overs.
-    search = FleetSearch(question(LONGS, "ttft:250", transfer=SLOW_LINK, draws=2))
+    search = FleetSearch(question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1, draws=2))
     ranking = search.best(3)
     best = ranking[0]
     assert families(ranking)[0] == SHORT_LONG
@@ -111,7 +111,7 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 
 def test_policy_can_replace_a_second_pool() -> None:
-    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT))
+    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
     best = FleetSearch(asked).family(ONE_POOL, 2, (0, 1))[0]
     assert best.shape.policy == LONG_PROMPT
 
