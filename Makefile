@@ -10,7 +10,11 @@ SEED ?= 1
 PROCESSES ?= $$(( $$(nproc) * 3 ))
 # The tests of a request's path, which also run on compiled modules.
 DATA_PATH := tests/proxy tests/faults tests/fuzz/test_http.py tests/fuzz/test_bodies.py tests/fuzz/test_sockets.py \
-	tests/test_packaging.py
+	tests/test_packaging.py::test_wheel_has_compiled_modules_that_the_router_finds
+# Of these, the tests that take long and run no compiled module, or few lines of one beside databases and processes.
+PLAIN_ONLY := config batches/storage batches/test_killed.py batches/test_replicas.py health/test_worker_metrics.py \
+	journal/test_engine_state.py journal/test_subscriber.py metrics/test_exposition.py net processes/replicas \
+	processes/test_minute.py processes/test_supervisor.py processes/test_tls.py telemetry/test_logs_seen.py
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
@@ -39,7 +43,8 @@ up: setup ## run real workers and the router until Ctrl-C; FLEET=... for another
 test: setup ## run all tests, with real engines, and the data path's tests also on compiled modules (17 min)
 	@nice -n 10 $(BIN)/vllm-sched compile & compile=$$!; \
 	$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
-	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) $(DATA_PATH)
+	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not browser" -k "not postgres" \
+		$(DATA_PATH) $(PLAIN_ONLY:%=--ignore=tests/proxy/%)
 
 check: lint ## run lint and all tests that need no engine, browser or compiler (4.5 min)
 	@$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not engine and not browser and not compiled"

@@ -7,35 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9"
 PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), NOWHERE)
 
-
-CLIENT_TESTS = (  # with the clients openai and httpx
+TESTS = (
+    "tests/bench/compare/test_contest.py",
+    # With the clients openai and httpx.
     "tests/proxy/wire/exchange/test_openai.py::test_chat_with_openai_client",
     "tests/proxy/admin/test_server.py::test_server_does_not_change_signal_handlers",
 )
 
 
-@pytest.mark.parametrize(
-    ("variables", "tests"),
-    [
-        ({"FORCE_COLOR": "1", "COLUMNS": "40"}, ("tests/bench/compare/test_contest.py",)),
-        (PROXY, CLIENT_TESTS),
-    ],
-)
-def test_tests_ignore_common_environment_variables(
-    variables: dict[str, str], tests: tuple[str, ...]
-) -> None:
+def test_tests_ignore_common_environment_variables() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={name: value for name, value in os.environ.items() if name.upper() != "NO_PROXY"}
-        | variables,
+        | {"FORCE_COLOR": "1", "COLUMNS": "40"}
+        | PROXY,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = 'pytest_plugins = ["tests.parallel"]\n'
-SETTINGS = "[pytest]\nmarkers =\n    engine\n    browser\n"
+SETTINGS = """
+[pytest]
+addopts = -ra -p no:cacheprovider -p no:schemathesis -p no:hypothesispytest --processes 2
+markers =
+    engine
+    browser
+"""
 SHARED = """
 import os, pathlib, pytest
 FIRST = int(pathlib.Path("first").read_text())
@@ -73,8 +79,7 @@ def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
         "import os, pathlib, sys, pytest\n"
         "pathlib.Path('first').write_text(str(os.getpid()))\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "options = ['-ra', '-p', 'no:cacheprovider', '--processes', '2', *sys.argv[1:]]\n"
-        "sys.exit(pytest.main(options))"
+        "sys.exit(pytest.main(sys.argv[1:]))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, *options],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_walls import MODULES, ROOT, name_of
+from tests.test_walls import MODULES, ROOT, name_of, tree_of
 
 PERSONS = re.compile(
     r"\b(who|whom|whose|nobody|somebody|everybody|anybody|he|his|him|she)\b", re.IGNORECASE
@@ -40,12 +40,6 @@ MAX_CHANGELOG_LINES = 60
 def source_of(path: Path) -> str:
     """Return a module's source."""
     return path.read_text()
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    """Return a module's syntax tree."""
-    return ast.parse(source_of(path))
 
 
 @cache

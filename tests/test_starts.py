@@ -35,6 +35,7 @@ def test_the_starts_of_all_processes_are_counted(
     (tmp_path / "test_it.py").write_text(STARTS.format(count=count))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.starts", "-p", "no:cacheprovider",
+         "-p", "no:schemathesis", "-p", "no:hypothesispytest",
          "--rootdir", str(tmp_path), str(tmp_path)],
         cwd=ROOT,
         capture_output=True,

@@ -39,13 +39,19 @@ MODULES = sorted([*ROOT.glob("vllm_sched/**/*.py"), *ROOT.glob("proxy/**/*.py")]
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    """Return a module's syntax tree."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> tuple[str, ...]:
     """Return every module that a file imports, inside functions too."""
     return tuple(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -59,8 +65,8 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_go_down_only(path: Path) -> None:
+def above(path: Path) -> Iterator[str]:
+    """Yield the imports of higher layers."""
     package, *rest = path.relative_to(ROOT).with_suffix("").parts
     layers = LAYERS[package]
     if not rest or rest[0] in ("__init__", "__main__"):
@@ -68,29 +74,40 @@ def test_imports_go_down_only(path: Path) -> None:
     assert rest[0] in layers, f"{name_of(path)} is in no layer"
     for module in imports(path):
         parts = module.split(".")
-        if parts[0] == package and len(parts) > 1 and parts[1] in layers:
-            assert layers.index(parts[1]) >= layers.index(rest[0]), f"{module} is above"
+        is_own = parts[0] == package and len(parts) > 1 and parts[1] in layers
+        if is_own and layers.index(parts[1]) < layers.index(rest[0]):
+            yield module
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_packages_import_each_other_only_where_allowed(path: Path) -> None:
-    name = name_of(path)
-    found = {module.split(".")[0] for module in imports(path)}
-    if name.startswith("proxy"):
-        assert not found & {"vllm_sched", *HEAVY}
-    elif not name.startswith(("vllm_sched/cli", "vllm_sched/sim")):
-        assert "proxy" not in found
+# One test for all modules: a test for each module takes more time than its check.
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_the_engine_imports_vllm(path: Path) -> None:
-    if not name_of(path).startswith("vllm_sched/engine"):
-        assert "vllm" not in {module.split(".")[0] for module in imports(path)}
+def test_imports_go_down_only() -> None:
+    assert {name_of(path): found for path in MODULES if (found := [*above(path)])} == {}
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p).startswith(PURE)], ids=name_of)
-def test_pure_packages_do_no_io(path: Path) -> None:
-    assert not {module.split(".")[0] for module in imports(path)} & NOT_PURE
+def test_packages_import_each_other_only_where_allowed() -> None:
+    wrong = {}
+    for path in MODULES:
+        name = name_of(path)
+        found = {module.split(".")[0] for module in imports(path)}
+        if name.startswith("proxy"):
+            wrong[name] = found & {"vllm_sched", *HEAVY}
+        elif not name.startswith(("vllm_sched/cli", "vllm_sched/sim")):
+            wrong[name] = found & {"proxy"}
+        if not name.startswith("vllm_sched/engine"):
+            wrong[name] = wrong.get(name, set()) | found & {"vllm"}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_pure_packages_do_no_io() -> None:
+    found = {
+        name_of(path): {module.split(".")[0] for module in imports(path)} & NOT_PURE
+        for path in MODULES
+        if name_of(path).startswith(PURE)
+    }
+    assert len(found) > 50
+    assert {name: modules for name, modules in found.items() if modules} == {}
 
 
 # They make a `RequestInfo`. No other module changes one.
@@ -100,9 +117,13 @@ INFO_MAKERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) not in INFO_MAKERS], ids=name_of)
-def test_what_is_known_of_a_request_is_changed_where_it_is_read(path: Path) -> None:
-    assert changes_of_request_infos(ast.parse(path.read_text())) == []
+def test_what_is_known_of_a_request_is_changed_where_it_is_read() -> None:
+    changed = {
+        name_of(path): found
+        for path in MODULES
+        if (found := changes_of_request_infos(tree_of(path)))
+    }
+    assert changed.keys() <= INFO_MAKERS
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ ENGINE_LIBRARIES = (
 )  # fmt: skip
 EXCLUDED = (".git", ".venv", "out", "__pycache__", ".pytest_cache", ".mypy_cache", ".hypothesis")
 OPTIONS = (
-    "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
+    "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:schemathesis",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
 

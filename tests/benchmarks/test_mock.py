@@ -24,7 +24,7 @@ async def send(*pieces: bytes, answers: int = 1, kind: type[mock.Worker] = mock.
             await writer.drain()
             await asyncio.sleep(0.01)  # so that the pieces are read separately
         found = b""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             for _ in range(answers):
                 head = await reader.readuntil(mock.END_OF_HEAD)
                 length = mock.LENGTH.search(head)

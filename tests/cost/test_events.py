@@ -21,7 +21,7 @@ def test_throughput_is_within_one_percent_of_the_recursion(
     decodes_pause: bool, threshold: int, seed: int
 ) -> None:
     regime = paper(decodes_pause=decodes_pause)
-    played = play(regime, threshold, seed=seed)
+    played = play(regime, threshold, requests=20_000, seed=seed)
     exact = Recursion(regime).at(threshold)
     assert played.throughput == pytest.approx(exact.throughput, rel=0.01)
 

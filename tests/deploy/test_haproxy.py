@@ -16,7 +16,7 @@ from tests.deploy.test_compose import COMPOSE
 from tests.programs import fetched
 
 CONFIG = COMPOSE / "replicas" / "haproxy.cfg"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 HEADER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

@@ -16,7 +16,7 @@ from tests.engine.served import serve
 from vllm_sched.engine.journal.journal import StepMessage
 
 SNAPSHOT = b"snapshot/reader"
-TIMEOUT_MS = 10_000
+TIMEOUT_MS = 60_000
 MAX_QUEUED = 100_000  # the reader reads after the run
 
 

@@ -1,6 +1,6 @@
 """The router's results for many inputs, one line each, to compare plain and compiled modules.
 
-    python -m tests.fuzz.transcript PART COUNT
+    python -m tests.fuzz.transcript PART COUNT [PART COUNT ...]
 
 Both processes get the same inputs: every random choice has a fixed seed. Hypothesis is not used, as
 its choices depend on the sources that it finds. Set `PYTHONHASHSEED`: some lines show sets.
@@ -196,5 +196,6 @@ PARTS = {each.__name__: each for each in (requests, answers, bodies, forms, even
 
 
 if __name__ == "__main__":
-    for line in PARTS[sys.argv[1]](int(sys.argv[2])):
-        print(repr(line))  # noqa: T201
+    for name, number in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        for line in PARTS[name](int(number)):
+            print(name, repr(line))  # noqa: T201

@@ -100,7 +100,8 @@ def run_upstream(runs: Sequence[Run], workspace: Path) -> list[Account]:
 
 
 def _arguments(run: Run, tree: Path, report: Path) -> list[str]:
-    arguments = ["-p", "scheduler_swap", "-p", "no:cacheprovider", "--assert=plain"]
+    arguments = ["-p", "scheduler_swap", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    arguments += ["--assert=plain"]
     arguments += ["--rootdir", str(tree), "--config-file", str(tree / "pyproject.toml")]
     arguments += ["--scheduler-sync", run.classes.sync]
     arguments += ["--scheduler-async", run.classes.asynchronous]

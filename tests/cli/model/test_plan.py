@@ -27,7 +27,7 @@ PLAN = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", 
 TARGETS = ["--goodput", "ttft:800", "tpot:500"]
 
 
-SHORT_RUNS = {"MAX_COARSE_REQUESTS": 600, "MAX_FINE_REQUESTS": 900}
+SHORT_RUNS = {"MAX_COARSE_REQUESTS": 300, "MAX_FINE_REQUESTS": 300}
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_output_describes_the_judging_draws(
     options = ["--gpus", "1", "--policies", "default", *TARGETS]
     assert main([*PLAN, *options]) == 0
     mixture_text = printed(capsys)
-    assert "in each of 3 draws of 300 requests, none of them used in the search" in mixture_text
+    assert "in each of 3 draws of 100 requests, none of them used in the search" in mixture_text
     assert (
         "a further draw has the same share in time with a probability of about 3 in 4"
         in mixture_text

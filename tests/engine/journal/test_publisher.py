@@ -21,7 +21,7 @@ from vllm_sched.engine.journal import publisher as publishing
 from vllm_sched.engine.journal.journal import StepMessage
 from vllm_sched.errors import UsageError
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Socket:

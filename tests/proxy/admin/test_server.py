@@ -27,7 +27,7 @@ from tests.proxy.certificates import Authority
 from tests.proxy.wire.raw_client import Client, get
 from tests.proxy.wire.site import eventually
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 HALF_HEAD = b"GET /hello HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 MAX_CONNECTIONS = 6
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.batches.harness import BatchHarness
+from tests.proxy.batches.harness import OPEN, BatchHarness
 from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.wire.conftest import Start, pytest_asyncio_loop_factories, start
 
@@ -41,8 +41,7 @@ async def harness(
     start: Start, tmp_path: Path, database: str | None
 ) -> AsyncIterator[BatchHarness]:
     """Start a router with default settings before one worker."""
-    # Tests skip minutes, and client connections must stay open.
-    harness = BatchHarness(await start(wire={"idle_s": 3600.0}), tmp_path / "batches", database)
+    harness = BatchHarness(await start(wire=OPEN), tmp_path / "batches", database)
     await harness.open()
     yield harness
     await harness.close()

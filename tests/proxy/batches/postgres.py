@@ -17,7 +17,7 @@ import pytest
 from tests.programs import fetched
 
 PASSWORD = "a-password-of-the-database"  # noqa: S105 - of the tests' own server
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 SETTINGS = {
     "listen_addresses": "", "fsync": "off", "full_page_writes": "off", "jit": "off",
     "shared_buffers": "16MB", "max_connections": "40",

@@ -27,7 +27,7 @@ from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import StoreFullError
 from proxy.core.model.specs import Gauges
 from tests.present import present
-from tests.proxy.batches.harness import CHAT, BatchHarness, line, lines, texts
+from tests.proxy.batches.harness import CHAT, OPEN, BatchHarness, line, lines, texts
 from tests.proxy.batches.postgres import BOTH
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -290,7 +290,7 @@ async def test_failed_line_is_retried(start: Start, tmp_path: Path) -> None:
 
 
 async def test_line_that_always_fails_ends_with_its_error(start: Start, tmp_path: Path) -> None:
-    site = await start(router={"max_attempts": 1}, wire={"idle_s": 3600.0})
+    site = await start(router={"max_attempts": 1}, wire=OPEN)
     harness = BatchHarness(site, tmp_path)
     await harness.open()
     site.fake.always(scripts.error(500))
@@ -332,7 +332,7 @@ async def test_unfinished_line_is_not_retried(harness: BatchHarness) -> None:
 
 
 async def test_request_time_limit_does_not_hold_for_lines(start: Start, tmp_path: Path) -> None:
-    harness = BatchHarness(await start(wire={"request_s": 30.0}), tmp_path)
+    harness = BatchHarness(await start(wire=OPEN | {"request_s": 30.0}), tmp_path)
     await harness.open()
     opening = asyncio.Event()
     harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.batches.harness import DEADLINE_S, BatchHarness, lines
+from tests.proxy.batches.harness import DEADLINE_S, OPEN, BatchHarness, lines
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake
@@ -27,7 +27,7 @@ async def test_each_line_has_one_result_under_random_faults(
     start: Start, tmp_path: Path, seed: int, database: str | None
 ) -> None:
     rng = random.Random(seed)
-    site = await start(Fake("w0", max_requests=16), Fake("w1", max_requests=16))
+    site = await start(Fake("w0", max_requests=16), Fake("w1", max_requests=16), wire=OPEN)
     harness = BatchHarness(site, tmp_path, database, concurrency=12)
     await harness.open()
     answers = [

@@ -13,7 +13,7 @@ from aiohttp import web
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 Json = dict[str, Any]
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def endpoint(

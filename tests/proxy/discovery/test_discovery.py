@@ -24,7 +24,7 @@ from proxy.errors import ProxyError
 from tests.proxy.core.making import chat, read, refused, sized
 from tests.proxy.discovery.test_reconcile import endpoints
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 POOLS = """
 model: tiny
 discovery:

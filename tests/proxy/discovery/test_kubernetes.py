@@ -19,7 +19,7 @@ from proxy.discovery.kubernetes import Backoff, KubernetesSource, in_cluster
 from proxy.errors import ProxyError
 from tests.proxy.discovery.api_server import ApiServer, api_server, endpoint, endpoint_slice
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class RecordingListener:

@@ -24,7 +24,7 @@ from proxy.health.probe import MODELS_EVERY_S, Prober, WorkerProbe
 from tests.proxy.health.vllm_page import Engine, vllm_page
 from tests.proxy.health.worker_double import WorkerDouble, models, worker_double
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class ProbedWorker:

@@ -21,7 +21,7 @@ from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat, get
 from vllm_sched.workers.launch import free_port
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0  # a router takes a minute to start on a machine with 20 busy processes
 POLL_S = 0.02
 PROC = Path("/proc")
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.proxy.processes.router_group import (
     DEADLINE_S,
+    POLL_S,
     PROC,
     RouterGroup,
     free_port,
@@ -110,8 +111,8 @@ async def test_worker_limit_holds_in_a_burst(
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         async with asyncio.timeout(DEADLINE_S):
-            while not await all_read():
-                pass
+            while not await all_read():  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
         at_once = [len(fake.served) for fake in fakes.values()]
         opening.set()
         answers = await asyncio.gather(*(client.answer() for client in clients))
@@ -293,8 +294,8 @@ async def test_restarted_process_uses_the_last_read_fleet_file(tmp_path: Path) -
         group.send_signal(signal.SIGHUP)
         for client in (await group.connect_to_each()).values():
             async with asyncio.timeout(DEADLINE_S):
-                while await with_key(client, goes) != 401:
-                    pass
+                while await with_key(client, goes) != 401:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
             client.close()
         (tmp_path / "goes").unlink()
         (tmp_path / "stays").write_text(comes)
@@ -306,16 +307,16 @@ async def test_restarted_process_uses_the_last_read_fleet_file(tmp_path: Path) -
             )
             for client in (await group.connect_to_each()).values():
                 async with asyncio.timeout(DEADLINE_S):
-                    while await with_key(client, stays) != 200:
-                        pass
+                    while await with_key(client, stays) != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(POLL_S)
                 assert await with_key(client, goes) == 401
                 assert await with_key(client, comes) == 401
                 client.close()
         group.send_signal(signal.SIGHUP)
         for client in (await group.connect_to_each()).values():
             async with asyncio.timeout(DEADLINE_S):
-                while await with_key(client, comes) != 200:
-                    pass
+                while await with_key(client, comes) != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
             assert await with_key(client, stays) == 401
             client.close()
     finally:

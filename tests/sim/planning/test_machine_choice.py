@@ -41,7 +41,7 @@ FP8 = replace(MACHINE, profile="fp8", flags=("--quantization=fp8",))
 
 
 def quick(**given: Any) -> Any:
-    return question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2, **given)
+    return question("1500x60", "ttft:500 tpot:40", effort=0.05, draws=2, **given)
 
 
 def silent(_what: str, _share: float) -> None:

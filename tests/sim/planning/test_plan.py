@@ -77,7 +77,7 @@ def assert_no_split_is_better(search: FleetSearch, best: ServedRate, *splits: Fl
 
 
 def test_one_pool_is_best_for_short_prompts() -> None:
-    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2), 3)
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.05, draws=2), 3)
     assert families(found.ranking) == [ONE_POOL, PREFILL_DECODE]  # no boundary to try
     assert found.best.shape.pools == {Role.GENERAL: 3}
     assert present(found.fewer).rate < found.best.rate < present(found.more).rate
@@ -86,7 +86,7 @@ def test_one_pool_is_best_for_short_prompts() -> None:
 
 def test_few_very_long_prompts_get_their_own_pool() -> None:
     # Shorts must not wait behind a long prompt, and the link is too slow for hand-overs.
-    search = FleetSearch(question(LONGS, "ttft:250", transfer=SLOW_LINK, draws=2))
+    search = FleetSearch(question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1, draws=2))
     ranking = search.best(3)
     best = ranking[0]
     assert families(ranking)[0] == SHORT_LONG
@@ -111,7 +111,7 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 
 def test_policy_can_replace_a_second_pool() -> None:
-    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT))
+    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
     best = FleetSearch(asked).family(ONE_POOL, 2, (0, 1))[0]
     assert best.shape.policy == LONG_PROMPT
 
@@ -339,7 +339,7 @@ def test_idle_worker_check_ignores_bursts() -> None:
 
 
 def test_rate_beyond_the_gpus_is_refused_with_the_number_needed() -> None:
-    text = refusal(question("1500x60", "ttft:500 tpot:40", effort=0.1), gpus=1, rate=300.0)
+    text = refusal(question("1500x60", "ttft:500 tpot:40", effort=0.05), gpus=1, rate=300.0)
     assert text.startswith("--request-rate 300: 1 GPU of h100-8b can serve ")
     assert 15 <= int(text.partition("--gpus ")[2].split(",")[0]) <= 40
 
@@ -607,7 +607,7 @@ def test_traffic_statistics_match_the_requests() -> None:
 
 
 def test_written_fleet_file_has_its_targets_and_command(tmp_path: Path) -> None:
-    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1), 1)
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.05), 1)
     assert [each.shape.family for each in found.ranking] == [ONE_POOL]
     assert found.fewer is None
     path = tmp_path / "fleet.yaml"
@@ -730,7 +730,7 @@ def test_plan_uses_a_calibration_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"step_time": time, "kv_tokens": 50_000}))
     machine = machine_of(str(path))
     assert (machine.gpus, machine.kv_tokens, machine.time.prefill_s) == (1, 50_000, 1e-4)
-    asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.1), machine=machine)
+    asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.05), machine=machine)
     found = plan(asked, 1)
     fleet = tmp_path / "fleet.yaml"
     write(found, fleet, model="", command="", traffic="")

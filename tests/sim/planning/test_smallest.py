@@ -16,7 +16,7 @@ from vllm_sched.sim.planning.smallest import fewest_gpus
 
 
 def search_of(**given: Any) -> FleetSearch:
-    return FleetSearch(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2, **given))
+    return FleetSearch(question("1500x60", "ttft:500 tpot:40", effort=0.05, draws=2, **given))
 
 
 @pytest.mark.parametrize("needed", [1, 2, 7, 20])

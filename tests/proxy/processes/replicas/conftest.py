@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, samples
+from tests.proxy.processes.router_group import DEADLINE_S, POLL_S, RouterGroup, samples
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, bearer
 from tests.redis_server import RedisServer
@@ -23,7 +23,7 @@ LIMITS = {
     "alone": "{requests_per_minute: 30}",
     "tokens": "{tokens_per_minute: 2000}",
     "parallel": "{concurrency: 5}",
-}
+} | {f"front-{number}": "{requests_per_minute: 30}" for number in (1, 2, 3)}
 KEYS = {name: bearer(f"key-of-{name}-0123456789") for name in LIMITS}
 FREE = KEYS["free"]
 
@@ -92,6 +92,6 @@ async def wait_for_replicas(hosts: list[RouterGroup], count: int) -> None:
     for host in hosts:
         client = await Client.connect(host.port)
         async with asyncio.timeout(DEADLINE_S):
-            while (await samples(client))["proxy_replicas"] != count:
-                pass
+            while (await samples(client))["proxy_replicas"] != count:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
         client.close()

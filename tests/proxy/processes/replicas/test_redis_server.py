@@ -45,6 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     """Send a message through the channel, and have the server decide a request."""
+    settings = settings.model_copy(update={"timeout_s": 60.0})  # for a busy machine
     async with AsyncExitStack() as stack:
         received: list[bytes] = []
         channels = [

@@ -1,17 +1,36 @@
-"""Requests, limits of workers and stored responses of two routers that share their state."""
+"""Routers that share their state: requests, limits, stored responses, and a HAProxy in front.
+
+All tests are in one file, so that one process starts the routers once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.proxy.processes.replicas.conftest import FREE, NAMES, start_host, wait_for_replicas
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, hold, samples
+from tests.haproxy import HAProxy
+from tests.proxy.processes.replicas.conftest import (
+    FREE,
+    KEYS,
+    NAMES,
+    start_host,
+    wait_for_replicas,
+)
+from tests.proxy.processes.router_group import (
+    DEADLINE_S,
+    POLL_S,
+    RouterGroup,
+    hold,
+    id_prefix_of,
+    samples,
+)
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.raw_client import Client, chat, request
+from tests.proxy.wire.raw_client import Answer, BrokenError, Client, chat, request
 from tests.proxy.wire.site import eventually
 from tests.redis_server import RedisServer
 
@@ -193,3 +212,205 @@ async def test_killed_host_frees_what_it_held(
     opening.set()
     for client in clients:
         client.close()
+
+
+# Limits of tenants
+
+
+async def burst(hosts: list[RouterGroup], tenant: str, each: int) -> Counter[int]:
+    """Send requests to all hosts at once; return the numbers of statuses."""
+    clients = [await Client.connect(host.port) for _ in range(each) for host in hosts]
+    answers = await asyncio.gather(*(client.ask(chat("hi", KEYS[tenant])) for client in clients))
+    for client in clients:
+        client.close()
+    return Counter(answer.status for answer in answers)
+
+
+@pytest.mark.usefixtures("fakes")
+async def test_tenant_has_its_requests_per_minute_once(hosts: list[RouterGroup]) -> None:
+    assert await burst(hosts, "minute", 40) == {200: 30, 429: 50}
+    client = await Client.connect(hosts[1].port)
+    refused = await client.ask(chat("hi", KEYS["minute"]))
+    client.close()
+    assert refused.status == 429
+    assert b"requests per minute" in refused.body
+    assert 1 <= int(dict(refused.headers)[b"retry-after"]) <= 2
+
+
+async def test_tenant_has_its_tokens_per_minute_once(
+    hosts: list[RouterGroup], fakes: dict[str, FakeWorker]
+) -> None:
+    """Estimates are corrected by usage, on whichever host a request was."""
+    usage = b'"usage":{"prompt_tokens":150,"completion_tokens":50,"total_tokens":200}'
+    for fake in fakes.values():
+        fake.always(scripts.answer(200, b'{"choices":[],%b}' % usage))
+    statuses: Counter[int] = Counter()
+    clients = [await Client.connect(host.port) for host in hosts]
+    for number in range(30):
+        answer = await clients[number % 2].ask(chat("hi", KEYS["tokens"]))
+        statuses[answer.status] += 1
+    for client in clients:
+        client.close()
+    assert 10 <= statuses[200] <= 11  # of 200 tokens, with a little time
+
+
+async def test_tenant_has_its_concurrency_once(
+    hosts: list[RouterGroup], fakes: dict[str, FakeWorker]
+) -> None:
+    opening = hold(fakes)
+    clients = [await Client.connect(host.port) for _ in range(6) for host in hosts]
+    waiting = {asyncio.create_task(client.ask(chat("hi", KEYS["parallel"]))) for client in clients}
+    refused: set[asyncio.Task[Answer]] = set()
+    async with asyncio.timeout(DEADLINE_S):
+        while len(refused) < 7:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            refused |= done
+    assert {task.result().status for task in refused} == {429}
+    # A client that leaves frees its place on the other host too.
+    opening.set()
+    assert {answer.status for answer in await asyncio.gather(*waiting)} == {200}
+    for client in clients:
+        client.close()
+    assert (await burst(hosts, "parallel", 2))[200] == 4
+
+
+async def test_hosts_decide_with_a_part_of_each_limit_while_the_server_is_away(
+    hosts: list[RouterGroup], fakes: dict[str, FakeWorker], redis: RedisServer
+) -> None:
+    """What they took in that time counts when the server is back, with or without its data."""
+    assert len(fakes) == 2
+    for tenant, stop, start in (
+        ("again", redis.freeze, redis.thaw),
+        ("alone", redis.kill, redis.start),
+    ):
+        assert await burst(hosts, tenant, 2) == {200: 4}
+        stop()
+        clients = [await Client.connect(host.port) for host in hosts]
+        async with asyncio.timeout(DEADLINE_S):
+            for client in clients:
+                while (await samples(client))["proxy_shared_up"]:
+                    await client.ask(chat("hi", KEYS["free"]))
+        for client in clients:
+            client.close()
+        taken = (await burst(hosts, tenant, 20))[200]
+        # Each host has 15 a minute, less a half of the four.
+        assert 24 <= taken <= 28
+        start()
+        await wait_for_replicas(hosts, 2)
+        await asyncio.sleep(1.5)  # charges are reported within a second
+        left = (await burst(hosts, tenant, 20))[200]
+        assert abs(4 + taken + left - 30) <= 4, (taken, left)
+
+
+# Three routers behind HAProxy; one of them is killed and started again
+
+
+@pytest.fixture
+async def three(
+    redis: RedisServer,
+    hosts: list[RouterGroup],
+    fakes: dict[str, FakeWorker],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[list[RouterGroup]]:
+    """Return a list, in which a test may replace a router."""
+    assert fakes
+    # In a thread: the workers must answer probes.
+    third = await asyncio.to_thread(start_host, redis, "third", tmp_path_factory, hosts[0].ports)
+    found = [*hosts, third]
+    await wait_for_replicas(found, 3)
+    yield found
+    found[2].close()
+
+
+async def statuses(port: int, tenant: str, count: int) -> Counter[int]:
+    """Send requests at once, each on its own connection; return the numbers of statuses."""
+    clients = [await Client.connect(port) for _ in range(count)]
+    answers = await asyncio.gather(*(client.ask(chat("hi", KEYS[tenant])) for client in clients))
+    for client in clients:
+        client.close()
+    return Counter(answer.status for answer in answers)
+
+
+async def prefixes(port: int, count: int) -> Counter[bytes]:
+    """Return how many of some connections each router serves, by the prefix of its IDs."""
+    found: Counter[bytes] = Counter()
+    for _ in range(count):
+        client = await Client.connect(port)
+        found[await id_prefix_of(client)] += 1
+        client.close()
+    return found
+
+
+async def test_routers_serve_as_one_while_one_is_killed(
+    three: list[RouterGroup],
+    fakes: dict[str, FakeWorker],
+    redis: RedisServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    front = HAProxy(tmp_path_factory.mktemp("haproxy"), [host.port for host in three])
+    try:
+        assert sorted((await prefixes(front.port, 12)).values()) == [4, 4, 4]
+        assert await statuses(front.port, "front-1", 60) == {200: 30, 429: 30}
+        await _burst_keeps_worker_limits(front.port, fakes)
+
+        for fake in fakes.values():
+            fake.always(scripts.stream(50, gap_s=0.05))
+        streams = [await Client.connect(front.port) for _ in three]
+        for client in streams:
+            await client.send(chat("hi", FREE, stream=True))
+            await client.head()
+        kept = [await Client.connect(front.port) for _ in three]  # of each router
+        names = [await id_prefix_of(client) for client in kept]
+        killed = three[2]
+        killed.close()
+
+        for fake in fakes.values():
+            fake.always(scripts.answer())
+        assert await statuses(front.port, "free", 30) == {200: 30}
+        for client in kept:  # HAProxy connects them to another router
+            assert (await client.ask(chat("hi", FREE))).status == 200
+        assert [await _is_whole(client) for client in streams].count(True) == 2
+        # Less than 30 would mean that the killed router's part is lost.
+        assert await statuses(front.port, "front-2", 60) == {200: 30, 429: 30}
+
+        three[2] = await asyncio.to_thread(
+            start_host, redis, "restarted", tmp_path_factory, killed.ports, killed.port
+        )
+        await wait_for_replicas(three, 3)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(found := await prefixes(front.port, 6)) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+        assert len(found.keys() & set(names)) == 2  # the third is new
+        assert await statuses(front.port, "front-3", 60) == {200: 30, 429: 30}
+        await _burst_keeps_worker_limits(front.port, fakes)
+        for client in (*streams, *kept):
+            client.close()
+    finally:
+        front.close()
+
+
+async def _burst_keeps_worker_limits(port: int, fakes: dict[str, FakeWorker]) -> None:
+    """Each router may place one request more than the others know of."""
+    opening = hold(fakes)
+    before = {name: len(fake.served) for name, fake in fakes.items()}
+
+    def at_once() -> list[int]:
+        return [len(fake.served) - before[name] for name, fake in fakes.items()]
+
+    burst = asyncio.create_task(statuses(port, "free", 30))
+    await eventually(lambda: sum(at_once()) >= LIMIT * len(NAMES), within=DEADLINE_S)
+    await asyncio.sleep(0.5)  # more would come now
+    counts = at_once()
+    opening.set()
+    assert await burst == {200: 30}
+    assert all(LIMIT <= count <= LIMIT + 2 for count in counts), counts
+
+
+async def _is_whole(client: Client) -> bool:
+    pieces = b""
+    try:
+        while piece := await client.piece():
+            pieces += piece
+    except (BrokenError, ConnectionError):
+        return False
+    return pieces.endswith(scripts.DONE)

@@ -20,7 +20,7 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 async def client(site: Site) -> AsyncIterator[AsyncOpenAI]:
     """Return the official client without retries."""
     url = f"http://127.0.0.1:{site.port}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=5) as client:
+    async with AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=60) as client:
         yield client
 
 
