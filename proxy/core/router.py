@@ -106,9 +106,8 @@ class Router:
 
     def counter_for(self, ask: RequestInfo) -> Worker | None:
         """Return the worker to count an ask's tokens, if needed."""
-        if not self.settings.tokenize:
-            return None
-        return self._reader.counter_for(ask, by_size=self.placer.rule.by_size)
+        by_size = self.placer.rule.by_size
+        return self._reader.counter_for(ask, by_size=by_size) if self.settings.tokenize else None
 
     def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""

@@ -39,9 +39,8 @@ PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
 # In a request id, a worker's address for P2pNcclConnector follows these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
-# Their bodies may have `vllm_xargs`.
-WITH_ARGUMENTS = frozenset(("chat/completions", "completions", "messages", "responses"))
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
+WITH_ARGUMENTS = route_names(lambda route: route.takes_arguments)
 # Other bodies have no field for a salt.
 WITH_SALT = route_names(lambda route: route.salted)
 MAX_SALT_LENGTH = 128

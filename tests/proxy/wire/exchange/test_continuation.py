@@ -13,7 +13,7 @@ import pytest
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, OTHER_OUTPUT
 from proxy.wire.exchange.continuation_log import INTERVAL_S, MAX_LINES, ContinuationLog
-from proxy.wire.exchange.exchange import MAX_PIECES
+from proxy.wire.exchange.owner import MAX_PIECES
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
