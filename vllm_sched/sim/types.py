@@ -39,6 +39,7 @@ class Job:
     klass: str = ""
     tenant: str = ""
     priority: int = 0  # as sent to workers: lower is more urgent
+    wishes: Mapping[str, object] = field(default_factory=dict, hash=False)  # `vllm_xargs`
 
 
 class Event(NamedTuple):

@@ -197,6 +197,7 @@ def _request(job: Job) -> NewRequest:
         job.prompt_tokens,
         1 if job.leg is Leg.PREFILL else job.output_tokens,
         token_namer(job.text, job.shared),
+        wishes=job.wishes,
         priority=job.priority,
         remote_prefill=job.leg is Leg.DECODE,
         remote_decode=job.leg is Leg.PREFILL,
