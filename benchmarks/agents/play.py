@@ -155,7 +155,7 @@ class SessionFleet(SimulatedFleet):
         super()._arrive(request, now, ended)
 
     def _submit(self, submit: Callable[[Job, float], None], job: Job, now: float) -> None:
-        """Submit a request with what is left until its target, as `router.pass_targets` sends it."""
+        """Submit a request with its targets, as `router.pass_targets` sends them."""
         flight = self._flights[job.id]
         due = flight.outcome.at + self.alone.ttft_limit_s(flight.request)
         targets = {"deadline_ms": (due - now) * 1000, "tpot_ms": TPOT_S * 1000}
