@@ -1,0 +1,1 @@
+"""Coding agents' sessions on several routing rules, in virtual time and on real workers."""

@@ -1,0 +1,77 @@
+"""The table of a load, and the goodput where the peers' rule first misses its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import Final, TypeAlias
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.agents.play import Figures
+from benchmarks.agents.sides import CACHE_AWARE, ROWS, SCORES
+from benchmarks.agents.targets import SERVED
+
+TARGET: Final = 1.3
+HEADINGS: Final = (
+    "", "turns/s in time", "in time", "task p50", "p90", "x alone p50", "p90",
+    "TTFT p50", "p90", "p99", "TPOT p90", "hits", "tokens/s", "failed",
+)  # fmt: skip
+Found: TypeAlias = dict[str, list[Figures]]  # of each side, by seed
+
+
+def mean(runs: list[Figures], figure: str) -> float:
+    return fmean(getattr(each, figure) for each in runs)
+
+
+def table(at_once: int, found: Found) -> Table:
+    """Return one load: means over the seeds."""
+    title = f"{at_once} sessions at once"
+    layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in HEADINGS:
+        layout.add_column(heading, justify="right" if heading else "left")
+    for side, runs in found.items():
+        layout.add_row(
+            side,
+            f"{mean(runs, 'goodput'):.2f}",
+            f"{mean(runs, 'in_time'):.1%}",
+            f"{mean(runs, 'task_p50'):,.0f} s",
+            f"{mean(runs, 'task_p90'):,.0f} s",
+            f"{mean(runs, 'stretch_p50'):.2f}",
+            f"{mean(runs, 'stretch_p90'):.2f}",
+            f"{mean(runs, 'ttft_p50'):.2f} s",
+            f"{mean(runs, 'ttft_p90'):.1f} s",
+            f"{mean(runs, 'ttft_p99'):.1f} s",
+            f"{mean(runs, 'tpot_p90') * 1000:.0f} ms",
+            f"{mean(runs, 'hit'):.1%}",
+            f"{mean(runs, 'tokens_per_s'):,.0f}",
+            str(sum(each.failed for each in runs)),
+        )
+    return layout
+
+
+def first_miss(found: Mapping[int, Found], side: str) -> int | None:
+    """Return the least load at which a side has too many late turns."""
+    loads = sorted(load for load in found if side in found[load])
+    return next((load for load in loads if mean(found[load][side], "in_time") < SERVED), None)
+
+
+def verdicts(found: Mapping[int, Found]) -> Iterator[str]:
+    """Yield the load where the better peers' rule first misses, and the goodput of ours there."""
+    peers = [side for side in (CACHE_AWARE, SCORES) if any(side in each for each in found.values())]
+    misses = {side: first_miss(found, side) for side in peers}
+    if not peers or any(load is None for load in misses.values()):
+        yield "a peers' rule serves every load"
+        return
+    peer = max(peers, key=lambda side: misses[side] or 0)
+    load = misses[peer] or 0
+    yield f"{peer}: fewer than {SERVED:.0%} of the turns are in time with {load} sessions at once"
+    own = [side for side, spec in ROWS.items() if not spec.peer and side in found[load]]
+    for side in own:
+        pairs = zip(found[load][side], found[load][peer], strict=True)
+        ratios = [ours.goodput / theirs.goodput for ours, theirs in pairs]
+        met = "" if fmean(ratios) >= TARGET else f", less than {TARGET:g}x: missed"
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}x"
+        yield f"{side}: {fmean(ratios):.2f}x its goodput there ({spread}){met}"
+        yield f"  first misses at {first_miss(found, side) or 'no load'}"
