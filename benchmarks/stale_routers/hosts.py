@@ -12,8 +12,9 @@ from proxy.config import FleetConfig
 from proxy.core.router import Router
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import Update, decode
-from proxy.processes.replicas.replication import PUBLISH_INTERVAL_S, Replication
-from proxy.processes.server_process import FLUSH_DELAY_S, IDLE_INTERVAL_S, QUEUED_INTERVAL_S
+from proxy.processes.replicas.replication import Replication
+from proxy.processes.replicas.ticks import FLUSH_S, PUBLISH_INTERVAL_S
+from proxy.processes.server_process import IDLE_INTERVAL_S, QUEUED_INTERVAL_S
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
@@ -25,7 +26,7 @@ from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet, make_route
 from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
 
 TRAVEL_S = 0.005
-WAITS_S = FLUSH_DELAY_S + PUBLISH_INTERVAL_S + REMOTE_INTERVAL_S
+WAITS_S = FLUSH_S + PUBLISH_INTERVAL_S + REMOTE_INTERVAL_S
 USUAL_AGE_S = WAITS_S + TRAVEL_S
 
 
@@ -42,7 +43,7 @@ class Delays(NamedTuple):
         """Return the product's intervals, shortened for small ages; the rest is travel."""
         share = min(age_s / USUAL_AGE_S, 1.0)
         return cls(
-            share * FLUSH_DELAY_S,
+            share * FLUSH_S,
             share * PUBLISH_INTERVAL_S,
             age_s - share * WAITS_S,
             share * REMOTE_INTERVAL_S,
@@ -177,7 +178,8 @@ class Host:
 
     def publish(self, now: float) -> None:
         """Send again and again, as `Replication` does."""
-        self.send(now)
+        if self.replication.is_due(now):
+            self.send(now)
         if self._delays.publish_s:
             self._fleet.at(now + self._delays.publish_s, self.publish)
 

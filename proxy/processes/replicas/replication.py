@@ -181,10 +181,10 @@ class Replication:
             raise channel.error
         if now - self._echo_at > ECHO_TIMEOUT_S:
             raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
-        if self._is_due(now) and (message := self.next_message(now)) is not None:
+        if self.is_due(now) and (message := self.next_message(now)) is not None:
             channel.publish(message)
 
-    def _is_due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Return False if all changes are small and recent."""
         if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
             return True

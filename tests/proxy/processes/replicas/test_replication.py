@@ -131,24 +131,24 @@ def test_small_changes_wait_for_others(
         host.hear("m")
         replication.next_message(host.now)
     host.now += PUBLISH_INTERVAL_S
-    assert not replication._is_due(host.now)
+    assert not replication.is_due(host.now)
     sheet.write_load(ROW, (requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0), 0.0)
     sheet.mark_changed(ROW)
     if word is not None:
         sheet.write_count(word, 2)
-    assert replication._is_due(host.now) is at_once
-    assert replication._is_due(host.now + SMALL_INTERVAL_S)
+    assert replication.is_due(host.now) is at_once
+    assert replication.is_due(host.now + SMALL_INTERVAL_S)
     assert replication.next_message(host.now) is not None
     sheet.write_count(WAITING, 0)
-    assert not replication._is_due(host.now + PUBLISH_INTERVAL_S)
+    assert not replication.is_due(host.now + PUBLISH_INTERVAL_S)
 
 
 def test_stored_responses_do_not_wait(host: Host) -> None:
     host.hear("m")
     host.replication.next_message(host.now)
-    assert not host.replication._is_due(host.now)
+    assert not host.replication.is_due(host.now)
     host.replication.report(StoredResponses((("resp_1", "a", "t"),)))
-    assert host.replication._is_due(host.now)
+    assert host.replication.is_due(host.now)
 
 
 @pytest.mark.parametrize(("replicas", "parts"), [(None, 1), (3, 3)])
