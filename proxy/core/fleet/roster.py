@@ -155,6 +155,8 @@ class Roster:
 
     def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
         """Note that a worker's cache will hold a prompt."""
+        if self.by_index.get(worker.index) is not worker:  # removed
+            return
         self.prefixes.record(ask.prefix, worker.index)
         if worker.reports_prefixes and self.name_prefix is not None and ask.prompts == 1:
             self.name_prefix(worker, ask)

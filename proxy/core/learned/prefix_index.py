@@ -117,6 +117,8 @@ class PrefixIndex:
 
     def follow(self, worker: int) -> None:
         """Expect blocks on a worker until its journal reports them."""
+        if not self._followed >> worker & 1:
+            self._sent.forget(worker)
         self._followed |= 1 << worker
 
     def unfollow(self, worker: int) -> None:

@@ -56,15 +56,16 @@ class Visit:
 class Session:
     """A conversation: each prompt extends the one before."""
 
-    __slots__ = ("depth", "key", "mark", "seen_at", "visited", "visits")
+    __slots__ = ("depth", "key", "mark", "seen_at", "strayed", "tail", "visited", "visits")
 
     def __init__(self, key: int, now: float) -> None:
         self.key = key
         self.seen_at = now
         self.visits: list[Visit] = []  # the last at the end
         self.visited = 0  # mask; includes visits not kept
-        self.depth = 0  # blocks in the first half of the last prompt
-        self.mark = 0  # hash of these
+        self.depth = self.mark = 0  # blocks in the first half of the last prompt, and their hash
+        self.tail = (0, 0)  # the same of seven eighths
+        self.strayed = False  # the last prompt was another, shorter one
 
     def goes_on(self, hashes: tuple[int, ...]) -> bool:
         """Return whether a prompt may extend the last one."""
@@ -73,6 +74,11 @@ class Session:
             return True
         return len(hashes) >= depth and hashes[depth - 1] == self.mark
 
+    def extends(self, hashes: tuple[int, ...]) -> bool:
+        """Return whether a prompt that goes on has nearly all of the last one."""
+        depth, mark = self.tail
+        return not depth or not hashes or (len(hashes) >= depth and hashes[depth - 1] == mark)
+
     def visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
         self.visits = [v for v in self.visits if v.worker != visit.worker][1 - MAX_VISITS :]
@@ -80,14 +86,25 @@ class Session:
         if estimated:
             self.visited |= 1 << visit.worker
 
-    def begin(self, hashes: tuple[int, ...], prompt_bytes: int) -> None:
-        """Note the last prompt."""
-        if not self.goes_on(hashes):
+    def begin(self, hashes: tuple[int, ...], prompt_bytes: int) -> bool:
+        """Note the last prompt; return False for a side request, such as one for a title."""
+        strays = not self.goes_on(hashes)
+        if strays and not self.strayed and len(hashes) < self.depth:
+            self.strayed = True
+            return False
+        self.strayed = False
+        if strays:
             self.visits, self.visited = [], 0
         if hashes:
-            depth = bisect_right(ENDS, prompt_bytes // 2)
-            self.depth = min(depth, len(hashes)) or 1
-            self.mark = hashes[self.depth - 1]
+            self.depth, self.mark = _mark(hashes, prompt_bytes // 2)
+            self.tail = _mark(hashes, prompt_bytes - prompt_bytes // 8)
+        return True
+
+
+def _mark(hashes: tuple[int, ...], prompt_bytes: int) -> tuple[int, int]:
+    """Return the number of blocks in the first bytes, and their hash."""
+    depth = min(bisect_right(ENDS, prompt_bytes), len(hashes)) or 1
+    return depth, hashes[depth - 1]
 
 
 class Sessions:
@@ -134,7 +151,8 @@ class Sessions:
         estimated: bool,
     ) -> None:
         """Note a served turn."""
-        session.begin(hashes, prompt_bytes)
+        if not session.begin(hashes, prompt_bytes):
+            return
         session.visit(visit, estimated=estimated)
         if self.others_record is not None:
             self.others_record(session, visit)

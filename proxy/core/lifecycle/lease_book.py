@@ -173,6 +173,8 @@ class LeaseBook:
 
     def _end_turn(self, lease: Lease, session: Session, usage: Usage | None) -> None:
         ask, worker = lease.ask, lease.worker
+        if self._roster.by_index.get(worker.index) is not worker:  # removed
+            return
         tokens = ask.prompt_tokens + lease.seen_tokens
         if usage is not None:
             tokens = usage.prompt_tokens + usage.completion_tokens

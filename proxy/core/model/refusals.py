@@ -46,9 +46,8 @@ def unknown_model(model: str, known: Iterable[str]) -> Refusal:
 
 
 def route_not_served(model: str, route: str, known: Iterable[str]) -> Refusal:
-    message = (
-        f"The model `{model[:200]}` does not support {route}. This fleet serves: {_listed(known)}."
-    )
+    missing = f"A worker of the model `{model[:200]}` does not support {route}."
+    message = f"{missing} This fleet serves: {_listed(known)}."
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_supported", "model")
 
 

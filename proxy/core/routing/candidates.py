@@ -51,7 +51,7 @@ def find_candidates(
                 if i in roster.by_index
             ]
     session = session_of(roster, ask) if ask.session else None
-    if session is not None and not ask.pinned:
+    if session is not None and not ask.pinned and session.extends(ask.prefix):
         held = with_visits(held, session, roster, ask.prompt_tokens)
         if pool.ranked:
             indexes = (visit.worker for visit in session.visits)
@@ -103,8 +103,9 @@ def with_visits(
         if tokens > common:
             masks[tokens] = masks.get(tokens, 0) | bit
             visited &= ~bit
-    if common:
-        masks[common] |= visited
+    for tokens, holders in held:
+        if tokens >= common > 0:
+            masks[common] |= visited & holders
     return sorted(masks.items(), reverse=True)
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from proxy.processes.shared.load import SharedLoad
 
 
-TURN = 0  # then key, tokens, depth, mark, and 1 if it is the only visit
-TURN_WORDS = 6
+TURN = 0  # then key, tokens, depths and marks, and 1 if it is the only visit
+TURN_WORDS = 8
 
 
 class PrefixPeer:
@@ -41,6 +41,7 @@ class SharedPrefixes:
         self._peers = sharing.peers_of(PrefixPeer)
         self._new: list[tuple[int, tuple[int, ...]]] = []
         self._taking = False
+        self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
         fleet.roster.prefixes.others_record = self._recorded
         fleet.roster.sessions.others_record = self._turn_ended
 
@@ -60,16 +61,17 @@ class SharedPrefixes:
         row = None if worker is None else self._sharing.row(worker)
         if row is not None:
             sole = len(session.visits) == 1
-            entry = (TURN, session.key, visit.tokens, session.depth, session.mark, int(sole))
+            marks = session.depth, session.mark, *session.tail
+            entry = (TURN, session.key, visit.tokens, *marks, int(sole))
             self._new.append((row, entry))
             self._sharing.schedule()
 
     def _take_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
-        _, key, tokens, depth, mark, sole = entry
+        _, key, tokens, depth, mark, tail_depth, tail_mark, sole = entry
         session = self._fleet.roster.sessions.open(key, now)
         if sole:
             session.visits, session.visited = [], 0
-        session.depth, session.mark = depth, mark
+        session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)
         visit = Visit(worker.index, worker.up_since, tokens, worker.written)
         session.visit(visit, estimated=not worker.reports_prefixes)
 
@@ -80,6 +82,10 @@ class SharedPrefixes:
             self._sharing.sheet.write_log(row, hashes)
 
     def take(self, now: float) -> None:
+        turns, self._turns = self._turns, []
+        for row, entry in turns:
+            if (worker := self._sharing.worker(row)) is not None:
+                self._take_turn(entry, worker, now)
         self._taking = True
         for peer in self._peers:
             for row, hashes in peer.new_entries():
@@ -87,7 +93,7 @@ class SharedPrefixes:
                 if worker is None:
                     continue
                 if len(hashes) == TURN_WORDS and hashes[0] == TURN:
-                    self._take_turn(hashes, worker, now)
+                    self._turns.append((row, hashes))
                 else:
                     self._fleet.roster.prefixes.record(hashes, worker.index)
         self._taking = False

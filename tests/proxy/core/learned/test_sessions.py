@@ -44,8 +44,30 @@ def test_another_prompt_begins_anew() -> None:
     sessions.ended(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
     sessions.ended(session, (*LONG, 99), BYTES, Visit(1, 0.0, 7000, 0), estimated=False)
     assert ([v.worker for v in session.visits], session.visited) == ([0, 1], 1)
-    sessions.ended(session, (7, 8), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+    other = tuple(range(101, 141))
+    sessions.ended(session, other, BYTES, Visit(2, 0.0, 300, 0), estimated=True)
     assert ([v.worker for v in session.visits], session.visited) == ([2], 4)
+
+
+def test_one_side_request_changes_nothing() -> None:
+    sessions = Sessions()
+    session = sessions.open(1, 0.0)
+    for _ in range(3):
+        sessions.ended(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
+        sessions.ended(session, (7, 8), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+        assert [v.worker for v in session.visits] == [0]
+    sessions.ended(session, (7, 9), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+    assert [v.worker for v in session.visits] == [2], "the prompt was made shorter"
+
+
+def test_prompt_extends_the_last_one_only_with_nearly_all_of_it() -> None:
+    session = Session(1, 0.0)
+    assert session.extends(LONG)  # nothing is known
+    session.begin(LONG, BYTES)
+    assert session.extends((*LONG, 99))
+    assert session.extends((*LONG[:38], 77))
+    assert not session.extends((*LONG[:25], 77, 78))
+    assert session.goes_on((*LONG[:33], 77, 78))
 
 
 def test_only_the_last_visits_are_kept() -> None:

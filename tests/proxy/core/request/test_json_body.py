@@ -49,6 +49,18 @@ def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
 
 
 @pytest.mark.plain("replaces a part")
+@pytest.mark.parametrize("end", [b'"', b'", "seed": NaN}'])
+def test_large_text_is_parsed_leniently_only_for_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("json.loads", lambda text: seen.append(len(text)))
+    with pytest.raises(orjson.JSONDecodeError):
+        parsed(b'{"prompt": "%b%b' % (TEXT, end))
+    assert len(seen) == (b"NaN" in end)
+
+
+@pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize("collects", [True, False])
 def test_garbage_is_not_collected_while_parsing(
     monkeypatch: pytest.MonkeyPatch, collects: bool

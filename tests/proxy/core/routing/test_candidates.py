@@ -6,6 +6,7 @@ import pytest
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import MAX_UNRANKED
+from proxy.core.learned.prefix_index import COVERED
 from proxy.core.learned.sessions import Turn
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.router import Router
@@ -125,6 +126,27 @@ def test_session_expects_nothing_of_what_is_gone(gone: str) -> None:
     lease = placed(router.submit(turn_ask(prefix=prefix), 2.0))
     assert lease.decision.cached_tokens == 0
     assert lease.decision.turn == (Turn.NEW if gone == "other prompt" else Turn.DISPLACED)
+
+
+def test_nothing_is_noted_of_a_worker_that_was_removed_meanwhile() -> None:
+    router = three()
+    lease = placed(router.submit(turn_ask(), 0.0))
+    router.fleet.roster.remove("w0")
+    router.leases.first_token(lease, 0.5)
+    router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
+    router.fleet.roster.expect_prefix(lease.ask, lease.worker)
+    assert not router.fleet.roster.prefixes.matches(PREFIX)
+    session = router.fleet.roster.sessions.get(5)
+    assert session is None or not session.visits
+
+
+@pytest.mark.parametrize("shared", [35, 50])
+def test_fork_expects_only_what_the_index_knows(shared: int) -> None:
+    router = three()
+    serve(router, turn_ask(), 0.0)
+    fork = turn_ask(prefix=(*PREFIX[:shared], *range(500, 560 - shared)))
+    known = COVERED[shared] * PROMPT // fork.prefix_bytes
+    assert placed(router.submit(fork, 2.0)).decision.cached_tokens == known
 
 
 def test_sessions_worker_is_a_candidate_in_a_large_group() -> None:

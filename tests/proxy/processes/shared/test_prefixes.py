@@ -53,8 +53,9 @@ def test_session_is_known_in_all_processes(make_group: MakeGroup) -> None:
         lease = placed(group.routers[number % 3].submit(info, group.now))
         group.end_turn()
         group.finish(number % 3, lease)
-        group.now += 1.0
-        group.read_all()
+        for _ in range(2):  # tokens, then the turn
+            group.now += 1.0
+            group.read_all()
         assert lease.decision.turn == (Turn.STAYED if number else Turn.NEW)
         known = [router.fleet.roster.sessions.get(7) for router in group.routers]
         assert len({(s.depth, s.mark, s.visited) for s in known if s is not None}) == 1

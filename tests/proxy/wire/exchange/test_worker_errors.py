@@ -26,8 +26,9 @@ async def test_path_that_the_model_lacks_gets_the_list_of_models(
     site.always(scripts.answer(404, NOT_FOUND, framing=framing))
     answer = await site.ask(request(json.dumps(BODY).encode(), path=path))
     assert answer.status == 404
+    says = f"A worker of the model `tiny` does not support {path}. This fleet serves: tiny."
     assert answer.error() == {
-        "message": f"The model `tiny` does not support {path}. This fleet serves: tiny.",
+        "message": says,
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_supported",
