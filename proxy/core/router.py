@@ -214,8 +214,7 @@ class Router:
         self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
     ) -> Lease | Ticket | Refusal:
         # Queued requests go first.
-        queue, again = self.queue, attempts.is_retry
-        targets = self.settings.admission or NO_TARGETS
+        queue, again, targets = self.queue, attempts.is_retry, self.settings.admission or NO_TARGETS
         free = not queue.any_ahead_of(ask)
         if free or again or ask.pinned:
             answer = self.placer.place(
@@ -229,7 +228,8 @@ class Router:
             give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
-        urgency = urgency_of(self._roster, ask, now, targets.due(ask, now))
+        due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
+        urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
         if refusal is None and not again:
             refusal = queued_too_late(targets, ask, queue, urgency, now)
         if refusal is not None:

@@ -62,11 +62,7 @@ class QueueCapacity:
 
         An oversized request accepted by an empty queue is kept.
         """
-        may = [
-            fifo
-            for fifo in lines
-            if fifo.place[1] != OWN_PLACE and fifo.tickets[-1].ask.prompt_tokens <= most[2]
-        ]
+        may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE]
         return _last_of(may, dict(self._used), over, most, lambda _: True, partly=True)
 
 
@@ -80,7 +76,13 @@ def _last_of(
     partly: bool = False,
 ) -> list[Ticket]:
     """Take the last ticket of the largest tenant until nothing exceeds its limit."""
-    left = {fifo.key: len(fifo.tickets) for fifo in may}
+    tickets = {
+        fifo.key: [t for t in fifo.tickets if t.ask.prompt_tokens <= most[2]]
+        if partly
+        else fifo.tickets
+        for fifo in may
+    }
+    left = {key: len(found) for key, found in tickets.items()}
     gone: list[Ticket] = []
     while max(over) > 0 and len(gone) < MAX_EVICTED:
         there = [fifo for fifo in may if left[fifo.key] and yields(fifo)]
@@ -88,7 +90,7 @@ def _last_of(
             break
         fifo = max(there, key=lambda fifo: _order(fifo, used, most, left[fifo.key]))
         left[fifo.key] -= 1
-        ticket = fifo.tickets[left[fifo.key]]
+        ticket = tickets[fifo.key][left[fifo.key]]
         gone.append(ticket)
         used[fifo.tenant] = _plus(used[fifo.tenant], amounts(ticket.ask), -1)
         over = _plus(over, amounts(ticket.ask), -1)

@@ -158,6 +158,9 @@ class Queue:
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
         return above + lines.ahead(place, ask.rank, ask.tenant, key)
 
+    def longest_wait_s(self, ask: RequestInfo) -> float:
+        return self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
+
     def push(
         self,
         ask: RequestInfo,
@@ -167,8 +170,7 @@ class Queue:
         explain: bool = False,
         urgency: Urgency = NOT_URGENT,
     ) -> Ticket:
-        wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
-        latest = urgency.latest_start
+        wait_s, latest = self.longest_wait_s(ask), urgency.latest_start
         for_client, key = latest < now + wait_s, max(urgency.key, now)
         deadline = latest if for_client else now + wait_s
         ticket = Ticket(ask, attempts, now, deadline, for_client, key, explain)

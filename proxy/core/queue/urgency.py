@@ -2,7 +2,8 @@
 
 Idea: the least sum of arrival and `WEIGHT` predicted prefills goes first, or the latest start by a
 deadline. A mostly cached turn passes a fresh long prompt, which waits for no request that arrives
-later than `WEIGHT` times its prefill. The key is fixed on arrival and never before it.
+later than `WEIGHT` times its prefill, nor after a quarter of the longest wait. The key is fixed on
+arrival and never before it.
 
 How it fails: a prefix that is evicted or cached meanwhile does not change the key.
 """
@@ -13,10 +14,14 @@ from dataclasses import dataclass
 from math import inf
 
 from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
+from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
 WEIGHT = 4.0  # chosen with `benchmarks.turn_priority`
+MAX_WAIT_SHARE = 0.25
+MAX_WORKERS = 64  # that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +36,42 @@ class Urgency:
 NOT_URGENT = Urgency()
 
 
-def urgency_of(roster: Roster, ask: RequestInfo, now: float, due: float) -> Urgency:
-    """Return the urgency of a request that arrives now; its first token is `due`."""
+def urgency_of(
+    roster: Roster, ask: RequestInfo, now: float, wait_s: float, due: float = inf
+) -> Urgency:
+    """Return the urgency of a request that may wait `wait_s`; its first token is `due`."""
     prefill_s, is_learnt = prefill_left_s(roster, ask)
-    key, latest = now + WEIGHT * prefill_s, due - prefill_s
+    key, latest = now + min(WEIGHT * prefill_s, MAX_WAIT_SHARE * wait_s), due - prefill_s
     key = min(key, latest) if latest >= now else key
     if not is_learnt:
         prefill_s = 0.0  # good enough for an order only
-    return Urgency(prefill_s, key, ask.deadline - prefill_s)
+    by_client = inf if due == inf else ask.deadline
+    return Urgency(prefill_s, key, by_client - prefill_s)
 
 
 def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
-    """Return the least predicted prefill, and whether the worker's pace is learnt."""
-    workers = roster.pool(ask.model).all
-    if not workers:
-        return 0.0, False
-    likely, cached = workers[0], 0
+    """Return the least predicted prefill, and whether all paces are learnt."""
+    pool = roster.pool(ask.model)
+    held: list[tuple[int, int]] = []
     if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
-        blocks, holders = matches[0]
-        likely = next((worker for worker in workers if worker.bit & holders), likely)
-        if likely.bit & holders:
-            per_byte = ask.prompt_tokens / ask.prefix_bytes
-            cached = min(int(COVERED[blocks] * per_byte), ask.prompt_tokens)
-    pace = likely.pace
-    return pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached), pace.prefills > 0
+        per_byte = ask.prompt_tokens / ask.prefix_bytes
+        held = [
+            (min(int(COVERED[blocks] * per_byte), ask.prompt_tokens), holders)
+            for blocks, holders in matches
+        ]
+    best, is_learnt = inf, True
+    for worker in _likely(pool.all, held) + pool.prefills[:MAX_WORKERS]:
+        if worker.may_hold(ask) and not (ask.long and worker.role is Role.SHORT):
+            cached = worker.cached(held)
+            seconds = worker.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
+            is_learnt = is_learnt and worker.pace.prefills > 0
+            best = min(best, seconds)
+    return (0.0, False) if best == inf else (best, is_learnt)
+
+
+def _likely(workers: list[Worker], held: list[tuple[int, int]]) -> list[Worker]:
+    """Return some workers, those with most of the prompt first."""
+    if len(workers) <= MAX_WORKERS:
+        return workers
+    holders = held[0][1] if held else 0
+    return [w for w in workers if w.bit & holders][:MAX_WORKERS] + workers[:MAX_WORKERS]

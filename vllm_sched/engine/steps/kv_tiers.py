@@ -16,8 +16,8 @@ Lookup = Callable[[Request, int], int]  # tokens beyond the computed ones
 
 # Connectors of other projects may set this attribute of their class.
 REPEATABLE: Final = "repeatable_lookup"
-ASKED: Final = frozenset(["OffloadingConnector", "ExampleConnector"])
 SIMPLE_OFFLOAD: Final = "SimpleCPUOffloadConnector"
+TIERS: Final = frozenset(["OffloadingConnector", "ExampleConnector", SIMPLE_OFFLOAD])
 
 
 class KvTiers:
@@ -27,7 +27,7 @@ class KvTiers:
         parts = () if connector is None else getattr(connector, "sub_connectors", (connector,))
         found = [lookup_of(part) for part in parts]
         self._lookups = [lookup for lookup in found if lookup is not None]
-        self._hands_over = len(self._lookups) < len(found)
+        self._hands_over = not all(is_tier(part) for part in parts)
 
     def __bool__(self) -> bool:
         """Return whether there is a tier to look up in."""
@@ -49,12 +49,20 @@ class KvTiers:
         return 0
 
 
+def is_tier(connector: Any) -> bool:
+    names = {kind.__name__ for kind in type(connector).__mro__}
+    return bool(names & TIERS) or bool(getattr(connector, REPEATABLE, False))
+
+
 def lookup_of(connector: Any) -> Lookup | None:
     """Return the look-up of a connector; None if it must not be asked."""
     names = {kind.__name__ for kind in type(connector).__mro__}
     if SIMPLE_OFFLOAD in names:
         return simple_offload_lookup(connector)
-    if not names & ASKED and not getattr(connector, REPEATABLE, False):
+    if not is_tier(connector):
+        return None
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    if getattr(manager, "secondary_tiers", None):  # a question would load from these
         return None
 
     def lookup(request: Request, computed: int) -> int:

@@ -8,6 +8,7 @@ from math import inf
 import pytest
 
 from proxy.core.fleet.leases import Lease
+from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.ticket import Ticket
@@ -87,6 +88,37 @@ def test_long_prompt_is_passed_only_by_what_arrives_in_its_time() -> None:
         waits(router.submit(info, number * bound / 10))
     order = drain(router, 2 * bound, running)
     assert order.index(long.id) == 10, "half of them arrived later"
+
+
+@pytest.mark.parametrize("tokens", [50_000, 400_000])
+def test_long_prompt_begins_within_the_usual_wait_beside_turns_without_end(tokens: int) -> None:
+    router = make_router()
+    running, waiting = placed(router.submit(ask(10), 0.0)), []
+    long = fresh(tokens)
+    waits(router.submit(long, 0.0))
+    for second in range(1, 30):
+        waits(router.submit(ask(100), second - 0.5))
+        waits(router.submit(ask(100), second - 0.4))
+        router.leases.finish(running, float(second), Outcome.DONE)
+        ((ticket, answer),) = router.due(float(second))
+        assert isinstance(answer, Lease)
+        running = answer
+        waiting.append(ticket.ask.id)
+        if ticket.ask is long:
+            break
+    assert waiting[-1] == long.id
+
+
+def test_deadline_is_judged_by_workers_that_may_take_the_request() -> None:
+    short, slow = spec("short", Role.SHORT, most=1), spec("slow", most=1)
+    router = router_of(short, slow, spec("fast", most=1))
+    for worker, token_s in zip(router.fleet.roster, (1e-2, 1e-3, TOKEN_S), strict=True):
+        pace = worker.pace
+        pace.prefills, pace.token_s, pace.fixed_s, pace.missing = 100, token_s, 0.0, 0.0
+    for _ in range(3):
+        placed(router.submit(ask(10), 0.0))
+    ticket = waits(router.submit(fresh(20_000, deadline=10.0), 0.0))
+    assert ticket.deadline == pytest.approx(8.0), "the fast worker needs 2 s"
 
 
 @pytest.mark.parametrize("standing", [0.0, 5.0])
