@@ -216,6 +216,7 @@ async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
     full = pool(urls, "general", name, max_requests=1)
     await stage.reload(full, {}, queue={"max_requests": 1, "max_wait_s": 2})
     async with stage.held(endless(WRITES_SHORT)):
+        assert await stage.ask(brief(b"X-Request-Deadline-Ms: 1")) == 429
         # One request waits in the queue until its limit, one finds the queue full.
         assert await asyncio.gather(*[stage.ask(brief()) for _ in range(2)]) == [429, 429]
     await stage.drain(name)
