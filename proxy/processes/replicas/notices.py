@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.processes.ipc_messages import Message
     from proxy.processes.replicas.messages import Drained, Update
 
-MAX_RESPONSES_SENT = 2000  # the newest, to a replica that joins
+MAX_RESPONSES_SENT = 2000  # in an update
 MAX_DRAINS = 4096
 LATER_S = 1e-3
 NEVER_DRAINED: Drained = (-inf, False, False)
@@ -53,14 +53,16 @@ class Notices:
                         self._send(WorkerDrained(name, draining=True))
 
     def write(self, update: Update) -> None:
-        """Put what is new, or all, into an update."""
-        update.drains, update.responses = self._new_drains, list(self._new_responses)
+        """Put what is new, or all, into an update; later updates have what is too much for one."""
+        new = self._new_responses
+        responses = [new.popleft() for _ in range(min(len(new), MAX_RESPONSES_SENT))]
+        update.drains = self._new_drains
         if update.whole:
             update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
             update.drains |= self._new_drains
-            update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
-        self._new_drains = {}
-        self._new_responses.clear()
+            newest = dict.fromkeys(list(self._responses.values())[-MAX_RESPONSES_SENT:])
+            responses = [*(found for found in responses if found not in newest), *newest]
+        update.responses, self._new_drains = responses, {}
 
     def take(self, update: Update) -> None:
         """Drain workers as other hosts did, where the last change counts; keep responses."""
