@@ -58,8 +58,7 @@ class Notices:
         responses = [new.popleft() for _ in range(min(len(new), MAX_RESPONSES_SENT))]
         update.drains = self._new_drains
         if update.whole:
-            update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
-            update.drains |= self._new_drains
+            update.drains = {**self._drains, **self._new_drains}
             newest = dict.fromkeys(list(self._responses.values())[-MAX_RESPONSES_SENT:])
             responses = [*(found for found in responses if found not in newest), *newest]
         update.responses, self._new_drains = responses, {}
