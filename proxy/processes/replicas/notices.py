@@ -68,7 +68,7 @@ class Notices:
         for name, state in update.drains.items():
             at, draining, now = state
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
-                self._drains[name] = state
+                self._keep_drain(name, state)
                 self._send(WorkerDrained(name, draining, now))
         new = [found for found in update.responses if found[0] not in self._responses]
         for response in new:
@@ -81,7 +81,11 @@ class Notices:
         known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
         # Later than the change that it follows, even if another host's time of day is ahead.
         state = max(time.time(), known_at + LATER_S), message.draining, message.now
-        self._drains[message.name] = self._new_drains[message.name] = state
+        self._new_drains[message.name] = state
+        self._keep_drain(message.name, state)
+
+    def _keep_drain(self, name: str, state: Drained) -> None:
+        self._drains[name] = state
         if len(self._drains) > MAX_DRAINS:
             del self._drains[next(iter(self._drains))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.processes.ipc_messages import Joined, Serving, StoredResponses, WorkerDrained
 from proxy.processes.replicas.messages import Update
-from proxy.processes.replicas.notices import MAX_RESPONSES_SENT, Notices
+from proxy.processes.replicas.notices import MAX_DRAINS, MAX_RESPONSES_SENT, Notices
 
 FIRST, SECOND = ("resp_1", "a", "t"), ("resp_2", "b", "t")
 
@@ -63,6 +63,14 @@ def test_the_last_change_of_a_worker_counts() -> None:
     assert host.sent == [WorkerDrained("a", draining=False)]
     other.notices.take(early)
     assert len(other.sent) == 1
+
+
+def test_drains_of_others_are_bounded() -> None:
+    host = Host()
+    for number in range(MAX_DRAINS + 1):
+        drains = {f"w{number}": (float(number), True, False)}
+        host.notices.take(Update("n", number, 0.0, drains=drains))
+    assert len(host.update(whole=True).drains) == MAX_DRAINS
 
 
 def test_process_that_starts_learns_what_it_could_not_hear() -> None:
