@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 SMALL_INTERVAL_S = 0.09  # between messages with small changes only
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
+PAUSE_S = 1.0  # without a step, this process was stopped
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
@@ -77,7 +78,7 @@ class Replication:
         self._configured = replicas  # parts without the server, at least
         self._hosts = replicas  # that shared the workers when the server was last reached
         table.write_hosts(replicas)
-        self._connected_at = -inf
+        self._connected_at, self._ran_at = -inf, clock()
         self._joined = False
         self._number = 0
         self._whole = True  # the next update has everything
@@ -106,7 +107,7 @@ class Replication:
         match message:
             case WorkersChanged():
                 self.sheets.place(self.workers.take(message))
-                self._reserve(self._clock())
+                self._reserve(self._now())
             case _:
                 self._notices.report(message)
 
@@ -173,16 +174,26 @@ class Replication:
         self._reserve(now)
 
     def _publish(self, channel: redis_server.ReplicaChannel) -> None:
-        now = self._clock()
-        self._expire(now)
-        if not self._joined:
-            self._reserve(now)
+        now = self._now()
         if channel.error is not None:
             raise channel.error
         if now - self._echo_at > ECHO_TIMEOUT_S:
             raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
+        self._expire(now)
+        if not self._joined:
+            self._reserve(now)
         if self.is_due(now) and (message := self.next_message(now)) is not None:
             channel.publish(message)
+
+    def _now(self) -> float:
+        """Return the time; a pause of this process is no silence of others."""
+        now = self._clock()
+        if self.connected and (pause := now - self._ran_at) > PAUSE_S:
+            self._echo_at += pause
+            for member in self.sheets.members.values():
+                member.heard_at += pause
+        self._ran_at = now
+        return now
 
     def is_due(self, now: float) -> bool:
         """Return False if all changes are small and recent."""
@@ -240,7 +251,7 @@ class Replication:
 
     def _receive(self, message: bytes) -> None:
         if message.startswith(self._own):
-            self._echoed(self._clock())
+            self._echoed(self._now())
             return
         try:
             update = decode(message)
@@ -248,7 +259,7 @@ class Replication:
             self.errors += 1
             logger.warning("router.shared: a message cannot be read: %s", error)
             return
-        self.handle(update, self._clock())
+        self.handle(update, self._now())
 
     def _echoed(self, now: float) -> None:
         """Note that a message of this replica came back."""
