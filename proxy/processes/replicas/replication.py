@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 import time
 import uuid
 from collections import Counter
@@ -254,12 +255,10 @@ class Replication:
             self._echoed(self._now())
             return
         try:
-            update = decode(message)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            self.handle(decode(message), self._now())
+        except (msgspec.DecodeError, IndexError, struct.error) as error:
             self.errors += 1
             logger.warning("router.shared: a message cannot be read: %s", error)
-            return
-        self.handle(update, self._now())
 
     def _echoed(self, now: float) -> None:
         """Note that a message of this replica came back."""

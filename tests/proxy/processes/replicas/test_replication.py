@@ -13,7 +13,7 @@ from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.processes.ipc_messages import StoredResponses, WorkersChanged
 from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.local_sheets import LARGE_TOKENS
-from proxy.processes.replicas.messages import Update, encode
+from proxy.processes.replicas.messages import ProcessChanges, Update, encode
 from proxy.processes.replicas.remote_sheets import LEASE_S
 from proxy.processes.replicas.replication import SMALL_INTERVAL_S, Replication
 from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S
@@ -168,6 +168,20 @@ def test_small_changes_wait_for_others(
     assert replication.next_message(host.now) is not None
     sheet.write_count(WAITING, 0)
     assert not replication.is_due(host.now + PUBLISH_INTERVAL_S)
+
+
+@pytest.mark.parametrize(
+    "fronts", [{10**9: (1, 0.0, 0.0, 0.0)}, {0: (1 << 63, 0.0, 0.0, 0.0)}, None]
+)
+def test_unreadable_messages_are_errors(
+    host: Host, fronts: dict[int, tuple[int, float, float, float]] | None
+) -> None:
+    message = b"{"
+    if fronts is not None:
+        part = ProcessChanges(0, 1, fronts=fronts)
+        message = encode(Update("m", 1, 0.0, whole=True, processes=[part]))
+    host.replication._receive(message)
+    assert host.replication.errors == 1
 
 
 def test_stored_responses_do_not_wait(host: Host) -> None:
