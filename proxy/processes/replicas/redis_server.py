@@ -21,7 +21,7 @@ READ_ONLY = "READONLY"
 
 
 class ReplicaChannel(Protocol):
-    """What every replica publishes, all replicas receive, the sender too."""
+    """A publish/subscribe channel. Each message reaches every replica, including its sender."""
 
     @property
     def error(self) -> Exception | None:

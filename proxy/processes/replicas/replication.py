@@ -165,8 +165,8 @@ class Replication:
             logger.error("router.shared: an update failed", exc_info=error)
         if self.connected or self.errors == 1:
             logger.error(
-                "router.shared: the server cannot be reached; this replica goes on alone: %s: %s",
-                type(error).__name__,
+                "router.shared: the server cannot be reached (%r); "
+                "this router uses its own state only",
                 error,
             )
         self.connected = False
@@ -197,7 +197,7 @@ class Replication:
         return now
 
     def is_due(self, now: float) -> bool:
-        """Return False if all changes are small and recent."""
+        """Return True if an update must be sent now."""
         if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
             return True
         if self._gone or self._notices.has_new or self.sheets.waits:
