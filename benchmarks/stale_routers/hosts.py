@@ -13,7 +13,7 @@ from proxy.core.router import Router
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import Update, decode
 from proxy.processes.replicas.replication import Replication
-from proxy.processes.replicas.ticks import FLUSH_S, PUBLISH_INTERVAL_S
+from proxy.processes.replicas.ticks import FLUSH_LEAD_S, PUBLISH_INTERVAL_S
 from proxy.processes.server_process import IDLE_INTERVAL_S, QUEUED_INTERVAL_S
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
@@ -26,7 +26,7 @@ from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet, make_route
 from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
 
 TRAVEL_S = 0.005
-WAITS_S = FLUSH_S + PUBLISH_INTERVAL_S + REMOTE_INTERVAL_S
+WAITS_S = FLUSH_LEAD_S + PUBLISH_INTERVAL_S + REMOTE_INTERVAL_S
 USUAL_AGE_S = WAITS_S + TRAVEL_S
 
 
@@ -43,7 +43,7 @@ class Delays(NamedTuple):
         """Return the product's intervals, shortened for small ages; the rest is travel."""
         share = min(age_s / USUAL_AGE_S, 1.0)
         return cls(
-            share * FLUSH_S,
+            share * FLUSH_LEAD_S,
             share * PUBLISH_INTERVAL_S,
             age_s - share * WAITS_S,
             share * REMOTE_INTERVAL_S,

@@ -309,11 +309,13 @@ class SharedLimiter:
 
     def _went_down(self, error: Exception) -> None:
         if self.is_up:
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError):
+                reason = f"the server did not answer within {self._settings.timeout_s:g} s"
             logger.error(
-                "router.shared: limits are decided with 1/%d of each: %s: %s",
+                "router.shared: %s; this router enforces 1/%d of each tenant's limits",
+                reason,
                 self._table.hosts,
-                type(error).__name__,
-                error,
             )
         self.is_up = False
         self._divide()
@@ -327,6 +329,6 @@ class SharedLimiter:
 
     def _came_up(self) -> None:
         if not self.is_up:
-            logger.info("router.shared: the server decides limits")
+            logger.info("router.shared: connected; tenant limits are decided on the server")
             self.is_up = True
             self._divide()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.processes.ipc_messages import Message
     from proxy.processes.replicas.messages import Drained, Update
 
-MAX_RESPONSES_SENT = 2000  # the newest, to a replica that joins
+MAX_RESPONSES_SENT = 2000  # in an update
 MAX_DRAINS = 4096
 LATER_S = 1e-3
 NEVER_DRAINED: Drained = (-inf, False, False)
@@ -53,21 +53,22 @@ class Notices:
                         self._send(WorkerDrained(name, draining=True))
 
     def write(self, update: Update) -> None:
-        """Put what is new, or all, into an update."""
-        update.drains, update.responses = self._new_drains, list(self._new_responses)
+        """Put what is new, or all, into an update; later updates have what is too much for one."""
+        new = self._new_responses
+        responses = [new.popleft() for _ in range(min(len(new), MAX_RESPONSES_SENT))]
+        update.drains = self._new_drains
         if update.whole:
-            update.drains = {name: (*state[:2], False) for name, state in self._drains.items()}
-            update.drains |= self._new_drains
-            update.responses = list(self._responses.values())[-MAX_RESPONSES_SENT:]
-        self._new_drains = {}
-        self._new_responses.clear()
+            update.drains = {**self._drains, **self._new_drains}
+            newest = dict.fromkeys(list(self._responses.values())[-MAX_RESPONSES_SENT:])
+            responses = [*(found for found in responses if found not in newest), *newest]
+        update.responses, self._new_drains = responses, {}
 
     def take(self, update: Update) -> None:
         """Drain workers as other hosts did, where the last change counts; keep responses."""
         for name, state in update.drains.items():
             at, draining, now = state
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
-                self._drains[name] = state
+                self._keep_drain(name, state)
                 self._send(WorkerDrained(name, draining, now))
         new = [found for found in update.responses if found[0] not in self._responses]
         for response in new:
@@ -80,7 +81,11 @@ class Notices:
         known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
         # Later than the change that it follows, even if another host's time of day is ahead.
         state = max(time.time(), known_at + LATER_S), message.draining, message.now
-        self._drains[message.name] = self._new_drains[message.name] = state
+        self._new_drains[message.name] = state
+        self._keep_drain(message.name, state)
+
+    def _keep_drain(self, name: str, state: Drained) -> None:
+        self._drains[name] = state
         if len(self._drains) > MAX_DRAINS:
             del self._drains[next(iter(self._drains))]
 

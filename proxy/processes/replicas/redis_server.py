@@ -21,7 +21,7 @@ READ_ONLY = "READONLY"
 
 
 class ReplicaChannel(Protocol):
-    """What every replica publishes, all replicas receive, the sender too."""
+    """A publish/subscribe channel. Each message reaches every replica, including its sender."""
 
     @property
     def error(self) -> Exception | None:
@@ -117,9 +117,6 @@ class RedisConnection(asyncio.Protocol):
         self.send(*words, replied=replied)
         return await reply
 
-    def subscribe(self, name: str) -> None:
-        self._transport.write(self._pack(("SUBSCRIBE", name)))
-
     def _check(self, reply: Any) -> None:
         if isinstance(reply, Exception):
             self.fail(reply)
@@ -141,7 +138,7 @@ class RedisConnection(asyncio.Protocol):
         reader = self._reader
         reader.feed(data)
         while (found := reader.gets()) is not False:
-            if not isinstance(found, self._pushes):
+            if not isinstance(found, self._pushes) or found[0] == b"subscribe":
                 self._waiting.popleft()(found) if self._waiting else self._check(found)
             elif found[0] == b"message":
                 self._received(found[2])
@@ -191,7 +188,7 @@ class RedisChannel:
 
     async def open(self) -> None:
         """Subscribe; raise an error if that cannot be done."""
-        self._connection.subscribe(self._name)
+        await self._connection.ask("SUBSCRIBE", self._name)
         self._check()
         await self.drain()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 import time
 import uuid
 from collections import Counter
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 SMALL_INTERVAL_S = 0.09  # between messages with small changes only
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
+PAUSE_S = 1.0  # without a step, this process was stopped
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
@@ -77,7 +79,7 @@ class Replication:
         self._configured = replicas  # parts without the server, at least
         self._hosts = replicas  # that shared the workers when the server was last reached
         table.write_hosts(replicas)
-        self._connected_at = -inf
+        self._connected_at, self._ran_at = -inf, clock()
         self._joined = False
         self._number = 0
         self._whole = True  # the next update has everything
@@ -106,7 +108,7 @@ class Replication:
         match message:
             case WorkersChanged():
                 self.sheets.place(self.workers.take(message))
-                self._reserve(self._clock())
+                self._reserve(self._now())
             case _:
                 self._notices.report(message)
 
@@ -163,8 +165,8 @@ class Replication:
             logger.error("router.shared: an update failed", exc_info=error)
         if self.connected or self.errors == 1:
             logger.error(
-                "router.shared: the server cannot be reached; this replica goes on alone: %s: %s",
-                type(error).__name__,
+                "router.shared: the server cannot be reached (%r); "
+                "this router uses its own state only",
                 error,
             )
         self.connected = False
@@ -173,19 +175,29 @@ class Replication:
         self._reserve(now)
 
     def _publish(self, channel: redis_server.ReplicaChannel) -> None:
-        now = self._clock()
-        self._expire(now)
-        if not self._joined:
-            self._reserve(now)
+        now = self._now()
         if channel.error is not None:
             raise channel.error
         if now - self._echo_at > ECHO_TIMEOUT_S:
             raise TimeoutError(f"no message came back for {ECHO_TIMEOUT_S:g} s")
+        self._expire(now)
+        if not self._joined:
+            self._reserve(now)
         if self.is_due(now) and (message := self.next_message(now)) is not None:
             channel.publish(message)
 
+    def _now(self) -> float:
+        """Return the time; a pause of this process is no silence of others."""
+        now = self._clock()
+        if self.connected and (pause := now - self._ran_at) > PAUSE_S:
+            self._echo_at += pause
+            for member in self.sheets.members.values():
+                member.heard_at += pause
+        self._ran_at = now
+        return now
+
     def is_due(self, now: float) -> bool:
-        """Return False if all changes are small and recent."""
+        """Return True if an update must be sent now."""
         if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
             return True
         if self._gone or self._notices.has_new or self.sheets.waits:
@@ -240,15 +252,13 @@ class Replication:
 
     def _receive(self, message: bytes) -> None:
         if message.startswith(self._own):
-            self._echoed(self._clock())
+            self._echoed(self._now())
             return
         try:
-            update = decode(message)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            self.handle(decode(message), self._now())
+        except (msgspec.DecodeError, IndexError, struct.error) as error:
             self.errors += 1
             logger.warning("router.shared: a message cannot be read: %s", error)
-            return
-        self.handle(update, self._clock())
 
     def _echoed(self, now: float) -> None:
         """Note that a message of this replica came back."""

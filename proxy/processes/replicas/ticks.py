@@ -1,11 +1,14 @@
-"""When all hosts publish: at once, so that each wakes once."""
+"""Return the wait until the next publishing time, a multiple of 20 ms of the wall clock.
+
+All hosts use the same times, so each wakes once for all messages.
+"""
 
 from __future__ import annotations
 
 import time
 
 PUBLISH_INTERVAL_S = 0.02
-MIN_PAUSE_S, FLUSH_S = 0.005, 0.003  # changes are written before
+MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written before
 
 
 def until_publish() -> float:
@@ -14,4 +17,4 @@ def until_publish() -> float:
 
 
 def until_flush() -> float:
-    return PUBLISH_INTERVAL_S - (time.time() + FLUSH_S) % PUBLISH_INTERVAL_S
+    return PUBLISH_INTERVAL_S - (time.time() + FLUSH_LEAD_S) % PUBLISH_INTERVAL_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.processes.ipc_messages import Joined, Serving, StoredResponses, WorkerDrained
 from proxy.processes.replicas.messages import Update
-from proxy.processes.replicas.notices import Notices
+from proxy.processes.replicas.notices import MAX_DRAINS, MAX_RESPONSES_SENT, Notices
 
 FIRST, SECOND = ("resp_1", "a", "t"), ("resp_2", "b", "t")
 
@@ -35,8 +35,22 @@ def test_news_are_sent_once_and_all_to_a_replica_that_joins() -> None:
     host.notices.report(StoredResponses((SECOND,)))
     update = host.update(whole=True)
     assert update.responses == [FIRST, SECOND]
-    assert [state[1:] for state in update.drains.values()] == [(True, False)]
+    assert [state[1:] for state in update.drains.values()] == [(True, True)]  # after a lost message
     assert host.update().responses == []
+
+
+def test_responses_stored_while_the_server_is_away_are_sent_in_slices() -> None:
+    host, other = Host(), Host()
+    stored = [(f"resp_{number}", "a", "t") for number in range(3 * MAX_RESPONSES_SENT)]
+    host.notices.report(StoredResponses(tuple(stored)))
+    other.notices.take(host.update(whole=True))
+    while host.notices.has_new:
+        update = host.update()
+        assert len(update.responses) <= MAX_RESPONSES_SENT
+        other.notices.take(update)
+    other.notices.report(Joined())
+    assert isinstance(known := other.sent[-1], StoredResponses)
+    assert sorted(known.responses) == sorted(stored)
 
 
 def test_the_last_change_of_a_worker_counts() -> None:
@@ -49,6 +63,14 @@ def test_the_last_change_of_a_worker_counts() -> None:
     assert host.sent == [WorkerDrained("a", draining=False)]
     other.notices.take(early)
     assert len(other.sent) == 1
+
+
+def test_drains_of_others_are_bounded() -> None:
+    host = Host()
+    for number in range(MAX_DRAINS + 1):
+        drains = {f"w{number}": (float(number), True, False)}
+        host.notices.take(Update("n", number, 0.0, drains=drains))
+    assert len(host.update(whole=True).drains) == MAX_DRAINS
 
 
 def test_process_that_starts_learns_what_it_could_not_hear() -> None:

@@ -118,6 +118,26 @@ async def test_password(start: Start) -> None:
             await exchange(settings, wrong)
 
 
+RIGHTS = (
+    "~{vllm-sched}:* &vllm-sched:* +publish +subscribe +script|load +evalsha +time +hgetall +hset "
+    "+hdel +expire +ping"
+)
+
+
+async def test_rights_that_the_documentation_names_are_enough(start: Start) -> None:
+    assert RIGHTS in (Path(__file__).parents[4] / "docs" / "scaling.md").read_text()
+    server = start()
+    admin = redis_library.Redis(port=server.port)
+    for user, rights in (("all", RIGHTS), ("deaf", f"{RIGHTS} -subscribe")):
+        admin.execute_command("ACL", "SETUSER", user, "on", "nopass", *rights.split())
+    admin.close()
+    url = server.url.replace("://", "://{}@")
+    await exchange(SharedConfig(url=url.format("all")), "any")
+    with pytest.raises(server_errors(), match="subscribe"):
+        async with open_channel(SharedConfig(url=url.format("deaf")), "any", lambda _: None):
+            pass
+
+
 async def test_tls(start: Start, tmp_path: Path) -> None:
     authority = trustme.CA()
     paths = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}

@@ -13,7 +13,7 @@ from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.processes.ipc_messages import StoredResponses, WorkersChanged
 from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.local_sheets import LARGE_TOKENS
-from proxy.processes.replicas.messages import Update
+from proxy.processes.replicas.messages import ProcessChanges, Update, encode
 from proxy.processes.replicas.remote_sheets import LEASE_S
 from proxy.processes.replicas.replication import SMALL_INTERVAL_S, Replication
 from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S
@@ -86,6 +86,33 @@ def test_host_whose_others_do_not_return_takes_all_slots(host: Host) -> None:
     assert host.hear() == 0
 
 
+class Channel:
+    error: Exception | None = None
+
+    def publish(self, message: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
+def test_host_that_was_stopped_keeps_its_part(host: Host) -> None:
+    shared = host.hear("m", "n")
+    host.now += LEASE_S + 1.0
+    host.replication._receive(encode(Update("m", 2, host.now)))  # before the next tick
+    assert host.table.reserved(ROW) == shared
+    host.now += LEASE_S + 1.0
+    host.replication._publish(Channel())
+    assert host.table.reserved(ROW) == shared
+    lost = Channel()
+    lost.error = ConnectionError("closed")
+    with pytest.raises(ConnectionError, match="closed"):
+        host.replication._publish(lost)
+    for _ in range(4):  # but others that stay silent are taken for dead
+        host.now += 0.9
+        host.replication._echoed(host.now)
+        host.replication._publish(Channel())
+    assert host.table.reserved(ROW) == 0
+
+
 def test_slots_are_left_to_others_before_they_hear_that_these_are_free(host: Host) -> None:
     host.hear("m", "n")
     host.report(6)
@@ -141,6 +168,20 @@ def test_small_changes_wait_for_others(
     assert replication.next_message(host.now) is not None
     sheet.write_count(WAITING, 0)
     assert not replication.is_due(host.now + PUBLISH_INTERVAL_S)
+
+
+@pytest.mark.parametrize(
+    "fronts", [{10**9: (1, 0.0, 0.0, 0.0)}, {0: (1 << 63, 0.0, 0.0, 0.0)}, None]
+)
+def test_unreadable_messages_are_errors(
+    host: Host, fronts: dict[int, tuple[int, float, float, float]] | None
+) -> None:
+    message = b"{"
+    if fronts is not None:
+        part = ProcessChanges(0, 1, fronts=fronts)
+        message = encode(Update("m", 1, 0.0, whole=True, processes=[part]))
+    host.replication._receive(message)
+    assert host.replication.errors == 1
 
 
 def test_stored_responses_do_not_wait(host: Host) -> None:

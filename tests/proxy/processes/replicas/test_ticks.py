@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from proxy.processes.replicas import ticks
-from proxy.processes.replicas.ticks import FLUSH_S, PUBLISH_INTERVAL_S, until_flush, until_publish
+from proxy.processes.replicas.ticks import (
+    FLUSH_LEAD_S,
+    PUBLISH_INTERVAL_S,
+    until_flush,
+    until_publish,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,4 +28,4 @@ def test_hosts_publish_at_the_same_moments(
     monkeypatch.setattr(ticks.time, "time", lambda: 1_000_000 * PUBLISH_INTERVAL_S + past)
     assert until_publish() == pytest.approx(publish, abs=1e-6)
     assert until_flush() == pytest.approx(flush, abs=1e-6)
-    assert 0 < FLUSH_S < PUBLISH_INTERVAL_S
+    assert 0 < FLUSH_LEAD_S < PUBLISH_INTERVAL_S
