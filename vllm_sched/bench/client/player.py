@@ -17,7 +17,7 @@ from vllm_sched.bench.client.session_player import SessionPlayer
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
 from vllm_sched.bench.results.outcome import Outcome
-from vllm_sched.bench.results.sessions import PlayedSession, cut_warning
+from vllm_sched.bench.results.sessions import PlayedSession, cut_warning, unfinished_warning
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 
@@ -92,6 +92,7 @@ class PlayedRun:
             )
         if self.cut:
             found.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
+        found += unfinished_warning(self.sessions)
         if self.short:
             found.append(f"{self.short} responses ended before the requested length")
         if self.uncounted:
