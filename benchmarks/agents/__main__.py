@@ -56,6 +56,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fluid", action="store_true", help="fluid engines, for many runs")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
+    if min(args.sessions, *args.at_once) < 1:
+        parser.error("--sessions, --at-once: must be 1 or more")
     # The fluid engine knows no deadlines.
     args.rows = args.rows or [row for row in ROWS if not (args.fluid and row == DEADLINE)]
     return args

@@ -4,7 +4,8 @@
 
 `vllm-sched up` starts two workers of the tiny model on this machine's processors and a router with
 the product's defaults. A second router in front of the same workers chooses in turn. The routers
-take turns with sessions of their own, in closed loop. Nothing else should run.
+take turns, each first in every other round, with sessions of the same sizes and think times, in
+closed loop. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ async def running(folder: Path, command: str, fleet: str, admin: int) -> AsyncIt
 
 
 async def session(
-    client: openai.AsyncOpenAI, name: str, turns: int, seed: int
+    client: openai.AsyncOpenAI, side: str, part: str, turns: int, seed: int
 ) -> tuple[list[Turn], float]:
     """Play one session; return its turns and its time."""
-    rng, texts, began = random.Random(f"{seed}/{name}"), Texts(seed), time.monotonic()
+    rng, texts, began = random.Random(f"{seed}/{part}"), Texts(seed), time.monotonic()
+    name = f"{side}/{part}"  # equal sizes for each side, and other words
     messages: list[Any] = []
     found = []
     for number in range(turns):
@@ -122,11 +124,11 @@ async def session(
     return found, time.monotonic() - began
 
 
-async def play(port: int, names: Sequence[str], turns: int, seed: int) -> Played:
+async def play(port: int, side: str, parts: Sequence[str], turns: int, seed: int) -> Played:
     """Play sessions at once through a router."""
     url = f"http://127.0.0.1:{port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        ended = await asyncio.gather(*(session(client, name, turns, seed) for name in names))
+        ended = await asyncio.gather(*(session(client, side, part, turns, seed) for part in parts))
     return Played([turn for each, _ in ended for turn in each], [took for _, took in ended])
 
 
@@ -139,8 +141,8 @@ def table(found: dict[str, Played]) -> Table:
         ttfts = [turn.ttft_s * 1000 for turn in later]
         layout.add_row(
             side,
-            *(f"{percentile(ttfts, percent):.0f} ms" for percent in (50, 90)),
-            f"{fmean(turn.cached / turn.prompt for turn in later):.1%}",
+            *(f"{percentile(ttfts, percent):.0f} ms" if later else "-" for percent in (50, 90)),
+            f"{fmean(turn.cached / turn.prompt for turn in later):.1%}" if later else "-",
             *(f"{percentile(played.tasks_s, percent):.2f} s" for percent in (50, 90)),
         )
     return layout
@@ -160,9 +162,9 @@ async def compare(given: argparse.Namespace) -> dict[str, Played]:
             running(folder, "router", beside, routers[IN_TURN][1]),
         ):
             for each in range(given.rounds):
-                for side, (port, _) in routers.items():
-                    names = [f"{side}/{each}/{number}" for number in range(given.sessions)]
-                    played = await play(port, names, given.turns, given.seed)
+                parts = [f"{each}/{number}" for number in range(given.sessions)]
+                for side in sorted(routers, reverse=bool(each % 2)):
+                    played = await play(routers[side][0], side, parts, given.turns, given.seed)
                     found[side].turns.extend(played.turns)
                     found[side].tasks_s.extend(played.tasks_s)
     return found
@@ -175,7 +177,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    Console().print(table(asyncio.run(compare(parser.parse_args(argv)))))
+    args = parser.parse_args(argv)
+    if min(args.sessions, args.turns, args.rounds) < 1:
+        parser.error("--sessions, --turns, --rounds: must be 1 or more")
+    Console().print(table(asyncio.run(compare(args))))
     return 0
 
 

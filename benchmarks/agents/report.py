@@ -60,8 +60,11 @@ def first_miss(found: Mapping[int, Found], side: str) -> int | None:
 def verdicts(found: Mapping[int, Found]) -> Iterator[str]:
     """Yield the load where the better peers' rule first misses, and the goodput of ours there."""
     peers = [side for side in (CACHE_AWARE, SCORES) if any(side in each for each in found.values())]
+    if not peers:
+        yield "no peers' rule was played: nothing to compare with"
+        return
     misses = {side: first_miss(found, side) for side in peers}
-    if not peers or any(load is None for load in misses.values()):
+    if any(load is None for load in misses.values()):
         yield "a peers' rule serves every load"
         return
     peer = max(peers, key=lambda side: misses[side] or 0)

@@ -1,4 +1,4 @@
-"""What a turn may take, fixed before any side was played.
+"""Latency targets of turns, chosen before the first run.
 
 An agent's user waits for the whole task, a chain of turns: each must start soon and stream faster
 than it is read. A turn is in time if its first token comes within 2 s plus 1.2x the time that its

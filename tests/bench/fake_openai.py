@@ -29,6 +29,7 @@ class FakeOpenAI:
     knows_ignore_eos: bool = True
     tells_usage: bool = True
     counts: int | None = None  # token count of every prompt
+    longest_answer: int = 1_000_000
     cached_tokens: int | None = None  # reported for every prompt
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     max_model_len: int | None = 4096
@@ -118,7 +119,7 @@ class FakeOpenAI:
         await asyncio.sleep(self.ttft_s)
         if chat:
             await response.write(event({"delta": {"role": "assistant", "content": ""}}))
-        wanted = _length(body)
+        wanted = min(_length(body), self.longest_answer)
         for number in range(wanted):
             if number:
                 await asyncio.sleep(self.itl_s)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmarks.agents import __main__ as command
 from benchmarks.agents import play as playing
-from benchmarks.agents import report
+from benchmarks.agents import real, report
 from benchmarks.agents.peers import CacheAware, queue_scores
 from benchmarks.agents.play import Figures, Load, fleet_of, play
 from benchmarks.agents.sessions import sessions
@@ -84,3 +88,49 @@ def test_the_load_where_the_peers_rule_first_misses() -> None:
     found[24][OURS] = [replace(better, goodput=1.2)]
     assert "missed" in list(report.verdicts(found))[1]
     assert list(report.verdicts({16: found[16]})) == ["a peers' rule serves every load"]
+    (line,) = report.verdicts({16: {OURS: [SOME]}})
+    assert line.startswith("no peers' rule was played")
+
+
+@pytest.mark.parametrize("main", [command.main, real.main])
+def test_a_run_has_sessions(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--sessions", "0"])
+    assert "must be 1 or more" in capsys.readouterr().err
+
+
+def test_sessions_of_one_turn_have_no_later_turns() -> None:
+    played = real.Played([real.Turn(0, 0.5, 100, 0)], [1.0])
+    assert real.table({"ours": played}).row_count == 1
+
+
+async def test_the_sides_play_sessions_of_the_same_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(real, "THINK_S", 0.0)
+    sent: dict[str, list[tuple[int, int]]] = {}
+
+    class Client:
+        """Stands for OpenAI's client, and for the part that creates completions."""
+
+        def __init__(self) -> None:
+            self.chat = SimpleNamespace(completions=self)
+
+        async def create(
+            self, messages: list[Any], max_tokens: int, extra_headers: Any, **_: Any
+        ) -> AsyncIterator[Any]:
+            words = len(messages[-1]["content"].split())
+            name = extra_headers["X-Session-Id"]
+            sent.setdefault(name, []).append((words, max_tokens))
+
+            async def events() -> AsyncIterator[Any]:
+                usage = SimpleNamespace(prompt_tokens=words, prompt_tokens_details=None)
+                yield SimpleNamespace(usage=usage, choices=[])
+
+            return events()
+
+    client: Any = Client()
+    for side in ("a", "b"):
+        await real.session(client, side, "0/1", 2, seed=1)
+    assert list(sent) == ["a/0/1", "b/0/1"]
+    assert sent["a/0/1"] == sent["b/0/1"]

@@ -46,10 +46,17 @@ async def test_a_prompt_extends_the_last_prompt_and_answer(path: str) -> None:
     assert third.startswith(f"{second} a a a ")
     sent = [outcome.prompt_tokens for outcome in run.outcomes]
     assert sent == pytest.approx([100, 128, 164], abs=14)  # an answer's token is a word of two
-    assert [outcome.context_tokens for outcome in run.outcomes] == [0, 104, 127]
+    assert [outcome.context_tokens for outcome in run.outcomes] == [0, sent[0] + 4, sent[1] + 3]
     (task,) = run.sessions
     assert (task.done, task.failed) == (3, False)
     assert task.seconds is not None
+
+
+async def test_early_ends_of_answers_are_no_repeated_tokens() -> None:
+    fake = FakeOpenAI(longest_answer=2)
+    run = await played(fake, Session("s", (Turn(60, 400), Turn(20, 400))))
+    first, second = run.outcomes
+    assert second.context_tokens == first.prompt_tokens + 2 <= second.prompt_tokens
 
 
 async def test_a_chat_has_a_message_for_each_turn_and_answer() -> None:

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from tests.present import present
 from vllm_sched.bench.compare.runner import RequestTimes, play, request_body
 from vllm_sched.bench.compare.workloads import PlannedRequest, Workload, agent_turns
-from vllm_sched.workers.launch import free_port
+from vllm_sched.workers.launch import WorkerError, free_port
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"text":"a"}],"usage":null}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -126,13 +126,24 @@ async def test_cached_parts_of_prompts_are_computed_before_the_round(start: Star
         return await serve_requested_tokens(request)
 
     workload = agent_turns(longs=0, long_tokens=20, turns=2, new_tokens=5, background=1)
-    played = await play(await start(handler), "m", workload, 1)
+    done: list[RequestTimes] = []
+    played = await play(await start(handler), "m", workload, 1, on_done=done.append)
     assert not played.failed
+    assert len(done) == len(played.records)
     first, second, background, *turns = bodies
     assert [body["max_tokens"] for body in (first, second)] == [1, 1]
     assert background["max_tokens"] > 1
     assert [body["prompt"][:15] for body in turns] == [first["prompt"], second["prompt"]]
     assert {len(body["prompt"]) for body in turns} == {20}
+
+
+async def test_an_error_names_a_prefix_that_cannot_be_cached(start: Start) -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "prompt too long"}}, status=400)
+
+    planned = agent_turns(longs=0, long_tokens=20, turns=2, new_tokens=5, background=1)
+    with pytest.raises(WorkerError, match=r"a prefix of 15 tokens .*prompt too long"):
+        await play(await start(handler), "m", planned, 1)
 
 
 async def test_lone_requests_run_sequentially(start: Start) -> None:

@@ -6,7 +6,12 @@ import pytest
 
 from tests.bench.canned import printed
 from vllm_sched.bench.results.outcome import Outcome
-from vllm_sched.bench.results.sessions import PlayedSession, session_figures, session_table
+from vllm_sched.bench.results.sessions import (
+    PlayedSession,
+    session_figures,
+    session_table,
+    unfinished_warning,
+)
 
 
 def turn(at: float, ttft: float, prompt: int, context: int, cached: int | None = None) -> Outcome:
@@ -37,6 +42,12 @@ def test_only_finished_tasks_have_a_time() -> None:
     assert found["p50_task_s"] == pytest.approx((30 + 2500) / 2)
     assert found["p50_task_without_thinking_s"] == pytest.approx((25 + 2400) / 2)
     assert [task["task_s"] for task in found["tasks"]] == [30.0, 2500.0, None, None]
+
+
+def test_a_warning_counts_the_tasks_without_a_time() -> None:
+    (warning,) = unfinished_warning(SESSIONS)
+    assert "2 of 4 tasks did not finish" in warning
+    assert not unfinished_warning(SESSIONS[:2])
 
 
 def test_tasks_are_grouped_by_their_turns() -> None:

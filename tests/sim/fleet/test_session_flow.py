@@ -77,6 +77,14 @@ def test_no_turn_is_sent_after_the_duration() -> None:
     assert max(each.at for each in played.outcomes) < 10
 
 
+def test_virtual_time_ends_with_the_duration() -> None:
+    fleet = SimulatedFleet(*fleet_of({}, {}), FluidEngine)
+    session = Session("s", (Turn(50, 4), Turn(50, 4, think_s=1e300)))
+    played = fleet.play(Schedule(source=ListedSessions(session), duration_s=10.0))
+    assert [task.done for task in played.sessions] == [1]
+    assert fleet._queue.now == 10.0
+
+
 def test_a_failed_turn_ends_its_session() -> None:
     forks = (Session("s.1", (Turn(50, 4000), Turn(50, 4))),)
     played = play(Session("s", (Turn(50, 4, forks=forks), Turn(50, 4))), timeout_s=2.0)

@@ -17,7 +17,7 @@ from vllm_sched.bench.client.session_player import SessionPlayer
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
 from vllm_sched.bench.results.outcome import Outcome
-from vllm_sched.bench.results.sessions import PlayedSession, cut_warning
+from vllm_sched.bench.results.sessions import PlayedSession, cut_warning, unfinished_warning
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 
@@ -92,6 +92,7 @@ class PlayedRun:
             )
         if self.cut:
             found.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
+        found += unfinished_warning(self.sessions)
         if self.short:
             found.append(f"{self.short} responses ended before the requested length")
         if self.uncounted:
@@ -220,11 +221,11 @@ class _Player:
         """Play a request or a session; return the seconds to wait if it failed, or None."""
         if request.begins is not None:
             return await self._sessions.play(request, at)
-        return await self._one(request, at, body)
+        return (await self._one(request, at, body))[1]
 
     async def _one(
         self, request: Request, at: float, body: bytes, answer: list[bytes] | None = None
-    ) -> float | None:
+    ) -> tuple[Outcome, float | None]:
         outcome = Outcome.of(request, at)
         self._outcomes.append(outcome)
         outcome.sent = self._now()
@@ -248,14 +249,15 @@ class _Player:
             outcome.interrupted = True
             raise
         outcome.cached_tokens = stream.cached_tokens
+        outcome.context_tokens = min(outcome.context_tokens, outcome.prompt_tokens)
         counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
             self._tally.failed += 1
-            return headers.retry_after_s
+            return outcome, headers.retry_after_s
         self._uncounted += not counted
         self._tally.done += 1
         self._tally.tokens += outcome.completed
-        return None
+        return outcome, None
 
     def _numbered(self) -> Iterator[tuple[Request, bytes]]:
         for number, request in enumerate(self._schedule):

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.client.text import Texts
+    from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
     from vllm_sched.bench.traffic.types import Request
 
 
 class SendTurn(Protocol):
-    """Sends a turn; returns the seconds to wait if it failed."""
+    """Sends a turn; returns its outcome, and the seconds to wait if it failed."""
 
     async def __call__(
         self, request: Request, at: float, body: bytes, answer: list[bytes]
-    ) -> float | None:
+    ) -> tuple[Outcome, float | None]:
         """Send the turn and collect the events of its answer."""
 
 
@@ -74,8 +75,12 @@ class SessionPlayer:
         played: PlayedSession,
         *,
         own: bool,
+        known: int = 0,
     ) -> tuple[float | None, bool]:
-        """Play a session's or a sub-agent's turns; return the pause of a failure, and success."""
+        """Return the seconds to wait after a failure (None if none), and whether all were answered.
+
+        The transcript has `known` tokens by the server's count.
+        """
         for turn in turns:
             at += turn.think_s
             played.think_s += turn.think_s * own
@@ -86,17 +91,21 @@ class SessionPlayer:
                 return None, False
             self.cut += turn.cut
             answer: list[bytes] = []
-            pause_s = await self._send(replace(turn.request, at=at), at, body, answer)
+            request = replace(turn.request, at=at)
+            if not turn.restarts:
+                request = replace(request, context_tokens=known)
+            outcome, pause_s = await self._send(request, at, body, answer)
             if pause_s is not None:
                 played.failed = True
                 return pause_s, False
             at = self._now()
+            known = outcome.prompt_tokens + outcome.completed
             played.done += own
             transcript.extend("assistant", text_of(answer))
             if turn.forks:
                 ends = await asyncio.gather(
                     *(
-                        self._turns(fork, transcript.copy(), at, played, own=False)
+                        self._turns(fork, transcript.copy(), at, played, own=False, known=known)
                         for fork in turn.forks
                     )
                 )

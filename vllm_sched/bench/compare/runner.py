@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.priority import StallWatch, realtime_priority
 from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
+from vllm_sched.workers.launch import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ async def play(
     lone_samples: int = 0,
     on_done: Callable[[RequestTimes], None] = lambda _: None,
 ) -> Round:
-    """Play round `number`; a failed request is a record with an error, not an exception.
+    """Play round `number`; a failed request is a record with an error, unless it fills the cache.
 
     The clock starts when every background request has streamed a token. At the end, `lone_samples`
     requests run one by one on the idle worker.
@@ -119,10 +120,12 @@ async def play(
         request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
     ]
     wire = Wire(Address.parse(url), NO_REUSE)
-    client = _Client(wire, on_done)
+    warming, client = _Client(wire, lambda _: None), _Client(wire, on_done)
     with realtime_priority(), closing(wire):
         for prefix in cached:
-            await client.one(request_body(model, prefix, 1), RequestTimes("", len(prefix), 1))
+            body, record = request_body(model, prefix, 1), RequestTimes("", len(prefix), 1)
+            if error := (await warming.one(body, record)).error:
+                raise WorkerError(f"a prefix of {len(prefix)} tokens could not be cached: {error}")
         async with StallWatch() as stalls:
             records = await client.play(workload.arrivals, bodies, number)
             lone = [

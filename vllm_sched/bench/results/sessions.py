@@ -119,7 +119,7 @@ def session_table(figures: dict[str, Any]) -> Table:
     layout.add_row("sub-agents", f"{figures['sub_agents']:,}", end_section=True)
     for title, name, percents in (
         ("task p50 / p90", "task_s", (50, 90)),
-        ("without thinking", "task_without_thinking_s", (50, 90)),
+        ("task time without think time", "task_without_thinking_s", (50, 90)),
         ("first turn's TTFT p50 / p99", "first_ttft_s", (50, 99)),
         ("later turns' TTFT p50 / p99", "later_ttft_s", (50, 99)),
     ):
@@ -129,8 +129,8 @@ def session_table(figures: dict[str, Any]) -> Table:
             f"task of {name} turns p50 / p90 ({group['finished']:,})", _two(group, "task_s", _time)
         )
     layout.add_section()
-    layout.add_row("prompt tokens sent before", _percent(figures["repeated_share"]))
-    layout.add_row("turns that repeat 90 %", _percent(figures["high_reuse_turns"]))
+    layout.add_row("prompt tokens from earlier turns", _percent(figures["repeated_share"]))
+    layout.add_row("turns with at least 90 % earlier tokens", _percent(figures["high_reuse_turns"]))
     layout.add_row("prompt tokens from caches", _percent(figures["cached_share"]))
     return layout
 
@@ -141,6 +141,17 @@ def cut_warning(count: int, place: str, *, sessions: bool) -> str:
     if sessions:
         what = "turns were compacted to the shared prefix and their new text"
     return f"{count} {what} to fit the {place}; --scale shortens all"
+
+
+def unfinished_warning(sessions: Sequence[PlayedSession]) -> list[str]:
+    """Return the warning on task times if some tasks did not finish."""
+    count = sum(each.end is None for each in sessions)
+    if not count:
+        return []
+    return [
+        f"{count} of {len(sessions)} tasks did not finish; task times cover the finished ones, "
+        "which are shorter"
+    ]
 
 
 def _without_thinking(session: PlayedSession) -> float:

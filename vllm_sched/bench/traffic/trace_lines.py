@@ -69,7 +69,7 @@ def field(entry: dict[str, Any], key: str, valid: Callable[[Any], bool], takes: 
     return value
 
 
-def word(entry: dict[str, Any], key: str) -> str:
+def read_text(entry: dict[str, Any], key: str) -> str:
     value = entry.get(key)
     if value is None:
         return ""
@@ -78,18 +78,14 @@ def word(entry: dict[str, Any], key: str) -> str:
     return value
 
 
-def tokens(entry: dict[str, Any], key: str) -> int:
+def read_tokens(entry: dict[str, Any], key: str) -> int:
     return int(field(entry, key, lambda n: type(n) is int and 1 <= n <= MAX_TOKENS, TOKENS_TEXT))
 
 
-def seconds(entry: dict[str, Any], key: str) -> float:
+def read_milliseconds(entry: dict[str, Any], key: str, most: float = float_info.max) -> float:
     """Return the seconds of a field in milliseconds."""
-    value = field(
-        entry,
-        key,
-        lambda n: type(n) in (int, float) and 0 <= n <= float_info.max,
-        MOMENT_TEXT,
-    )
+    takes = MOMENT_TEXT if most == float_info.max else f"milliseconds, 0 to {most:,}"
+    value = field(entry, key, lambda n: type(n) in (int, float) and 0 <= n <= most, takes)
     return float(value / 1000)
 
 

@@ -20,9 +20,9 @@ from vllm_sched.bench.traffic.trace_lines import (
     is_pipe,
     pieces_of,
     read_lines,
-    seconds,
-    tokens,
-    word,
+    read_milliseconds,
+    read_text,
+    read_tokens,
 )
 from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.errors import UsageError
@@ -94,12 +94,12 @@ class RequestTrace(TrafficSource):
         return read_lines(self._path, parse)
 
     def _request(self, entry: dict[str, Any]) -> Request:
-        prompt = tokens(entry, "input_length")
+        prompt = read_tokens(entry, "input_length")
         return Request(
-            seconds(entry, "timestamp"),
-            word(entry, "class") or self.name,
+            read_milliseconds(entry, "timestamp"),
+            read_text(entry, "class") or self.name,
             prompt,
-            tokens(entry, "output_length"),
-            word(entry, "tenant"),
+            read_tokens(entry, "output_length"),
+            read_text(entry, "tenant"),
             pieces_of(entry.get("hash_ids"), prompt, self._block),
         )

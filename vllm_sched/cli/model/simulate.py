@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
-from vllm_sched.bench.results.sessions import cut_warning
+from vllm_sched.bench.results.sessions import cut_warning, unfinished_warning
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
 from vllm_sched.cli.bench.bench import print_errors, print_tables
 from vllm_sched.cli.bench.load import (
@@ -346,7 +346,7 @@ def as_result(
                 **played.facts,
             },
         },
-        _warnings(args.engine, config, models, schedule, cut),
+        _warnings(args.engine, config, models, schedule, cut) + unfinished_warning(played.sessions),
         played.sessions,
     )
 

@@ -75,7 +75,8 @@ class SessionFlow:
                 over(now, whole=True)
                 return
             played.think_s += turn.think_s * own
-            self._queue.at(now + turn.think_s, partial(send, turn), rank=ARRIVAL_RANK)
+            at = min(now + turn.think_s, self._end)
+            self._queue.at(at, partial(send, turn), rank=ARRIVAL_RANK)
 
         def send(turn: PlannedTurn, now: float) -> None:
             if now >= self._end or played.failed:

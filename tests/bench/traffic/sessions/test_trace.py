@@ -105,6 +105,12 @@ def test_forks_and_spawns_are_sub_agents(tmp_path: Path) -> None:
     assert (sizes(fork), sizes(spawn)) == ([(22, 10)], [(3, 10)])
 
 
+def test_a_message_with_tool_calls_has_no_text(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a" * 40}, {"role": "assistant", "content": None}]
+    (begin,) = begun(opened(tmp_path, {"turns": [{"messages": messages}]}))
+    assert sizes(plan_session(begin)) == [(10, 128)]
+
+
 TURN = {"text": "hi"}
 
 
@@ -121,6 +127,10 @@ TURN = {"text": "hi"}
         ([{"turns": [{"delay": 3}]}], "line 1: a turn must have one of text"),
         ([{"turns": [{"text": "x", "image": "y.png"}]}], "line 1: image is not supported"),
         ([{"turns": [{"text": "x", "delay": -1}]}], "line 1: delay is -1"),
+        (
+            [{"turns": [TURN, {"text": "x", "delay": 86_400_001}]}],
+            "line 1: delay is 86400001; it must be milliseconds, 0 to 86,400,000",
+        ),
         ([{"turns": [{"text": "x", "output_length": 0}]}], "line 1: output_length is 0"),
         ([{"turns": [TURN]}, {"turns": [{"text": 3}]}], "line 2: a turn's text is 3"),
         ([{"session_id": "a", "turns": [TURN]}] * 2, "line 2: session_id 'a' is in line 1 too"),
@@ -133,6 +143,11 @@ TURN = {"text": "hi"}
         (
             [{"turns": [{**TURN, "forks": ["c", "c"]}]}, {"session_id": "c", "turns": [TURN]}],
             "line 1: sub-agent 'c' has more than one parent",
+        ),
+        (
+            [{"session_id": str(n), "turns": [{**TURN, "forks": [str(n + 1)]}]} for n in range(600)]
+            + [{"session_id": "600", "turns": [TURN]}],
+            "line 51: sub-agents are nested deeper than 50 levels",
         ),
         ([{"session_id": "a", "messages": []}], "line 1: messages need message_mode"),
         ([{"turns": [TURN], "pre_session_spawns": ["b"]}], "pre_session_spawns is not supported"),

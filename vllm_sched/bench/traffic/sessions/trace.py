@@ -24,9 +24,9 @@ from vllm_sched.bench.traffic.trace_lines import (
     is_pipe,
     pieces_of,
     read_lines,
-    seconds,
-    tokens,
-    word,
+    read_milliseconds,
+    read_text,
+    read_tokens,
 )
 from vllm_sched.bench.traffic.types import Session, TrafficSource, Turn
 from vllm_sched.errors import UsageError
@@ -42,6 +42,8 @@ BYTES_PER_TOKEN: Final = 4
 DEFAULT_OUTPUT_TOKENS: Final = 128  # as in vLLM's benchmark
 DEFAULT_RATE: Final = 0.05  # sessions per second, without times
 OUTPUT_KEYS: Final = ("output_length", "max_tokens")
+MAX_DELAY_MS: Final = 24 * 3600 * 1000
+MAX_DEPTH: Final = 50  # of sub-agents
 UNSUPPORTED: Final = ("orchestrator", "pre_session_spawns", "context_mode", "payload")
 MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos")
 
@@ -106,15 +108,15 @@ class SessionTrace(TrafficSource):
         return iter(self._requests)
 
     def _read(self, entry: dict[str, Any], number: int) -> None:
-        name = word(entry, "session_id") or f"line {number}"
+        name = read_text(entry, "session_id") or f"line {number}"
         if found := [key for key in UNSUPPORTED if entry.get(key)]:
             raise BadLineError(f"{found[0]} is not supported")
         known = self._lines.get(name)
         if "turns" in entry and known is not None:
             raise BadLineError(f"session_id {name!r} is in line {known.line} too")
         if known is None:
-            at = seconds(entry, "timestamp") if entry.get("timestamp") is not None else None
-            klass, tenant = word(entry, "class") or self.name, word(entry, "tenant")
+            at = None if entry.get("timestamp") is None else read_milliseconds(entry, "timestamp")
+            klass, tenant = read_text(entry, "class") or self.name, read_text(entry, "tenant")
             known = self._lines[name] = _Line(name, number, at, klass, tenant)
         if "turns" in entry:
             _take_turns(known, entry["turns"])
@@ -127,7 +129,7 @@ class SessionTrace(TrafficSource):
         if "messages" in entry or "text_input" in entry:
             size = _size("".join(_flat(entry.get("messages", entry.get("text_input")))))
         else:
-            size = tokens(entry, "input_length")
+            size = read_tokens(entry, "input_length")
         if not session.turns:
             session.shared = pieces_of(entry.get("hash_ids"), size, self._block)
             size -= sum(each for _, each in session.shared)
@@ -146,7 +148,7 @@ class SessionTrace(TrafficSource):
                 parents[name] = line
         made: dict[str, Session] = {}
         roots = [
-            (line, self._made(line, made))
+            (line, self._made(line, made, MAX_DEPTH))
             for line in self._lines.values()
             if line.name not in parents
         ]
@@ -157,12 +159,14 @@ class SessionTrace(TrafficSource):
                 raise self._error(line, f"session {name!r} is a sub-agent of itself")
         return roots
 
-    def _made(self, line: _Line, made: dict[str, Session]) -> Session:
+    def _made(self, line: _Line, made: dict[str, Session], depth: int) -> Session:
+        if not depth:
+            raise self._error(line, f"sub-agents are nested deeper than {MAX_DEPTH} levels")
         turns = [
             replace(
                 turn,
                 forks=tuple(
-                    replace(self._made(self._lines[name], made), fresh=fresh)
+                    replace(self._made(self._lines[name], made, depth - 1), fresh=fresh)
                     for name, fresh in line.forks.get(number, ())
                 ),
             )
@@ -184,7 +188,7 @@ def _take_turns(session: _Line, turns: Any) -> None:
         session.shared = ((f"text-{digest}", _size(text)),)
         turns = turns[1:]
     if session.at is None and turns[0].get("timestamp") is not None:
-        session.at = seconds(turns[0], "timestamp")
+        session.at = read_milliseconds(turns[0], "timestamp")
     for turn in turns:
         if session.turns and turn.get("timestamp") is not None:
             raise BadLineError("a later turn of a session takes delay, not timestamp")
@@ -201,8 +205,10 @@ def _is_system(turn: dict[str, Any]) -> bool:
 
 def _turn(entry: dict[str, Any], size: int) -> Turn:
     key = next((key for key in OUTPUT_KEYS if entry.get(key) is not None), None)
-    output = DEFAULT_OUTPUT_TOKENS if key is None else tokens(entry, key)
-    think = seconds(entry, "delay") if entry.get("delay") is not None else 0.0
+    output = DEFAULT_OUTPUT_TOKENS if key is None else read_tokens(entry, key)
+    think = (
+        read_milliseconds(entry, "delay", MAX_DELAY_MS) if entry.get("delay") is not None else 0.0
+    )
     return Turn(size, output, think)
 
 
@@ -224,7 +230,8 @@ def _flat(value: Any) -> Iterator[str]:
             yield from _flat(each)
     elif isinstance(value, dict) and (keys := {"content", "contents", "text"} & set(value)):
         for key in sorted(keys):
-            yield from _flat(value[key])
+            if value[key] is not None:  # as in a message with tool calls only
+                yield from _flat(value[key])
     else:
         raise BadLineError(f"a turn's text is {value!r:.60}; it must be text")
 
