@@ -109,9 +109,9 @@ class RealScene(Scene):
 
     async def send_all(self, number: int) -> None:
         """Send requests of every route, length, hand-over and refusal."""
-        sends = [
-            self.send(self.split, chat("hello there", stream=True, max_tokens=12)) for _ in range(5)
-        ]
+        due = b"X-Request-Deadline-Ms: 60000"
+        hello = chat("hello there", due, stream=True, max_tokens=12)
+        sends = [self.send(self.split, hello) for _ in range(5)]
         # More long prompts than the policy lets prefill at once. Each takes several steps, so that
         # they overlap.
         for again in range(4):

@@ -276,6 +276,8 @@ class RareCases:
         await self._hang(stack, "rules", chat(LONG, model="slow"))
         await self._fakes["slow-0"].got(2, within=START_TIMEOUT_S)
         assert await self._ask("rules", chat(model="slow")) == 429
+        soon = b"X-Request-Deadline-Ms: 1"
+        assert await self._ask("rules", chat("hi", soon, model="slow")) == 429
         # One request has the worker, one the queue.
         tasks = [asyncio.create_task(self._ask("rules", chat(model="full"))) for _ in range(3)]
         for task in tasks:
