@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import httptools
 
 from proxy.core.model.types import Refusal
-from proxy.core.request.session_key import id_in_headers
 from proxy.http.head_cache import MAX_DIGITS
 from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, tokens, without
 
@@ -42,7 +41,6 @@ class RequestHead:
         "pieces",
         "refusal",
         "route",
-        "session",
         "size",
         "special",
         "start",
@@ -61,7 +59,6 @@ class RequestHead:
         self.authorization = b""  # forwarded unless the worker has its own key
         self.special: dict[bytes, bytes] = {}  # headers that the router reads
         self.id = b""  # the client's X-Request-Id
-        self.session = b""  # id
         self.http_1_0 = False
         self.keep_alive = True
         self.explain = False
@@ -109,7 +106,6 @@ class RequestHead:
         if (authorization := special.get(b"authorization")) is not None:
             self.authorization = b"Authorization: %b\r\n" % authorization
         self.id = special.get(b"x-request-id", b"")
-        self.session = id_in_headers(special)
         self.explain = b"x-explain" in special and self.asks_why()
 
     def keep_back(self, names: Iterable[bytes]) -> None:

@@ -129,7 +129,7 @@ class Step:
     # Updates `LaneCount.held`, which otherwise dates from the previous step. Same restriction.
     ask_gates: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
-    # Returns the requests whose KV is being loaded from a tier; they enter without a gate.
+    # Returns the requests that load KV from a tier; they enter without a gate.
     loading: Callable[[], Sequence[RequestView]] = tuple
     # Looks up the tokens of a waiting request that need no computation.
     cached_of: Callable[[RequestView], int] = no_tokens

@@ -188,6 +188,15 @@ def _clear(holders: dict[int, int], block: int, bit: int) -> None:
         holders[block] = found ^ bit
 
 
+def matched_tokens(matches: Matches, prompt_bytes: int, prompt_tokens: int) -> Matches:
+    """Return matches in tokens instead of blocks."""
+    per_byte = prompt_tokens / prompt_bytes
+    return [
+        (min(int(COVERED[blocks] * per_byte), prompt_tokens), workers)
+        for blocks, workers in matches
+    ]
+
+
 def workers_of_deepest(matches: Matches, most: int) -> list[int]:
     """Return workers of the deepest match."""
     holders = matches[0][1] if matches else 0

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import inf
 
 from proxy.core.fleet.roster import Roster
-from proxy.core.fleet.worker import Worker
-from proxy.core.learned.prefix_index import COVERED
+from proxy.core.fleet.worker import PrefixHolders, Worker
+from proxy.core.learned.prefix_index import matched_tokens
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
@@ -52,13 +52,9 @@ def urgency_of(
 def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     """Return the least predicted prefill, and whether all paces are learnt."""
     pool = roster.pool(ask.model)
-    held: list[tuple[int, int]] = []
+    held: PrefixHolders = []
     if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
-        per_byte = ask.prompt_tokens / ask.prefix_bytes
-        held = [
-            (min(int(COVERED[blocks] * per_byte), ask.prompt_tokens), holders)
-            for blocks, holders in matches
-        ]
+        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
     best, is_learnt = inf, True
     for worker in _likely(pool.all, held) + pool.prefills[:MAX_WORKERS]:
         if worker.may_hold(ask) and not (ask.long and worker.role is Role.SHORT):
@@ -69,7 +65,7 @@ def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     return (0.0, False) if best == inf else (best, is_learnt)
 
 
-def _likely(workers: list[Worker], held: list[tuple[int, int]]) -> list[Worker]:
+def _likely(workers: list[Worker], held: PrefixHolders) -> list[Worker]:
     """Return some workers, those with most of the prompt first."""
     if len(workers) <= MAX_WORKERS:
         return workers

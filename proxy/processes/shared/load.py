@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 READ_INTERVAL_S = 0.002
 REMOTE_INTERVAL_S = 0.008  # without other processes on this host
-CHECK_INTERVAL_S = 0.05
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
@@ -85,8 +84,6 @@ class SharedLoad:
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
-        self._updates = -1
-        self._next_check = 0.0
 
     def peers_of(self, make: Callable[[ProcessSheet], Peer]) -> Peers[Peer]:
         return Peers(self.table, self.process, make)
@@ -179,10 +176,8 @@ class SharedLoad:
         if now < self._next:
             return
         self._next = now + self._interval_s
-        if not self.peers.local:
-            if (updates := self.table.updates) == self._updates and now < self._next_check:
-                return
-            self._updates, self._next_check = updates, now + CHECK_INTERVAL_S
+        if not self.peers.may_have_news(now):
+            return
         for part in self.parts:
             part.take(now)
         rows: set[int] = set()

@@ -29,6 +29,7 @@ from proxy.processes.shared.process_sheet import (
     store,
 )
 
+LOOK_INTERVAL_S = 0.05
 MAX_REMOTE = 64  # sheets for processes of other hosts
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
@@ -178,6 +179,17 @@ class Peers(Generic[Peer]):
         self._table = table
         self._all = [make(table.sheet(i)) for i in range(table.sheets) if i != process]
         self.local = self._all[: table.processes - 1]
+        self._updates, self._look_at = -1, 0.0  # of other hosts
+
+    def may_have_news(self, now: float) -> bool:
+        """Return False if all peers are on other hosts, which have sent nothing for a moment."""
+        if self.local:
+            return True
+        updates = self._table.updates
+        if updates == self._updates and now < self._look_at:
+            return False
+        self._updates, self._look_at = updates, now + LOOK_INTERVAL_S
+        return True
 
     def __iter__(self) -> Iterator[Peer]:
         remote = self._table.remote_in_use

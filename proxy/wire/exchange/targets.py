@@ -14,6 +14,7 @@ from proxy.core.model.refusals import bad_request
 from proxy.core.model.types import Refusal
 from proxy.core.queue.latency_admission import NO_TARGETS
 from proxy.core.request.json_edit import spliced
+from proxy.core.request.session_key import id_in_headers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,14 +51,14 @@ def deadline_in(
 def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> RequestInfo | Refusal:
     """Read a request with its deadline, or refuse it."""
     router, request = owner.wire.router, owner.request
-    head = request.head
-    deadline = deadline_in(head.special, owner.record.started, owner.wire.settings)
+    head, special = request.head, request.head.special
+    deadline = deadline_in(special, owner.record.started, owner.wire.settings)
     if isinstance(deadline, Refusal):
         ask: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
     else:
         ask = router.read(
-            owner.route, body, head.special.get(b"content-type", b""),
-            request.id.decode("latin-1"), head.tenant, head.session,
+            owner.route, body, special.get(b"content-type", b""),
+            request.id.decode("latin-1"), head.tenant, id_in_headers(special),
             batch=head.batch, deadline=deadline,
         )  # fmt: skip
     if isinstance(ask, Refusal):

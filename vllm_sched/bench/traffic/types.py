@@ -64,7 +64,7 @@ class Request:
     tenant: str = ""
     shared: tuple[Piece, ...] = ()
     session: str = ""  # name of the session, in its sub-agents' turns too
-    begins: Session | None = None  # the session whose first turn this is
+    begins: Session | None = None  # the session that this turn begins
     turn: int = 0
     context_tokens: int = 0  # prompt tokens of earlier prompts and answers of the session
 

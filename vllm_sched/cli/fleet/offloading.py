@@ -18,10 +18,13 @@ HANDS_OVER: Final = ("prefill", "decode")
 def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check `launch.kv_offloading_size` against other flags and the transfer."""
     for index, worker in draft.workers.items():
-        if (told := worker.launch) is None:
+        if (settings := worker.launch) is None:
             continue
         moved_by = draft.transfer if worker.role in HANDS_OVER else None
-        size, flag = told.kv_offloading_size, last(expanded(told.args), transfer.OFFLOADING_FLAG)
+        size, flag = (
+            settings.kv_offloading_size,
+            last(expanded(settings.args), transfer.OFFLOADING_FLAG),
+        )
         if flag is not None and (moved_by is not None or size is not None):
             yield Problem(
                 f"workers[{index}].launch.args",
@@ -30,7 +33,7 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
             )
         if size is None:
             continue
-        if transfer.own_config(told.args) is not None:
+        if transfer.own_config(settings.args) is not None:
             yield Problem(
                 f"workers[{index}].{FIELD}",
                 f"{size:g}: launch.args has {transfer.CONFIG_FLAG} too; leave one of the two out",

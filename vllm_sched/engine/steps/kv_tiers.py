@@ -1,7 +1,7 @@
 """The tokens of a waiting request that KV connectors can load.
 
 vLLM asks a connector when a request is about to start. Policies ask earlier and more often, so only
-connectors whose state does not change are asked. A question to LMCache, Mooncake's store, HF3FS or
+connectors that it does not change are asked. A question to LMCache, Mooncake's store, HF3FS or
 FlexKV counts blocks, starts a load or asks another process.
 """
 

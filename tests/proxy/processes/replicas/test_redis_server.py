@@ -6,8 +6,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import trustme
 import uvloop
 
 from proxy.config.shared import SharedConfig
-from proxy.core.tenants.limits import LimitExceeded, Limits
+from proxy.core.tenants.limits import LimitExceeded, Limits, RemoteLimits
 from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.errors import ProxyError
 from proxy.processes.replicas import limits
@@ -43,6 +43,25 @@ def start(tmp_path: Path) -> Iterator[Start]:
         server.close()
 
 
+@asynccontextmanager
+async def limiting(
+    settings: SharedConfig, per_minute: int, password: str | None = None
+) -> AsyncIterator[tuple[SharedLimiter, RemoteLimits]]:
+    """Let the server decide the requests of a tenant."""
+    tenants, table = Tenants(), SharedTable.make(1)
+    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=per_minute))], {})
+    clock = asyncio.get_running_loop().time
+    limiter = SharedLimiter(settings, password, tenants, table, clock)
+    task = asyncio.create_task(limiter.run())
+    await eventually(lambda: limiter.is_up)
+    [tenant] = tenants
+    assert tenant.ledger.remote is not None
+    yield limiter, tenant.ledger.remote
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    table.close()
+
+
 async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     """Send a message through the channel, and have the server decide a request."""
     settings = settings.model_copy(update={"timeout_s": 60.0})  # for a busy machine
@@ -54,23 +73,13 @@ async def exchange(settings: SharedConfig, password: str | None = None) -> None:
         ]
         channels[0].publish(b"hello")
         await eventually(lambda: received == [b"hello"] * 2)
-    tenants, table = Tenants(), SharedTable.make(1)
-    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=1))], {})
-    clock = asyncio.get_running_loop().time
-    limiter = SharedLimiter(settings, password, tenants, table, clock)
-    task = asyncio.create_task(limiter.run())
-    await eventually(lambda: limiter.is_up)
-    [tenant] = tenants
-    assert tenant.ledger.remote is not None
     decided: list[LimitExceeded | None] = []
-    for _ in range(2):
-        assert tenant.ledger.remote.ask(10, decided.append) is not None
-    await eventually(lambda: len(decided) == 2)
+    async with limiting(settings, 1, password) as (_, remote):
+        for _ in range(2):
+            assert remote.ask(10, decided.append) is not None
+        await eventually(lambda: len(decided) == 2)
     assert decided[0] is None
     assert decided[1] is not None
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    table.close()
 
 
 def test_charges_are_reported_on_the_event_loop_of_the_router(
@@ -81,31 +90,21 @@ def test_charges_are_reported_on_the_event_loop_of_the_router(
     server = start()
 
     async def run() -> None:
-        tenants, table = Tenants(), SharedTable.make(1)
-        tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=10_000))], {})
         clock = asyncio.get_running_loop().time
-        limiter = SharedLimiter(SharedConfig(url=server.url), None, tenants, table, clock)
-        task = asyncio.create_task(limiter.run())
-        await eventually(lambda: limiter.is_up)
-        [tenant] = tenants
-        remote = tenant.ledger.remote
-        assert remote is not None
-        for number in range(2000):
-            remote.charge(1, 0, soon=bool(number % 3))
-            if number % 5 == 0:
-                await asyncio.sleep(0.0003)
-        client = redis_library.Redis(port=server.port)
-        key = "{vllm-sched}:tenant:t"
-        full_at = client.hget(key, "r")
-        give_up = clock() + 5.0
-        while float(full_at or 0) - time.time() < 10.0 and clock() < give_up:
-            await asyncio.sleep(0.02)
+        async with limiting(SharedConfig(url=server.url), 10_000) as (_, remote):
+            for number in range(2000):
+                remote.charge(1, 0, soon=bool(number % 3))
+                if number % 5 == 0:
+                    await asyncio.sleep(0.0003)
+            client = redis_library.Redis(port=server.port)
+            key = "{vllm-sched}:tenant:t"
             full_at = client.hget(key, "r")
-        client.close()
-        assert float(full_at or 0) - time.time() > 10.0  # 12 s less the time of the test
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        table.close()
+            give_up = clock() + 5.0
+            while float(full_at or 0) - time.time() < 10.0 and clock() < give_up:
+                await asyncio.sleep(0.02)
+                full_at = client.hget(key, "r")
+            client.close()
+            assert float(full_at or 0) - time.time() > 10.0  # 12 s less the time of the test
 
     uvloop.run(run())
 
@@ -178,15 +177,10 @@ async def test_server_that_becomes_a_replica_is_left_for_the_primary(start: Star
     server = start()
     settings = SharedConfig(url=server.url)
     admin = redis_library.Redis(port=server.port)
-    tenants, table = Tenants(), SharedTable.make(1)
-    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=9))], {})
-    clock = asyncio.get_running_loop().time
-    limiter = SharedLimiter(settings, None, tenants, table, clock)
-    task = asyncio.create_task(limiter.run())
-    await eventually(lambda: limiter.is_up)
-    [tenant] = tenants
-    assert tenant.ledger.remote is not None
-    async with open_channel(settings, None, lambda _: None) as channel:
+    async with (
+        limiting(settings, 9) as (limiter, remote),
+        open_channel(settings, None, lambda _: None) as channel,
+    ):
         connections = {client["id"] for client in admin.client_list()}
         admin.replicaof("127.0.0.1", free_port())
 
@@ -196,7 +190,7 @@ async def test_server_that_becomes_a_replica_is_left_for_the_primary(start: Star
 
         await eventually(publish)
         assert "READONLY" in str(channel.error)
-        tenant.ledger.remote.charge(1, 0, soon=True)
+        remote.charge(1, 0, soon=True)
         await eventually(lambda: not limiter.is_up)
         with pytest.raises(server_errors(), match="READONLY"):
             async with open_channel(settings, None, lambda _: None):
@@ -205,10 +199,7 @@ async def test_server_that_becomes_a_replica_is_left_for_the_primary(start: Star
         await eventually(lambda: limiter.is_up)
         here = {client["id"] for client in admin.client_list()}
         assert len(here & connections) == 1  # the administrator's
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
     admin.close()
-    table.close()
 
 
 def test_unusable_certificates_are_an_error_at_the_start(tmp_path: Path) -> None:

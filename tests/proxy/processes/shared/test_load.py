@@ -15,7 +15,6 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.routing.view import HandoverOffer
 from proxy.processes.metrics_merge import MergedFamily, add_up
 from proxy.processes.shared.load import (
-    CHECK_INTERVAL_S,
     FULL_READ_INTERVAL_S,
     READ_INTERVAL_S,
     REMOTE_INTERVAL_S,
@@ -23,6 +22,7 @@ from proxy.processes.shared.load import (
     WorkerRows,
 )
 from proxy.processes.shared.process_sheet import RING, ProcessSheet
+from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
 from tests.proxy.core.making import (
     ask,
     idle,
@@ -372,6 +372,6 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
             table.mark_updated()
             group.now += 1.1 * REMOTE_INTERVAL_S
         else:
-            group.now += CHECK_INTERVAL_S
+            group.now += LOOK_INTERVAL_S
         sharing.look(group.now)
         assert worker.requests == requests
