@@ -153,9 +153,13 @@ class Roster:
             self.hand_down(before)
         return worker
 
+    def has(self, worker: Worker) -> bool:
+        """Return False if the worker was removed."""
+        return self.by_index.get(worker.index) is worker
+
     def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
         """Note that a worker's cache will hold a prompt."""
-        if self.by_index.get(worker.index) is not worker:  # removed
+        if not self.has(worker):
             return
         self.prefixes.record(ask.prefix, worker.index)
         if worker.reports_prefixes and self.name_prefix is not None and ask.prompts == 1:

@@ -69,15 +69,11 @@ class Session:
 
     def goes_on(self, hashes: tuple[int, ...]) -> bool:
         """Return whether a prompt may extend the last one."""
-        depth = self.depth
-        if not depth or not hashes:
-            return True
-        return len(hashes) >= depth and hashes[depth - 1] == self.mark
+        return _may_have(hashes, self.depth, self.mark)
 
     def extends(self, hashes: tuple[int, ...]) -> bool:
         """Return whether a prompt that goes on has nearly all of the last one."""
-        depth, mark = self.tail
-        return not depth or not hashes or (len(hashes) >= depth and hashes[depth - 1] == mark)
+        return _may_have(hashes, *self.tail)
 
     def visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
@@ -99,6 +95,10 @@ class Session:
             self.depth, self.mark = _mark(hashes, prompt_bytes // 2)
             self.tail = _mark(hashes, prompt_bytes - prompt_bytes // 8)
         return True
+
+
+def _may_have(hashes: tuple[int, ...], depth: int, mark: int) -> bool:
+    return not depth or not hashes or (len(hashes) >= depth and hashes[depth - 1] == mark)
 
 
 def _mark(hashes: tuple[int, ...], prompt_bytes: int) -> tuple[int, int]:

@@ -173,7 +173,7 @@ class LeaseBook:
 
     def _end_turn(self, lease: Lease, session: Session, usage: Usage | None) -> None:
         ask, worker = lease.ask, lease.worker
-        if self._roster.by_index.get(worker.index) is not worker:  # removed
+        if not self._roster.has(worker):
             return
         tokens = ask.prompt_tokens + lease.seen_tokens
         if usage is not None:
