@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.schedulers import make_request
 from tests.engine.tiered import (
     HANDS_OVER,
     KEPT,
@@ -103,7 +102,7 @@ def test_prompt_that_leaves_the_tier_does_not_enter_as_short() -> None:
 
 def test_handed_over_prompt_is_not_looked_up() -> None:
     tiered = Tiered(BOTH, LONG_PROMPT)
-    remote = make_request(900, name="remote")
+    remote = tiered.request(900, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     tiered.scheduler.add_request(remote)
     assert tiered.scheduler._planner.prefixes.tokens(remote) == remote.num_tokens
@@ -118,7 +117,7 @@ def test_handed_over_prompt_is_not_looked_up() -> None:
 def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
     """So `check` refuses a worker in which offloading comes before the transfer."""
     tiered = Tiered(BOTH if first else several(OFFLOADING, HANDS_OVER), LONG_PROMPT)
-    remote = make_request([*tiered.documents[0], *[3] * 300], name="remote")
+    remote = tiered.request([*tiered.documents[0], *[3] * 300], name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     tiered.scheduler.add_request(remote)
     tiered.step()
@@ -129,7 +128,6 @@ def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
 
 def test_tier_is_asked_once_while_a_prompt_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     tiered = Tiered(OFFLOADING, LONG_PROMPT)
-    monkeypatch.setattr(type(tiered.scheduler), "clock", lambda _: 1000.0)
     tiered.add("fresh", None, 1200)
     tiered.step()
     asked: list[str] = []

@@ -25,6 +25,7 @@ from tests.engine.schedulers import SIMULATED, answer, make_request, make_schedu
 DOCUMENT = 600  # tokens, of which the tier keeps whole blocks
 KEPT = DOCUMENT // 16 * 16
 NUM_BLOCKS = 120
+STEP_S = 0.01
 SIZE = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26}}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", **SIZE}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", **SIZE}
@@ -58,26 +59,38 @@ class Tiered:
         self.scheduler = make_scheduler(
             policies, connector=connector, prefix_caching=True, num_blocks=NUM_BLOCKS, **engine
         )
+        self.now = 1000.0
+        self.scheduler.clock = self.scheduler.wall_clock = self.clock
+        self.scheduler.waiting._clock = self.clock
         self.loads = True  # loads end in the step after their start
         self._loading: list[str] = []
         self._jobs: list[int] = []
         self.documents = [[*range(10 * n, 10 * n + DOCUMENT)] for n in range(1, documents + 1)]
         for document in self.documents:
-            self.scheduler.add_request(make_request(document, output=1))
+            self.scheduler.add_request(self.request(document, output=1))
             self.drain()
         # Fill the GPU cache.
-        self.scheduler.add_request(make_request(NUM_BLOCKS * 16 - 32, output=1))
+        self.scheduler.add_request(self.request(NUM_BLOCKS * 16 - 32, output=1))
         self.drain()
+
+    def clock(self) -> float:
+        """Return the virtual time."""
+        return self.now
+
+    def request(self, tokens: int | list[int], **options: Any) -> Any:
+        """Return a request that arrives now."""
+        return make_request(tokens, arrival=self.now, **options)
 
     def add(self, name: str, document: int | None, more: int, **options: Any) -> Any:
         """Add a request with a document, or with none, and `more` other tokens."""
         first = [] if document is None else self.documents[document]
-        request = make_request([*first, *[5 + len(name)] * more], name=name, **options)
+        request = self.request([*first, *[5 + len(name)] * more], name=name, **options)
         self.scheduler.add_request(request)
         return request
 
     def step(self, _: object = None) -> dict[str, int]:
         """Run a step with its transfers."""
+        self.now += STEP_S
         output = self.scheduler.schedule()
         result = answer(self.scheduler, output)
         metadata = output.kv_connector_metadata

@@ -96,6 +96,7 @@ ATTRIBUTES = (
     "kv_holding_waiting",
     "running",
     "_inflight_prefills",
+    "finished_recving_kv_req_ids",
     "max_num_active_reqs",
     "num_waiting_for_streaming_input",
     "lora_config",

@@ -176,7 +176,7 @@ class LongPrompt(Policy):
         waiting_shorts = lanes.get(SHORT, LaneCount())
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
-            shorts=[r for r in step.prefills if r.request_id not in self._longs],
+            shorts=self._shorts_of(step),
             waiting_shorts=waiting_shorts,
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
@@ -188,6 +188,12 @@ class LongPrompt(Policy):
         prompts.free_places = self._free_places(len(prompts.classes) + len(self._loading()))
         self._counts_are_current = step.free_slots <= 0 or not step.waiting
         self._divide()
+
+    def _shorts_of(self, step: Step) -> list[RequestView]:
+        """Return the shorts in prefill, and those that enter because their KV has arrived."""
+        shorts = [r for r in step.prefills if r.request_id not in self._longs]
+        is_long = self._lookups.is_long
+        return shorts + [r for r in step.loaded() if not is_long(r, r.num_computed_tokens)]
 
     def _free_places(self, taken: int) -> int:
         free = self._places - taken

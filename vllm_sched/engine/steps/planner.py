@@ -109,6 +109,7 @@ class StepPlanner:
             ask_gates=self.admission.ask_gates,
             class_of=self.classes.of,
             loading=self._loading,
+            loaded=self._loaded,
             cached_of=self.prefixes.recent_tokens,
         )
         self._departed = 0
@@ -170,6 +171,10 @@ class StepPlanner:
         if not self.prefixes.tiers:
             return []
         return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
+
+    def _loaded(self) -> list[Request]:
+        received = self._scheduler.finished_recving_kv_req_ids
+        return [r for r in self._loading() if r.request_id in received] if received else []
 
     def departed(self, request: Request, now: float) -> None:
         self._departed += request.num_computed_tokens > 0
