@@ -5,16 +5,23 @@ object 200, a new member name 300. Each MB of text adds 1.5-4 ms; escapes only 7
 lenient parsing 15.
 
 Four characters are counted, with strings included: too many at worst. Above a bound, strings are
-excluded. Cost: 0.1 ms per MB and 10 ns per hit; without strings 2-6 ms per MB.
+excluded. Cost: 0.1 ms per MB and 10 ns per hit; without strings 2-6 ms per MB. A sample of 64 KB is
+counted first, and suffices for most prompts.
 """
 
 from __future__ import annotations
+
+import random
 
 LARGE_BODY_BYTES = 262_144  # shorter text stays below the bounds
 MAX_VALUES = 1_100_000
 MAX_NODES = 200_000
 MAX_QUOTES = 2 * MAX_NODES
 PIECE_BYTES = 65_536  # fits the CPU's cache
+SAMPLE_BYTES = 512
+# The place of each sample in its part of the text is random, so that clients cannot exploit it.
+SAMPLE_PLACES = [random.random() for _ in range(128)]
+SAMPLE_MARGIN = 2.0  # a text whose sample shows less than 1/2 of a bound is not counted
 
 
 class JsonMask:
@@ -54,7 +61,18 @@ def too_many(body: bytes) -> str:
 
 def may_exceed(body: bytes) -> bool:
     """Return whether a text with its strings exceeds a bound."""
+    some = _sample(body)
+    scale = SAMPLE_MARGIN * len(body) / max(len(some), 1)
+    quotes, opened, commas = _counted(some)
+    if not _excess(int(quotes * scale), int(opened * scale), int(commas * scale)):
+        return False
     return bool(_excess(*_counted(body)))
+
+
+def _sample(text: bytes) -> bytes:
+    part = len(text) / len(SAMPLE_PLACES)
+    starts = [int((number + place) * part) for number, place in enumerate(SAMPLE_PLACES)]
+    return b"".join([text[at : at + SAMPLE_BYTES] for at in starts])
 
 
 def excess(mask: JsonMask) -> str:

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from proxy.core.model.types import Refusal
+from proxy.core.request import json_limits
 from proxy.core.request.json_limits import (
     LARGE_BODY_BYTES,
     MAX_NODES,
@@ -71,6 +72,25 @@ def test_nodes_at_a_piece_boundary_are_counted() -> None:
         + b"1]}"
     )
     assert too_many(body) == "200,000 strings, lists and objects"
+
+
+@pytest.mark.parametrize("at", range(0, 100, 7))
+def test_nodes_in_one_part_of_a_text_are_counted(at: int) -> None:
+    nodes, text = b'"",' * (MAX_NODES + 1), b"x" * 30_000
+    before = b'"%b",' % text * at
+    after = b'"%b",' % text * (100 - at)
+    assert too_many(b"[" + before + nodes + after + b"1]").startswith("200,000")
+
+
+@pytest.mark.plain("replaces a part")
+def test_a_text_with_few_values_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = json_limits._counted
+    monkeypatch.setattr(
+        json_limits, "_counted", lambda text: counted.append(len(text)) or count(text)
+    )
+    assert too_many(b'{"prompt":"%b"}' % (b"if x in {1, 2}: y(x)" * 40_000)) == ""
+    assert counted == [len(json_limits.SAMPLE_PLACES) * json_limits.SAMPLE_BYTES]
 
 
 # The most expensive bodies for each prompt shape.
