@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import inf
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
@@ -216,11 +216,14 @@ class Router:
         # Queued requests go first.
         queue, again, targets = self.queue, attempts.is_retry, self.settings.admission or NO_TARGETS
         free = not queue.any_ahead_of(ask)
+        cache_wait: CacheWait | None = None
         if free or again or ask.pinned:
-            answer = self.placer.place(
-                ask, now, attempts, explain=explain, free=free, admission=None if again else targets
-            )
-            if answer is not None:
+            answer = self._place(ask, now, attempts, explain=explain, free=free, may_wait=not again)
+            if isinstance(answer, CacheWait) and not queue.room_for(ask):
+                answer = self._place(ask, now, attempts, explain=explain, free=free)
+            if isinstance(answer, CacheWait):
+                cache_wait = answer
+            elif answer is not None:
                 return answer
         refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
         give_way: list[Ticket] = []
@@ -230,13 +233,32 @@ class Router:
                 refusal = self._no_room(ask, now)
         due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
         urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
-        if refusal is None and not again:
+        if refusal is None and not again and cache_wait is None:
             refusal = queued_too_late(targets, ask, queue, urgency, now)
         if refusal is not None:
             return self.placer.count_refusal(ask.model, refusal)
         self._evict(give_way, now)
-        self.placer.count_decision(ask.model, Reason.FLEET_FULL)
-        return queue.push(ask, now, attempts, explain=explain, urgency=urgency)
+        reason = Reason.FLEET_FULL if cache_wait is None else Reason.AWAITS_CACHE
+        self.placer.count_decision(ask.model, reason)
+        return queue.push(
+            ask, now, attempts, explain=explain, urgency=urgency, cache_wait=cache_wait
+        )
+
+    def _place(
+        self,
+        ask: RequestInfo,
+        now: float,
+        attempts: Attempts,
+        *,
+        explain: bool,
+        free: bool,
+        may_wait: bool = False,
+    ) -> Lease | Refusal | CacheWait | None:
+        """Place a request that has not waited."""
+        targets = None if attempts.is_retry else self.settings.admission or NO_TARGETS
+        return self.placer.place(
+            ask, now, attempts, explain=explain, free=free, admission=targets, may_wait=may_wait
+        )
 
     def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
         if self._roster.pool(ask.model).all:
@@ -269,11 +291,14 @@ class Router:
             refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
 
-        def end(ticket: Ticket) -> Lease | Refusal | None:
+        def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
             ask = ticket.ask
             attempts, explain, aged = ticket.attempts, ticket.explain, ticket.aged
             late = now - ticket.since >= FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-            answer = self.placer.place(ask, now, attempts, explain=explain, aged=aged, late=late)
+            may_wait = not (late or attempts.is_retry) and now < ticket.cache_until
+            answer = self.placer.place(
+                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+            )
             if answer is not None:
                 return answer
             refusal = candidates.why_hopeless(self._roster, ask, now, attempts)

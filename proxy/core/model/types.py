@@ -39,6 +39,7 @@ class Reason(StrEnum):
     OWN = "own"  # the router responds: files, batches
     # Waiting.
     FLEET_FULL = "fleet_full"
+    AWAITS_CACHE = "awaits_cache"  # of a full worker
     # Refused.
     BAD_REQUEST = "bad_request"
     UNKNOWN_PATH = "unknown_path"

@@ -63,6 +63,7 @@ def find_candidates(
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
     view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
+    view.holders = holders if pool.ranked else pool.all
     if session is not None:
         view.session = session
     return view

@@ -7,7 +7,7 @@ from math import inf
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Decision, Lease
 from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
@@ -79,10 +79,14 @@ class Placer:
         free: bool = False,
         late: bool = False,
         admission: AdmissionSettings | None = None,
-    ) -> Lease | Refusal | None:
-        view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+        may_wait: bool = False,
+    ) -> Lease | Refusal | CacheWait | None:
+        """`may_wait`: for the worker with its cache."""
+        view, decision = self.decide(
+            ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+        )
         if decision is None:
-            return None
+            return view.cache_wait
         if admission is not None:
             refusal = placed_too_late(admission, ask, decision, now)
             if refusal is not None:
@@ -127,11 +131,14 @@ class Placer:
         explain: bool,
         aged: bool,
         late: bool,
+        may_wait: bool = False,
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
         others = self.roster.others
         while True:
-            view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+            view, decision = self._decide(
+                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+            )
             if decision is None or others is None or not _is_filled(decision, others, now):
                 return view, decision
 
@@ -144,8 +151,11 @@ class Placer:
         explain: bool,
         aged: bool,
         late: bool,
+        may_wait: bool = False,
     ) -> tuple[View, Decision | None]:
         view = self._look(ask, now, attempts, explain=explain)
+        if may_wait:
+            self._allow_wait(view)
         if ask.deadline < inf and view.handing is None:
             candidate_rules.keep_in_time(view)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
@@ -163,6 +173,12 @@ class Placer:
             candidate_rules.avoid_handovers(view, fair)
             decision = self._choose(view)
         return view, decision
+
+    def _allow_wait(self, view: View) -> None:
+        """Let the rule choose a wait for the worker with the prompt's cache."""
+        ask = view.ask
+        if not (ask.pinned or ask.rank is BATCH or view.pool.decodes) and self.queue.most:
+            view.waits = self.queue.cache_waits
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
@@ -245,6 +261,7 @@ class Placer:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
         view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
+        self._allow_wait(view)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
@@ -258,7 +275,16 @@ class Placer:
             whether = handover_cost.verdict(decision, view) if asked else ""
             turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
-        if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)) is None:
+        if (wait := view.cache_wait) is not None:
+            message = (
+                f"The request would wait for a slot of {wait.worker.name}, whose cache saves more: "
+                f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
+                f"after {wait.until - now:.1f} s."
+            )
+            refusal: Refusal | None = Refusal(429, Reason.AWAITS_CACHE, message)
+        else:
+            refusal = candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)
+        if refusal is None:
             message = (
                 "The request would wait: every worker that can hold it is full, reserved for long "
                 "requests, or not probed yet."
