@@ -68,6 +68,24 @@ def test_mostly_cached_turn_passes_a_fresh_long_prompt_of_its_tenant() -> None:
     assert drain(router, 6.0, running) == [cached.id, long.id]
 
 
+def test_what_a_session_knows_counts_as_cached() -> None:
+    """Its turn goes first though the prefix index has forgotten the prompt."""
+    router = make_router()
+    done = turn(router)
+    done.session = 7
+    lease = placed(router.submit(done, 0.0))
+    router.leases.first_token(lease, 0.1)
+    router.leases.finish(lease, 0.2, Outcome.DONE)
+    router.fleet.roster.prefixes.forget(0)
+    running = placed(router.submit(ask(10), 1.0))
+    long, later = fresh(), turn(router)
+    router.fleet.roster.prefixes.forget(0)
+    later.session = 7
+    waits(router.submit(long, 1.0))
+    waits(router.submit(later, 5.0))
+    assert drain(router, 6.0, running) == [later.id, long.id]
+
+
 def test_short_prompt_passes_a_fresh_long_one_of_its_tenant() -> None:
     router = make_router()
     running = placed(router.submit(ask(10), 0.0))
