@@ -78,6 +78,11 @@ class Session:
         """Return whether a prompt that goes on has nearly all of the last one."""
         return _may_have(hashes, *self.tail)
 
+    def tokens_on(self, worker: int, since: float) -> int:
+        """Return the tokens of the last turn on a worker."""
+        found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
+        return next(found, 0)
+
     def visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
         self.visits = [v for v in self.visits if v.worker != visit.worker][1 - MAX_VISITS :]

@@ -91,6 +91,7 @@ class RequestInfo:
     media: RequestMedia | None = None  # if `usage` can teach its sizes
     countable: bool = False  # a worker's /tokenize accepts it
     pinned: str = ""  # worker that holds its stored response
+    stored_tokens: int = 0  # of the stored response that it continues, in the prompt
     session: int = 0  # key; 0: none
     chained: bool = False  # its response names the session
     whole: str = ""  # why it cannot be split; empty if it can

@@ -15,8 +15,9 @@ def cached_tokens(
     held: PrefixHolders = []
     if matches:
         held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
-    if session is not None and not ask.pinned and session.extends(ask.prefix):
-        held = with_visits(held, session, roster, ask.prompt_tokens)
+    may_extend = session is not None and (not ask.pinned or ask.stored_tokens > 0)
+    if session is not None and may_extend and session.extends(ask.prefix):
+        held = with_visits(held, session, roster, ask)
     return held
 
 
@@ -29,7 +30,7 @@ def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
 
 
 def with_visits(
-    held: PrefixHolders, session: Session, roster: Roster, prompt_tokens: int
+    held: PrefixHolders, session: Session, roster: Roster, ask: RequestInfo
 ) -> PrefixHolders:
     """Replace estimates by what the session's visits left.
 
@@ -40,11 +41,11 @@ def with_visits(
         worker = roster.by_index.get(visit.worker)
         if worker is None or worker.up_since != visit.since:
             continue
-        if worker.reports_prefixes:  # its journal knows
+        if worker.reports_prefixes and not ask.stored_tokens:  # its journal knows
             visited &= ~worker.bit
         else:
             tokens = visit.left(worker.kv_capacity, worker.written)
-            left.append((min(tokens, prompt_tokens), worker.bit))
+            left.append((min(tokens, ask.prompt_tokens), worker.bit))
     masks = {tokens: holders & ~visited for tokens, holders in held if holders & ~visited}
     common = max(masks, default=0)
     for tokens, bit in left:

@@ -164,6 +164,24 @@ def test_deadline_moves_a_request_ahead_of_its_tenants_others() -> None:
     assert drain(router, 1.0, running) == [dated.id, small.id], "it must begin by 4 s"
 
 
+@pytest.mark.parametrize("left_s", [0.011, 0.02, 0.5, 3.0])
+@pytest.mark.parametrize("late", [False, True])
+def test_client_without_a_tenant_passes_no_request_that_waited_its_time(
+    left_s: float, *, late: bool
+) -> None:
+    """A deadline, however short, gives a key that is not before the arrival."""
+    router = make_router(queue_wait_s=1000.0)
+    running = placed(router.submit(ask(10), 0.0))
+    long = fresh(20_000)
+    waits(router.submit(long, 0.0))
+    now = WEIGHT * 20_000 * TOKEN_S + (0.01 if late else -3.1)
+    dated = fresh(100, deadline=now + left_s)
+    waits(router.submit(dated, now))
+    router.leases.finish(running, now, Outcome.DONE)
+    ((ticket, _),) = router.due(now)
+    assert ticket.ask is (long if late else dated)
+
+
 def test_deadline_that_prefill_alone_exceeds_is_refused() -> None:
     refusal = refused(make_router().submit(fresh(deadline=19.0), 0.0))
     assert (refusal.status, refusal.reason, refusal.code) == (429, Reason.DEADLINE, "deadline")
