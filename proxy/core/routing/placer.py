@@ -18,6 +18,7 @@ from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
 from proxy.core.queue.latency_admission import AdmissionSettings, placed_too_late
 from proxy.core.queue.queue import Queue
+from proxy.core.queue.ticket import Ticket
 from proxy.core.routing import candidates as candidate_rules
 from proxy.core.routing import handover_cost
 from proxy.core.routing.registry import rule
@@ -80,11 +81,16 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
         may_wait: bool = False,
+        queued: bool = False,
     ) -> Lease | Refusal | CacheWait | None:
-        """`may_wait`: for the worker with its cache."""
+        """`may_wait`: for the worker with its cache, if it is `queued` or the queue has room."""
         view, decision = self.decide(
             ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
         )
+        if view.cache_wait is not None and not queued and not self.queue.room_for(ask):
+            view, decision = self.decide(
+                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=False
+            )
         if decision is None:
             return view.cache_wait
         if admission is not None:
@@ -113,6 +119,15 @@ class Placer:
             self.roster.expect_prefix(ask, first)
         self.count_decision(ask.model, decision.reason)
         return lease
+
+    def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
+        ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
+        late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
+        may_wait = not (late or attempts.is_retry) and now < ticket.cache_until
+        return self.place(
+            ask, now, attempts,
+            explain=ticket.explain, aged=ticket.aged, late=late, may_wait=may_wait, queued=True,
+        )  # fmt: skip
 
     def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
         """Return whether a worker has room for a request, and would soon prefill it."""
