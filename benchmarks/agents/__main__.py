@@ -57,8 +57,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, help="max_requests of each worker, for all rows")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
-    if min(args.sessions, *args.at_once) < 1:
-        parser.error("--sessions, --at-once: must be 1 or more")
+    if min(args.sessions, *args.at_once, 1 if args.slots is None else args.slots) < 1:
+        parser.error("--sessions, --at-once, --slots: must be 1 or more")
     # The fluid engine knows no deadlines.
     args.rows = args.rows or [row for row in ROWS if not (args.fluid and row == DEADLINE)]
     return args
