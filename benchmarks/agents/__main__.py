@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 170)
     jobs = [
-        (side, Load(args.sessions, at_once, seed, args.fluid))
+        (side, Load(args.sessions, at_once, seed, args.fluid, args.slots))
         for at_once, side, seed in product(args.at_once, args.rows, args.seeds)
     ]
     found: dict[int, report.Found] = defaultdict(lambda: defaultdict(list))
@@ -54,10 +54,11 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=200, help="sessions that begin in a run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[4, 5])
     parser.add_argument("--fluid", action="store_true", help="fluid engines, for many runs")
+    parser.add_argument("--slots", type=int, help="max_requests of each worker, for all rows")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(argv)
-    if min(args.sessions, *args.at_once) < 1:
-        parser.error("--sessions, --at-once: must be 1 or more")
+    if min(args.sessions, *args.at_once, 1 if args.slots is None else args.slots) < 1:
+        parser.error("--sessions, --at-once, --slots: must be 1 or more")
     # The fluid engine knows no deadlines.
     args.rows = args.rows or [row for row in ROWS if not (args.fluid and row == DEADLINE)]
     return args

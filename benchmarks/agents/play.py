@@ -59,6 +59,7 @@ class Load:
     at_once: int
     seed: int
     fluid: bool = False
+    slots: int | None = None  # of each worker, if not the side's
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +175,15 @@ class SessionFleet(SimulatedFleet):
         super()._over(flight, now, pause_s=pause_s)
 
 
-def fleet_of(side: Side, *, fluid: bool) -> SessionFleet:
+def fleet_of(side: Side, load: Load) -> SessionFleet:
     args = {"max-model-len": MAX_MODEL_LEN, "block-size": BLOCK_TOKENS}
     config = FleetConfig.model_validate(
         {
             "model": "m",
             "workers": [
                 {
-                    "name": f"w{n}", "profile": PROFILE, "max_requests": side.max_requests,
+                    "name": f"w{n}", "profile": PROFILE,
+                    "max_requests": load.slots or side.max_requests,
                     "launch": {
                         "args": [f"--{key}={value}" for key, value in args.items()],
                         "policies": side.policies,
@@ -194,7 +196,7 @@ def fleet_of(side: Side, *, fluid: bool) -> SessionFleet:
         }
     )  # fmt: skip
     models = worker_models(config, Path("fleet.yaml"))
-    fleet = SessionFleet(side, config, models, FluidEngine if fluid else ExactEngine)
+    fleet = SessionFleet(side, config, models, FluidEngine if load.fluid else ExactEngine)
     if side.peer == "cache_aware":
         fleet.router.placer.rule = CacheAware()
     elif side.peer:
@@ -205,7 +207,7 @@ def fleet_of(side: Side, *, fluid: bool) -> SessionFleet:
 def play(job: tuple[str, Load]) -> Figures:
     """Return what a side does with a load."""
     side, load = job
-    fleet = fleet_of(SIDES[side], fluid=load.fluid)
+    fleet = fleet_of(SIDES[side], load)
     fleet.play_sessions(load)
     return figures(fleet, load)
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import inf
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
@@ -38,7 +38,6 @@ from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.request.sizing import Sizer
 from proxy.core.routing import candidates
-from proxy.core.routing.handover_cost import FALLBACK_WAIT_SHARE
 from proxy.core.routing.placer import Placer
 from proxy.core.tenants.tenants import Tenant, Tenants
 
@@ -213,15 +212,17 @@ class Router:
     def _submit(
         self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
     ) -> Lease | Ticket | Refusal:
-        # Queued requests go first.
         queue, again, targets = self.queue, attempts.is_retry, self.settings.admission or NO_TARGETS
-        free = not queue.any_ahead_of(ask)
+        free = not queue.any_ahead_of(ask)  # they go first
+        wait: CacheWait | None = None
         if free or again or ask.pinned:
             answer = self.placer.place(
-                ask, now, attempts, explain=explain, free=free, admission=None if again else targets
-            )
-            if answer is not None:
+                ask, now, attempts, explain=explain, free=free,
+                admission=None if again else targets, may_wait=not again,
+            )  # fmt: skip
+            if answer is not None and not isinstance(answer, CacheWait):
                 return answer
+            wait = answer
         refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
         give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
@@ -230,13 +231,14 @@ class Router:
                 refusal = self._no_room(ask, now)
         due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
         urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
-        if refusal is None and not again:
+        if refusal is None and not again and wait is None:
             refusal = queued_too_late(targets, ask, queue, urgency, now)
         if refusal is not None:
             return self.placer.count_refusal(ask.model, refusal)
         self._evict(give_way, now)
-        self.placer.count_decision(ask.model, Reason.FLEET_FULL)
-        return queue.push(ask, now, attempts, explain=explain, urgency=urgency)
+        reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
+        self.placer.count_decision(ask.model, reason)
+        return queue.push(ask, now, attempts, explain=explain, urgency=urgency, cache_wait=wait)
 
     def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
         if self._roster.pool(ask.model).all:
@@ -269,14 +271,11 @@ class Router:
             refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
 
-        def end(ticket: Ticket) -> Lease | Refusal | None:
-            ask = ticket.ask
-            attempts, explain, aged = ticket.attempts, ticket.explain, ticket.aged
-            late = now - ticket.since >= FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-            answer = self.placer.place(ask, now, attempts, explain=explain, aged=aged, late=late)
+        def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
+            ask, answer = ticket.ask, self.placer.place_queued(ticket, now)
             if answer is not None:
                 return answer
-            refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
+            refusal = candidates.why_hopeless(self._roster, ask, now, ticket.attempts)
             return refusal and self.placer.count_refusal(ask.model, refusal)
 
         gone += queue.leave(end, now)

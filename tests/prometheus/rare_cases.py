@@ -53,6 +53,7 @@ EMPTY = {'absent(up{job=~"(.*/)?router"})': "has data if there is no router"}
 # Reasons that no scene produces, and why.
 UNSEEN = {
     Reason.DRAINING: "of a router that stops and is not scraped any more",
+    Reason.AWAITS_CACHE: "of a long prompt whose worker is full beside a free one",
     Reason.ROUTER_FULL: "of a machine without descriptors or ports, also for Prometheus",
 }
 # Workers and roles by router. `GONE` does not listen and is the only worker that is down.

@@ -68,6 +68,15 @@ class Decision:
         return name if handover is None else f"{handover.prefill.name}>{name}"
 
 
+@dataclass(slots=True, frozen=True)
+class CacheWait:
+    """A wait for a slot of the full worker that has a prompt's cache."""
+
+    worker: Worker
+    seconds: float  # predicted
+    until: float  # the longest
+
+
 class Lease:
     """A worker's capacity, charged for one request until released.
 

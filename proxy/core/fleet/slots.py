@@ -54,6 +54,16 @@ def wait_s(worker: Worker, now: float) -> float:
     return (taken + 1.0 - slots) * left * worker.pace.step_s(decoding) / decoding
 
 
+def next_slot_s(worker: Worker, ahead: int) -> float:
+    """Estimate the time to a slot of a worker with all requests allowed."""
+    requests = worker.requests
+    if not requests or requests < worker.most:
+        return 0.0
+    left = worker.decode_tokens / requests
+    more = ahead + 1 + requests - worker.most
+    return more * left * worker.pace.step_s(requests) / requests
+
+
 def share_taken(worker: Worker, now: float) -> float:
     """Return the share of slots in use; 0 if unknown.
 

@@ -56,10 +56,13 @@ class Visit:
 class Session:
     """A conversation: each prompt extends the one before."""
 
-    __slots__ = ("depth", "key", "mark", "seen_at", "strayed", "tail", "visited", "visits")
+    __slots__ = (
+        "depth", "key", "known_as", "mark", "seen_at", "strayed", "tail", "visited", "visits",
+    )  # fmt: skip
 
     def __init__(self, key: int, now: float) -> None:
         self.key = key
+        self.known_as = key  # to other processes
         self.seen_at = now
         self.visits: list[Visit] = []  # the last at the end
         self.visited = 0  # mask; includes visits not kept
@@ -74,6 +77,11 @@ class Session:
     def extends(self, hashes: tuple[int, ...]) -> bool:
         """Return whether a prompt that goes on has nearly all of the last one."""
         return _may_have(hashes, *self.tail)
+
+    def tokens_on(self, worker: int, since: float) -> int:
+        """Return the tokens of the last turn on a worker."""
+        found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
+        return next(found, 0)
 
     def visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
@@ -136,6 +144,7 @@ class Sessions:
         return found
 
     def rename(self, session: Session, key: int) -> None:
+        """Change the key of a session: its last response names it."""
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
         session.key = key

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     OWN = "own"  # the router responds: files, batches
     # Waiting.
     FLEET_FULL = "fleet_full"
+    AWAITS_CACHE = "awaits_cache"  # of a full worker
     # Refused.
     BAD_REQUEST = "bad_request"
     UNKNOWN_PATH = "unknown_path"
@@ -90,6 +91,7 @@ class RequestInfo:
     media: RequestMedia | None = None  # if `usage` can teach its sizes
     countable: bool = False  # a worker's /tokenize accepts it
     pinned: str = ""  # worker that holds its stored response
+    stored_tokens: int = 0  # of the stored response that it continues, in the prompt
     session: int = 0  # key; 0: none
     chained: bool = False  # its response names the session
     whole: str = ""  # why it cannot be split; empty if it can

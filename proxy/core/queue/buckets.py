@@ -15,6 +15,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
 SHORT, LONG = "short", "long"
+FOR_CACHE = "cache"  # of requests in no order, see `cache_waits`
 MAX_TRIED_TICKETS = 16  # tickets examined per FIFO, failures per place
 # A class's sort key: not ahead by age, was last to go ahead.
 Late = tuple[bool, bool]
@@ -88,6 +89,10 @@ class Buckets:
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
         return (at for at in self._buckets if at[0][0] == model)
+
+    def in_order(self) -> Iterator[tuple[tuple[Place, Rank], Bucket]]:
+        """Yield the buckets of requests that any free slot may serve."""
+        return ((at, found) for at, found in self.buckets().items() if at[0][1] != FOR_CACHE)
 
     def of_class(self, tenant: Tenant, rank: Rank) -> bool:
         return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))
@@ -191,6 +196,8 @@ def place_of(ask: RequestInfo) -> Place:
 
 def key_of(ticket: Ticket) -> Key:
     ask = ticket.ask
+    if ticket.cache_wait is not None:
+        return (ask.model, FOR_CACHE), ask.rank, ask.tenant
     if ticket.attempts.is_retry or ask.pinned:
         return (ask.model, OWN_PLACE), ask.rank, ask.tenant
     return place_of(ask), ask.rank, ask.tenant

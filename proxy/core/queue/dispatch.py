@@ -8,7 +8,7 @@ from heapq import merge
 from itertools import islice
 from sys import maxsize
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import CacheWait, Lease
 from proxy.core.model.types import Refusal
 from proxy.core.queue.buckets import (
     IN_ORDER,
@@ -25,6 +25,7 @@ from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
 End = Lease | Refusal
+Found = End | CacheWait
 NO_TURN = LastDispatch()
 
 
@@ -51,7 +52,7 @@ class Overtaking:
 class DispatchRound:
     """A round; it ends when no queued request can be dispatched.
 
-    `end` places or refuses a request, or returns None.
+    `end` places or refuses a request, lets it wait for a cache, or returns None.
     """
 
     __slots__ = (
@@ -69,7 +70,7 @@ class DispatchRound:
     def __init__(
         self,
         lines: Buckets,
-        end: Callable[[Ticket], End | None],
+        end: Callable[[Ticket], Found | None],
         now: float,
         ages: Mapping[Rank, float],
         overtaking: Overtaking,
@@ -86,11 +87,11 @@ class DispatchRound:
         self._misses: dict[Place, int] = {}
         self._held_places: set[Place] = set()  # another process goes first
 
-    def next(self) -> tuple[Ticket, End] | None:
+    def next(self) -> tuple[Ticket, Found] | None:
         """Return the next request and its result; None ends the round."""
-        buckets, others = self._lines.buckets(), self._others
+        buckets, others = list(self._lines.in_order()), self._others
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
-        for ((model, _), rank), bucket in buckets.items():
+        for ((model, _), rank), bucket in buckets:
             known = oldest.setdefault(model, {})
             known[rank] = min(known.get(rank, bucket.oldest), bucket.oldest)
         first = {model: min(known) for model, known in oldest.items()}  # local
@@ -100,7 +101,7 @@ class DispatchRound:
                     known[rank] = min(known.get(rank, since), since)
         aged = {model: self._aged(model, known) for model, known in oldest.items()}
         turns: dict[tuple[Late, Rank], list[Iterator[Entry]]] = {}
-        for (place, rank), bucket in buckets.items():
+        for (place, rank), bucket in buckets:
             model = place[0]
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
@@ -116,7 +117,7 @@ class DispatchRound:
 
     def _dispatch_from(
         self, fifo: RequestFifo, order: Late, aged: Mapping[Rank, Late]
-    ) -> tuple[Ticket, End] | None:
+    ) -> tuple[Ticket, Found] | None:
         """Dispatch from a FIFO, unless another process goes first."""
         (place, rank), others, now = (fifo.place, fifo.rank), self._others, self._now
         if fifo.least >= self._need_bound(place):
@@ -125,7 +126,7 @@ class DispatchRound:
             self._held_places.add(place)
             return None
         ended = self._dispatch_first(fifo, aged=rank in aged)
-        if ended is not None:
+        if ended is not None and not isinstance(ended[1], CacheWait):
             self._overtaking.had(place[0], rank, now, passed=not order[0])
         return ended
 
@@ -147,7 +148,7 @@ class DispatchRound:
             if self._now - since >= self._ages[rank]
         }
 
-    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, End] | None:
+    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Found] | None:
         """Dispatch the first ticket that can go; skip needs that failed before."""
         place, least, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):

@@ -19,10 +19,11 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import ceil, inf
 
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
-from proxy.core.queue.dispatch import DispatchRound, End, Overtaking
+from proxy.core.queue.buckets import FOR_CACHE, LONG, SHORT, Buckets, RemoteQueues, place_of
+from proxy.core.queue.cache_waits import CacheWaits
+from proxy.core.queue.dispatch import DispatchRound, End, Found, Overtaking
 from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, amounts
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
 from proxy.core.queue.request_fifo import Place, Turn
@@ -32,6 +33,7 @@ from proxy.core.tenants.tenants import Rank
 
 RATE_SAMPLE_S = 5.0  # per sample of freed slots
 MAX_RETRY_AFTER_S = 120
+MAX_CACHE_WAIT_SHARE = 0.5  # of the longest wait
 SPARE_DEADLINES = 64  # outdated deadlines before a sweep
 RANKS = tuple(Rank)
 BATCH = Rank.BATCH
@@ -55,8 +57,10 @@ class Queue:
         self.bytes = 0
         self.tokens = 0
         self.length = 0
+        self._in_order = 0  # of these, without those that wait for a cache
         self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
+        self.cache_waits = CacheWaits()
         self._capacity = QueueCapacity()
         self._lines = Buckets()
         self.aged = Overtaking()
@@ -146,12 +150,12 @@ class Queue:
         if any(self._lines.count(place, rank) for rank in RANKS[: ask.rank + 1]):
             return True
         others = self._lines.places(ask.model) if ask.rank is BATCH else ()
-        return any(rank is not BATCH for _, rank in others)
+        return any(rank is not BATCH and place[1] != FOR_CACHE for place, rank in others)
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
         """Return each bucket's first turn and oldest arrival."""
-        buckets = self._lines.buckets()
-        return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets.items()}
+        buckets = self._lines.in_order()
+        return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets}
 
     def ahead_of(self, ask: RequestInfo, key: float) -> int:
         place, lines = place_of(ask), self._lines
@@ -169,6 +173,7 @@ class Queue:
         *,
         explain: bool = False,
         urgency: Urgency = NOT_URGENT,
+        cache_wait: CacheWait | None = None,
     ) -> Ticket:
         wait_s, latest = self.longest_wait_s(ask), urgency.latest_start
         for_client, key = latest < now + wait_s, max(urgency.key, now)
@@ -176,18 +181,40 @@ class Queue:
         ticket = Ticket(ask, attempts, now, deadline, for_client, key, explain)
         if ask.tenant is not None:
             self.turns.came(ask.tenant, ask.rank)
-        self._lines.push(ticket)
+        self._put(ticket, cache_wait, now)
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
-        if self.elsewhere is not None:
-            self.elsewhere.moved()
         self._capacity.take(ask)
-        if not self.length:
-            self._resume_samples(now)
-        self._last_waiting_at = now
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
         return ticket
+
+    def _put(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
+        """Put a ticket in order with others, or let it wait for a cache."""
+        ticket.cache_wait = cache_wait
+        if cache_wait is not None:
+            longest = ticket.since + MAX_CACHE_WAIT_SHARE * (ticket.deadline - ticket.since)
+            ticket.cache_until = min(ticket.cache_until, cache_wait.until, longest)
+            self.cache_waits.add(ticket, cache_wait)
+        else:
+            if not self._in_order:
+                self._resume_samples(now)
+            self._last_waiting_at = now
+            self._in_order += 1
+        self._lines.push(ticket)
+        if self.elsewhere is not None:
+            self.elsewhere.moved()
+
+    def _take(self, ticket: Ticket) -> None:
+        self._lines.remove(ticket)
+        if ticket.cache_wait is not None:
+            self.cache_waits.remove(ticket, ticket.cache_wait)
+        else:
+            self._in_order -= 1
+
+    def _move(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
+        self._take(ticket)
+        self._put(ticket, cache_wait, now)
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a ticket; False if it has left before."""
@@ -195,7 +222,7 @@ class Queue:
             return False
         ticket.left = True
         ask = ticket.ask
-        self._lines.remove(ticket)
+        self._take(ticket)
         if ask.tenant is not None:
             last = not self._lines.of_class(ask.tenant, ask.rank)
             self.turns.went(ask.tenant, ask.rank, last=last)
@@ -221,20 +248,26 @@ class Queue:
         return gone
 
     def leave(
-        self, end: Callable[[Ticket], End | None], now: float = 0.0
+        self, end: Callable[[Ticket], Found | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, End]]:
-        """Remove and yield the tickets for which `end` has a result."""
+        """Remove and yield the tickets that `end` places or refuses."""
+        for ticket in self.cache_waits.ended(now):
+            self._move(ticket, None, now)
         ages, elsewhere = self.fairness.ages, self.elsewhere
         turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)
         while (found := turn.next()) is not None:
-            self.remove(found[0])
-            yield found
+            ticket, ended = found
+            if isinstance(ended, CacheWait):
+                self._move(ticket, ended, now)
+            else:
+                self.remove(ticket)
+                yield ticket, ended
 
     def freed(self, now: float) -> None:
         if not self.most:  # no queue: each refused request is demand
             if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
                 self._samples = ((now, self._freed),) * 2
-        elif not self.length:
+        elif not self._in_order:
             return
         self._last_waiting_at = now
         self._freed += 1
@@ -251,7 +284,7 @@ class Queue:
 
     def wait_s(self, now: float, ahead: int) -> float | None:
         """Return the predicted wait; None if the speed is unknown."""
-        if not self.length:
+        if not self._in_order:
             if now - self._last_waiting_at > 2 * RATE_SAMPLE_S:
                 return None
             now = self._last_waiting_at

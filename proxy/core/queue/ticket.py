@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-from proxy.core.fleet.leases import Attempts
+from proxy.core.fleet.leases import Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
 
 
@@ -18,4 +19,6 @@ class Ticket:
     key: float  # the least of a tenant and class goes first: see `urgency`
     explain: bool = False
     left: bool = False
+    cache_wait: CacheWait | None = None
+    cache_until: float = inf  # it waits for a cache no longer
     aged: bool = False  # went ahead of its class by age

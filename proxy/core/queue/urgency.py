@@ -15,9 +15,9 @@ from math import inf
 
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders, Worker
-from proxy.core.learned.prefix_index import matched_tokens
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
+from proxy.core.routing.cached_tokens import cached_tokens, session_of
 
 WEIGHT = 4.0  # chosen with `benchmarks.turn_priority`
 MAX_WAIT_SHARE = 0.25
@@ -52,9 +52,8 @@ def urgency_of(
 def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     """Return the least predicted prefill, and whether all paces are learnt."""
     pool = roster.pool(ask.model)
-    held: PrefixHolders = []
-    if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
-        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
+    matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
+    held = cached_tokens(roster, ask, matches, session_of(roster, ask))
     best, is_learnt = inf, True
     for worker in _likely(pool.all, held) + pool.prefills[:MAX_WORKERS]:
         if worker.may_hold(ask) and not (ask.long and worker.role is Role.SHORT):

@@ -161,6 +161,7 @@ class RequestParser:
             ask.pinned = self._holder(previous, tenant)
             if tenant is not None and not ask.pinned:
                 return refusals.no_response(str(previous))
+            self._add_stored(ask)
         self._fit(ask)
         if self.splits:
             ask.whole = ask.whole or whole_because(ask, fields)
@@ -246,6 +247,22 @@ class RequestParser:
             return ""
         holder = self.stored.holder(response_id, tenant)
         return holder if holder in self._roster else ""
+
+    def _add_stored(self, ask: RequestInfo) -> None:
+        """Add the tokens of the stored response that a request continues.
+
+        A worker may leave some of them out, so they refuse no request.
+        """
+        session, worker = self._roster.sessions.get(ask.session), self._roster.get(ask.pinned)
+        if session is None or worker is None:
+            return
+        if tokens := session.tokens_on(worker.index, worker.up_since):
+            ask.stored_tokens = tokens
+            ask.prompt_tokens += tokens
+            ask.largest_prompt += tokens
+            ask.prompt_error += tokens
+            ask.prefix = ()  # the body is the prompt's end
+            ask.long = ask.budget > self.short_limit
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self.stored.remember(response_id, worker, tenant)

@@ -10,6 +10,9 @@ Idea: a placement costs the request's predicted time to first token plus the del
 After recent long requests, short ones may not use the last quarter of a long worker's slots or KV
 cache; while long ones wait, none of it.
 
+A request waits for a slot of the full worker that has its cache, if the predicted wait and its cost
+there are less than the cost elsewhere (see `cache_waits`).
+
 A decode worker offers a hand-over if that costs less (see `handover_cost`). A cached prefix is
 worth only its prefill time, so popular prefixes spread.
 
@@ -21,8 +24,9 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from proxy.core.fleet import slots
 from proxy.core.fleet.kv_usage import KV_FULL, shares
-from proxy.core.fleet.leases import Decision
+from proxy.core.fleet.leases import CacheWait, Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, RequestInfo
@@ -38,6 +42,7 @@ from proxy.core.routing.view import (
 
 EQUAL_COST_SHARE, EQUAL_COST_S = 0.03, 0.001
 RESERVED_SHARE = 0.25  # of a long worker, while long requests are expected
+MAX_CACHE_WAIT = 4.0  # times what the cache saves; chosen with `benchmarks.agents`
 # A typical request, to sort the workers of a large group.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
 PREFIX = Reason.PREFIX
@@ -68,8 +73,12 @@ class Adaptive(Rule):
                 w for w in candidates if w not in handed or handing.may_begin(w, view)
             ]
             return self.choose(view) if view.candidates else None
-        reason = reason_for(worker, view)
         cached = worker.cached(held) if held else 0
+        if held and held[0][0] > cached and view.waits is not None:
+            view.cache_wait = find_cache_wait(view, min(costs), worker)
+            if view.cache_wait is not None:
+                return None
+        reason = reason_for(worker, view)
         uneven = cached and view.pool.bits & ~held[0][1]  # some workers cache less
         if uneven and cheapest(candidates, uncached, long=ask.long) is not worker:
             reason = PREFIX
@@ -94,6 +103,8 @@ class Adaptive(Rule):
         handing = view.handing
         if handing is not None and worker.role is DECODE and not handing.may_begin(worker, view):
             return "no room yet for a hand-over"
+        if view.cache_wait is not None:
+            return f"higher cost than the wait for {view.cache_wait.worker.name}"
         return "higher cost than the chosen worker"
 
 
@@ -118,6 +129,40 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
             cost -= worker.cached_price * worker.cached(held)
         costs.append(cost)
     return costs, uncached
+
+
+def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | None:
+    """Return a wait for a full worker that costs less than a placement on the other worker.
+
+    At its end the other worker could still meet the client's deadline.
+    """
+    ask, now, held, waits = view.ask, view.now, view.held, view.waits
+    found: CacheWait | None = None
+    if waits is None:
+        return None
+    elsewhere, least_s = other.cached(held), cost_s
+    latest = ask.deadline - other.ttft_s(ask, now, elsewhere)
+    for worker in view.holders:
+        cached = worker.cached(held)
+        if cached <= elsewhere or not may_await(worker, view):
+            continue
+        own_s = placement_costs([worker], view)[0][0]
+        wait_s = slots.next_slot_s(worker, waits.count(worker))
+        if own_s + wait_s < least_s and now + wait_s < latest:
+            least_s = own_s + wait_s
+            found = CacheWait(worker, wait_s, min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest))
+    return found
+
+
+def may_await(worker: Worker, view: View) -> bool:
+    return (
+        worker.full
+        and worker.live
+        and not worker.barred
+        and worker not in view.tried
+        and worker.surely_holds(view.ask)
+        and not (view.pool.longs and is_reserve_kept(view) and reserved(worker, view))
+    )
 
 
 def handover_offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:

@@ -7,15 +7,16 @@ from dataclasses import replace
 from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
 from proxy.core.fleet.roster import Roster
-from proxy.core.fleet.worker import PrefixHolders, Worker
-from proxy.core.learned.prefix_index import matched_tokens, workers_of_deepest
-from proxy.core.learned.sessions import Session, Turn
+from proxy.core.fleet.worker import Worker
+from proxy.core.learned.prefix_index import workers_of_deepest
+from proxy.core.learned.sessions import Turn
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Refusal, RequestInfo
 from proxy.core.queue.fairness import FairnessSettings
+from proxy.core.routing.cached_tokens import cached_tokens, session_of
 from proxy.core.routing.view import View
 
 DECODE = Role.DECODE
@@ -36,22 +37,15 @@ def find_candidates(
     pool, tried = roster.pool(ask.model), attempts.tried
     if attempts.continues:
         tried |= {worker for worker in pool.all if not worker.can_continue}
-    held: PrefixHolders = []
+    matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
+    session = session_of(roster, ask)
+    held = cached_tokens(roster, ask, matches, session)
     holders: list[Worker] = []
-    if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
-        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
-        if pool.ranked:
-            holders = [
-                roster.by_index[i]
-                for i in workers_of_deepest(matches, MAX_PREFIX_HOLDERS)
-                if i in roster.by_index
-            ]
-    session = session_of(roster, ask) if ask.session else None
-    if session is not None and not ask.pinned and session.extends(ask.prefix):
-        held = with_visits(held, session, roster, ask.prompt_tokens)
-        if pool.ranked:
-            indexes = (visit.worker for visit in session.visits)
-            holders += [roster.by_index[i] for i in indexes if i in roster.by_index]
+    if pool.ranked and held:
+        indexes = [*workers_of_deepest(matches, MAX_PREFIX_HOLDERS)] if matches else []
+        if session is not None:
+            indexes += [visit.worker for visit in session.visits]
+        holders = [roster.by_index[i] for i in indexes if i in roster.by_index]
     if ask.pinned:
         worker = roster.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
@@ -63,46 +57,10 @@ def find_candidates(
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
     view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
+    view.holders = holders if pool.ranked else pool.all
     if session is not None:
         view.session = session
     return view
-
-
-def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
-    """Return the session that a prompt extends."""
-    session = roster.sessions.get(ask.session)
-    if session is None or not session.visits:
-        return None
-    return session if ask.pinned or session.goes_on(ask.prefix) else None
-
-
-def with_visits(
-    held: PrefixHolders, session: Session, roster: Roster, prompt_tokens: int
-) -> PrefixHolders:
-    """Replace estimates by what the session's visits left.
-
-    What other workers hold is a common beginning.
-    """
-    visited, left = session.visited, []
-    for visit in session.visits:
-        worker = roster.by_index.get(visit.worker)
-        if worker is None or worker.up_since != visit.since:
-            continue
-        if worker.reports_prefixes:  # its journal knows
-            visited &= ~worker.bit
-        else:
-            tokens = visit.left(worker.kv_capacity, worker.written)
-            left.append((min(tokens, prompt_tokens), worker.bit))
-    masks = {tokens: holders & ~visited for tokens, holders in held if holders & ~visited}
-    common = max(masks, default=0)
-    for tokens, bit in left:
-        if tokens > common:
-            masks[tokens] = masks.get(tokens, 0) | bit
-            visited &= ~bit
-    for tokens, holders in held:
-        if tokens >= common > 0:
-            masks[common] |= visited & holders
-    return sorted(masks.items(), reverse=True)
 
 
 def turn_of(view: View, worker: Worker) -> str:

@@ -7,7 +7,7 @@ from math import inf
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Decision, Lease
 from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
@@ -18,6 +18,7 @@ from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
 from proxy.core.queue.latency_admission import AdmissionSettings, placed_too_late
 from proxy.core.queue.queue import Queue
+from proxy.core.queue.ticket import Ticket
 from proxy.core.routing import candidates as candidate_rules
 from proxy.core.routing import handover_cost
 from proxy.core.routing.registry import rule
@@ -79,10 +80,19 @@ class Placer:
         free: bool = False,
         late: bool = False,
         admission: AdmissionSettings | None = None,
-    ) -> Lease | Refusal | None:
-        view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+        may_wait: bool = False,
+        queued: bool = False,
+    ) -> Lease | Refusal | CacheWait | None:
+        """`may_wait`: for the worker with its cache, if it is `queued` or the queue has room."""
+        view, decision = self.decide(
+            ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+        )
+        if view.cache_wait is not None and not queued and not self.queue.room_for(ask):
+            view, decision = self.decide(
+                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=False
+            )
         if decision is None:
-            return None
+            return view.cache_wait
         if admission is not None:
             refusal = placed_too_late(admission, ask, decision, now)
             if refusal is not None:
@@ -110,6 +120,15 @@ class Placer:
         self.count_decision(ask.model, decision.reason)
         return lease
 
+    def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
+        ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
+        late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
+        may_wait = not (late or attempts.is_retry) and now < ticket.cache_until
+        return self.place(
+            ask, now, attempts,
+            explain=ticket.explain, aged=ticket.aged, late=late, may_wait=may_wait, queued=True,
+        )  # fmt: skip
+
     def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
         """Return whether a worker has room for a request, and would soon prefill it."""
         self.fleet.settle(now)
@@ -127,11 +146,14 @@ class Placer:
         explain: bool,
         aged: bool,
         late: bool,
+        may_wait: bool = False,
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
         others = self.roster.others
         while True:
-            view, decision = self._decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+            view, decision = self._decide(
+                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+            )
             if decision is None or others is None or not _is_filled(decision, others, now):
                 return view, decision
 
@@ -144,8 +166,11 @@ class Placer:
         explain: bool,
         aged: bool,
         late: bool,
+        may_wait: bool = False,
     ) -> tuple[View, Decision | None]:
         view = self._look(ask, now, attempts, explain=explain)
+        if may_wait:
+            self._allow_wait(view)
         if ask.deadline < inf and view.handing is None:
             candidate_rules.keep_in_time(view)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
@@ -163,6 +188,12 @@ class Placer:
             candidate_rules.avoid_handovers(view, fair)
             decision = self._choose(view)
         return view, decision
+
+    def _allow_wait(self, view: View) -> None:
+        """Let the rule choose a wait for the worker with the prompt's cache."""
+        ask = view.ask
+        if not (ask.pinned or ask.rank is BATCH or view.pool.decodes) and self.queue.most:
+            view.waits = self.queue.cache_waits
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
@@ -245,6 +276,7 @@ class Placer:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
         view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
+        self._allow_wait(view)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
@@ -258,7 +290,16 @@ class Placer:
             whether = handover_cost.verdict(decision, view) if asked else ""
             turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
-        if (refusal := candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)) is None:
+        if (wait := view.cache_wait) is not None:
+            message = (
+                f"The request would wait for a slot of {wait.worker.name}, whose cache saves more: "
+                f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
+                f"after {wait.until - now:.1f} s."
+            )
+            refusal: Refusal | None = Refusal(429, Reason.AWAITS_CACHE, message)
+        else:
+            refusal = candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)
+        if refusal is None:
             message = (
                 "The request would wait: every worker that can hold it is full, reserved for long "
                 "requests, or not probed yet."

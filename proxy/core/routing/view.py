@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -10,7 +10,7 @@ from typing import ClassVar
 from proxy.core.fleet import slots
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.kv_usage import KV_FULL, more
-from proxy.core.fleet.leases import Decision, HandoverDecision
+from proxy.core.fleet.leases import CacheWait, Decision, HandoverDecision
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import PREFILL_STALL_SHARE, PrefixHolders, Worker
 from proxy.core.learned.sessions import Session
@@ -18,6 +18,7 @@ from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.model.role import Role
 from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.queue.cache_waits import CacheWaits
 
 MISFIT_OTHER_POOL = 2
 
@@ -44,6 +45,9 @@ class View:
     explain: bool
     handing: HandoverOffer | None = None
     session: Session | None = None  # that the prompt extends
+    holders: Sequence[Worker] = ()  # of its cache, among many workers
+    waits: CacheWaits | None = None  # None: it may not wait for a cache
+    cache_wait: CacheWait | None = None  # why no worker is chosen
 
 
 @dataclass(slots=True)

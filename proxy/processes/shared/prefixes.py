@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from proxy.processes.shared.load import SharedLoad
 
 
-TURN = 0  # then key, tokens, depths and marks, and 1 if it is the only visit
-TURN_WORDS = 8
+TURN = 0  # then key, tokens, depths and marks, 1 if it is the only visit, the key before
+TURN_WORDS = 9
 
 
 class PrefixPeer:
@@ -62,13 +62,17 @@ class SharedPrefixes:
         if row is not None:
             sole = len(session.visits) == 1
             marks = session.depth, session.mark, *session.tail
-            entry = (TURN, session.key, visit.tokens, *marks, int(sole))
+            entry = (TURN, session.key, visit.tokens, *marks, int(sole), session.known_as)
+            session.known_as = session.key
             self._new.append((row, entry))
             self._sharing.schedule()
 
     def _take_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
-        _, key, tokens, depth, mark, tail_depth, tail_mark, sole = entry
-        session = self._fleet.roster.sessions.open(key, now)
+        _, key, tokens, depth, mark, tail_depth, tail_mark, sole, known_as = entry
+        sessions = self._fleet.roster.sessions
+        session = sessions.open(known_as, now)
+        sessions.rename(session, key)
+        session.known_as = key
         if sole:
             session.visits, session.visited = [], 0
         session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)

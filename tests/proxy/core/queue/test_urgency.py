@@ -68,6 +68,24 @@ def test_mostly_cached_turn_passes_a_fresh_long_prompt_of_its_tenant() -> None:
     assert drain(router, 6.0, running) == [cached.id, long.id]
 
 
+def test_what_a_session_knows_counts_as_cached() -> None:
+    """Its turn goes first though the prefix index has forgotten the prompt."""
+    router = make_router()
+    done = turn(router)
+    done.session = 7
+    lease = placed(router.submit(done, 0.0))
+    router.leases.first_token(lease, 0.1)
+    router.leases.finish(lease, 0.2, Outcome.DONE)
+    router.fleet.roster.prefixes.forget(0)
+    running = placed(router.submit(ask(10), 1.0))
+    long, later = fresh(), turn(router)
+    router.fleet.roster.prefixes.forget(0)
+    later.session = 7
+    waits(router.submit(long, 1.0))
+    waits(router.submit(later, 5.0))
+    assert drain(router, 6.0, running) == [later.id, long.id]
+
+
 def test_short_prompt_passes_a_fresh_long_one_of_its_tenant() -> None:
     router = make_router()
     running = placed(router.submit(ask(10), 0.0))
@@ -144,6 +162,24 @@ def test_deadline_moves_a_request_ahead_of_its_tenants_others() -> None:
     waits(router.submit(small, 0.0))
     waits(router.submit(dated, 0.1))
     assert drain(router, 1.0, running) == [dated.id, small.id], "it must begin by 4 s"
+
+
+@pytest.mark.parametrize("left_s", [0.011, 0.02, 0.5, 3.0])
+@pytest.mark.parametrize("late", [False, True])
+def test_client_without_a_tenant_passes_no_request_that_waited_its_time(
+    left_s: float, *, late: bool
+) -> None:
+    """A deadline, however short, gives a key that is not before the arrival."""
+    router = make_router(queue_wait_s=1000.0)
+    running = placed(router.submit(ask(10), 0.0))
+    long = fresh(20_000)
+    waits(router.submit(long, 0.0))
+    now = WEIGHT * 20_000 * TOKEN_S + (0.01 if late else -3.1)
+    dated = fresh(100, deadline=now + left_s)
+    waits(router.submit(dated, now))
+    router.leases.finish(running, now, Outcome.DONE)
+    ((ticket, _),) = router.due(now)
+    assert ticket.ask is (long if late else dated)
 
 
 def test_deadline_that_prefill_alone_exceeds_is_refused() -> None:

@@ -9,7 +9,15 @@ import pytest
 from proxy.core import routing
 from proxy.core.routing.registry import RULES, rule
 
-OTHER_MODULES = {"registry", "view", "placer", "candidates", "handover_cost", "__init__"}
+OTHER_MODULES = {
+    "registry",
+    "view",
+    "placer",
+    "cached_tokens",
+    "candidates",
+    "handover_cost",
+    "__init__",
+}
 
 
 @pytest.mark.plain("reads sources")

@@ -62,6 +62,27 @@ def test_session_is_known_in_all_processes(make_group: MakeGroup) -> None:
         assert [[v.tokens for v in s.visits] for s in known if s is not None] == [[4000]] * 3
 
 
+def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGroup) -> None:
+    group = make_group(3, *WORKERS)
+    keys: list[int] = [0]
+    for number in range(6):
+        info, router = ask(400), group.routers[number % 3]
+        info.chained, info.session = True, keys[-1]
+        lease = placed(router.submit(info, group.now))
+        router.leases.stored(lease, f"resp_{number}", group.now)
+        group.end_turn()
+        group.finish(number % 3, lease)
+        for _ in range(2):
+            group.now += 1.0
+            group.read_all()
+        assert lease.session is not None
+        keys.append(lease.session.key)
+        for each in group.routers:
+            sessions = each.fleet.roster.sessions
+            assert (len(sessions), sessions.get(keys[-1]) is None) == (1, False)
+    assert len(set(keys)) == 7
+
+
 def test_log_of_a_restarted_process_is_read_from_the_start(make_group: MakeGroup) -> None:
     group = make_group(2, *WORKERS)
     submit(group, 0, tuple(range(20)))

@@ -1,0 +1,58 @@
+"""What the workers should have cached of a prompt: by the prefix index, and by its session."""
+
+from __future__ import annotations
+
+from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import PrefixHolders
+from proxy.core.learned.prefix_index import Matches, matched_tokens
+from proxy.core.learned.sessions import Session
+from proxy.core.model.types import RequestInfo
+
+
+def cached_tokens(
+    roster: Roster, ask: RequestInfo, matches: Matches, session: Session | None
+) -> PrefixHolders:
+    held: PrefixHolders = []
+    if matches:
+        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
+    may_extend = session is not None and (not ask.pinned or ask.stored_tokens > 0)
+    if session is not None and may_extend and session.extends(ask.prefix):
+        held = with_visits(held, session, roster, ask)
+    return held
+
+
+def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
+    """Return the session that a prompt extends."""
+    session = roster.sessions.get(ask.session) if ask.session else None
+    if session is None or not session.visits:
+        return None
+    return session if ask.pinned or session.goes_on(ask.prefix) else None
+
+
+def with_visits(
+    held: PrefixHolders, session: Session, roster: Roster, ask: RequestInfo
+) -> PrefixHolders:
+    """Replace estimates by what the session's visits left.
+
+    What other workers hold is a common beginning.
+    """
+    visited, left = session.visited, []
+    for visit in session.visits:
+        worker = roster.by_index.get(visit.worker)
+        if worker is None or worker.up_since != visit.since:
+            continue
+        if worker.reports_prefixes and not ask.stored_tokens:  # its journal knows
+            visited &= ~worker.bit
+        else:
+            tokens = visit.left(worker.kv_capacity, worker.written)
+            left.append((min(tokens, ask.prompt_tokens), worker.bit))
+    masks = {tokens: holders & ~visited for tokens, holders in held if holders & ~visited}
+    common = max(masks, default=0)
+    for tokens, bit in left:
+        if tokens > common:
+            masks[tokens] = masks.get(tokens, 0) | bit
+            visited &= ~bit
+    for tokens, holders in held:
+        if tokens >= common > 0:
+            masks[common] |= visited & holders
+    return sorted(masks.items(), reverse=True)
