@@ -13,30 +13,19 @@ import orjson
 
 # Quotes in a text are escaped, so these keys are never part of one.
 STRING = rb'"([^"\\]*(?:\\.[^"\\]*)*)"'
-CONTENT_TEXT = re.compile(rb'"(?:content|text)" ?: ?' + STRING)
-TEXT = re.compile(rb'"(content|text|reasoning|reasoning_content)" ?: ?' + STRING)
-# The usual events while a tool call is written, and of a block of a message.
-ARGUMENTS = re.compile(
-    rb'"delta":\{(?:"content":null,)?"tool_calls":\[\{"index":(\d+),"function":\{"arguments":'
-    + STRING
-    + rb"\}\}\]\}"
-)
-BLOCK_TEXT = re.compile(
-    rb'"delta":\{"type":"(?:text|thinking|input_json)_delta",'
-    rb'"(?:text|thinking|partial_json)":' + STRING + rb"\}"
-)
 DATA = re.compile(rb"(?:\A|\n)data: ?(\{[^\n]*)")
-CHOICES, BLOCK_EVENTS = b'"choices"', b'"content_block_'
-# Without any of these in the bytes, a chat has no output but content.
-REASONING_KEY = b'"reasoning'
+CHOICES, INDEX, BLOCK_EVENTS = b'"choices"', b'"index":', b'"content_block_'
+# With any of these, a chat has more than the texts below.
 OTHER_KEYS = (
     b'"refusal"', b'"arguments"', b'"tool_calls"', b'"logprobs":{', b'"logprobs": {',
     b'"token_ids":[', b'"token_ids": [',
 )  # fmt: skip
-CONTENT, REASONING, TOOL_CALLS, BLOCKS = "content", "reasoning", "tool_calls", "blocks"
+# With none of these, an event with the arguments of one call has nothing else.
+BESIDE_ARGUMENTS = b'"content":"', b'"reasoning', b'"refusal":"', b'"name"'
+CONTENT, TOOL_CALLS, BLOCKS = "content", "tool_calls", "blocks"
 # Members of a delta with text, and its channel.
 CHANNELS = {
-    "content": CONTENT, "reasoning": REASONING, "reasoning_content": "reasoning_content",
+    "content": CONTENT, "reasoning": "reasoning", "reasoning_content": "reasoning_content",
     "refusal": "refusal",
 }  # fmt: skip
 BLOCK_TEXTS = {
@@ -44,6 +33,25 @@ BLOCK_TEXTS = {
     "thinking_delta": "thinking",
     "input_json_delta": "partial_json",
 }
+
+
+def of_key(name: str) -> tuple[bytes, re.Pattern[bytes]]:
+    """Return a key and the expression that finds its texts; a key at its beginning is fast."""
+    key = b'"%b"' % name.encode()
+    return key, re.compile(key + rb" ?: ?" + STRING)
+
+
+CHAT_TEXTS = [
+    (CONTENT, *of_key("content")),
+    (CONTENT, *of_key("text")),
+    ("reasoning", *of_key("reasoning")),
+    ("reasoning_content", *of_key("reasoning_content")),
+]
+ARGUMENTS = of_key("arguments")[1]
+BLOCK_TYPES = [
+    (b'"type":"%b","%b":"' % (kind.encode(), name.encode()), of_key(name)[1])
+    for kind, name in BLOCK_TEXTS.items()
+]
 
 
 class OtherOutputError(Exception):
@@ -74,23 +82,26 @@ class OutputReader:
     def texts(self, events: bytes) -> dict[str, str]:
         """Return the text of each channel in whole events."""
         if self._messages:
-            blocks = BLOCK_TEXT.findall(events)
-            if blocks and len(blocks) == events.count(BLOCK_EVENTS):
-                return {BLOCKS: unescaped(blocks)}
+            for start, texts_of in BLOCK_TYPES:
+                if (count := events.count(start)) and count == events.count(BLOCK_EVENTS):
+                    return {BLOCKS: unescaped(texts_of.findall(events))}
             return self._read(events)
-        if not any(key in events for key in OTHER_KEYS):
-            if REASONING_KEY not in events:
-                return {CONTENT: unescaped(CONTENT_TEXT.findall(events))}
-            texts: dict[bytes, list[bytes]] = {}
-            for key, text in TEXT.findall(events):
-                texts.setdefault(b"content" if key == b"text" else key, []).append(text)
-            return {key.decode(): unescaped(each) for key, each in texts.items()}
-        arguments = ARGUMENTS.findall(events)
-        if arguments and len(arguments) == events.count(CHOICES):
-            calls = {index for index, _ in arguments}
-            if calls == {b"%d" % self.call}:
-                return {TOOL_CALLS: unescaped([text for _, text in arguments])}
-        return self._read(events)
+        if any(key in events for key in OTHER_KEYS):
+            start = b'"tool_calls":[{"index":%d,"function":{"arguments":"' % self.call
+            count = events.count(start)
+            if (
+                count
+                and count == events.count(CHOICES)
+                and 2 * count == events.count(INDEX)
+                and not any(key in events for key in BESIDE_ARGUMENTS)
+            ):
+                return {TOOL_CALLS: unescaped(ARGUMENTS.findall(events))}
+            return self._read(events)
+        texts: dict[str, str] = {}
+        for channel, key, texts_of in CHAT_TEXTS:
+            if key in events:
+                texts[channel] = unescaped(texts_of.findall(events))
+        return texts
 
     def _read(self, events: bytes) -> dict[str, str]:
         found: dict[str, list[str]] = {}

@@ -87,7 +87,7 @@ async def streamed_message(
     reason, tokens, pieces = "", 0, 0
     kinds = []
     async for event in await client.messages.create(
-        model="tiny", max_tokens=OUTPUT_TOKENS, temperature=0, stream=True, **fields
+        model="tiny", max_tokens=OUTPUT_TOKENS, stream=True, extra_body={"temperature": 0}, **fields
     ):
         kinds.append(event.type)
         if event.type == "content_block_start":
