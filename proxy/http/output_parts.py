@@ -58,7 +58,7 @@ class OtherOutputError(Exception):
     """A stream has output that cannot be compared; the argument names it."""
 
 
-class Part:
+class OutputPart:
     """A piece of one text in an event."""
 
     __slots__ = ("channel", "key", "owner", "text")
@@ -110,20 +110,20 @@ class OutputReader:
                 found.setdefault(part.channel, []).append(part.text)
         return {channel: "".join(texts) for channel, texts in found.items()}
 
-    def parts(self, event: dict[str, Any]) -> list[Part]:
+    def parts(self, event: dict[str, Any]) -> list[OutputPart]:
         """Return the output in an event, in order."""
         try:
             return parts_of_message(event) if self._messages else self._parts_of_chat(event)
         except (AttributeError, TypeError):  # no object where one is expected
             raise OtherOutputError("data") from None
 
-    def _parts_of_chat(self, event: dict[str, Any]) -> list[Part]:
-        found: list[Part] = []
+    def _parts_of_chat(self, event: dict[str, Any]) -> list[OutputPart]:
+        found: list[OutputPart] = []
         for choice in event.get("choices") or ():
             if choice.get("logprobs") or choice.get("token_ids"):
                 raise OtherOutputError("logprobs" if choice.get("logprobs") else "token_ids")
             if text := choice.get("text"):
-                found.append(Part(CONTENT, text, choice, "text"))
+                found.append(OutputPart(CONTENT, text, choice, "text"))
             delta = choice.get("delta") or {}
             for name, value in delta.items():
                 if not value or name == "role":
@@ -132,36 +132,36 @@ class OutputReader:
                     for call in value:
                         found += self._parts_of_call(call)
                 elif name in CHANNELS and isinstance(value, str):
-                    found.append(Part(CHANNELS[name], value, delta, name))
+                    found.append(OutputPart(CHANNELS[name], value, delta, name))
                 else:
                     raise OtherOutputError(name)
         return found
 
-    def _parts_of_call(self, call: dict[str, Any]) -> list[Part]:
+    def _parts_of_call(self, call: dict[str, Any]) -> list[OutputPart]:
         function, found, index = call.get("function") or {}, [], call.get("index")
         name, arguments = function.get("name"), function.get("arguments")
         if name or call.get("id"):
             if not isinstance(index, int):
                 raise OtherOutputError(TOOL_CALLS)
             self.call = index
-            found.append(Part(TOOL_CALLS, f"[{index} {name}]", call, ""))
+            found.append(OutputPart(TOOL_CALLS, f"[{index} {name}]", call, ""))
         if arguments:
             if index != self.call or not isinstance(arguments, str):
                 raise OtherOutputError(TOOL_CALLS)
-            found.append(Part(TOOL_CALLS, arguments, function, "arguments"))
+            found.append(OutputPart(TOOL_CALLS, arguments, function, "arguments"))
         return found
 
 
-def parts_of_message(event: dict[str, Any]) -> list[Part]:
+def parts_of_message(event: dict[str, Any]) -> list[OutputPart]:
     """Return the output in an event of `/v1/messages`: none or one part."""
     kind, index = event.get("type"), event.get("index")
     if kind == "content_block_delta":
         delta = event.get("delta") or {}
         key = BLOCK_TEXTS.get(str(delta.get("type")), "")
         if key:
-            return [Part(BLOCKS, delta.get(key) or "", delta, key)]
+            return [OutputPart(BLOCKS, delta.get(key) or "", delta, key)]
         if delta.get("type") == "signature_delta":  # random
-            return [Part(BLOCKS, f"[{index} signature]", event, "")]
+            return [OutputPart(BLOCKS, f"[{index} signature]", event, "")]
         raise OtherOutputError(str(delta.get("type")))
     if kind == "content_block_start":
         block = event.get("content_block") or {}
@@ -169,9 +169,9 @@ def parts_of_message(event: dict[str, Any]) -> list[Part]:
         texts = [block.get(key) for key in ("text", "thinking", "input", "content")]
         if any(texts):
             raise OtherOutputError(str(block.get("type")))
-        return [Part(BLOCKS, f"[{index} {block.get('type')} {name}]", event, "")]
+        return [OutputPart(BLOCKS, f"[{index} {block.get('type')} {name}]", event, "")]
     if kind == "content_block_stop":
-        return [Part(BLOCKS, f"[{index} end]", event, "")]
+        return [OutputPart(BLOCKS, f"[{index} end]", event, "")]
     return []
 
 
@@ -195,7 +195,7 @@ def unescaped(texts: list[bytes]) -> str:
     return text
 
 
-def without_known(parts: list[tuple[Part, int]], event: dict[str, Any]) -> bytes:
+def without_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
     """Return an event's JSON without the first characters of its parts, as many as given."""
     for part, known in parts:
         if not part.key:

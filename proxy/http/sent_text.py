@@ -10,7 +10,13 @@ import re
 from collections import deque
 from zlib import crc32
 
-from proxy.http.output_parts import OtherOutputError, OutputReader, Part, parsed, without_known
+from proxy.http.output_parts import (
+    OtherOutputError,
+    OutputPart,
+    OutputReader,
+    parsed,
+    without_known,
+)
 
 # An engine that dies or stops under a living server.
 FAILED = re.compile(
@@ -49,11 +55,6 @@ class SentText:
     def failures(self) -> tuple[bytes, ...]:
         """Return what a report of a failure has one of."""
         return MESSAGE_FAILURES if self._messages else CHAT_FAILURES
-
-    @property
-    def length(self) -> int:
-        """The number of characters that were counted."""
-        return sum(length for length, _ in self._texts.values())
 
     def condense(self, leave: int = MAX_LAST_PIECES) -> None:
         """Count the text of all but the last pieces, and forget them."""
@@ -146,7 +147,7 @@ class RestOfText:
             return event
         return event[: found.start(1)] + without_known(parts, whole) + event[found.end(1) :]
 
-    def _known(self, part: Part) -> int:
+    def _known(self, part: OutputPart) -> int:
         """Return how many characters of a part the client has."""
         left = self._left.get(part.channel, 0)
         if not left:

@@ -7,7 +7,6 @@ depend on more than prompt and text are not continued; unknown fields neither.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
@@ -25,6 +24,9 @@ EXACT = frozenset((
     "safety_identifier", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "add_special_tokens", "continue_final_message", "documents", "truncate_prompt_tokens",
     "stream_interval",
+    # The engine's grammars go on behind the output so far.
+    "response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
+    "output_config",
     # Of the prompt and the server's parsers, which see the whole output again.
     "reasoning_effort", "include_reasoning", "thinking_token_budget",
     # Of `/v1/messages`; vLLM ignores the last one.
@@ -34,12 +36,7 @@ EXACT = frozenset((
 EXACT_VALUES: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,),
-    "tool_choice": (
-        "none", "auto", {"type": "none"}, {"type": "auto"},
-        {"type": "auto", "disable_parallel_tool_use": False},
-    ),
-    "response_format": ({"type": "text"},), "use_beam_search": (False,),
-    "return_token_ids": (False,),
+    "use_beam_search": (False,), "return_token_ids": (False,),
 }  # fmt: skip
 # Why a stream was not continued, as in metrics and in the response to a drain.
 REASONS = NO_TOKENS, OTHER_OUTPUT, TORN, FIELD, NO_WORKER, DIFFERS = (
@@ -51,7 +48,6 @@ WAITS = "waits"  # for its turn to move
 # These do not change while the request runs.
 LASTING = frozenset((OTHER_OUTPUT, FIELD, NOT_KEPT, HANDOVER, PINNED, ENDS))
 SEED, TEMPERATURE = "seed", "temperature"
-TOOLS, SINGLE_CALL, OUTPUT_CONFIG = "tools", "parallel_tool_calls", "output_config"
 
 
 def why_not_continued(body: bytes) -> str:
@@ -65,31 +61,10 @@ def why_not_continued(body: bytes) -> str:
     for name, value in fields.items():
         if name in EXACT or value is None or value in EXACT_VALUES.get(name, ()):
             continue
-        if not _is_exact(fields, name):
-            return str(name)
+        if name == SEED and fields.get(TEMPERATURE) == 0:
+            continue
+        return str(name)
     return ""
-
-
-def _is_exact(fields: dict[str, Any], name: str) -> bool:
-    """Return whether a field with this value can be continued among these fields."""
-    value = fields[name]
-    if name == SEED:
-        return bool(fields.get(TEMPERATURE) == 0)
-    if name == TOOLS:
-        return isinstance(value, list) and not any(map(_is_strict, value))
-    if name == SINGLE_CALL:
-        return value is True or not fields.get(TOOLS)
-    if name == OUTPUT_CONFIG:
-        return isinstance(value, dict) and not value.get("format")
-    return False
-
-
-def _is_strict(tool: object) -> bool:
-    """Return True if a grammar restricts the arguments of a tool."""
-    if not isinstance(tool, dict):
-        return False
-    function = tool.get("function")
-    return bool(tool.get("strict") or (isinstance(function, dict) and function.get("strict")))
 
 
 def with_output(body: bytes, tokens: Sequence[int]) -> bytes:

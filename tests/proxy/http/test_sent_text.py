@@ -101,10 +101,11 @@ def test_empty_fields_are_no_other_output(delta: dict[str, Any]) -> None:
     found.pieces.append(event(None, **delta))
     found.condense(0)
     assert not found.other_output
-    assert found.length == len('"tool_calls":[{"reasoning":"x"')
+    rest = found.rest()
+    assert text_in(rest.feed(event('"tool_calls":[{"reasoning":"x" and more'))) == " and more"
 
 
 def test_the_last_pieces_are_kept() -> None:
     found = sent(*"abcdef", condense_at=5)
     assert len(found.pieces) == MAX_LAST_PIECES
-    assert found.length == 3
+    assert text_in(found.rest().feed(event("abcdefg"))) == "g"

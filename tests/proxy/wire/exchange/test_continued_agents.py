@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.request.continuable import DIFFERS, FIELD
+from proxy.core.request.continuable import DIFFERS
 from tests.proxy.http import agent_streams
 from tests.proxy.http.agent_streams import Token
 from tests.proxy.wire import scripts
@@ -172,25 +172,23 @@ async def test_another_output_ends_with_an_error(start: Start, route: str) -> No
     await site.settled()
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
     "tool_choice": ("chat", {"tool_choice": "required"}),
-    "strict": ("chat", {"tools": [{"function": {"strict": True}}]}),
     "single": ("chat", {"parallel_tool_calls": False}),
+    "json": ("chat", {"response_format": {"type": "json_object"}}),
     "any": ("messages", {"tool_choice": {"type": "any"}}),
     "format": ("messages", {"output_config": {"format": {"type": "json_schema"}}}),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-async def test_a_grammar_would_begin_anew(start: Start, name: str) -> None:
+@pytest.mark.parametrize("name", GRAMMARS)
+async def test_requests_with_a_grammar_are_continued(start: Start, name: str) -> None:
     site = await start(Fake("w0"), Fake("w1"))
-    route, fields = REFUSED[name]
+    route, fields = GRAMMARS[name]
     engines = Agents(route=route)
     with_journals(site, engines)
-    site.always(engines.serve(dies_after=3))
-    request_bytes = asked(route, **fields) if name != "strict" else chat(stream=True, **fields)
-    answer = await (await site.send(request_bytes)).answer()
-    assert b'"error"' in answer.body
-    assert site.metrics.lost_streams == {FIELD: 1}
-    assert len(engines.asked) == 1
+    in_turn(site, engines.serve(dies_after=3), engines.serve())
+    answer = await (await site.send(asked(route, **fields))).answer()
+    assert read(route, answer.body)[0] == agent_streams.whole(TOKENS)
+    assert engines.asked[1] == {**engines.asked[0], "vllm_xargs": {"output_so_far": [0, 1, 2]}}
     await site.settled()
