@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.parser_manager import ParserManager
 
@@ -124,8 +125,8 @@ class Model:
             stream_options={"include_usage": True, "continuous_usage_stats": messages},
             **fields,
         )
-        server: Any = object.__new__(AnthropicServingMessages)
-        server.__dict__ |= SERVER
+        server: Any = object.__new__(AnthropicServingMessages if messages else OpenAIServingChat)
+        server.__dict__ |= SERVER | {"enable_auto_tools": bool(self.tool_parser)}
         server.parser_cls = ParserManager.get_parser(
             self.tool_parser, self.reasoning_parser, enable_auto_tools=bool(self.tool_parser)
         )
@@ -135,8 +136,8 @@ class Model:
             parser.adjust_request(request), self._results(at_once, read),
             "c", "m", [], self.tokenizer, RequestMetadata(), {},
         )  # fmt: skip
-        if messages:
-            stream = server.message_stream_converter(stream)
+        if messages and "chat_completion_stream_generator" not in vars(AnthropicServingMessages):
+            stream = server.message_stream_converter(stream)  # vLLM 0.33 does it already
         return [(read[0], event.encode()) async for event in stream]
 
     async def _results(self, at_once: int, read: list[int]) -> AsyncIterator[RequestOutput]:
@@ -159,6 +160,8 @@ SERVER = {
     "enable_prompt_tokens_details": False, "enable_log_outputs": False, "request_logger": None,
     "enable_per_request_metrics": False, "system_fingerprint": None,
     "_include_reasoning_tokens_details": False,
+    # Of vLLM 0.31.
+    "stop_reason_map": {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"},
 }  # fmt: skip
 
 
@@ -177,7 +180,7 @@ OPEN, THOUGHT = "hi<think>\n", f"{REASONING}</think>\n\nText.\n"
 # Parsers whose output does not depend on how it is cut into pieces.
 EXACT = {
     "hermes": Model("hermes", None, CALL, "hi", f"Let me look.\n{HERMES}"),
-    "qwen3": Model(None, "qwen3", THINK + CALL, OPEN, f"{THOUGHT}<b>"),
+    "qwen3": Model(None, "qwen3", THINK + CALL, OPEN, f"{REASONING}</think>Text <b>"),
     "qwen3, hermes": Model("hermes", "qwen3", THINK + CALL, "hi", f"<think>{THOUGHT}{HERMES}"),
     "qwen3, qwen3_coder": Model("qwen3_coder", "qwen3", THINK + CALL, OPEN, f"{THOUGHT}{ONE_XML}"),
     "deepseek_r1, hermes": Model("hermes", "deepseek_r1", THINK + CALL, OPEN, f"{THOUGHT}{HERMES}"),

@@ -22,6 +22,7 @@ class Streams:
         self._events = events
         self._messages = messages
         self.whole = self.read([event for _, event in events])
+        assert self.whole[-1] == 1
         tokens = len(model.tokens)
         self.cuts = range(2, tokens, max(1, tokens // CUTS))
 
