@@ -1,126 +1,173 @@
-"""The text of a stream that the client has, and the rest of it from another worker.
+"""The output of a stream that the client has, and the rest of it from another worker.
 
-The other worker returns the whole text again. Its events are dropped until the client's text is
-complete; the event in which that happens is cut.
-
-Text is compared as it is in JSON. An escape is never cut, because pieces of a stream end between
-characters.
+The other worker returns the whole output again. Its events are dropped until each text of the
+client is complete; the events in which that happens are cut.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
+from zlib import crc32
 
-# Quotes in a text are escaped, so these keys are never part of one.
-TEXT = re.compile(rb'"(?:content|text)" ?: ?"([^"\\]*(?:\\.[^"\\]*)*)"')
-OTHER_OUTPUT = re.compile(
-    rb'"(?:reasoning|reasoning_content|refusal|arguments)" ?: ?"[^"]|"tool_calls" ?: ?\[ ?\{'
-    rb'|"logprobs" ?: ?\{|"token_ids" ?: ?\[ ?\d'
+from proxy.http.output_parts import (
+    OtherOutputError,
+    OutputPart,
+    OutputReader,
+    parsed,
+    without_known,
 )
-# Without any of these in the bytes, the search above finds nothing.
-OTHER_KEYS = (
-    b'"reasoning', b'"refusal"', b'"arguments"', b'"tool_calls"', b'"logprobs":{', b'"logprobs": {',
-    b'"token_ids":[', b'"token_ids": [',
-)  # fmt: skip
-FINISHED = re.compile(rb'"finish_reason" ?: ?"')
+
 # An engine that dies or stops under a living server.
-FAILED = re.compile(rb'(?:\A|\n)data: ?\{"error"|"finish_reason" ?: ?"abort"')
-ABORTED = b'"finish_reason":"abort"'
-DONE = b"data: [DONE]"
+FAILED = re.compile(
+    rb'(?:\A|\n)(?:data: ?\{"error"|event: ?error)|"finish_reason" ?: ?"abort"'
+    rb'|"delta" ?: ?\{"stop_reason" ?: ?null'
+)
+# One of these is in each such report of vLLM, in a chat's stream and in one of `/v1/messages`.
+CHAT_FAILURES = b'data: {"error"', b'"finish_reason":"abort"'
+MESSAGE_FAILURES = b"event: error", b'"delta":{"stop_reason":null'
+DATA = re.compile(rb"(?:\A|\n)data: ?([^\n]*)")
+DONE = b"[DONE]"
 EVENT_END = b"\n\n"
-TAIL_BYTES = 64
 # Kept for the usage and the end of the stream.
 MAX_LAST_PIECES = 3
+# An event with all output so far, and what is new before each text is complete.
+MAX_EVENT_BYTES, MAX_NEW_BYTES = 16 << 20, 64 << 10
 
 
 class TextDiffersError(Exception):
-    """The other worker's text does not begin with the client's."""
-
-
-def has_other_output(data: bytes) -> bool:
-    found = any(key in data for key in OTHER_KEYS)
-    return found and OTHER_OUTPUT.search(data) is not None
+    """The other worker's output does not begin with the client's."""
 
 
 class SentText:
     """Counts the text in a stream's events, in batches: this costs the stream nothing."""
 
-    __slots__ = ("_tail", "length", "other_output", "pieces")
+    __slots__ = ("_messages", "_other", "_reader", "_texts", "pieces")
 
-    def __init__(self, pieces: deque[bytes]) -> None:
+    def __init__(self, pieces: deque[bytes], *, messages: bool = False) -> None:
         self.pieces = deque(pieces)
-        self.length = 0
-        self.other_output = False  # besides text
-        self._tail = b""
+        self._messages = messages
+        self._reader = OutputReader(messages=messages)
+        self._texts: dict[str, tuple[int, int]] = {}  # characters and checksum of each channel
+        self._other = ""
+
+    @property
+    def failures(self) -> tuple[bytes, ...]:
+        """Return what a report of a failure has one of."""
+        return MESSAGE_FAILURES if self._messages else CHAT_FAILURES
 
     def condense(self, leave: int = MAX_LAST_PIECES) -> None:
         """Count the text of all but the last pieces, and forget them."""
         count = len(self.pieces) - leave
         if count <= 0:
             return
-        data = b"".join([self.pieces.popleft() for _ in range(count)])
-        text = b"".join(TEXT.findall(data))
-        self.length += len(text)
-        self._tail = (self._tail + text)[-TAIL_BYTES:]
-        self.other_output = self.other_output or has_other_output(data)
+        events = b"".join([self.pieces.popleft() for _ in range(count)])
+        if self._other:
+            return
+        try:
+            for channel, text in self._reader.texts(events).items():
+                length, checksum = self._texts.get(channel, (0, 0))
+                self._texts[channel] = length + len(text), crc32(text.encode(), checksum)
+        except OtherOutputError as error:
+            self._other = str(error)
 
     @property
-    def has_other_output(self) -> bool:
-        """True if the stream has more than text."""
-        return self.other_output or has_other_output(b"".join(self.pieces))
+    def other_output(self) -> str:
+        """Output that can't be compared; empty if there is none."""
+        if self._other:
+            return self._other
+        try:
+            reader = OutputReader(messages=self._messages, call=self._reader.call)
+            reader.texts(b"".join(self.pieces))
+        except OtherOutputError as error:
+            return str(error)
+        return ""
 
     def rest(self) -> RestOfText:
         """Return the filter of the other worker's stream."""
         self.condense(0)
-        return RestOfText(self.length, self._tail)
+        return RestOfText(self._texts, messages=self._messages)
 
 
 class RestOfText:
     """Removes the beginning of a stream, which the client has."""
 
-    __slots__ = ("_held", "_left", "_read", "_tail", "is_reached")
+    __slots__ = ("_checksums", "_held", "_left", "_new", "_reader", "is_reached")
 
-    def __init__(self, length: int, tail: bytes) -> None:
+    def __init__(self, texts: dict[str, tuple[int, int]], *, messages: bool = False) -> None:
         self.is_reached = False  # the rest passes unchanged
-        self._left = length
-        self._tail = tail
-        self._read = b""  # the end of the dropped text
+        self._reader = OutputReader(messages=messages)
+        # Characters and checksum of what is still to be repeated.
+        self._left = {channel: length for channel, (length, _) in texts.items() if length}
+        self._checksums = {channel: (checksum, 0) for channel, (_, checksum) in texts.items()}
         self._held = b""
+        self._new: list[bytes] = []  # events, while another text is not complete
 
     def feed(self, data: bytes) -> bytes:
         """Return the events that are new; raise `TextDiffersError` if the beginning differs."""
-        if self.is_reached:
+        reached = self.is_reached
+        if reached:
             return data
         data = self._held + data
         while (end := data.find(EVENT_END) + len(EVENT_END)) >= len(EVENT_END):
             event, data = data[:end], data[end:]
-            if (new := self._new_in(event)) is not None:
-                self.is_reached = True
+            if new := self._new_in(event):
+                self._new.append(new)
+            if self.is_reached:
+                new, self._new = b"".join(self._new), []
                 return new + data
+        if len(data) > MAX_EVENT_BYTES or sum(map(len, self._new)) > MAX_NEW_BYTES:
+            raise TextDiffersError
         self._held = data
         return b""
 
-    def _new_in(self, event: bytes) -> bytes | None:
-        """Return what is new from this event on; None if the client has more text than that."""
-        found, ends = TEXT.search(event), FINISHED.search(event) is not None
-        if has_other_output(event) or FAILED.search(event) is not None:
-            raise TextDiffersError
-        text = b"" if found is None else found[1]
-        known = text[: self._left]
-        self._left -= len(known)
-        self._read = (self._read + known)[-TAIL_BYTES:]
-        ends = ends or event.startswith(DONE)
+    def _new_in(self, event: bytes) -> bytes:
+        """Return what is new in an event."""
+        found = DATA.search(event)
+        if found is None:
+            return b""
+        data: bytes = found[1]
+        if FAILED.search(event) is not None or data.startswith(DONE):
+            raise TextDiffersError  # also without a reason of the end
+        try:
+            whole = parsed(data)
+            parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
+        except OtherOutputError:
+            raise TextDiffersError from None
+        ends = ends_output(whole)
         if self._left:
             if ends:
                 raise TextDiffersError
-            return None
-        if self._read != self._tail:
-            raise TextDiffersError
-        if found is None:  # before or after the text
-            if event.startswith(DONE):
-                raise TextDiffersError  # without a reason of the end
-            return event if ends else None
-        if len(known) == len(text) and not ends:
-            return b"" if known else None
-        return event[: found.start(1)] + text[len(known) :] + event[found.end(1) :]
+        elif parts or ends:
+            self.is_reached = True
+        known = sum(count for _, count in parts)
+        if not ends and known == sum(len(part.text) for part, _ in parts):
+            return b""
+        if not known:
+            return event
+        return event[: found.start(1)] + without_known(parts, whole) + event[found.end(1) :]
+
+    def _known(self, part: OutputPart) -> int:
+        """Return how many characters of a part the client has."""
+        left = self._left.get(part.channel, 0)
+        if not left:
+            return 0
+        known = min(left, len(part.text))
+        expected, checksum = self._checksums[part.channel]
+        checksum = crc32(part.text[:known].encode(), checksum)
+        self._checksums[part.channel] = expected, checksum
+        if known < left:
+            self._left[part.channel] = left - known
+        else:
+            del self._left[part.channel]
+            if checksum != expected:
+                raise TextDiffersError
+        return known
+
+
+def ends_output(event: dict[str, object]) -> bool:
+    """Return True if no output follows an event."""
+    choices = event.get("choices")
+    if isinstance(choices, list):
+        return any(choice.get("finish_reason") for choice in choices)
+    return event.get("type") in {"message_delta", "message_stop"}

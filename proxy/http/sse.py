@@ -72,7 +72,7 @@ class EventStream:
 
     def collect_text(self) -> SentText:
         """Count the text from now on, and what was kept of it so far."""
-        sent = SentText(self._last)
+        sent = SentText(self._last, messages=self.stream_format is StreamFormat.MESSAGES)
         self._last = sent.pieces
         self.keep = sent.pieces.append
         return sent

@@ -6,12 +6,22 @@ import random
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.one_engine import exchange_scheduler, prompt_of
 from tests.engine.served import StepClock
 
 OUTPUT_TOKENS = 40
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 30},
+        "numbers": {"type": "array", "items": {"type": "integer"}, "maxItems": 5},
+    },
+    "required": ["city", "numbers"],
+    "additionalProperties": False,
+}
 # Greedy requests with these parameters continue exactly.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -19,6 +29,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "minimum": {"min_tokens": 30, "ignore_eos": False},
     "stop string": {"stop": ["a", "e"], "min_tokens": 25},
     "words": {"bad_words": ["the"]},
+    "grammar": {
+        "structured_outputs": {"regex": "(one|two|three)( (four|five|six|seven)){12}"},
+        "ignore_eos": False,
+    },
+    "json": {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 400},
 }
 # These do not.
 INEXACT: dict[str, dict[str, Any]] = {"frequency penalty": {"frequency_penalty": 2.0}}
@@ -44,8 +59,11 @@ def _serve(
     so_far: list[list[int]],
 ) -> list[tuple[list[int], str, str | None]]:
     for number, (prompt, tokens) in enumerate(zip(prompts, so_far, strict=True)):
+        given = dict(parameters)
+        if "structured_outputs" in given:  # vLLM notes its backend in them
+            given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
         params = SamplingParams(
-            **{"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, **parameters},
+            **{"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, **given},
             extra_args={"output_so_far": tokens} if tokens else None,
         )
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)

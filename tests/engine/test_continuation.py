@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, hasher, make_request, make_scheduler
@@ -13,6 +14,18 @@ from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.journal.scheduler import journal_of
 
 SO_FAR = [11, 12, 13, 14, 15]
+
+
+class Grammar:
+    """A grammar that accepts any token but one."""
+
+    def __init__(self, rejected: int = -1) -> None:
+        self.seen: list[int] = []
+        self._rejected = rejected
+
+    def accept_tokens(self, _: str, tokens: list[int]) -> bool:
+        self.seen += tokens
+        return self._rejected not in tokens
 
 
 def continued(prompt: int = 40, output: int = 20, **parameters: Any) -> Request:
@@ -99,6 +112,59 @@ def test_an_abort_before_the_first_token_leaves_nothing() -> None:
     scheduler.add_request(make_request(20, output=2))
     drain(scheduler)
     assert scheduler._continued._pending == {}
+
+
+def with_grammar(**parameters: Any) -> tuple[Request, Future[Any]]:
+    """Return a request whose grammar is not compiled yet."""
+    request = continued(structured_outputs=StructuredOutputsParams(regex="a"), **parameters)
+    assert request.structured_output_request is not None
+    grammar: Future[Any] = Future()
+    request.structured_output_request.grammar = grammar
+    return request, grammar
+
+
+def test_a_grammar_goes_on_behind_the_tokens() -> None:
+    scheduler = make_scheduler()
+    request, compiled = with_grammar(output=8)
+    scheduler.add_request(request)
+    assert not scheduler.schedule().num_scheduled_tokens
+    grammar = Grammar()
+    compiled.set_result(grammar)
+    scheduled = scheduler.schedule()
+    assert grammar.seen == SO_FAR
+    scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    assert outputs_of(scheduler, request) == [[7], [7]]
+    assert grammar.seen == [*SO_FAR, 7, 7, 7]
+    assert scheduler._continued.before_grammar == {}
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_grammar_that_rejects_the_tokens_ends_the_request(compiles: bool) -> None:
+    scheduler = make_scheduler()
+    request, compiled = with_grammar(output=8)
+    scheduler.add_request(request)
+    if compiles:
+        compiled.set_result(Grammar(rejected=SO_FAR[2]))
+    else:
+        compiled.set_exception(ValueError("no such rule"))
+    drain(scheduler)
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert request.request_id not in scheduler.requests
+    assert scheduler._continued.before_grammar == {}
+
+
+@pytest.mark.parametrize(
+    ("ended", "tokens", "goes_on"),
+    [(None, 5, False), (True, 5000, True), (False, 5, True), (False, 5000, False)],
+)
+def test_a_grammar_after_reasoning(ended: bool | None, tokens: int, goes_on: bool) -> None:
+    scheduler = make_scheduler(max_model_len=16_384)
+    scheduler.structured_output_manager.reasoner_cls = object
+    request, _ = with_grammar(output=8000, tokens=[3] * tokens)
+    assert request.structured_output_request is not None
+    request.structured_output_request.reasoning_ended = ended
+    scheduler.add_request(request)
+    assert (request.num_tokens > 40) == goes_on
 
 
 @pytest.mark.parametrize(

@@ -205,10 +205,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompilerCache:
 def pushing_fleet(compiled: CompilerCache) -> FleetConfig:
     """Return two workers of which one pushes to the other, and which together have every policy.
 
-    Both have a journal and a small cache, which can be reset.
+    Both have a journal, a parser of tool calls, and a small cache, which can be reset.
     """
     env = {**ALONE, "TORCHINDUCTOR_CACHE_DIR": str(compiled.folder), "VLLM_SERVER_DEV_MODE": "1"}
     args = (*ARGS, f"--max-num-seqs={FEW_SEATS}", f"--num-gpu-blocks-override={FEW_BLOCKS}")
+    args += "--enable-auto-tool-choice", "--tool-call-parser=hermes"
     policies = {"prefill": SETS["in parts"], "decode": SETS["whole"]}
     push = TransferConfig(connector="nixl", mode="push")
     return prefill_and_decode(push, args, env, policies, journal=("auto",))

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
@@ -78,6 +79,37 @@ async def streamed(
     return text, reason, tokens
 
 
+async def streamed_message(
+    client: AsyncAnthropic, fields: dict[str, Any], act: Callable[[], object], act_at: int | None
+) -> tuple[list[tuple[int, str]], str, int]:
+    """Return the same of a message: each block's index and text instead of the text."""
+    blocks: list[tuple[int, str]] = []
+    reason, tokens, pieces = "", 0, 0
+    kinds = []
+    async for event in await client.messages.create(
+        model="tiny", max_tokens=OUTPUT_TOKENS, stream=True, extra_body={"temperature": 0}, **fields
+    ):
+        kinds.append(event.type)
+        if event.type == "content_block_start":
+            blocks.append((event.index, ""))
+        elif event.type == "content_block_delta":
+            index, text = blocks.pop()
+            assert event.index == index
+            assert event.delta.type == "text_delta"
+            blocks.append((index, text + event.delta.text))
+            pieces += 1
+        elif event.type == "message_delta":
+            reason, tokens = event.delta.stop_reason or "", event.usage.output_tokens
+        if pieces == act_at:
+            await asyncio.to_thread(act)
+            act_at = None
+    ends = ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds == ["message_start", "content_block_start"] + pieces * ["content_block_delta"] + (
+        ends
+    )
+    return blocks, reason, tokens
+
+
 def counted(router: Router, name: str) -> float:
     """Return the sum of a metric."""
     with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
@@ -119,6 +151,43 @@ async def test_cut_streams_equal_whole_ones(cut_fleet: tuple[Router, list[Relay]
             assert await streamed(client, chat, fields, cut, cut_at) == whole
     # A stream may have arrived as a whole before its connection is cut.
     assert counted(router, "proxy_continued_streams_total") > STREAMS / 2
+
+
+AGENTS = 6
+FUNCTION = {"name": "get", "description": "d", "parameters": {"type": "object", "properties": {}}}
+CHAT_TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
+TOOLS: list[Any] = [{"name": "get", "input_schema": {"type": "object", "properties": {}}}]
+
+
+async def test_cut_streams_of_agents_equal_whole_ones(
+    cut_fleet: tuple[Router, list[Relay]],
+) -> None:
+    """The model calls no tools, but the servers' parsers look for calls."""
+    router, relays = cut_fleet
+    rng = random.Random(13)
+    before = counted(router, "proxy_continued_streams_total")
+
+    def cut() -> None:
+        max(relays, key=lambda relay: relay.data_at).cut()
+
+    async with (
+        client_of(router) as client,
+        AsyncAnthropic(base_url=router.url, api_key="none", max_retries=0) as other,
+    ):
+        for number in range(AGENTS):
+            words = " ".join(rng.choices(["one", "two", "three"], k=rng.randrange(1, 200)))
+            messages = [{"role": "user", "content": words}]
+            cut_at = rng.randrange(2, OUTPUT_TOKENS // 4)
+            fields: dict[str, Any] = {"messages": messages}
+            if number % 2:
+                fields["tools"] = CHAT_TOOLS
+                whole: Any = await streamed(client, True, fields, cut, None)
+                assert await streamed(client, True, fields, cut, cut_at) == whole
+            else:
+                fields |= {"system": "short", "tools": TOOLS}
+                whole = await streamed_message(other, fields, cut, None)
+                assert await streamed_message(other, fields, cut, cut_at) == whole
+    assert counted(router, "proxy_continued_streams_total") - before > AGENTS / 2
 
 
 async def test_streams_of_drained_workers_equal_whole_ones(

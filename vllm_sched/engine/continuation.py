@@ -2,7 +2,7 @@
 
 The tokens (`vllm_xargs: {"output_so_far": [...]}`) are computed as the end of the prompt. They are
 returned again with the first new token, so that the server's text, stop strings, parsers and usage
-are those of one response.
+are those of one response. A grammar goes on behind them.
 
 How it fails: to samplers they are part of the prompt. Presence and frequency penalties do not count
 them, and a seed starts anew.
@@ -11,23 +11,32 @@ them, and a seed starts anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any, Final
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from vllm_sched.engine.vllm_compat import UpstreamScheduler
 
 OUTPUT_SO_FAR: Final = "output_so_far"
+# Reasoning parsers may take quadratic time to find the end of the reasoning.
+MAX_REASONING_TOKENS: Final = 4096
 
 
 class ContinuedRequests:
-    def __init__(self, max_model_len: int, vocabulary: int) -> None:
+    def __init__(
+        self, max_model_len: int, vocabulary: int, grammars: StructuredOutputManager
+    ) -> None:
         self.returned: dict[str, list[int]] = {}  # first tokens of running requests
+        self.before_grammar: dict[str, list[int]] = {}  # tokens that a grammar has not seen
         self._pending: dict[str, list[int]] = {}  # not returned yet
         self._ended: list[str] = []  # in this step
         self._max_model_len = max_model_len
         self._vocabulary = vocabulary
+        self._grammars = grammars
 
     def begin(self, request: Request) -> None:
         """Make a request's first output tokens the end of its prompt."""
@@ -44,6 +53,23 @@ class ContinuedRequests:
             request.sampling_params = parameters.clone()
             request.sampling_params.min_tokens = max(parameters.min_tokens - len(tokens), 0)
         self._pending[request.request_id] = tokens
+        if request.structured_output_request is not None:
+            self.before_grammar[request.request_id] = tokens
+
+    def advance_grammar(self, request: Request) -> None:
+        """Let the grammar of a waiting request accept its first tokens, once it is compiled."""
+        tokens = self.before_grammar.get(request.request_id)
+        structured = request.structured_output_request
+        if tokens is None or structured is None or not structured.is_grammar_ready:
+            return
+        del self.before_grammar[request.request_id]
+        if isinstance(structured.grammar, Exception):
+            return
+        if not self._grammars.accept_tokens(request, tokens):
+            # vLLM ends the request with an error, as one whose grammar was not compiled.
+            rejected: Future[StructuredOutputGrammar] = Future()
+            rejected.set_exception(ValueError("the grammar rejects the output so far"))
+            structured.grammar = rejected
 
     def _may_continue(self, request: Request, tokens: list[int]) -> bool:
         parameters = request.sampling_params
@@ -51,13 +77,21 @@ class ContinuedRequests:
             parameters is not None
             and parameters.logprobs is None
             and parameters.prompt_logprobs is None
-            and request.structured_output_request is None
+            and self._may_advance_grammar(request, len(tokens))
             and request.prompt_embeds is None
             and not request.resumable
             and max(tokens) < self._vocabulary
             and len(tokens) < request.max_tokens
             and request.num_tokens + len(tokens) < self._max_model_len
         )
+
+    def _may_advance_grammar(self, request: Request, tokens: int) -> bool:
+        structured = request.structured_output_request
+        if structured is None or self._grammars.reasoner_cls is None:
+            return True
+        # None: vLLM would look for the end of the reasoning in the prompt.
+        ended = structured.reasoning_ended
+        return ended is not None and (ended or tokens <= MAX_REASONING_TOKENS)
 
     def return_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Put the first tokens before the first new one."""
@@ -68,6 +102,7 @@ class ContinuedRequests:
                         self._put_first(output)
         for request_id in self._ended:
             self._pending.pop(request_id, None)
+            self.before_grammar.pop(request_id, None)
             self.returned.pop(request_id, None)
         self._ended.clear()
 
@@ -99,12 +134,18 @@ class ContinuingScheduler(UpstreamScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vocabulary = self.vllm_config.model_config.get_vocab_size()
-        self._continued = ContinuedRequests(self.max_model_len, vocabulary)
+        grammars = self.structured_output_manager
+        self._continued = ContinuedRequests(self.max_model_len, vocabulary, grammars)
 
     def add_request(self, request: Request) -> None:
         if self._continued is not None and request.request_id not in self.requests:
             self._continued.begin(request)
         super().add_request(request)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if self._continued is not None and self._continued.before_grammar:
+            self._continued.advance_grammar(request)
+        return bool(super()._handle_blocked_waiting_request(request))
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)

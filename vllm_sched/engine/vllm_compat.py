@@ -70,6 +70,9 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
         "sub_connectors": (),
     },
+    ("vllm.v1.structured_output", "StructuredOutputManager"): {
+        "accept_tokens": ("request", "new_token_ids"),
+    },
     ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
 }
 # Attributes of the KV cache manager.

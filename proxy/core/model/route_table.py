@@ -110,7 +110,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=False, takes_arguments=True, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=True, stores=False, continues=False,
+        may_be_split=True, stores=False, continues=True,
     ),
     **_rows(
         "/cohere/v2/chat", shape=PromptFields.CHAT, error_format=COHERE,

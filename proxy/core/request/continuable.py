@@ -24,13 +24,19 @@ EXACT = frozenset((
     "safety_identifier", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "add_special_tokens", "continue_final_message", "documents", "truncate_prompt_tokens",
     "stream_interval",
+    # The engine's grammars go on behind the output so far.
+    "response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
+    "output_config",
+    # Of the prompt and the server's parsers, which see the whole output again.
+    "reasoning_effort", "include_reasoning", "thinking_token_budget",
+    # Of `/v1/messages`; vLLM ignores the last one.
+    "system", "stop_sequences", "thinking", "context_management",
 ))  # fmt: skip
 # Fields that are continued with these values only.
 EXACT_VALUES: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "tools": ([],), "tool_choice": ("none",),
-    "response_format": ({"type": "text"},), "use_beam_search": (False,),
-    "return_token_ids": (False,), "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,), "frequency_penalty": (0,),
+    "use_beam_search": (False,), "return_token_ids": (False,),
 }  # fmt: skip
 # Why a stream was not continued, as in metrics and in the response to a drain.
 REASONS = NO_TOKENS, OTHER_OUTPUT, TORN, FIELD, NO_WORKER, DIFFERS = (

@@ -62,7 +62,7 @@ class Obstacle:
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason  # as in metrics
-        self.detail = detail  # the field of the request
+        self.detail = detail  # the field of the request, or the other output
 
 
 def find_tokens(
@@ -78,8 +78,8 @@ def find_tokens(
     tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
     if tokens is None:
         return Obstacle(NO_TOKENS)
-    if sent.has_other_output:
-        return Obstacle(OTHER_OUTPUT)
+    if other := sent.other_output:
+        return Obstacle(OTHER_OUTPUT, other)
     if owner.begun is None and (field := why_not_continued(request.body)):
         return Obstacle(FIELD, field)
     return Obstacle(TORN) if response.is_torn else tokens

@@ -82,7 +82,7 @@ def fast_path(
         stream,
         owner.client.write,
         recounts=response.recounts,
-        may_continue=owner.sent_text is not None,
+        failures=() if owner.sent_text is None else owner.sent_text.failures,
     )
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from proxy.http.sent_text import ABORTED
-from proxy.http.sse import ERROR_EVENT, USAGE
+from proxy.http.sse import USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +40,9 @@ class StreamFastPath:
 
     __slots__ = (
         "_count",
+        "_failures",
         "_keep",
         "_lease",
-        "_may_continue",
         "_metrics",
         "_record",
         "_recounts",
@@ -62,7 +61,7 @@ class StreamFastPath:
         write: Callable[[bytes], None],
         *,
         recounts: bool,
-        may_continue: bool = False,
+        failures: tuple[bytes, ...] = (),
     ) -> None:
         self._router = router
         self._lease = lease
@@ -73,7 +72,7 @@ class StreamFastPath:
         self._write = write
         self._recounts = recounts  # the usage changes
         self._tail = b""  # of the last piece
-        self._may_continue = may_continue  # on another worker, if this one reports a failure
+        self._failures = failures  # reports after which another worker may continue
 
     def take(self, now: float, data: bytes) -> bool:
         """Pass on one chunk; False if the parser must read it."""
@@ -82,10 +81,11 @@ class StreamFastPath:
             return False
         if self._recounts and USAGE in data:
             return False
-        if self._may_continue and (tail := data[-TAIL_BYTES:]) != self._tail:
-            # All pieces end alike, except reports of a failure and the last one.
-            if ERROR_EVENT in data or ABORTED in data:
-                return False
+        if self._failures and (tail := data[-TAIL_BYTES:]) != self._tail:
+            # All pieces of a chat end alike, except reports of a failure and the last one.
+            for failure in self._failures:
+                if failure in data:
+                    return False
             self._tail = tail
         self._keep(data)
         record = self._record

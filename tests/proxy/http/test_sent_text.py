@@ -84,27 +84,15 @@ def test_nothing_sent_means_that_all_text_is_new() -> None:
         event("xx") + event("xxxx"),
         event("one", "stop"),
         event("one") + b"data: [DONE]\n\n",
-        event(None, reasoning="hm"),
-        event(None, tool_calls=[{"index": 0}]),
+        event(None, reasoning="hm") + event("on", "stop"),
+        event(None, tool_calls=["x"]),
+        b'data: {"error": {"message": "no"}}\n\n',
+        b"data: {\n\n",
     ],
 )
 def test_another_text_is_an_error(other: bytes) -> None:
     with pytest.raises(TextDiffersError):
         sent("one", "two").rest().feed(other)
-
-
-@pytest.mark.parametrize(
-    "delta",
-    [
-        {"reasoning": "hm"}, {"reasoning_content": "hm"}, {"refusal": "no"},
-        {"tool_calls": [{"index": 0}]},
-    ],
-)  # fmt: skip
-def test_other_output_is_noted(delta: dict[str, Any]) -> None:
-    found = sent("one")
-    found.pieces.append(event(None, **delta))
-    found.condense(0)
-    assert found.other_output
 
 
 @pytest.mark.parametrize("delta", [{"reasoning": None}, {"reasoning": ""}, {"tool_calls": []}])
@@ -113,9 +101,11 @@ def test_empty_fields_are_no_other_output(delta: dict[str, Any]) -> None:
     found.pieces.append(event(None, **delta))
     found.condense(0)
     assert not found.other_output
+    rest = found.rest()
+    assert text_in(rest.feed(event('"tool_calls":[{"reasoning":"x" and more'))) == " and more"
 
 
 def test_the_last_pieces_are_kept() -> None:
     found = sent(*"abcdef", condense_at=5)
     assert len(found.pieces) == MAX_LAST_PIECES
-    assert found.length == 3
+    assert text_in(found.rest().feed(event("abcdefg"))) == "g"

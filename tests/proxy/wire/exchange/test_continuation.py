@@ -271,7 +271,6 @@ async def test_a_silent_stream_leaves_a_worker_that_is_down(start: Start) -> Non
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": 1}, FIELD),
     "penalty": ({"frequency_penalty": 0.5}, FIELD),
-    "tools": ({"tools": [{"type": "function"}]}, FIELD),
     "xargs": ({"vllm_xargs": {"lane": "urgent"}}, FIELD),
     "unknown": ({"new_field": 1}, FIELD),
 }
@@ -360,9 +359,9 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     engines = Engines()
     with_journals(site, engines)
-    thought = scripts.event({"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]})
+    other = scripts.event({"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [1]}}]})
     site.always(
-        scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a") + thought), end="reset")
+        scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a") + other), end="reset")
     )
     site.fleet.roster.stream_tokens = lambda *_: [0]
     answer = await (await site.send(chat(stream=True))).answer()
