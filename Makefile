@@ -17,6 +17,9 @@ PLAIN_ONLY := config batches/storage batches/test_killed.py batches/test_replica
 	processes/test_minute.py processes/test_supervisor.py processes/test_tls.py telemetry/test_logs_seen.py
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
+# Hundreds of processes import the same modules; without bytecode each compiles them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo compare up test check explore versions mutants update lint format bench bench-router boards frontier cache-pressure figures fuzz soak starvation reliability sbom audit clean
 
