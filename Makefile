@@ -17,8 +17,11 @@ PLAIN_ONLY := config batches/storage batches/test_killed.py batches/test_replica
 	processes/test_minute.py processes/test_supervisor.py processes/test_tls.py telemetry/test_logs_seen.py
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
+# Hundreds of processes import the same modules; without bytecode each compiles them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test check explore versions mutants update lint format bench bench-router boards frontier cache-pressure figures fuzz soak starvation reliability sbom audit clean
+.PHONY: help setup demo compare up test check tests-alone explore versions mutants update lint format bench bench-router boards frontier cache-pressure figures fuzz soak starvation reliability sbom audit clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -46,7 +49,10 @@ test: setup ## run all tests, with real engines, and the data path's tests also 
 	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not browser" -k "not postgres" \
 		$(DATA_PATH) $(PLAIN_ONLY:%=--ignore=tests/proxy/%)
 
-check: lint ## run lint and all tests that need no engine, browser or compiler (4.5 min)
+check: setup ## run lint beside all tests that need no engine, browser or compiler (4.5 min)
+	@$(MAKE) --no-print-directory --jobs 2 lint tests-alone
+
+tests-alone: setup
 	@$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not engine and not browser and not compiled"
 
 explore: setup ## run the property tests with new random examples

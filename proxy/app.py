@@ -52,6 +52,7 @@ async def serve(
 
     def ready() -> None:
         freeze_objects()
+        app.objects_frozen = True
         if on_ready is not None:
             on_ready(app)
 

@@ -99,9 +99,12 @@ class AdminState(Protocol):
 
 
 def admin_app(
-    state: AdminState, clock: Callable[[], float] = time.monotonic, key: AdminKey | None = None
+    state: AdminState,
+    host: str,
+    clock: Callable[[], float] = time.monotonic,
+    key: AdminKey | None = None,
 ) -> FastAPI:
-    """Return the ASGI app of the admin API."""
+    """Return the ASGI app of the admin API, which listens on `host`."""
     problem = {"model": ErrorAnswer}
     app = FastAPI(
         title="vllm-sched router",
@@ -111,7 +114,7 @@ def admin_app(
         redoc_url=None,
     )
     app.add_middleware(BodyLimit)
-    app.add_middleware(HostCheck, host=state.config.router.admin.host, key=key)
+    app.add_middleware(HostCheck, host=host, key=key)
     for error_type in HANDLED:
         app.add_exception_handler(error_type, answer)
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])

@@ -30,11 +30,6 @@ MAX_HEAD_BYTES = 64 << 10
 NO_FILES_PAUSE_S = 1.0  # pause of accepting without open files
 
 
-async def admin_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
-
-
 def max_connections() -> int:
     """Return how many admin connections may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -44,7 +39,7 @@ def max_connections() -> int:
 
 
 class AdminServer:
-    """The admin server. Its creation listens, so that a used port fails the start."""
+    """The admin server, on a socket that listens."""
 
     def __init__(
         self,
@@ -60,6 +55,7 @@ class AdminServer:
             app,
             http=AdminConnection,
             log_config=None,
+            log_level="warning",  # it would log a start of a process
             access_log=False,
             lifespan="off",
             ws="none",

@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from proxy.admin.server import admin_socket
+from proxy.admin.port import admin_socket
 
 if TYPE_CHECKING:
     from proxy.config.models import RouterConfig

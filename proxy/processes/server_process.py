@@ -285,6 +285,7 @@ class ServerProcess:
             await asyncio.sleep(QUEUED_INTERVAL_S)
         await self.app.listen([bound(address) for address in self._addresses])
         freeze_objects()
+        self.app.objects_frozen = True
         self._channel.send(Serving())
 
     async def _watch(self) -> None:

@@ -7,6 +7,7 @@ leads: only the leader probes, discovers, warms up and serves the admin port.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from proxy.admin.api import admin_app
 from proxy.admin.key import AdminKey
-from proxy.admin.server import AdminServer, admin_socket
+from proxy.admin.port import AdminPort, admin_socket
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.core.fleet.charges import Fleet
 from proxy.core.model.specs import WorkerSpec
@@ -47,6 +47,7 @@ from proxy.wire.exchange.moves import MovedRequests
 from proxy.wire.server import WireServer
 
 if TYPE_CHECKING:
+    from proxy.admin.server import AdminServer
     from proxy.batches.service import Batches
     from proxy.health.warmup import Warmup
 
@@ -83,8 +84,8 @@ class App:
         self.config = config
         self.source = source
         self._read = read  # reads the file with the same overrides as the first time
-        self._started_with = started_with or config
-        config = as_started(config, self._started_with)
+        self.started_with = started_with or config
+        config = as_started(config, self.started_with)
         probe = config.router.probe
         self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after, clock=monotonic)
         for spec in specs(config):
@@ -121,14 +122,15 @@ class App:
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
         self.drained: Callable[[str, bool, bool], None] = _ignore_drain  # reports to other hosts
         self.leads = False
-        self._admin_key = AdminKey()
-        self._admin_key.take(keys.admin)
+        self.objects_frozen = False  # true once garbage collection skips what the start made
+        self.admin_key = AdminKey()
+        self.admin_key.take(keys.admin)
         check_tls(config, str(source))
         own, admin = config.router.tls, config.router.admin.tls
         self._tls = ServedContext(own) if own else None
-        self._admin_tls = ServedContext(admin) if admin else None
+        self.admin_tls = ServedContext(admin) if admin else None
         self.wire.tls = self._tls.context if self._tls else None
-        self._admin: AdminServer | None = None
+        self._admin: AdminPort | None = None
         self._admin_task: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reloading = asyncio.Lock()  # keeps an older file from replacing a newer one
@@ -164,7 +166,7 @@ class App:
             asyncio.create_task(snapshots, name="the last minute"),
             asyncio.create_task(self.journals.run(), name="journals"),
         ]
-        if self._started_with.transfer is not None:  # each process counts its own requests
+        if self.started_with.transfer is not None:  # each process counts its own requests
             self._tasks.append(asyncio.create_task(self._log_fallbacks(), name="fallbacks"))
         if self.batches is not None:
             await self.batches.start()
@@ -176,13 +178,8 @@ class App:
             await retry_until_free(alone, router.drain_notice_s)
 
     def open_admin(self, sock: socket.socket) -> None:
-        """Create the admin server on a socket that other processes may share.
-
-        It is served once this process leads.
-        """
-        app = admin_app(self, key=self._admin_key)
-        tls = self._admin_tls.context if self._admin_tls else None
-        self._admin = AdminServer(app, sock, tls=tls)
+        """Take the admin port's socket; the port is served once this process leads."""
+        self._admin = AdminPort(sock, partial(_make_admin_server, self))
 
     def lead(self) -> None:
         self.leads = True
@@ -193,7 +190,7 @@ class App:
         ]
         if self.warmup is not None:
             self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))
-        if self._started_with.transfer is not None:
+        if self.started_with.transfer is not None:
             self._tasks.append(asyncio.create_task(self._watch_balance(), name="balance"))
         if self._admin is not None:
             self._admin_task = asyncio.create_task(self._admin.run(), name="admin")
@@ -211,13 +208,13 @@ class App:
 
     @property
     def url(self) -> str:
-        return url_of(self.config.router.host, self.wire.port, self._started_with.router.tls)
+        return url_of(self.config.router.host, self.wire.port, self.started_with.router.tls)
 
     @property
     def admin_url(self) -> str:
         admin = self.config.router.admin
         port = self._admin.port if self._admin else admin.port
-        return url_of(admin.host, port, self._started_with.router.admin.tls)
+        return url_of(admin.host, port, self.started_with.router.admin.tls)
 
     @property
     def recent(self) -> RecentRequests:
@@ -285,7 +282,7 @@ class App:
 
         `keys` are the file's keys if they are already read.
         """
-        changed = restart_only_changes(config, self._started_with)
+        changed = restart_only_changes(config, self.started_with)
         follows = self.siblings is not None and not self.leads
         try:
             check_tls(config, str(self.source))
@@ -295,7 +292,7 @@ class App:
             if not follows:
                 raise
             logger.error("TLS files keep their previous content:\n%s", error)
-        new_config, config = config, as_started(config, self._started_with)
+        new_config, config = config, as_started(config, self.started_with)
         keys = keys or SecretKeys.read(config, str(self.source))
         refuse_anonymous_access(config, config.router.host, str(self.source))
         found = self.discovery.reconfigure(config, keys.pools)
@@ -307,11 +304,11 @@ class App:
         workers = [w.spec for w in self.fleet.roster] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys.tenants)
-        self._admin_key.take(keys.admin)
+        self.admin_key.take(keys.admin)
         self.journals.set_key(keys.journal)
         for shown, tls in (
             (self._tls, config.router.tls),
-            (self._admin_tls, config.router.admin.tls),
+            (self.admin_tls, config.router.admin.tls),
         ):
             if shown is not None and tls is not None:
                 shown.renew(tls)
@@ -372,6 +369,19 @@ class App:
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _make_admin_server(app: App, sock: socket.socket) -> AdminServer:
+    """Return the admin server; the first connection pays for the imports."""
+    from proxy.admin.api import admin_app
+    from proxy.admin.server import AdminServer
+
+    tls = app.admin_tls.context if app.admin_tls else None
+    api = admin_app(app, app.started_with.router.admin.host, key=app.admin_key)
+    server = AdminServer(api, sock, tls=tls)
+    if app.objects_frozen:
+        gc.freeze()
+    return server
 
 
 def _ignore_drain(name: str, draining: bool, now: bool) -> None:

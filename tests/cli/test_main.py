@@ -26,15 +26,24 @@ def test_help_and_unknown_command_list_all_commands(capsys: pytest.CaptureFixtur
         assert [name for name in main.MODULES if name not in printed] == []
 
 
-def test_command_imports_no_module_of_another() -> None:
+@pytest.mark.parametrize(
+    ("command", "modules"),
+    [
+        ("key", "exits fleet fleet.key main"),
+        (
+            "router",
+            "exits fleet fleet.fleet fleet.journals fleet.offloading fleet.wiring main plain_text",
+        ),
+    ],
+)
+def test_command_imports_no_module_of_another(command: str, modules: str) -> None:
     code = (
-        "import sys; from vllm_sched.cli.main import parser; parser('key'); "
-        "print(*sorted(m for m in sys.modules if m.startswith('vllm_sched.cli.')))"
+        f"import sys; from vllm_sched.cli.main import parser; parser({command!r}); "
+        "print(*sorted(m[15:] for m in sys.modules if m.startswith('vllm_sched.cli.'))); "
+        "print(*sorted({'aiohttp', 'rich', 'vllm_sched.bench'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [
-        f"vllm_sched.cli.{name}" for name in ("exits", "fleet", "fleet.key", "main")
-    ]
+    assert done.stdout == f"{modules}\n\n"
 
 
 def test_closed_stderr_does_not_send_errors_to_stdout() -> None:

@@ -193,7 +193,7 @@ def test_metrics_settings_and_paths_in_the_runbook_exist() -> None:
     assert named - keys == set()
     paths = set(re.findall(r"`(?:[A-Z]+ )?(/admin/[\w/]+)`", RUNBOOK))
     assert len(paths) > 3
-    described = admin_app(MagicMock()).openapi()["paths"]
+    described = admin_app(MagicMock(), "127.0.0.1").openapi()["paths"]
     served = {path.replace("{name}", "NAME") for path in described}
     assert paths - served == set()
 

@@ -20,7 +20,6 @@ from vllm_sched.version import __version__
 MEASURING_COMMANDS = frozenset(
     ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
 )
-FLEET = ("router", "up", "demo", "check", "explain", "drain")
 # The module of each command, in the order of --help.
 MODULES = {
     "serve": "serve",
@@ -32,7 +31,12 @@ MODULES = {
     "threshold": "model.threshold",
     "calibrate": "model.calibrate",
     "profiles": "model.profiles",
-    **dict.fromkeys(FLEET, "fleet.fleet"),
+    "router": "fleet.fleet",
+    "check": "fleet.fleet",
+    "up": "fleet.up",
+    "demo": "fleet.demo",
+    "explain": "fleet.explain",
+    "drain": "fleet.drain",
     "key": "fleet.key",
     "batches": "fleet.batches",
     "compile": "fleet.compile",

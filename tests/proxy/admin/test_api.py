@@ -119,7 +119,9 @@ def state() -> State:
 @pytest.fixture
 async def api(state: State) -> AsyncIterator[httpx.AsyncClient]:
     """Return a client of the API."""
-    transport = httpx.ASGITransport(admin_app(state, clock=lambda: NOW), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(
+        admin_app(state, "127.0.0.1", lambda: NOW), raise_app_exceptions=False
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001") as client:
         yield client
 

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from proxy.admin import connection as admin_connection
 from proxy.admin import server
 from proxy.admin.body_limit import MAX_BODY_BYTES, BodyLimit
-from proxy.admin.server import AdminServer, admin_socket, max_connections
+from proxy.admin.port import AdminPort, admin_socket
+from proxy.admin.server import AdminServer, max_connections
 from proxy.net.tls import ServedContext
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.raw_client import Client, get
@@ -110,10 +112,60 @@ async def test_server_does_not_change_signal_handlers() -> None:
 
 
 async def test_port_in_use_raises_at_once() -> None:
-    first = AdminServer(FastAPI(), await admin_socket("127.0.0.1", 0))
-    with pytest.raises(OSError, match="in use"):
-        await admin_socket("127.0.0.1", first.port)
-    first.stop()
+    with await admin_socket("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
+        await admin_socket("127.0.0.1", first.getsockname()[1])
+
+
+class Made:
+    """A port, and the server that a connection makes; it waits for `may_be_made`."""
+
+    def __init__(self, sock: socket.socket, error: type[Exception] | None = None) -> None:
+        self.app, self.error = Served().app, error
+        self.asked, self.may_be_made = threading.Event(), threading.Event()
+        self.port = AdminPort(sock, self.make)
+
+    def make(self, sock: socket.socket) -> AdminServer:
+        """Return the server."""
+        self.asked.set()
+        assert self.may_be_made.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        return AdminServer(self.app, sock)
+
+
+@pytest.mark.parametrize("stopped", ["before run", "without a client", "while made", "served"])
+async def test_server_is_made_for_the_first_client_unless_the_port_stops(stopped: str) -> None:
+    made = Made(await admin_socket("127.0.0.1", 0))
+    port = made.port.port
+    if stopped == "before run":
+        made.port.stop()
+    running = asyncio.create_task(made.port.run())
+    if stopped in ("while made", "served"):
+        await asyncio.sleep(0)
+        assert not made.asked.is_set()
+        client = await Client.connect(port)
+        await asyncio.to_thread(made.asked.wait, DEADLINE_S)
+        if stopped == "served":
+            made.may_be_made.set()
+            assert (await client.ask(get("/hello"))).status == 200
+        client.close()
+    elif stopped == "without a client":
+        await asyncio.sleep(0)
+    made.port.stop()
+    made.port.stop()  # has no effect
+    made.may_be_made.set()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert made.asked.is_set() == (stopped in ("while made", "served"))
+    (await admin_socket("127.0.0.1", port)).close()
+
+
+async def test_server_that_cannot_be_imported_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    made = Made(await admin_socket("127.0.0.1", 0), ImportError)
+    made.may_be_made.set()
+    client = await Client.connect(made.port.port)
+    await asyncio.wait_for(made.port.run(), DEADLINE_S)
+    client.close()
+    assert "the admin API cannot be loaded" in caplog.text
 
 
 async def test_server_stops_with_open_connections(served: Served) -> None:

@@ -36,6 +36,7 @@ from vllm_sched.bench.compare.compare import (
 from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
+from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.up import described, placed
 from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
@@ -44,8 +45,11 @@ READY_S = 30.0
 TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)$', re.MULTILINE)
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def describe(commands: Commands) -> None:
+    what = "measure on this machine what a fleet's pools gain"
+    command = fleet_command(commands, "demo", what)
     measuring.add_options(command)
+    command.set_defaults(func=lambda given: demo(given, read(given.fleet)))
 
 
 def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from proxy.admin.schemas import Drained, WorkerShown
 from proxy.core.request.continuable import WAITS
+from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, ask
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ DRAINED = TypeAdapter(Drained)
 UNDRAINED = TypeAdapter(WorkerShown)
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def describe(commands: Commands) -> None:
+    command = fleet_command(commands, "drain", "send a worker of a running router no new requests")
     command.add_argument("worker", metavar="WORKER", help="the worker's name")
     what = command.add_mutually_exclusive_group()
     what.add_argument(
@@ -31,6 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--url", default="", help="the router's admin API (default: from the fleet file)"
     )
+    command.set_defaults(func=lambda given: drain(given, read(given.fleet)))
 
 
 def drain(arguments: argparse.Namespace, config: FleetConfig) -> int:

@@ -12,6 +12,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
+from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, ask
 from vllm_sched.cli.plain_text import columns
 from vllm_sched.errors import UsageError
@@ -39,7 +40,8 @@ EXPLANATION = TypeAdapter(Explanation)
 BALANCES = TypeAdapter(list[BalanceShown])
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def describe(commands: Commands) -> None:
+    command = fleet_command(commands, "explain", "show where a request would go, and why")
     command.add_argument(
         "--prompt-tokens",
         type=_count,
@@ -62,6 +64,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="ask the admin API of a running router, which knows the load (default URL: from the "
         "file); without --live, all workers are assumed to be up and idle",
     )
+    command.set_defaults(func=lambda given: explain(given, read(given.fleet)))
 
 
 def _count(text: str) -> int:

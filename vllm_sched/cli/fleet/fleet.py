@@ -1,4 +1,4 @@
-"""The commands that take a fleet file: `router`, `up`, `demo`, `check`, `explain`, `drain`."""
+"""The commands `router` and `check`, and how every command reads a fleet file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import yaml
 from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerConfig, load, shown
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
-from vllm_sched.cli.fleet import demo, drain, explain, up
 from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.wiring import compatibility_problems
 from vllm_sched.cli.plain_text import columns
@@ -25,18 +24,10 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def describe(commands: Commands) -> None:
-    router = _command(commands, "router", "serve a fleet of workers that are already running")
+    router = fleet_command(commands, "router", "serve a fleet of workers that are already running")
     router.set_defaults(func=lambda given: _router(given.fleet))
 
-    starter = _command(commands, "up", "start the workers that have a launch: block, and route")
-    up.add_options(starter)
-    starter.set_defaults(func=lambda given: up.up(given.fleet, read, given.log_dir))
-
-    player = _command(commands, "demo", "measure on this machine what a fleet's pools gain")
-    demo.add_options(player)
-    player.set_defaults(func=lambda given: demo.demo(given, read(given.fleet)))
-
-    check = _command(commands, "check", "show all errors of a fleet file, or what will run")
+    check = fleet_command(commands, "check", "show all errors of a fleet file, or what will run")
     check.add_argument(
         "--print-config",
         action="store_true",
@@ -44,16 +35,9 @@ def describe(commands: Commands) -> None:
     )
     check.set_defaults(func=lambda given: _check(given.fleet, given.print_config))
 
-    asked = _command(commands, "explain", "show where a request would go, and why")
-    explain.add_options(asked)
-    asked.set_defaults(func=lambda given: explain.explain(given, read(given.fleet)))
 
-    drained = _command(commands, "drain", "send a worker of a running router no new requests")
-    drain.add_options(drained)
-    drained.set_defaults(func=lambda given: drain.drain(given, read(given.fleet)))
-
-
-def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
+def fleet_command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
+    """Add a command whose first argument is a fleet file."""
     command = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
     )

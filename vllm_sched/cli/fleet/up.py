@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from proxy.config.checks import GENERATED_FLAGS, POLICY_FLAGS
 from proxy.config.workers import AUTO
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.journals import launched_policies, tcp_address, with_journal
 from vllm_sched.cli.fleet.progress import Progress
 from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
@@ -30,9 +30,6 @@ from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY
 from vllm_sched.workers.transfer import Wiring
-
-if TYPE_CHECKING:
-    import argparse
 
 # Long enough to download weights and compile graphs.
 DEADLINE_S = 1800.0
@@ -52,16 +49,19 @@ except VllmSchedError as error:
 """
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def describe(commands: Commands) -> None:
+    what = "start the workers that have a launch: block, and route"
+    command = fleet_command(commands, "up", what)
     command.add_argument(
         "--log-dir",
         type=Path,
         metavar="FOLDER",
         help="folder for one log file per worker (default: a new temporary folder)",
     )
+    command.set_defaults(func=lambda given: up(given.fleet, given.log_dir))
 
 
-def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) -> int:
+def up(path: Path, log_dir: Path | None) -> int:
     """Start the workers, run the router, and stop all of them at the end."""
     config = placed(read(path))
     if problems := [*_problems_here(config)]:
