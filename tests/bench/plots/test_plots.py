@@ -88,7 +88,7 @@ def picture(drawn: list[Path]) -> Callable[[str], Path]:
 @pytest.fixture
 def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw SVG files only."""
-    monkeypatch.setattr(style, "files", lambda stem: [stem.with_name(f"{stem.name}.svg")])
+    monkeypatch.setattr(style, "files", lambda stem, _=(): [stem.with_name(f"{stem.name}.svg")])
 
 
 def test_run_is_drawn_as_svg_and_png(drawn: list[Path]) -> None:

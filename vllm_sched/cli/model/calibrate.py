@@ -20,7 +20,7 @@ from rich.table import Table
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
 from vllm_sched.bench.compare.compare import ProgressReporter
-from vllm_sched.cli.bench import chart
+from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost.calibration import Calibration, calibrate
@@ -169,7 +169,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         with writing(args.plot):
-            write_whole(args.plot, chart.draw(picture(source, found)))
+            draw_chart(picture(source, found), args.plot)
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return 0
 
@@ -184,7 +184,7 @@ def check(args: argparse.Namespace) -> None:
     if args.url and not args.url.startswith(("http://", "https://")):
         raise UsageError(f"--url {args.url}: must be http://HOST:PORT")
     if args.plot:
-        chart.check_suffix(args.plot)
+        check_chart(args.plot)
     require_folders(args.save, args.plot)
 
 
@@ -254,13 +254,13 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
     }  # fmt: skip
 
 
-def picture(source: StepSource, found: Calibration) -> chart.Chart:
+def picture(source: StepSource, found: Calibration) -> Chart:
     """Return a chart of measured against fitted steps, with the held-out ones."""
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
     ends = [(at, at) for at in (min(times), max(times))]
     error = found.error() or 0.0
-    return chart.Chart(
+    return Chart(
         title=f"Steps of {Path(source.model).name}: measured against fitted",
         subtitle=f"median error of held-out steps {error:.1%}",
         x="fitted, ms",
@@ -268,9 +268,9 @@ def picture(source: StepSource, found: Calibration) -> chart.Chart:
         log_x=True,
         log_y=True,
         series=[
-            chart.Series("as fitted", ends),
+            Series("as fitted", ends),
             *(
-                chart.Series(
+                Series(
                     name,
                     [
                         (found.time.seconds(each.shape) * 1000, each.seconds * 1000)

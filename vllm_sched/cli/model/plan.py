@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_sched.bench.plots.chart import check_chart, draw_chart
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
-from vllm_sched.cli.bench import chart
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
@@ -25,7 +25,6 @@ from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cli.progress_bar import ProgressLines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
-from vllm_sched.files import write_whole
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.exact_check import require_vllm
@@ -142,7 +141,7 @@ def run_plan(args: argparse.Namespace) -> int:
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         with writing(args.plot):
-            write_whole(args.plot, chart.draw(chart_of(found)))
+            draw_chart(chart_of(found), args.plot)
         console.print(f"saved {args.plot}", style="dim", highlight=False)
     return 0 if found.stopped_at is None else INTERRUPTED
 
@@ -150,7 +149,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     require_folders(args.save, args.plot)
     if args.plot:
-        chart.check_suffix(args.plot)
+        check_chart(args.plot)
     if args.min_gpus and args.request_rate is None:
         raise UsageError("--min-gpus: give the rate to serve, as in --request-rate 20")
     if args.gpus is not None and abs(args.gpus) > MAX_GPUS:

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_sched.bench.compare.report import format_count
+from vllm_sched.bench.plots.chart import Chart, Series
 from vllm_sched.bench.results.summary import milliseconds
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
-from vllm_sched.cli.bench import chart
 from vllm_sched.cli.model.simulate import EXACT, FLUID
 from vllm_sched.cost.profiles import QUANTIZED
 from vllm_sched.sim.planning.search import SAME
@@ -132,15 +132,15 @@ def _frontier(found: FleetPlan) -> Table:
     return layout
 
 
-def chart_of(found: FleetPlan) -> chart.Chart:
+def chart_of(found: FleetPlan) -> Chart:
     points = [(float(gpus), served.rate) for gpus, served in found.frontier]
-    return chart.Chart(
+    return Chart(
         title="Requests in time by number of GPUs",
         x="GPUs",
         y="requests/s in time",
         series=[
-            chart.Series(found.question.profiles, [(0.0, 0.0), *points]),
-            chart.Series("the planned fleet", [(float(found.gpus), found.best.rate)], dots=True),
+            Series(found.question.profiles, [(0.0, 0.0), *points]),
+            Series("the planned fleet", [(float(found.gpus), found.best.rate)], dots=True),
         ],
         subtitle=f"{found.question.source.name}; {found.best.shape}",
     )

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_sched.bench.calibrate.profile_names import find_profile
 from vllm_sched.bench.compare.report import show
-from vllm_sched.cli.bench import chart
+from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost import profiles
 from vllm_sched.cost.curved import step_time_of
@@ -160,7 +160,7 @@ def run_threshold(args: argparse.Namespace) -> int:
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         with writing(args.plot):
-            write_whole(args.plot, chart.draw(_chart(findings, source, args)))
+            draw_chart(_chart(findings, source, args), args.plot)
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return 0
 
@@ -179,7 +179,7 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: give 0 or more")
     if args.plot:
-        chart.check_suffix(args.plot)
+        check_chart(args.plot)
     require_folders(args.save, args.plot)
 
 
@@ -294,18 +294,18 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> chart.Chart:
+def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> Chart:
     series = []
     marks = []
     for finding in findings:
         base = finding.curve[0][1]
         series.append(
-            chart.Series(f"{finding.name}, exact", [(k, 100 * x / base) for k, x in finding.curve])
+            Series(f"{finding.name}, exact", [(k, 100 * x / base) for k, x in finding.curve])
         )
     for finding in findings:
         base = finding.curve[0][1]
         series.append(
-            chart.Series(
+            Series(
                 f"{finding.name}, simulated",
                 [(row.k, 100 * row.simulated.throughput / base) for row in finding.rows],
                 dots=True,
@@ -314,7 +314,7 @@ def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -
         for k, word in ((finding.run, "to run"), (finding.recursion, "best")):
             if k > 1:
                 marks.append((k, f"{word}, {finding.name}: {k}"))
-    return chart.Chart(
+    return Chart(
         title=f"Throughput against K: {args.slots} slots, outputs of {args.mean_output:g}, prompts "
         f"of {args.mean_prompt:g} tokens",
         subtitle=source if len(source) < 130 else f"{source[:127]}...",
