@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_sched.bench.client.endpoint import CHAT
 from vllm_sched.bench.client.events import text_of
@@ -14,7 +14,7 @@ from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.sessions.conversation import plan_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.client.text import Texts
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
     from vllm_sched.bench.traffic.types import Request
 
-
-class SendTurn(Protocol):
-    """Sends a turn; returns its outcome, and the seconds to wait if it failed."""
-
-    async def __call__(
-        self, request: Request, at: float, body: bytes, answer: list[bytes]
-    ) -> tuple[Outcome, float | None]:
-        """Send the turn and collect the events of its answer."""
+    # Sends a turn's body at a time and collects the events of its answer; returns its outcome, and
+    # the seconds to wait if it failed.
+    SendTurn: TypeAlias = Callable[
+        [Request, float, bytes, list[bytes]], Awaitable[tuple[Outcome, float | None]]
+    ]
 
 
 class SessionPlayer:

@@ -22,14 +22,13 @@ from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from rich.console import Console
     from rich.status import Status
 
-    from vllm_sched.bench.compare.runner import RequestTimes
     from vllm_sched.bench.compare.workloads import Workload
     from vllm_sched.bench.results.engine_trace import Stories
+    from vllm_sched.bench.results.outcome import Outcome
 
 LONE_SAMPLES = 20
 # vLLM's processes spin for a second after the last step, which would slow down the other side.
@@ -61,7 +60,7 @@ class Contender:
     stories: Stories = field(default_factory=dict)  # content of the trace
 
     @property
-    def failed(self) -> list[RequestTimes]:
+    def failed(self) -> list[Outcome]:
         return [record for played in self.rounds for record in played.failed]
 
 
@@ -93,12 +92,7 @@ class ProgressReporter:
             self._status.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status:
             self._status.stop()
             self._status = None
@@ -283,7 +277,7 @@ async def play_round(
     each.worker.check()  # one clear error for a dead worker, instead of one per request
     done = 0
 
-    def count(_: RequestTimes) -> None:
+    def count(_: Outcome) -> None:
         nonlocal done
         done += 1
         narrator.detail(f"{done} requests done")

@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import Comparison
+from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.files import write_whole
 
 if TYPE_CHECKING:
@@ -46,11 +46,7 @@ class Contest:
         return next((said for pair in self.pairs if (said := pair.warning())), "")
 
     def table(self) -> Table:
-        layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        layout.add_column("", no_wrap=True)
-        layout.add_column("", no_wrap=True)
-        for each in self.contenders:
-            layout.add_column(each.label, justify="right", overflow="fold")
+        layout = plain_table(("", ""), (each.label for each in self.contenders))
         group = ""
         for lines in zip(*(pair.figures for pair in self.pairs), strict=True):
             line = lines[0]

@@ -42,12 +42,10 @@ class FluidEngine:
         self,
         model: WorkerModel,
         *,
-        seed: int = 0,
         each_token: bool = False,
         ended: Callable[[Job, float], None] | None = None,
     ) -> None:
         """Start idle; `ended` is called at a request's end with its longest gap."""
-        del seed  # deterministic
         self.model = model
         self._each = each_token
         self._ended = ended

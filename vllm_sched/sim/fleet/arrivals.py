@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK
 
@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.fleet.events import EventQueue
 
-
-class Arrive(Protocol):
-    """Accepts a request at a time; `ended` is to be called at its end."""
-
-    def __call__(
-        self, request: Request, now: float, ended: Callable[[float], None] | None
-    ) -> object:
-        """Accept the request."""
+    # Accepts a request at a time; the call, if any, is to be made at its end.
+    Arrive: TypeAlias = Callable[[Request, float, Callable[[float], None] | None], object]
 
 
 class Arrivals:

@@ -100,7 +100,6 @@ class SimulatedFleet:
         models: Mapping[str, WorkerModel],
         make: MakeEngine,
         *,
-        seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         coarse: bool = False,
     ) -> None:
@@ -109,7 +108,7 @@ class SimulatedFleet:
         self.engines: dict[str, Engine] = {}
         for name, model in models.items():
             try:
-                self.engines[name] = make(model, seed=seed)
+                self.engines[name] = make(model)
             except UsageError as error:
                 raise UsageError(f"worker {name}: {error}") from None
         self.router = make_router(config, models)
