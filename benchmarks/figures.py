@@ -23,9 +23,8 @@ from proxy.config import FleetConfig
 from proxy.core.router import RouterSettings
 from proxy.core.tenants.tenants import TenantSpec
 from vllm_sched.bench.plots.chart import Chart, Series, draw_chart
-from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_throughput
+from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_tail, draw_throughput
 from vllm_sched.bench.plots.steps import draw_steps, steps_of
-from vllm_sched.bench.plots.tails import draw_tail
 from vllm_sched.bench.results.goodput import Targets, parse
 from vllm_sched.bench.results.knee import throughput_knee
 from vllm_sched.bench.results.stats import percentile_of_sorted

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from vllm_sched.cli.paths import writing
+from vllm_sched.errors import UsageError
+
+
+def require_folders(*paths: Path | None) -> None:
+    """Raise `UsageError` for a folder or a file that can't be written; None is skipped."""
+    for path in filter(None, paths):
+        folder = path.parent
+        if _is_folder(path):
+            raise UsageError(f"{path}: is a folder; name a file in it")
+        if not _is_folder(folder):
+            raise UsageError(f"{path}: there is no folder {folder}; make it first")
+        _require_writable(path, path if _is_there(path) else folder)
+
+
+def require_place(folder: Path) -> None:
+    """Raise `UsageError` unless a folder for pictures exists or can be created."""
+    there = next(each for each in (folder, *folder.parents) if _is_there(each))
+    if not _is_folder(there):
+        raise UsageError(f"--plot {folder}: {there} is a file; name a folder for the pictures")
+    _require_writable(folder, there)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failed write, such as to a full disk, into a `UsageError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+
+
+def _is_there(path: Path) -> bool:
+    return os.access(path, os.F_OK)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # no permission to look
+        return False
+
+
+def _require_writable(path: Path, there: Path) -> None:
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"{path}: {there} is not writable; choose another place")
 
 
 class Output(Console):

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Final, Self
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
-from vllm_sched.workers.flags import key, names, parse
-from vllm_sched.workers.flags_file import expanded, readable
+from vllm_sched.workers.flags import expanded, key, names, parse, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

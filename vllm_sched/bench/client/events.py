@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.results.error_excerpt import excerpt
+from vllm_sched.bench.client.wire import excerpt
 
 if TYPE_CHECKING:
     from vllm_sched.bench.results.outcome import Outcome

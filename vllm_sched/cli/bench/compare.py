@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.bench.compare import report, swimlane
-from vllm_sched.bench.compare.compare import ComparisonPlan, ProgressReporter, compare
-from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.compare import ComparisonPlan, Contest, ProgressReporter, compare
 from vllm_sched.bench.compare.workloads import WORKLOADS, build
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.output import Output
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable

@@ -20,8 +20,8 @@ from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress, pl
 from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, SESSION_NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
-from vllm_sched.cli.paths import require_folders, require_place
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.output import require_folders, require_place
 from vllm_sched.cli.progress_bar import progress
 from vllm_sched.errors import UsageError
 

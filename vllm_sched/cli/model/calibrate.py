@@ -20,12 +20,10 @@ from vllm_sched.bench.compare.compare import ProgressReporter
 from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.output import Output
-from vllm_sched.cli.paths import require_folders
-from vllm_sched.cost.calibration import Calibration, calibrate
+from vllm_sched.cli.output import Output, require_folders
+from vllm_sched.cost.calibration import Calibration, calibrate, nearest
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
-from vllm_sched.cost.nearest import nearest
 from vllm_sched.cost.profiles import measured
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError

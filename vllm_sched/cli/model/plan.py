@@ -17,8 +17,7 @@ from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
 from vllm_sched.cli.model.simulate import MIXED_HELP
-from vllm_sched.cli.output import Output
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cli.progress_bar import progress
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError

@@ -14,7 +14,7 @@ from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.plots.chart import Chart, Series
 from vllm_sched.bench.results.summary import milliseconds, plain_table
 from vllm_sched.bench.traffic.sampled import Sampled
-from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.model.simulate import EXACT, FLUID
 from vllm_sched.cli.output import Output
 from vllm_sched.cost.profiles import QUANTIZED

@@ -31,8 +31,7 @@ from vllm_sched.cli.bench.load import (
 )
 from vllm_sched.cli.exits import INTERRUPTED, interruptible
 from vllm_sched.cli.fleet import fleet as fleet_file
-from vllm_sched.cli.output import Output
-from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cli.output import Output, require_folders, writing
 from vllm_sched.cli.progress_bar import progress, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError

@@ -13,12 +13,11 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_sched.bench.calibrate.profile_names import find_profile
+from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.bench.compare.report import show
 from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
-from vllm_sched.cli.output import Output
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost import profiles
 from vllm_sched.cost.curved import step_time_of
 from vllm_sched.cost.events import EventRun, play

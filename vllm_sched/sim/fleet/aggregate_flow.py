@@ -22,7 +22,7 @@ from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
-from vllm_sched.bench.results.trend import Trend
+from vllm_sched.bench.results.stats import Trend
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.as_ask import ask_of

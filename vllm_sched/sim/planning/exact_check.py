@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_sched.bench.results.trend import Trend
+from vllm_sched.bench.results.stats import Trend
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, EndedRequest, FlowResult
