@@ -61,7 +61,6 @@ def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
 
 
 def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:
-    """Return the batch that a request describes."""
     fields = _fields(request.body)
     for name in ("input_file_id", "endpoint", "completion_window"):
         if type(fields.get(name)) is not str:

@@ -79,8 +79,6 @@ class InputLine:
 
 @dataclass(frozen=True, slots=True)
 class LineJob:
-    """A line to run."""
-
     batch: str
     number: int
     custom_id: str

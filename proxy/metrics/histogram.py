@@ -41,7 +41,6 @@ class Histogram:
         self.exemplars: dict[int, tuple[float, str, float]] | None = None
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

@@ -19,8 +19,6 @@ MAX_TEXT = 200
 
 @dataclass(slots=True)
 class RecentRequest:
-    """One finished request."""
-
     id: str
     time: float  # end of the response, seconds since 1970
     model: str

@@ -62,8 +62,6 @@ class LiveUpdate:
 
 
 class LiveRecorder:
-    """The recorder of one process."""
-
     def __init__(
         self,
         metrics: Metrics,

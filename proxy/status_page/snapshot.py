@@ -34,8 +34,6 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveCounts:
-    """The counts of one process."""
-
     covers_s: float | None  # seconds of the last minute that the window covers
     counts: dict[Key, tuple[int, int]]  # since the start, and in the last minute
     histograms: dict[Key, list[int]]  # counts of the last minute by kind, pool, model and class

@@ -20,8 +20,6 @@ Histograms = dict[Hashable, list[int]]
 
 
 class CountsCopy(NamedTuple):
-    """The counts at one time."""
-
     at: float
     counts: Counts
     histograms: Histograms

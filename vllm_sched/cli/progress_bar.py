@@ -27,8 +27,6 @@ def terminal(console: Console) -> Console | None:
 
 
 class ProgressLines:
-    """Prints progress as lines."""
-
     def __init__(self, command: str) -> None:
         self._head = f"vllm-sched {command}: "
         self._latest = time.monotonic()

@@ -57,8 +57,6 @@ class Transcript:
 
 
 class SessionPlayer:
-    """The sessions of a run."""
-
     def __init__(
         self,
         endpoint: Endpoint,

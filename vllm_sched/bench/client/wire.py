@@ -45,8 +45,6 @@ class WireError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of an endpoint."""
-
     host: str
     port: int
     tls: bool

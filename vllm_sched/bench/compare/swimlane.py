@@ -84,8 +84,6 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 
 @dataclass(frozen=True)
 class Panel:
-    """The panel of one side."""
-
     role: str
     label: str
     played: Round

@@ -34,8 +34,6 @@ PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
 
 
 class FluidEngine:
-    """The fluid implementation of `Engine`."""
-
     def __init__(
         self,
         model: WorkerModel,

@@ -62,8 +62,6 @@ class EndedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class ClassFigures:
-    """The figures of a class of requests, or of all."""
-
     arrived: int = 0
     done: int = 0
     met: int = 0  # within the targets

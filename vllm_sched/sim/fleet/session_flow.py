@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class SessionFlow:
-    """The sessions of a run."""
-
     def __init__(
         self, queue: EventQueue, send: SubmitTurn, *, limit: int, end: float | None
     ) -> None:

@@ -69,7 +69,6 @@ class FleetSearch:
 
     @property
     def runs(self) -> int:
-        """Return the number of simulations."""
         quick = vars(self).get("_quick")
         return self.trials.runs + (quick.trials.runs if quick else 0)
 
