@@ -27,8 +27,6 @@ MAX_METADATA_KEYS, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 51
 
 
 class RefusedRequestError(Exception):
-    """A request that the API refuses."""
-
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
@@ -38,7 +36,6 @@ class RefusedRequestError(Exception):
 
 
 def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
-    """Return the name and the content of an uploaded file."""
     try:
         parts = read_form(request.body, request.head.special.get(b"content-type", b""))
     except FormError as error:

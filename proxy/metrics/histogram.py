@@ -45,7 +45,6 @@ class Histogram:
         self.total += value
 
     def exemplify(self, value: float, trace: str, at: float) -> None:
-        """Attach a trace id to an observed value."""
         if self.exemplars is None:
             self.exemplars = {}
         self.exemplars[bisect_left(self.bounds, value)] = value, trace, at

@@ -34,8 +34,6 @@ REQUESTS = Family(
 
 
 class JournalCount(NamedTuple):
-    """The numbers of one worker's journals."""
-
     worker: str
     up: bool
     gaps: int

@@ -61,8 +61,6 @@ NO_HANDOVER: HandoverFields = (None, None, None, None)
 
 
 class RecentRequests:
-    """A ring buffer of the last requests."""
-
     def __init__(
         self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.time
     ) -> None:

@@ -93,7 +93,6 @@ def class_of(ask: RequestInfo | None) -> str:
 def histogram(
     table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
 ) -> Histogram:
-    """Return or create the histogram of these labels."""
     if (found := table.get(key)) is None:
         found = table[key] = Histogram(bounds)
     return found

@@ -60,7 +60,6 @@ class LiveState:
         self._window.copy(now, dict(self._counts()), dict(self._histograms()))
 
     def figures(self, now: float) -> LiveCounts:
-        """Return the counts of this process."""
         since, queue = self._window.since, self._metrics.router.queue
         return LiveCounts(
             None if since is None else min(now - since, 60.0),
