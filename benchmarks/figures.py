@@ -22,15 +22,14 @@ from typing import Any
 from proxy.config import FleetConfig
 from proxy.core.router import RouterSettings
 from proxy.core.tenants.tenants import TenantSpec
-from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_throughput
+from vllm_sched.bench.plots.chart import Chart, Series, draw_chart
+from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_tail, draw_throughput
 from vllm_sched.bench.plots.steps import draw_steps, steps_of
-from vllm_sched.bench.plots.tails import draw_tail
 from vllm_sched.bench.results.goodput import Targets, parse
 from vllm_sched.bench.results.knee import throughput_knee
 from vllm_sched.bench.results.stats import percentile_of_sorted
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cli.bench import chart
 from vllm_sched.cost import profiles
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
@@ -282,19 +281,19 @@ class Figures:
         dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]
         self.values["deferred"] = {"recursion": line, "plain worker": dots}
         print("deferred", json.dumps(self.values["deferred"]))
-        picture = chart.Chart(
+        picture = Chart(
             title="Throughput against K: 8B on an A100, 256 slots, prompts of 220, answers of 200",
             subtitle="decodes pause for prefills; a backlog that never ends",
             x="departures waited for (K)",
             y="requests/s",
             series=[
-                chart.Series("recursion", line),
-                chart.Series("plain worker", dots, dots=True),
+                Series("recursion", line),
+                Series("plain worker", dots, dots=True),
             ],
             log_x=True,
             from_zero=False,
         )
-        (self.out / "deferred.svg").write_text(chart.draw(picture))
+        draw_chart(picture, self.out / "deferred.svg")
 
     def _backlog(self, threshold: int) -> float:
         rng, count = random.Random(0), round(12_000 * max(self.scale, 0.5))

@@ -70,10 +70,8 @@ def real_engine() -> LLMEngine:
 class ComputedEngine(ExactEngine):
     """An engine whose steps take the processor time of computing them."""
 
-    def __init__(
-        self, model: WorkerModel, *, seed: int = 0, executor: Any, seen: list[Measured]
-    ) -> None:
-        super().__init__(model, seed=seed)
+    def __init__(self, model: WorkerModel, *, executor: Any, seen: list[Measured]) -> None:
+        super().__init__(model)
         self._executor = executor
         self._seen = seen
 

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import Comparison
-from vllm_sched.bench.compare.runner import RequestTimes, Round
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, LONG, SHORT
+from vllm_sched.bench.results.outcome import Outcome
 
 MAX_LONG_RATIO = 1.15  # to a long prompt on a general worker
 # Workers that prefill, on each side.
@@ -89,12 +90,12 @@ def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
         )
         for index, each in enumerate(longs):
             ahead = sum(_is_prefilled_at(each.sent, other) for other in longs[:index])
-            if ahead < workers and each.ttft is not None and not each.error:
+            if ahead < workers and each.ticks and not each.error:
                 found.append(each.ttft)
     return found
 
 
-def _is_prefilled_at(now: float, record: RequestTimes) -> bool:
+def _is_prefilled_at(now: float, record: Outcome) -> bool:
     return record.first_token is None or record.first_token > now
 
 

@@ -15,13 +15,13 @@ from vllm_sched.bench.compare import report, workloads
 from vllm_sched.bench.compare.compare import (
     ComparisonPlan,
     Contender,
+    Contest,
     ProgressReporter,
     contender,
     measure,
     play_round,
     running,
 )
-from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
 from vllm_sched.workers.launch import Side

@@ -66,7 +66,7 @@ class StaleFleet(SimulatedFleet):
         age_s: float | None,
         seed: int,
     ) -> None:
-        super().__init__(config, models, make, seed=seed)
+        super().__init__(config, models, make)
         self.routers += [make_router(config, models) for _ in range(count - 1)]
         self._random = random.Random(f"{seed}/routers")
         self.most_requests = 0  # that a worker had at once

@@ -234,7 +234,6 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
 
 def config_routes(state: AdminState) -> APIRouter:
-    """Return the routes that show and reload the configuration."""
     api = APIRouter()
 
     @api.get("/config", summary="Show the fleet file with its defaults; secrets are hidden")

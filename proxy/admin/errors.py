@@ -39,8 +39,6 @@ def error_response(
 
 
 class AdminError(ProxyError):
-    """A request that the admin API refuses."""
-
     def __init__(
         self, status: HTTPStatus, code: str, message: str, problems: Collection[Problem] = ()
     ) -> None:
@@ -51,7 +49,6 @@ class AdminError(ProxyError):
 
 
 async def answer(_: Request, error: Exception) -> JSONResponse:
-    """Return the response for an exception."""
     match error:
         case AdminError():
             return error_response(error.status, error.code, str(error), error.problems)

@@ -34,7 +34,6 @@ class AdminKey:
 
     @property
     def wanted(self) -> bool:
-        """True if a key is required."""
         return self._digest is not None
 
     def admits(self, authorization: str | None) -> bool:

@@ -34,7 +34,6 @@ def reference_routes(app: FastAPI) -> APIRouter:
 
 
 def reference_page(described: Json) -> str:
-    """Return the HTML page for an OpenAPI document."""
     title = escape(described["info"]["title"])
     body = [
         f"<h1>{title}</h1><p>{escape(described['info'].get('description', ''))}</p>",

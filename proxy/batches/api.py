@@ -116,7 +116,6 @@ class BatchApiRequest:
         self._part: str | None = None  # the tenant's account in the body budget
 
     def start(self, now: float) -> None:
-        """Start the task that handles the request."""
         self._began = now
         if self._request.head.method != "POST":
             self._request.body = b""  # free the unused body

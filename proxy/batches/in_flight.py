@@ -15,8 +15,6 @@ MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # pause after a line was refused
 
 
 class BatchProgress:
-    """The scheduler's state of a batch."""
-
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.ready: deque[LineJob] = deque()
@@ -59,7 +57,6 @@ class BatchProgress:
         return idle
 
     def drop(self, now: float) -> None:
-        """Cancel all lines in flight."""
         for request in list(self.requests):  # a cancelled line may remove another from the set
             request.drop(now)
 

@@ -26,8 +26,6 @@ Work = Callable[["Store"], Slices]
 
 @dataclass(slots=True, eq=False)
 class BatchMaintenance:
-    """A long operation on one batch."""
-
     batch: Batch
     work: Work
     ends: bool
@@ -35,8 +33,6 @@ class BatchMaintenance:
 
 
 class Maintenance:
-    """All pending operations."""
-
     def __init__(self, store: StoreThread) -> None:
         self._store = store
         self._operations: dict[str, BatchMaintenance] = {}  # by batch id, in order of arrival

@@ -18,8 +18,6 @@ class FormError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FormField:
-    """One form field."""
-
     value: bytes
     file_name: str | None = None
 

@@ -27,8 +27,6 @@ MAX_METADATA_KEYS, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 51
 
 
 class RefusedRequestError(Exception):
-    """A request that the API refuses."""
-
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
@@ -38,7 +36,6 @@ class RefusedRequestError(Exception):
 
 
 def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
-    """Return the name and the content of an uploaded file."""
     try:
         parts = read_form(request.body, request.head.special.get(b"content-type", b""))
     except FormError as error:
@@ -61,7 +58,6 @@ def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
 
 
 def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:
-    """Return the batch that a request describes."""
     fields = _fields(request.body)
     for name in ("input_file_id", "endpoint", "completion_window"):
         if type(fields.get(name)) is not str:

@@ -29,8 +29,6 @@ class StoreFullError(DiskError):
 
 
 class TenantLimitError(ProxyError):
-    """A tenant reached one of its limits."""
-
     def __init__(self, message: str, *, later: bool) -> None:
         super().__init__(message)
         self.later = later  # the same request may succeed later
@@ -58,8 +56,6 @@ ACTIVE = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCE
 
 @dataclass(frozen=True, slots=True)
 class InputProblem:
-    """One error in an input file."""
-
     code: str
     message: str
     line: int | None = None
@@ -79,8 +75,6 @@ class InputLine:
 
 @dataclass(frozen=True, slots=True)
 class LineJob:
-    """A line to run."""
-
     batch: str
     number: int
     custom_id: str
@@ -109,8 +103,6 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file, without its content."""
-
     id: str
     tenant: str
     name: str

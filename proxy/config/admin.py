@@ -16,23 +16,16 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 class AdminConfig(Block):
     """Address and key of the admin API."""
 
-    host: Name = Field(
-        "127.0.0.1",
-        description="Address to listen on. A client that reaches it and has the key controls the "
-        "fleet",
-    )
-    port: Port = Field(8001, description="Port to listen on; 0 selects a free port")
-    key_file: FilePath | None = Field(
-        None,
-        description="File with the key that clients must send; read at the start and at each "
-        "reload",
-    )
-    key_env: Variable | None = Field(
-        None, description="Name of an environment variable with that key, instead of key_file"
-    )
-    tls: TlsConfig | None = Field(
-        None, description="Certificate of the admin port; plain HTTP if not given"
-    )
+    host: Name = "127.0.0.1"
+    """Address to listen on. A client that reaches it and has the key controls the fleet"""
+    port: Port = 8001
+    """Port to listen on; 0 selects a free port"""
+    key_file: FilePath | None = None
+    """File with the key that clients must send; read at the start and at each reload"""
+    key_env: Variable | None = None
+    """Name of an environment variable with that key, instead of key_file"""
+    tls: TlsConfig | None = None
+    """Certificate of the admin port; plain HTTP if not given"""
 
     @property
     def has_key(self) -> bool:

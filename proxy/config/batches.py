@@ -18,48 +18,31 @@ def _postgres_url(url: str) -> str:
 class BatchesConfig(Block):
     """The Files and Batches API; off without a path or database."""
 
-    path: FilePath | None = Field(
-        None,
-        description="Folder for files, batches and results, with a SQLite database. The API is off "
-        "if neither path nor database is given",
-    )
-    database: Annotated[str, AfterValidator(_postgres_url)] | None = Field(
-        None,
-        repr=False,
-        description="URL of a PostgreSQL database, instead of path: postgresql://user@host/name. "
-        "All routers with the same database run its batches together",
-    )
-    database_password_file: FilePath | None = Field(
-        None,
-        description="File with the password of the database, read at each connection; otherwise "
-        "the password is that of the URL, or of libpq's environment (PGPASSWORD, PGPASSFILE)",
-    )
-    max_file_bytes: Count = Field(
-        48 * MIB, description="Maximum size in bytes of one uploaded file"
-    )
-    max_bytes: Count = Field(
-        16 * 1024 * MIB,
-        description="Maximum size in bytes of all files and results together. At the limit, "
-        "uploads are refused with 507, and batches pause",
-    )
-    max_bytes_per_tenant: Count = Field(
-        4 * 1024 * MIB,
-        description="Maximum size in bytes of one tenant's files and results. At the limit, its "
-        "uploads are refused with 413, and its batches pause",
-    )
-    max_active_per_tenant: Count = Field(
-        100,
-        description="Maximum number of a tenant's unfinished batches; more are refused with 429",
-    )
-    max_lines: Count = Field(50_000, description="Maximum number of lines in a batch's input file")
-    concurrency: Count = Field(
-        32,
-        description="Maximum number of lines in flight, over all batches; with database, of each "
-        "router process",
-    )
-    keep_days: Annotated[float, Field(gt=0)] = Field(
-        30.0, description="Days for which files and finished batches are kept"
-    )
+    path: FilePath | None = None
+    """Folder for files, batches and results, with a SQLite database. The API is off if neither
+    path nor database is given"""
+    database: Annotated[str, AfterValidator(_postgres_url)] | None = Field(None, repr=False)
+    """URL of a PostgreSQL database, instead of path: postgresql://user@host/name. All routers
+    with the same database run its batches together"""
+    database_password_file: FilePath | None = None
+    """File with the password of the database, read at each connection; otherwise the password is
+    that of the URL, or of libpq's environment (PGPASSWORD, PGPASSFILE)"""
+    max_file_bytes: Count = 48 * MIB
+    """Maximum size in bytes of one uploaded file"""
+    max_bytes: Count = 16 * 1024 * MIB
+    """Maximum size in bytes of all files and results together. At the limit, uploads are refused
+    with 507, and batches pause"""
+    max_bytes_per_tenant: Count = 4 * 1024 * MIB
+    """Maximum size in bytes of one tenant's files and results. At the limit, its uploads are
+    refused with 413, and its batches pause"""
+    max_active_per_tenant: Count = 100
+    """Maximum number of a tenant's unfinished batches; more are refused with 429"""
+    max_lines: Count = 50_000
+    """Maximum number of lines in a batch's input file"""
+    concurrency: Count = 32
+    """Maximum number of lines in flight, over all batches; with database, of each router process"""
+    keep_days: Annotated[float, Field(gt=0)] = 30.0
+    """Days for which files and finished batches are kept"""
 
     @property
     def are_on(self) -> bool:

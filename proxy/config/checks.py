@@ -111,7 +111,6 @@ def check_tls(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def check_names(draft: PartialConfig) -> Iterator[Problem]:
-    """Check that worker names are unique."""
     first: dict[str, int] = {}
     for index, worker in draft.legible_workers.items():
         if not draft.has_valid(("workers", index), "name"):

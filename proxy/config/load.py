@@ -350,6 +350,5 @@ def _cut(text: str) -> str:
 
 
 def yaml_text(value: object) -> str:
-    """Return a value as one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")

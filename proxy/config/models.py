@@ -45,277 +45,200 @@ def _disaggregate_above(tokens: object) -> object:
 class QueueConfig(Block):
     """Limits on the requests that wait in the router for a free slot on a worker."""
 
-    max_requests: Annotated[int, Field(ge=0)] = Field(
-        1024, description="Maximum number of waiting requests; 0 disables the queue"
-    )
-    max_bytes: Count = Field(
-        256 * MIB, description="Maximum size in bytes of the bodies of all waiting requests"
-    )
-    max_tokens: Count | None = Field(
-        None,
-        description="Maximum number of prompt tokens of all waiting requests; no limit if not "
-        "given",
-    )
-    max_wait_s: Seconds = Field(
-        30.0,
-        description="Maximum waiting time of a request in seconds; after it the response is 429",
-    )
+    max_requests: Annotated[int, Field(ge=0)] = 1024
+    """Maximum number of waiting requests; 0 disables the queue"""
+    max_bytes: Count = 256 * MIB
+    """Maximum size in bytes of the bodies of all waiting requests"""
+    max_tokens: Count | None = None
+    """Maximum number of prompt tokens of all waiting requests; no limit if not given"""
+    max_wait_s: Seconds = 30.0
+    """Maximum waiting time of a request in seconds; after it the response is 429"""
 
 
 class TimeoutConfig(Block):
     """Time limits for workers and clients."""
 
-    connect_s: Seconds = Field(3.0, description="Seconds to open a connection to a worker")
-    first_byte_s: Seconds = Field(
-        600.0,
-        description="Seconds until a worker begins its response; then the response is 504, and no "
-        "other worker is tried. A response that is not a stream gets additional time: four times "
-        "the predicted time for the output limit of the request, and more while the worker is "
-        "seen to compute, up to twice first_byte_s in all. If probes find the worker down, and "
-        "another worker takes the request, the limit is 10 s",
-    )
-    prefill_s: Seconds = Field(
-        20.0,
-        description="Seconds until a prefill worker responds, in addition to four times the "
-        "predicted prefill time; then another worker is tried",
-    )
-    idle_s: Seconds = Field(300.0, description="Seconds between two pieces of a worker's response")
-    client_idle_s: Seconds = Field(
-        75.0,
-        description="Seconds between two requests on a client's connection, and between two "
-        "pieces of a request body",
-    )
-    client_header_s: Seconds = Field(
-        10.0, description="Seconds for the header of a request to arrive"
-    )
-    body_min_bytes_per_s: Annotated[int, Field(ge=0)] = Field(
-        1024,
-        description="Minimum average rate of a request body in bytes per second, after the first "
-        "client_idle_s; a slower body is refused with 408, and its connection is closed. 0 allows "
-        "any rate",
-    )
-    request_s: Seconds | None = Field(
-        None,
-        description="Seconds for a whole request, from the first byte of its header to the last "
-        "byte of its response, including the queue, both legs and retries; no limit if not given. "
-        "At the limit, the worker's request is cancelled. The client gets 408 if its request has "
-        "not arrived, 504 if the response has not begun, and an error event if a stream has "
-        "begun. Lines of batches and responses of the Files and Batches API have no limit; an "
-        "upload to /v1/files must arrive within it",
-    )
+    connect_s: Seconds = 3.0
+    """Seconds to open a connection to a worker"""
+    first_byte_s: Seconds = 600.0
+    """Seconds until a worker begins its response; then the response is 504, and no other worker
+    is tried. A response that is not a stream gets additional time: four times the predicted time
+    for the output limit of the request, and more while the worker is seen to compute, up to
+    twice first_byte_s in all. If probes find the worker down, and another worker takes the
+    request, the limit is 10 s"""
+    prefill_s: Seconds = 20.0
+    """Seconds until a prefill worker responds, in addition to four times the predicted prefill
+    time; then another worker is tried"""
+    idle_s: Seconds = 300.0
+    """Seconds between two pieces of a worker's response"""
+    client_idle_s: Seconds = 75.0
+    """Seconds between two requests on a client's connection, and between two pieces of a request
+    body"""
+    client_header_s: Seconds = 10.0
+    """Seconds for the header of a request to arrive"""
+    body_min_bytes_per_s: Annotated[int, Field(ge=0)] = 1024
+    """Minimum average rate of a request body in bytes per second, after the first client_idle_s;
+    a slower body is refused with 408, and its connection is closed. 0 allows any rate"""
+    request_s: Seconds | None = None
+    """Seconds for a whole request, from the first byte of its header to the last byte of its
+    response, including the queue, both legs and retries; no limit if not given. At the limit,
+    the worker's request is cancelled. The client gets 408 if its request has not arrived, 504 if
+    the response has not begun, and an error event if a stream has begun. Lines of batches and
+    responses of the Files and Batches API have no limit; an upload to /v1/files must arrive
+    within it"""
 
 
 class RetryConfig(Block):
     """Retries on other workers, after a failure before the first byte of a response."""
 
-    attempts: Annotated[int, Field(ge=1, le=10)] = Field(
-        3,
-        description="Maximum number of attempts per request, including the first; 2 if both "
-        "workers closed the connection without a response",
-    )
-    budget: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.2,
-        description="Retries allowed per request of the last 10 s; at least 10 are allowed. The "
-        "budget protects a fleet that fails as a whole. Requests that a worker had when it began "
-        "to fail are retried once outside the budget, until half of the fleet has failed in this "
-        "way. 0 disables retries",
-    )
+    attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    """Maximum number of attempts per request, including the first; 2 if both workers closed the
+    connection without a response"""
+    budget: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Retries allowed per request of the last 10 s; at least 10 are allowed. The budget protects
+    a fleet that fails as a whole. Requests that a worker had when it began to fail are retried
+    once outside the budget, until half of the fleet has failed in this way. 0 disables retries"""
 
 
 class ProbeConfig(Block):
     """Health checks of workers."""
 
-    interval_s: Seconds = Field(1.0, description="Seconds between two probes of a worker")
-    timeout_s: Seconds = Field(2.0, description="Seconds after which a probe has failed")
-    down_after: Count = Field(
-        3, description="Consecutive failed probes after which a worker is down"
-    )
-    up_after: Count = Field(
-        2, description="Consecutive successful probes after which a down worker is up again"
-    )
+    interval_s: Seconds = 1.0
+    """Seconds between two probes of a worker"""
+    timeout_s: Seconds = 2.0
+    """Seconds after which a probe has failed"""
+    down_after: Count = 3
+    """Consecutive failed probes after which a worker is down"""
+    up_after: Count = 2
+    """Consecutive successful probes after which a down worker is up again"""
 
 
 class JournalConfig(Block):
     """How the router reads the workers' journals."""
 
-    key_file: FilePath | None = Field(
-        None,
-        description="File with the secret that signs the journals, the same as the engines' "
-        "journal.key_file, which `vllm-sched up` sets; read at the start and at each reload. "
-        "Messages without a valid signature are dropped. If not given, signatures are not checked",
-    )
+    key_file: FilePath | None = None
+    """File with the secret that signs the journals, the same as the engines' journal.key_file,
+    which `vllm-sched up` sets; read at the start and at each reload. Messages without a valid
+    signature are dropped. If not given, signatures are not checked"""
 
 
 class RouterConfig(Block):
     """The router itself."""
 
-    host: Name = Field(
-        "127.0.0.1", description="Address to listen on; 0.0.0.0 for all IPv4 interfaces"
-    )
-    port: Port = Field(8000, description="Port to listen on; 0 selects a free port")
-    tls: TlsConfig | None = Field(
-        None, description="Certificate of the clients' port; plain HTTP if not given"
-    )
+    host: Name = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all IPv4 interfaces"""
+    port: Port = 8000
+    """Port to listen on; 0 selects a free port"""
+    tls: TlsConfig | None = None
+    """Certificate of the clients' port; plain HTTP if not given"""
     admin: AdminConfig = AdminConfig()
-    max_body_bytes: Count = Field(64 * MIB, description="Maximum size in bytes of one request body")
-    max_header_bytes: Annotated[int, Field(ge=KIB)] = Field(
-        64 * KIB, description="Maximum size in bytes of one request header"
-    )
-    drain_s: Annotated[float, Field(ge=0)] = Field(
-        30.0, description="Seconds that requests have to finish after the router is told to stop"
-    )
-    processes: Annotated[int | str, AfterValidator(_processes)] = Field(
-        1,
-        description="Number of router processes that serve the port together. auto: one per "
-        "processor that the router may use, 8 at most",
-    )
-    drain_notice_s: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="Seconds at the start of drain_s in which /ready returns 503 while the router "
-        "still serves everything. A load balancer that polls /ready has time to notice before "
-        "connections are refused. Responses in this time close the client's connection; idle "
-        "connections are closed at its end",
-    )
+    max_body_bytes: Count = 64 * MIB
+    """Maximum size in bytes of one request body"""
+    max_header_bytes: Annotated[int, Field(ge=KIB)] = 64 * KIB
+    """Maximum size in bytes of one request header"""
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that requests have to finish after the router is told to stop"""
+    processes: Annotated[int | str, AfterValidator(_processes)] = 1
+    """Number of router processes that serve the port together. auto: one per processor that the
+    router may use, 8 at most"""
+    drain_notice_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds at the start of drain_s in which /ready returns 503 while the router still serves
+    everything. A load balancer that polls /ready has time to notice before connections are
+    refused. Responses in this time close the client's connection; idle connections are closed at
+    its end"""
     queue: QueueConfig = QueueConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
     journal: JournalConfig = JournalConfig()
-    shared: SharedConfig | None = Field(
-        None,
-        description="Where replicas of this router share their state; without it each replica "
-        "knows its own requests only",
-    )
-    continuation: bool = Field(
-        True,
-        description="Continue streams on another worker when theirs fails. Only streams of workers "
-        "with a journal, and of requests that continue exactly (see docs/continuation.md)",
-    )
+    shared: SharedConfig | None = None
+    """Where replicas of this router share their state; without it each replica knows its own
+    requests only"""
+    continuation: bool = True
+    """Continue streams on another worker when theirs fails. Only streams of workers with a
+    journal, and of requests that continue exactly (see docs/continuation.md)"""
     batches: BatchesConfig = BatchesConfig()
     logs: LogsConfig = LogsConfig()
-    tracing: TracingConfig | None = Field(
-        None, description="Where to send traces of requests; no traces if not given"
-    )
+    tracing: TracingConfig | None = None
+    """Where to send traces of requests; no traces if not given"""
     fairness: FairnessConfig = FairnessConfig()
     admission: AdmissionConfig = AdmissionConfig()
-    max_collected_bytes: Count = Field(
-        512 * MIB,
-        description="Maximum size in bytes of all request bodies that one process holds; beyond "
-        "it the response is 503. A body is held until its worker begins the response (that of a "
-        "stream which may be continued until its end, while half is free), an upload until it is "
-        "stored. A quarter is divided equally among the tenants. Of the rest, a "
-        "tenant may use no more than it leaves free; beyond that the response is 429",
-    )
-    allow_anonymous: bool = Field(
-        False,
-        description="Without tenants, accept requests from any client that reaches the port",
-    )
-    isolate_caches: bool = Field(
-        False,
-        description="Separate the prefix caches of all tenants: the router sets cache_salt in "
-        "their requests",
-    )
-    pass_priority: bool = Field(
-        False,
-        description="Send the tenant's class to workers as priority: -1 for interactive, 0 for "
-        "standard, 1 for batch. Workers must run the lanes policy, or --scheduling-policy "
-        "priority",
-    )
-    pass_targets: bool = Field(
-        False,
-        description="Send workers what is left of a request's time to its first token, and its "
-        "target per later token, in vllm_xargs. The policies lanes and chunk_budget use them",
-    )
-    client_deadlines: bool = Field(
-        True,
-        description="Heed the header X-Request-Deadline-Ms: the milliseconds that a request has "
-        "until its first token. If false, the header is ignored",
-    )
-    client_fields: Annotated[tuple[Literal["priority", "vllm_xargs"], ...], LIST] = Field(
-        (),
-        description="Fields that tenants' requests may set themselves. Otherwise the router "
-        "removes priority, and refuses vllm_xargs",
-    )
-    allow_client_kv_transfer: bool = Field(
-        False,
-        description="Accept fields for KV transfers from clients. A client can then read other "
-        "clients' prompts and have a worker connect to any address",
-    )
+    max_collected_bytes: Count = 512 * MIB
+    """Maximum size in bytes of all request bodies that one process holds; beyond it the response
+    is 503. A body is held until its worker begins the response (that of a stream which may be
+    continued until its end, while half is free), an upload until it is stored. A quarter is
+    divided equally among the tenants. Of the rest, a tenant may use no more than it leaves free;
+    beyond that the response is 429"""
+    allow_anonymous: bool = False
+    """Without tenants, accept requests from any client that reaches the port"""
+    isolate_caches: bool = False
+    """Separate the prefix caches of all tenants: the router sets cache_salt in their requests"""
+    pass_priority: bool = False
+    """Send the tenant's class to workers as priority: -1 for interactive, 0 for standard, 1 for
+    batch. Workers must run the lanes policy, or --scheduling-policy priority"""
+    pass_targets: bool = False
+    """Send workers what is left of a request's time to its first token, and its target per later
+    token, in vllm_xargs. The policies lanes and chunk_budget use them"""
+    client_deadlines: bool = True
+    """Heed the header X-Request-Deadline-Ms: the milliseconds that a request has until its first
+    token. If false, the header is ignored"""
+    client_fields: Annotated[tuple[Literal["priority", "vllm_xargs"], ...], LIST] = ()
+    """Fields that tenants' requests may set themselves. Otherwise the router removes priority,
+    and refuses vllm_xargs"""
+    allow_client_kv_transfer: bool = False
+    """Accept fields for KV transfers from clients. A client can then read other clients' prompts
+    and have a worker connect to any address"""
 
 
 class RoutingConfig(Block):
     """How the router chooses a worker."""
 
-    policy: Literal["adaptive", "length", "least_loaded", "round_robin"] = Field(
-        "adaptive", description="Routing rule"
-    )
-    short_limit: Count = Field(
-        10_000,
-        description="Number of prompt and output tokens together above which a request is long",
-    )
-    prefix_affinity: bool = Field(
-        True, description="Prefer workers that have the beginning of the prompt cached"
-    )
-    tokenize: bool = Field(
-        True,
-        description="Have a worker count the tokens of a short body when the router's estimate is "
-        "too near a limit to decide",
-    )
-    cut_output: bool = Field(
-        False,
-        description="Send a request with an output limit that does not fit next to its prompt to "
-        "the worker with the largest context, which reduces the output limit as vLLM does. If "
-        "false, the response is 400",
-    )
-    panic_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5,
-        description="Share of a model's workers with a closed breaker, below which the router "
-        "ignores breakers and also uses workers with an open breaker. Workers that report that "
-        "they are busy, and workers that probes find down, stay excluded. 0: breakers are never "
-        "ignored",
-    )
+    policy: Literal["adaptive", "length", "least_loaded", "round_robin"] = "adaptive"
+    """Routing rule"""
+    short_limit: Count = 10_000
+    """Number of prompt and output tokens together above which a request is long"""
+    prefix_affinity: bool = True
+    """Prefer workers that have the beginning of the prompt cached"""
+    tokenize: bool = True
+    """Have a worker count the tokens of a short body when the router's estimate is too near a
+    limit to decide"""
+    cut_output: bool = False
+    """Send a request with an output limit that does not fit next to its prompt to the worker
+    with the largest context, which reduces the output limit as vLLM does. If false, the response
+    is 400"""
+    panic_threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of a model's workers with a closed breaker, below which the router ignores breakers
+    and also uses workers with an open breaker. Workers that report that they are busy, and
+    workers that probes find down, stay excluded. 0: breakers are never ignored"""
     disaggregate_above: Annotated[
         Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_disaggregate_above)
-    ] = Field(
-        "auto",
-        description="Number of uncached prompt tokens above which a prefill worker prefills the "
-        "prompt instead of the decode worker; 0: every prompt. auto: if the hand-over is "
-        "predicted to cost all requests together less time",
-    )
+    ] = "auto"
+    """Number of uncached prompt tokens above which a prefill worker prefills the prompt instead
+    of the decode worker; 0: every prompt. auto: if the hand-over is predicted to cost all
+    requests together less time"""
 
 
 class TransferConfig(Block):
     """vLLM's KV connector, which moves a prompt's KV cache from prefill to decode workers."""
 
-    connector: Literal["nixl", "shared-storage", "mooncake", "lmcache"] = Field(
-        description="Connector that the workers run"
-    )
-    mode: Literal["pull", "push"] = Field(
-        "pull",
-        description="For nixl only. pull: the decode worker reads the blocks. push: the prefill "
-        "worker writes them",
-    )
-    path: Name | None = Field(
-        None, description="For shared-storage only: a folder that all workers can access"
-    )
-    lease_s: Annotated[float, Field(ge=6)] | None = Field(
-        None,
-        description="Seconds for which a prefill worker keeps blocks that no decode worker has "
-        "read. It must not exceed the workers' kv_lease_duration, which `up` sets to twice this "
-        "value. If not given: 30 for nixl, no limit for other connectors",
-    )
-    addresses: dict[str, Name] = Field(
-        default_factory=dict,
-        description="The connector's address on each worker, by worker name. mooncake: "
-        "http://host:port of a prefill worker's bootstrap server, if its port is not 8998. "
-        "lmcache: host:init_port:alloc_port of a decode worker that prefill workers push to",
-    )
-    warmup: bool = Field(
-        True,
-        description="Connect each prefill worker to each decode worker before clients' requests "
-        "need the connection. Until a pair is connected, the router makes no hand-over between "
-        "the two",
-    )
+    connector: Literal["nixl", "shared-storage", "mooncake", "lmcache"]
+    """Connector that the workers run"""
+    mode: Literal["pull", "push"] = "pull"
+    """For nixl only. pull: the decode worker reads the blocks. push: the prefill worker writes
+    them"""
+    path: Name | None = None
+    """For shared-storage only: a folder that all workers can access"""
+    lease_s: Annotated[float, Field(ge=6)] | None = None
+    """Seconds for which a prefill worker keeps blocks that no decode worker has read. It must
+    not exceed the workers' kv_lease_duration, which `up` sets to twice this value. If not given:
+    30 for nixl, no limit for other connectors"""
+    addresses: dict[str, Name] = Field(default_factory=dict)
+    """The connector's address on each worker, by worker name. mooncake: http://host:port of a
+    prefill worker's bootstrap server, if its port is not 8998. lmcache:
+    host:init_port:alloc_port of a decode worker that prefill workers push to"""
+    warmup: bool = True
+    """Connect each prefill worker to each decode worker before clients' requests need the
+    connection. Until a pair is connected, the router makes no hand-over between the two"""
 
 
 def _transfer(value: object) -> object:
@@ -325,29 +248,22 @@ def _transfer(value: object) -> object:
 class FleetConfig(Block):
     """A whole fleet file."""
 
-    model: Name = Field(
-        description="Model name that clients use, for workers without a model of their own"
-    )
+    model: Name
+    """Model name that clients use, for workers without a model of their own"""
     # Before `workers`: `_some_workers` reads it.
-    discovery: DiscoveryConfig | None = Field(
-        None, description="How to discover workers that come and go; none if not given"
-    )
-    workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_some_workers)] = Field(
-        description="The vLLM servers; with discovery the list may be left out"
-    )
-    tenants: Annotated[tuple[TenantConfig, ...], LIST] = Field(
-        (), description="Tenants and their API keys; without tenants no key is required"
-    )
-    worker_tls: WorkerTlsConfig | None = Field(
-        None, description="TLS settings for workers with an https:// URL and no tls of their own"
-    )
+    discovery: DiscoveryConfig | None = None
+    """How to discover workers that come and go; none if not given"""
+    workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_some_workers)]
+    """The vLLM servers; with discovery the list may be left out"""
+    tenants: Annotated[tuple[TenantConfig, ...], LIST] = ()
+    """Tenants and their API keys; without tenants no key is required"""
+    worker_tls: WorkerTlsConfig | None = None
+    """TLS settings for workers with an https:// URL and no tls of their own"""
     router: RouterConfig = RouterConfig()
     routing: RoutingConfig = RoutingConfig()
-    transfer: Annotated[TransferConfig | None, BeforeValidator(_transfer)] = Field(
-        None,
-        description="KV connector between prefill and decode workers. `transfer: nixl` is short "
-        "for a block with only the connector",
-    )
+    transfer: Annotated[TransferConfig | None, BeforeValidator(_transfer)] = None
+    """KV connector between prefill and decode workers. `transfer: nixl` is short for a block
+    with only the connector"""
 
     @model_validator(mode="before")
     @classmethod

@@ -91,7 +91,6 @@ class PartialConfig:
 
     @property
     def all_workers(self) -> list[WorkerConfig]:
-        """The workers of the file, and one worker for each pool."""
         discovered = (pool.worker(pool.name, None) for pool in self.pools.values())
         return [*self.legible_workers.values(), *discovered]
 

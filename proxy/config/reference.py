@@ -86,7 +86,6 @@ def _section(path: str, block: type[BaseModel]) -> str:
 
 
 def key(name: str, field: FieldInfo) -> str:
-    """Return a field's key in the file."""
     return field.alias or name
 
 
@@ -157,7 +156,6 @@ def _blocks_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def anchor(path: str) -> str:
-    """Return the anchor of a heading."""
     return re.sub(r"[^\w-]", "", path.lower())
 
 

@@ -15,16 +15,14 @@ Level = Literal["debug", "info", "warning", "error"]
 class LogsConfig(Block):
     """The router's log on standard error."""
 
-    format: Literal["text", "json"] = Field(
-        "text", description="Format of a line; json writes one object per line"
-    )
-    level: Level = Field("info", description="Lowest level of the router's own lines")
-    requests: bool = Field(False, description="Write one line per request, at its end")
-    prompts: bool = Field(
-        False,
-        description="Include the whole request body in these lines. Readers of the log then see "
-        "users' prompts",
-    )
+    format: Literal["text", "json"] = "text"
+    """Format of a line; json writes one object per line"""
+    level: Level = "info"
+    """Lowest level of the router's own lines"""
+    requests: bool = False
+    """Write one line per request, at its end"""
+    prompts: bool = False
+    """Include the whole request body in these lines. Readers of the log then see users' prompts"""
 
 
 def _endpoint(url: str) -> str:
@@ -42,13 +40,10 @@ def _endpoint(url: str) -> str:
 class TracingConfig(Block):
     """OpenTelemetry traces; requires the extra `otel`."""
 
-    endpoint: Annotated[str, AfterValidator(_endpoint)] = Field(
-        description="URL of a collector that accepts OTLP over HTTP, as in "
-        "http://collector:4318/v1/traces"
-    )
-    sample: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1,
-        description="Share of requests that are traced. A request with a traceparent header "
-        "follows the sampling decision in the header",
-    )
-    service: Name = Field("vllm-sched-router", description="Service name in the traces")
+    endpoint: Annotated[str, AfterValidator(_endpoint)]
+    """URL of a collector that accepts OTLP over HTTP, as in http://collector:4318/v1/traces"""
+    sample: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of requests that are traced. A request with a traceparent header follows the
+    sampling decision in the header"""
+    service: Name = "vllm-sched-router"
+    """Service name in the traces"""

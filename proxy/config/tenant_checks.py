@@ -34,7 +34,6 @@ def check_tenants(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def has_keys(tenant: TenantConfig) -> bool:
-    """Return whether the tenant has a source of keys."""
     return bool(tenant.key_hashes or tenant.keys_file or tenant.keys_env)
 
 

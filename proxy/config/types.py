@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,9 +11,19 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 class Block(BaseModel):
-    """A mapping in the fleet file: frozen, with known keys and strict types only."""
+    """A mapping in the fleet file: frozen, with known keys and strict types only.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    The text below a key is its description, in the reference and in error messages.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
 
 
 LAST_PORT = 65535

@@ -113,88 +113,57 @@ NAME_RULE = "letters, digits, '.', '_' and '-', 64 characters at most"
 class LaunchConfig(Block):
     """How `vllm-sched up` starts a worker on this machine."""
 
-    model: Name | None = Field(
-        None,
-        description="Model to load; the worker's served model name if not given. `tiny` is the "
-        "built-in test model",
-    )
-    args: Annotated[tuple[str, ...], LIST] = Field(
-        (), description="Command-line arguments for `vllm serve`"
-    )
-    policies: dict[str, dict[str, Any]] = Field(
-        default_factory=dict,
-        description="Scheduling policies by name, each with its settings. If empty, the worker "
-        "runs vLLM's own scheduler",
-    )
-    cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], LIST] = Field(
-        (), description="Processors that the worker is bound to; all if empty"
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        description="Environment variables, added to the environment of `vllm-sched up`",
-    )
-    kv_offloading_size: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="GiB of host memory in which vLLM keeps KV blocks that leave the GPU. On a "
-        "prefill or decode worker (nixl only), `up` puts the offloading connector behind the "
-        "transfer's",
-    )
+    model: Name | None = None
+    """Model to load; the worker's served model name if not given. `tiny` is the built-in test
+    model"""
+    args: Annotated[tuple[str, ...], LIST] = ()
+    """Command-line arguments for `vllm serve`"""
+    policies: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Scheduling policies by name, each with its settings. If empty, the worker runs vLLM's own
+    scheduler"""
+    cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], LIST] = ()
+    """Processors that the worker is bound to; all if empty"""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables, added to the environment of `vllm-sched up`"""
+    kv_offloading_size: Annotated[float, Field(gt=0)] | None = None
+    """GiB of host memory in which vLLM keeps KV blocks that leave the GPU. On a prefill or
+    decode worker (nixl only), `up` puts the offloading connector behind the transfer's"""
 
 
 class WorkerConfig(Block):
     """One vLLM server."""
 
     name: WorkerName = Field(description=f"Unique name: {NAME_RULE}")
-    role: WorkerRole = Field(
-        "general",
-        description="Requests that the worker is for. short, long: by routing.short_limit. "
-        "general: any length. prefill, decode: one leg of a hand-over; a decode worker also serves "
-        "requests without a hand-over",
-    )
-    url: Url | None = Field(
-        None,
-        description="http://host:port or https://host:port. A worker with a launch block and no "
-        "url gets a free port",
-    )
-    model: Name | None = Field(
-        None, description="Model name that clients use; the file's `model` if not given"
-    )
-    max_model_len: Count | None = Field(
-        None,
-        description="Context length in tokens. The worker reports its own if not given; a value "
-        "here can lower it, but not raise it",
-    )
-    max_requests: Count | None = Field(
-        None,
-        description="Maximum number of requests in flight, over all router processes; no limit of "
-        "its own if not given. On a long worker, the `adaptive` rule reserves a quarter of them, "
-        "at least one, for long requests, until a minute or two after the last long request. With "
-        "1, short requests then use the worker only if no other worker is left for them",
-    )
-    api_key: Key | None = Field(
-        None,
-        repr=False,
-        description="API key that the router sends to this worker in place of the client's "
-        "Authorization header",
-    )
-    tls: WorkerTlsConfig | None = Field(
-        None, description="TLS settings for an https:// URL; the file's worker_tls if not given"
-    )
-    journal: Annotated[tuple[JournalEndpoint, ...], LIST, BeforeValidator(_as_list)] = Field(
-        (),
-        description="Where the worker's engine publishes its journal: tcp://host:port or "
-        "ipc:///path; a list with one address per rank for data parallelism. `vllm-sched up` "
-        "starts a worker with its journal there; with `auto` on a free port",
-    )
-    launch: LaunchConfig | None = Field(
-        None, description="How `vllm-sched up` starts the worker on this machine"
-    )
-    profile: Name | None = Field(
-        None,
-        description="Machine that `vllm-sched simulate` uses for this worker: the name of a "
-        "built-in profile, or a file that `calibrate` wrote. A relative path is tried from the "
-        "fleet file's folder first",
-    )
+    role: WorkerRole = "general"
+    """Requests that the worker is for. short, long: by routing.short_limit. general: any length.
+    prefill, decode: one leg of a hand-over; a decode worker also serves requests without a
+    hand-over"""
+    url: Url | None = None
+    """http://host:port or https://host:port. A worker with a launch block and no url gets a free
+    port"""
+    model: Name | None = None
+    """Model name that clients use; the file's `model` if not given"""
+    max_model_len: Count | None = None
+    """Context length in tokens. The worker reports its own if not given; a value here can lower
+    it, but not raise it"""
+    max_requests: Count | None = None
+    """Maximum number of requests in flight, over all router processes; no limit of its own if
+    not given. On a long worker, the `adaptive` rule reserves a quarter of them, at least one,
+    for long requests, until a minute or two after the last long request. With 1, short requests
+    then use the worker only if no other worker is left for them"""
+    api_key: Key | None = Field(None, repr=False)
+    """API key that the router sends to this worker in place of the client's Authorization header"""
+    tls: WorkerTlsConfig | None = None
+    """TLS settings for an https:// URL; the file's worker_tls if not given"""
+    journal: Annotated[tuple[JournalEndpoint, ...], LIST, BeforeValidator(_as_list)] = ()
+    """Where the worker's engine publishes its journal: tcp://host:port or ipc:///path; a list
+    with one address per rank for data parallelism. `vllm-sched up` starts a worker with its
+    journal there; with `auto` on a free port"""
+    launch: LaunchConfig | None = None
+    """How `vllm-sched up` starts the worker on this machine"""
+    profile: Name | None = None
+    """Machine that `vllm-sched simulate` uses for this worker: the name of a built-in profile,
+    or a file that `calibrate` wrote. A relative path is tried from the fleet file's folder first"""
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -252,48 +221,32 @@ class PoolConfig(Block):
         description="Unique name of the pool, for logs and for names of workers that are known "
         f"only by address: {NAME_RULE}"
     )
-    selector: Name | None = Field(
-        None,
-        description="Label selector for EndpointSlices, as in "
-        "kubernetes.io/service-name=vllm-short. Give either selector or dns",
-    )
-    dns: DnsName | None = Field(
-        None,
-        description="DNS name that resolves to the address of each worker, as the name of a "
-        "headless Service does",
-    )
-    port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = Field(
-        None,
-        description="Port of the workers: a number, or with selector the name of a port. If not "
-        "given: the only port of the EndpointSlice with selector, 8000 otherwise. A port named "
-        "journal is that of the workers' journals",
-    )
-    role: WorkerRole = Field("general", description="Role of the workers: see `workers`")
-    model: Name | None = Field(
-        None, description="Model name that clients use; the file's `model` if not given"
-    )
-    max_model_len: Count | None = Field(
-        None,
-        description="Context length in tokens. Each worker reports its own if not given; a value "
-        "here can lower it, but not raise it",
-    )
-    max_requests: Count | None = Field(
-        None, description="Maximum number of requests in flight on each worker: see `workers`"
-    )
-    api_key: Key | None = Field(
-        None,
-        repr=False,
-        description="API key that the router sends to these workers in place of the client's "
-        "Authorization header",
-    )
-    api_key_file: FilePath | None = Field(
-        None, description="File with that API key, read at the start and at each reload"
-    )
-    tls: WorkerTlsConfig | None = Field(
-        None,
-        description="TLS settings for these workers; {} for the file's worker_tls. Plain HTTP if "
-        "not given",
-    )
+    selector: Name | None = None
+    """Label selector for EndpointSlices, as in kubernetes.io/service-name=vllm-short. Give
+    either selector or dns"""
+    dns: DnsName | None = None
+    """DNS name that resolves to the address of each worker, as the name of a headless Service
+    does"""
+    port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = None
+    """Port of the workers: a number, or with selector the name of a port. If not given: the only
+    port of the EndpointSlice with selector, 8000 otherwise. A port named journal is that of the
+    workers' journals"""
+    role: WorkerRole = "general"
+    """Role of the workers: see `workers`"""
+    model: Name | None = None
+    """Model name that clients use; the file's `model` if not given"""
+    max_model_len: Count | None = None
+    """Context length in tokens. Each worker reports its own if not given; a value here can lower
+    it, but not raise it"""
+    max_requests: Count | None = None
+    """Maximum number of requests in flight on each worker: see `workers`"""
+    api_key: Key | None = Field(None, repr=False)
+    """API key that the router sends to these workers in place of the client's Authorization
+    header"""
+    api_key_file: FilePath | None = None
+    """File with that API key, read at the start and at each reload"""
+    tls: WorkerTlsConfig | None = None
+    """TLS settings for these workers; {} for the file's worker_tls. Plain HTTP if not given"""
 
     @property
     def scheme(self) -> str:
@@ -316,37 +269,28 @@ class PoolConfig(Block):
 class KubernetesConfig(Block):
     """The Kubernetes API server. Inside a pod the defaults are right."""
 
-    url: ApiUrl | None = Field(
-        None, description="https://host:port of the API server; the pod's own cluster if not given"
-    )
-    namespace: Name | None = Field(
-        None, description="Namespace of the workers; the pod's own if not given"
-    )
-    token_file: FilePath = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
-        description="File with the bearer token, read for each request. If the file does not "
-        "exist, no token is sent",
-    )
-    ca_file: FilePath = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
-        description="CA certificates that sign the API server's certificate. If the file does not "
-        "exist, the system's certificates are used",
-    )
-    watch_s: Annotated[float, Field(ge=1)] = Field(
-        30.0,
-        description="Duration of one watch request in seconds. A watch that does not end in time "
-        "is considered dead and is opened again",
-    )
-    resync_s: Seconds = Field(
-        300.0, description="Seconds after which the router lists all EndpointSlices again"
-    )
+    url: ApiUrl | None = None
+    """https://host:port of the API server; the pod's own cluster if not given"""
+    namespace: Name | None = None
+    """Namespace of the workers; the pod's own if not given"""
+    token_file: FilePath = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+    """File with the bearer token, read for each request. If the file does not exist, no token is
+    sent"""
+    ca_file: FilePath = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
+    """CA certificates that sign the API server's certificate. If the file does not exist, the
+    system's certificates are used"""
+    watch_s: Annotated[float, Field(ge=1)] = 30.0
+    """Duration of one watch request in seconds. A watch that does not end in time is considered
+    dead and is opened again"""
+    resync_s: Seconds = 300.0
+    """Seconds after which the router lists all EndpointSlices again"""
 
 
 class DiscoveryConfig(Block):
     """Workers that the router discovers."""
 
-    pools: Annotated[tuple[PoolConfig, ...], LIST, AfterValidator(_some_pools)] = Field(
-        description="Pools of discovered workers"
-    )
+    pools: Annotated[tuple[PoolConfig, ...], LIST, AfterValidator(_some_pools)]
+    """Pools of discovered workers"""
     kubernetes: KubernetesConfig = KubernetesConfig()
-    dns_every_s: Seconds = Field(5.0, description="Seconds between two look-ups of a DNS name")
+    dns_every_s: Seconds = 5.0
+    """Seconds between two look-ups of a DNS name"""

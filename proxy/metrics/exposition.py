@@ -97,7 +97,6 @@ def pairs(names: Sequence[str], values: Sequence[object]) -> str:
 
 
 def braces(labels: str) -> str:
-    """Put braces around labels, if any."""
     return f"{{{labels}}}" if labels else ""
 
 

@@ -41,12 +41,10 @@ class Histogram:
         self.exemplars: dict[int, tuple[float, str, float]] | None = None
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def exemplify(self, value: float, trace: str, at: float) -> None:
-        """Attach a trace id to an observed value."""
         if self.exemplars is None:
             self.exemplars = {}
         self.exemplars[bisect_left(self.bounds, value)] = value, trace, at

@@ -34,8 +34,6 @@ REQUESTS = Family(
 
 
 class JournalCount(NamedTuple):
-    """The numbers of one worker's journals."""
-
     worker: str
     up: bool
     gaps: int
@@ -44,7 +42,6 @@ class JournalCount(NamedTuple):
 
 
 def show(page: MetricsPage, counts: Iterable[JournalCount]) -> None:
-    """Add the metrics to a page."""
     rows = [((count.worker,), count) for count in counts]
     page.values(UP, ((labels, count.up) for labels, count in rows))
     page.values(GAPS, ((labels, count.gaps) for labels, count in rows))

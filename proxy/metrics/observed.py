@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 class ObservedRequest(Protocol):
-    """A request on the data path."""
-
     ask: RequestInfo | None
     decision: Decision | None
     prompt: bytes

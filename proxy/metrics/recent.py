@@ -19,8 +19,6 @@ MAX_TEXT = 200
 
 @dataclass(slots=True)
 class RecentRequest:
-    """One finished request."""
-
     id: str
     time: float  # end of the response, seconds since 1970
     model: str
@@ -63,8 +61,6 @@ NO_HANDOVER: HandoverFields = (None, None, None, None)
 
 
 class RecentRequests:
-    """A ring buffer of the last requests."""
-
     def __init__(
         self, max_entries: int = MAX_ENTRIES, clock: Callable[[], float] = time.time
     ) -> None:

@@ -93,7 +93,6 @@ def class_of(ask: RequestInfo | None) -> str:
 def histogram(
     table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
 ) -> Histogram:
-    """Return or create the histogram of these labels."""
     if (found := table.get(key)) is None:
         found = table[key] = Histogram(bounds)
     return found
@@ -140,7 +139,6 @@ class Metrics:
         self._next_cleanup = 0.0
 
     def request_done(self, done: FinishedRequest) -> None:
-        """Count a finished request."""
         worker, pool, size, status = done.worker, done.pool, done.size, done.status
         key = done.route, done.model, worker, pool, done.reason, status, size
         duration_s, queue_s, ttft_s = done.duration_s, done.queue_s, done.ttft_s

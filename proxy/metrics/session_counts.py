@@ -22,7 +22,6 @@ TURNS_SERVED = Family(
 
 
 def show(page: MetricsPage, metrics: Metrics) -> None:
-    """Add the metrics to a page."""
     sessions, roster = metrics.router.fleet.roster.sessions, metrics.router.fleet.roster
     page.values(SESSIONS, [((), len(sessions))])
     turns = Counter({(metrics.model_label(m), t): 0 for m in roster.models() for t in TURNS})

@@ -33,8 +33,6 @@ MIN_RESEND_INTERVAL_S = 1.0
 
 
 class Viewer:
-    """One open page."""
-
     def __init__(self) -> None:
         self.ended = False
         self.behind = True  # True if the viewer needs the full state

@@ -50,8 +50,6 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True)
 class LiveUpdate:
-    """One process's part of an update."""
-
     source: str  # the process; new after a restart
     number: int  # a gap means lost data
     rows: list[Row]  # new and changed rows
@@ -62,8 +60,6 @@ class LiveUpdate:
 
 
 class LiveRecorder:
-    """The recorder of one process."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -91,7 +87,6 @@ class LiveRecorder:
     # Called by the data path while recording
 
     def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
-        """Record the time of tokens."""
         ticks = seen.ticks
         if ticks is None:
             seen.ticks = [now]

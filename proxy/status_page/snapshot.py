@@ -34,8 +34,6 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveCounts:
-    """The counts of one process."""
-
     covers_s: float | None  # seconds of the last minute that the window covers
     counts: dict[Key, tuple[int, int]]  # since the start, and in the last minute
     histograms: dict[Key, list[int]]  # counts of the last minute by kind, pool, model and class
@@ -62,7 +60,6 @@ class LiveState:
         self._window.copy(now, dict(self._counts()), dict(self._histograms()))
 
     def figures(self, now: float) -> LiveCounts:
-        """Return the counts of this process."""
         since, queue = self._window.since, self._metrics.router.queue
         return LiveCounts(
             None if since is None else min(now - since, 60.0),

@@ -20,8 +20,6 @@ Histograms = dict[Hashable, list[int]]
 
 
 class CountsCopy(NamedTuple):
-    """The counts at one time."""
-
     at: float
     counts: Counts
     histograms: Histograms
@@ -51,7 +49,6 @@ class Window:
         return max(now - before, 0)
 
     def of(self, key: Hashable, histogram: Histogram) -> list[int]:
-        """Return a histogram's growth, by bucket."""
         before = self._copies[0].histograms.get(key) if self._copies else None
         if before is None:
             return [*histogram.counts]

@@ -19,8 +19,6 @@ CLOSE_S = 2.0
 
 
 class LogWriter:
-    """Writes lines to a file descriptor."""
-
     def __init__(self, fd: int = 2, most_bytes: int = MAX_BUFFER_BYTES) -> None:
         self.written = 0
         self._refused = 0  # by `put`

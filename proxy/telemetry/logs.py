@@ -110,7 +110,6 @@ class Logs:
         logging.getLogger().setLevel(level.upper())
 
     def line_of(self, record: logging.LogRecord, mark: str) -> bytes:
-        """Return a log record as a line."""
         if self.settings.format == "text":
             formatter = logging.Formatter(f"{PREFIX}{mark}%(message)s")
             return self._without_secrets(formatter.format(record)).encode(errors="replace") + b"\n"
@@ -145,7 +144,6 @@ class Logs:
     def ended(
         self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
     ) -> None:
-        """Write the line of a finished request."""
         fields = account(seen, now, route, status, reason)
         if seen.prompt:
             fields["prompt"] = seen.prompt[:MAX_PROMPT_BYTES].decode(errors="replace")
@@ -253,7 +251,6 @@ def milliseconds(seconds: float) -> float:
 
 
 def text(value: str) -> str:
-    """Return a valid, shortened text."""
     return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
@@ -281,5 +278,4 @@ def secrets_in(data: object, name: str = "") -> Iterator[str]:
 
 
 def long_enough(secrets: Iterable[str]) -> Iterator[str]:
-    """Yield the secrets that can be removed."""
     return (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS)

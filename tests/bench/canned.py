@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan, Contender
-from vllm_sched.bench.compare.runner import RequestTimes, Round
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import long_blocks_short
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.workers.launch import Side
 
 
@@ -33,8 +34,8 @@ def printed(content: RenderableType, width: int = 80) -> str:
     return out.getvalue()
 
 
-def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) -> RequestTimes:
-    return RequestTimes(klass, prompt, len(ticks), sent, ticks, len(ticks))
+def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) -> Outcome:
+    return Outcome(sent, klass, prompt, len(ticks), "", sent, ticks, len(ticks))
 
 
 def canned_round(number: int, short_wait: float) -> Round:

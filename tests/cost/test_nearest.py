@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sched.cost.calibration import Measured
-from vllm_sched.cost.nearest import nearest
+from vllm_sched.cost.calibration import Measured, nearest
 from vllm_sched.cost.profiles import find, measured
 from vllm_sched.cost.step_time import Chunk, StepShape
 

@@ -2,40 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from vllm_sched.cost.transfer import MeasuredTransfer, TransferTime
-from vllm_sched.errors import UsageError
-
-TRUE = TransferTime(setup_s=0.002, descriptor_s=4e-6, byte_s=1 / 49e9)
-
-
-def measured_transfers(noise: float = 0.0) -> list[MeasuredTransfer]:
-    """Return transfers of many sizes and block sizes."""
-    rng = random.Random(1)
-    points = []
-    for _ in range(60):
-        tokens, block = rng.randint(100, 60_000), rng.choice([16, 32, 128])
-        size, descriptors = tokens * 131_072, (tokens // block + 1) * 64
-        seconds = TRUE.seconds(size, descriptors) * (1 + abs(rng.gauss(0, noise)))
-        points.append(MeasuredTransfer(size, descriptors, seconds))
-    return points
-
-
-def test_fit_recovers_the_coefficients() -> None:
-    found = TransferTime.fitted(measured_transfers())
-    assert found.setup_s == pytest.approx(TRUE.setup_s, rel=0.01)
-    assert found.descriptor_s == pytest.approx(TRUE.descriptor_s, rel=0.01)
-    assert found.bandwidth == pytest.approx(49e9, rel=0.01)
-
-
-def test_predictions_stay_close_despite_noise() -> None:
-    found = TransferTime.fitted(measured_transfers(noise=0.1))
-    for point in measured_transfers():
-        predicted = found.seconds(point.size, point.descriptors)
-        assert predicted == pytest.approx(point.seconds, rel=0.2)
+from vllm_sched.cost.transfer import TransferTime
 
 
 def test_published_transfer_time_is_set_by_its_descriptors() -> None:
@@ -44,6 +13,5 @@ def test_published_transfer_time_is_set_by_its_descriptors() -> None:
     )
 
 
-def test_too_few_transfers_are_refused() -> None:
-    with pytest.raises(UsageError, match="2 transfers are too few"):
-        TransferTime.fitted(measured_transfers()[:2])
+def test_time_is_linear_in_bytes_and_descriptors() -> None:
+    assert TransferTime(0.002, 4e-6, 1 / 49e9).seconds(49_000, 500) == pytest.approx(0.004001)

@@ -49,9 +49,9 @@ class ReplayEngine(ExactEngine):
     """An engine whose steps take the real steps' times."""
 
     def __init__(
-        self, model: WorkerModel, *, seed: int = 0, seconds: Iterator[float], seen: list[Measured]
+        self, model: WorkerModel, *, seconds: Iterator[float], seen: list[Measured]
     ) -> None:
-        super().__init__(model, seed=seed)
+        super().__init__(model)
         self._seconds, self._seen = seconds, seen
 
     def step_s(self, step: SimulatedStep) -> float:

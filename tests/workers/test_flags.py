@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sched.workers.flags import key, last, names, number, parse
-from vllm_sched.workers.flags_file import readable
+from vllm_sched.workers.flags import key, last, names, number, parse, readable
 
 
 def test_parsed_flags_keep_all_words() -> None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
 from rich.table import Table
 
 from vllm_sched.bench.plots.curves import Curve
 from vllm_sched.bench.results.knee import served_rate, throughput_knee
 from vllm_sched.bench.results.stats import interval
-from vllm_sched.bench.results.summary import milliseconds
+from vllm_sched.bench.results.summary import milliseconds, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,13 +89,8 @@ class Sweep:
         return {name: knee(found) for name, found in means.items()}
 
     def table(self, *, targets: bool) -> Table:
-        layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        layout.add_column("")
-        heads = (
-            "load", "in time" if targets else "kept up", "TTFT p99", "ITL p99", "tokens/s"
-        )  # fmt: skip
-        for head in heads:
-            layout.add_column(head, justify="right", no_wrap=True)
+        heads = ("load", "in time" if targets else "kept up", "TTFT p99", "ITL p99", "tokens/s")
+        layout = plain_table([""], heads, long_texts=True)
         for axis, unit in ((RATE, "/s"), (CONCURRENCY, " at once")):
             knees = self.knees(axis)
             given = list(knees)  # the names, in the order of play

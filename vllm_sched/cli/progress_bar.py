@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, Protocol
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 LINE_INTERVAL_S: Final = 10.0
 
@@ -25,8 +27,6 @@ def terminal(console: Console) -> Console | None:
 
 
 class ProgressLines:
-    """Prints progress as lines."""
-
     def __init__(self, command: str) -> None:
         self._head = f"vllm-sched {command}: "
         self._latest = time.monotonic()
@@ -44,3 +44,46 @@ class ProgressLines:
         """Print a line unless another was printed in the last `LINE_INTERVAL_S` seconds."""
         if time.monotonic() >= self._latest + LINE_INTERVAL_S:
             self.say(text)
+
+
+class ShowProgress(Protocol):
+    def __call__(self, completed: float, state: str, *, line: str = "", last: bool = False) -> None:
+        """Show a state; `line` is its text without a terminal, where the `last` is always shown."""
+
+
+@contextmanager
+def progress(
+    console: Console,
+    command: str,
+    label: str,
+    total: float | None,
+    *,
+    more: str = "",
+    refreshes: bool = True,
+) -> Iterator[ShowProgress]:
+    """Yield a function that shows progress; `more` is added to the first line, not to the bar.
+
+    Unless it `refreshes` by itself, the bar is drawn at each call only.
+    """
+    if (place := terminal(console)) is None:
+        lines = ProgressLines(command)
+        lines.say(label + more)
+
+        def tell(completed: float, state: str, *, line: str = "", last: bool = False) -> None:
+            del completed
+            (lines.say if last else lines.tell)(line or state)
+
+        yield tell
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}", style="dim"),
+    )  # fmt: skip
+    with Progress(*columns, console=place, auto_refresh=refreshes, transient=True) as bar:
+        task = bar.add_task(label, total=total, state="")
+
+        def show(completed: float, state: str, *, line: str = "", last: bool = False) -> None:
+            del line, last
+            bar.update(task, completed=completed, state=state, refresh=not refreshes)
+
+        yield show

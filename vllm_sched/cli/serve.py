@@ -12,13 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.output import require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import names, number, parse
-from vllm_sched.workers.flags_file import expanded, readable
+from vllm_sched.workers.flags import expanded, names, number, parse, readable
 from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"

@@ -7,13 +7,16 @@ coefficients are then scaled to the measured total.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, FitSums, Kind, kind_of, row_of, solve
+from vllm_sched.cost.profile_fit import KINDS
+from vllm_sched.cost.profiles import Profile
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 
@@ -119,3 +122,30 @@ def _as_long_together(time: StepTime, steps: Sequence[Measured], spread: float) 
 def _error(time: StepTime, steps: Sequence[Measured]) -> float | None:
     errors = [abs(time.seconds(each.shape) / each.seconds - 1) for each in steps]
     return statistics.median(errors) if errors else None
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    profile: Profile
+    ratios: Mapping[Kind, float]  # median of measured over predicted seconds
+
+    @property
+    def size(self) -> float:
+        return max(abs(math.log(ratio)) for ratio in self.ratios.values())
+
+
+def nearest(steps: Sequence[Measured], candidates: Iterable[Profile]) -> Distance | None:
+    """Return the profile whose steps are nearest to the measured ones in their worst kind."""
+    found = [Distance(each, ratios) for each in candidates if (ratios := _ratios(steps, each))]
+    return min(found, key=lambda each: each.size, default=None)
+
+
+def _ratios(steps: Sequence[Measured], profile: Profile) -> dict[Kind, float]:
+    ratios: dict[Kind, float] = {}
+    for kind in KINDS:
+        of_kind = [each for each in steps if kind_of(each.shape) == kind and each.seconds > 0]
+        if of_kind:
+            ratios[kind] = statistics.median(
+                each.seconds / profile.time.seconds(each.shape) for each in of_kind
+            )
+    return ratios

@@ -54,30 +54,18 @@ FLUID_MARGIN: Final = 1.05
 
 
 class ChunkBudgetSettings(Settings):
-    itl_ms: float = Field(
-        100.0,
-        gt=0,
-        description="gap between two tokens that a step with prefill may cause; set it to what"
-        " readers of streams accept",
-    )
-    ttft_ms: float | None = Field(
-        None,
-        gt=0,
-        description="time to first token; late prompts use the lead of decodes; set it if first"
-        " tokens are late while streams are ahead",
-    )
-    chunk: int | None = Field(
-        None,
-        ge=1,
-        description="prefill tokens of a step with decodes, instead of by itl_ms; set it to compare"
-        " with fixed chunks",
-    )
-    min_chunk: int = Field(
-        32,
-        ge=1,
-        description="minimum prefill tokens of a step; raise it if prompts starve because decodes"
-        " alone exceed itl_ms",
-    )
+    itl_ms: float = Field(100.0, gt=0)
+    """gap between two tokens that a step with prefill may cause; set it to what readers of
+    streams accept"""
+    ttft_ms: float | None = Field(None, gt=0)
+    """time to first token; late prompts use the lead of decodes; set it if first tokens are late
+    while streams are ahead"""
+    chunk: int | None = Field(None, ge=1)
+    """prefill tokens of a step with decodes, instead of by itl_ms; set it to compare with fixed
+    chunks"""
+    min_chunk: int = Field(32, ge=1)
+    """minimum prefill tokens of a step; raise it if prompts starve because decodes alone exceed
+    itl_ms"""
 
 
 class ChunkBudget(Policy):

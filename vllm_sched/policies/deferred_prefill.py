@@ -50,25 +50,18 @@ EMPTY: Final = LaneCount()
 
 
 class DeferredPrefillSettings(Settings):
-    departures: int | Literal["auto"] = Field(
-        "auto",
-        description="departures that a hold waits for; auto = chosen from measured costs; set it to"
-        " repeat a measurement",
-    )
-    itl_ms: float | None = Field(
-        None,
-        gt=0,
-        description="gap between tokens that a batch of prefills may cause; set it if streams"
-        " stutter",
-    )
-    max_delay_ms: float = Field(
-        1000.0,
-        gt=0,
-        description="maximum time that a request is held; lower it if first tokens are late",
-    )
+    departures: int | Literal["auto"] = "auto"
+    """departures that a hold waits for; auto = chosen from measured costs; set it to repeat a
+    measurement"""
+    itl_ms: float | None = Field(None, gt=0)
+    """gap between tokens that a batch of prefills may cause; set it if streams stutter"""
+    max_delay_ms: float = Field(1000.0, gt=0)
+    """maximum time that a request is held; lower it if first tokens are late"""
     # Former settings.
-    max_delay_steps: int = Field(512, ge=1, description="former; without effect")
-    exclusive: bool = Field(False, description="former; without effect")
+    max_delay_steps: int = Field(512, ge=1)
+    """former; without effect"""
+    exclusive: bool = False
+    """former; without effect"""
     former: ClassVar[Mapping[str, str]] = {
         "max_delay_steps": "it has no effect; use max_delay_ms",
         "exclusive": "it has no effect; add --policy prefill_first to pause decodes",

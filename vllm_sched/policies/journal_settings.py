@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import Settings
@@ -16,14 +16,10 @@ LOOPBACK: Final = ("127.", "localhost", "[::1]")
 
 
 class JournalSettings(Settings):
-    endpoint: str = Field(
-        description="address on which the engine listens, tcp://HOST:PORT or ipc:///PATH"
-    )
-    key_file: str | None = Field(
-        None,
-        description="file with a secret that signs messages; set it if other machines can"
-        " reach the port",
-    )
+    endpoint: str
+    """address on which the engine listens, tcp://HOST:PORT or ipc:///PATH"""
+    key_file: str | None = None
+    """file with a secret that signs messages; set it if other machines can reach the port"""
 
     @field_validator("endpoint")
     @classmethod

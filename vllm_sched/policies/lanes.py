@@ -45,41 +45,23 @@ EMPTY: Final = LaneCount()
 
 
 class LanesSettings(Settings):
-    reserve_slots: float = Field(
-        0.125,
-        ge=0,
-        le=1,
-        description="share of the slots that batch leaves free; raise it if chats wait for a slot",
-    )
-    batch_share: float = Field(
-        0.125,
-        gt=0,
-        le=1,
-        description="share of a step's budget for batch next to other lanes; lower it if chats'"
-        " streams stutter",
-    )
-    normal_max_wait_s: float = Field(
-        30.0,
-        gt=0,
-        description="wait after which a normal request goes before urgent ones; lower it if"
-        " clients call too many requests urgent",
-    )
-    batch_max_wait_s: float = Field(
-        300.0,
-        gt=0,
-        description="wait after which a batch request goes before all others; lower it if batch"
-        " must make progress under full load",
-    )
+    reserve_slots: float = Field(0.125, ge=0, le=1)
+    """share of the slots that batch leaves free; raise it if chats wait for a slot"""
+    batch_share: float = Field(0.125, gt=0, le=1)
+    """share of a step's budget for batch next to other lanes; lower it if chats' streams stutter"""
+    normal_max_wait_s: float = Field(30.0, gt=0)
+    """wait after which a normal request goes before urgent ones; lower it if clients call too
+    many requests urgent"""
+    batch_max_wait_s: float = Field(300.0, gt=0)
+    """wait after which a batch request goes before all others; lower it if batch must make
+    progress under full load"""
     # Former settings.
-    reserve_kv: float = Field(
-        0.1, ge=0, le=1, description="former; share of the KV cache that batch leaves free"
-    )
-    recent_s: float = Field(
-        5.0, ge=0, description="former; time for which batch_share applies after others"
-    )
-    urgent_max_wait_s: float = Field(
-        10.0, gt=0, description="former; wait after which an urgent request takes turns"
-    )
+    reserve_kv: float = Field(0.1, ge=0, le=1)
+    """former; share of the KV cache that batch leaves free"""
+    recent_s: float = Field(5.0, ge=0)
+    """former; time for which batch_share applies after others"""
+    urgent_max_wait_s: float = Field(10.0, gt=0)
+    """former; wait after which an urgent request takes turns"""
     former: ClassVar[Mapping[str, str]] = {
         "reserve_kv": "leave it out; batch leaves a tenth of the KV cache free",
         "recent_s": "leave it out; batch_share applies for 5 s after the last other request",

@@ -29,16 +29,11 @@ MAX_PAUSED_STEPS: Final = 1000
 
 
 class PrefillFirstSettings(Settings):
-    pause_decodes: bool = Field(
-        True,
-        description="no decoding while a prompt is in prefill; false = decodes get the rest; set it"
-        " to false if streams must not stop",
-    )
-    max_pause_s: float = Field(
-        5.0,
-        gt=0,
-        description="maximum time without a step for decodes; lower it if streams time out",
-    )
+    pause_decodes: bool = True
+    """no decoding while a prompt is in prefill; false = decodes get the rest; set it to false if
+    streams must not stop"""
+    max_pause_s: float = Field(5.0, gt=0)
+    """maximum time without a step for decodes; lower it if streams time out"""
 
 
 class PrefillFirst(Policy):

@@ -22,17 +22,12 @@ from vllm_sched.policies.types import Gate, LaneCount, Policy, RequestView, Sett
 
 
 class RotationSettings(Settings):
-    chunk: int = Field(
-        0,
-        ge=0,
-        description="least tokens of a turn; 0 = a whole step; set it to let prompts share a step",
-    )
-    max_wait_s: float = Field(
-        10.0,
-        gt=0,
-        description="longest hold, and longest time without a chunk; lower it if prompts starve",
-    )
-    order: Literal["rotate", "shortest"] = Field("rotate", description="former; without effect")
+    chunk: int = Field(0, ge=0)
+    """least tokens of a turn; 0 = a whole step; set it to let prompts share a step"""
+    max_wait_s: float = Field(10.0, gt=0)
+    """longest hold, and longest time without a chunk; lower it if prompts starve"""
+    order: Literal["rotate", "shortest"] = "rotate"
+    """former; without effect"""
     former: ClassVar[Mapping[str, str]] = {
         "order": "leave it out, it has no effect; long_prompt serves short remaining work first"
     }

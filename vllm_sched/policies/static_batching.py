@@ -30,17 +30,11 @@ NEXT, MEMBER = "next", "member"
 
 
 class StaticBatchingSettings(Settings):
-    size: int = Field(
-        0,
-        ge=0,
-        description="maximum requests in a batch; 0 = max_num_seqs; set it to repeat a measurement",
-    )
-    max_wait_s: float = Field(
-        60.0,
-        gt=0,
-        description="wait after which a request joins the running batch; lower it if responses of a"
-        " batch differ much in length",
-    )
+    size: int = Field(0, ge=0)
+    """maximum requests in a batch; 0 = max_num_seqs; set it to repeat a measurement"""
+    max_wait_s: float = Field(60.0, gt=0)
+    """wait after which a request joins the running batch; lower it if responses of a batch
+    differ much in length"""
 
 
 class StaticBatching(Policy):

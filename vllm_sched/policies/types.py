@@ -165,11 +165,21 @@ class StepResult:
 
 
 class Settings(BaseModel):
-    """A policy's settings. Unknown keys and wrong types are errors."""
+    """A policy's settings. Unknown keys and wrong types are errors.
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    The text below a setting is its description in error messages.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
     # Settings that still work, with a warning that says what to do instead.
     former: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
 
     @property
     def off(self) -> bool:

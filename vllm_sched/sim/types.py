@@ -6,7 +6,7 @@ schedulers, `fluid_engine` is a fast approximation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -123,11 +123,5 @@ class Engine(Protocol):
         """Return further figures after the run, as JSON values."""
 
 
-class MakeEngine(Protocol):
-    """A factory of engines."""
-
-    def __call__(self, model: WorkerModel, *, seed: int) -> Engine:
-        """Return an idle engine at time 0."""
-
-
+MakeEngine: TypeAlias = Callable[[WorkerModel], Engine]  # idle, at time 0
 Engines: TypeAlias = Mapping[str, Engine]  # by worker name

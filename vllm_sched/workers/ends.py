@@ -11,8 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import fields, key, last, parse
-from vllm_sched.workers.flags_file import CONFIG_FLAG, expanded
+from vllm_sched.workers.flags import CONFIG_FLAG, expanded, fields, key, last, parse
 from vllm_sched.workers.transfer import CPU_BLOCK
 
 # The memory layout of blocks. The values are the defaults on an accelerator and on a CPU, where

@@ -33,12 +33,10 @@ from typing import TYPE_CHECKING, Final, Self
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
-from vllm_sched.workers.flags import key, names, parse
-from vllm_sched.workers.flags_file import expanded, readable
+from vllm_sched.workers.flags import expanded, key, names, parse, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
 SERVER_MODULE = "vllm_sched.engine.server"
 # Sides without a policy: vLLM's own scheduler, and ours.
@@ -280,12 +278,7 @@ class Worker:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> Self:
@@ -298,12 +291,7 @@ class Worker:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.stop)
 
 

@@ -18,7 +18,6 @@ from vllm_sched.workers.launch import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 # The pause doubles with each death in a row.
 FIRST_RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 30.0
@@ -56,20 +55,11 @@ class Keepable(Protocol):
 
     name: str
 
-    def start(self) -> None:
-        """Start the worker."""
-
-    def wait_ready(self, pause: Callable[[float], object]) -> None:
-        """Return when the worker is ready; raise `WorkerError` if it fails."""
-
-    def check(self) -> None:
-        """Raise `WorkerError` if the worker is dead."""
-
-    def healthy(self) -> bool:
-        """Return whether the worker passes its health check."""
-
-    def stop(self) -> None:
-        """Stop the worker in any state."""
+    def start(self) -> None: ...
+    def wait_ready(self, pause: Callable[[float], object]) -> None: ...
+    def check(self) -> None: ...
+    def healthy(self) -> bool: ...
+    def stop(self) -> None: ...
 
 
 class _StopRequested(Exception):  # noqa: N818 - not an error
@@ -206,10 +196,5 @@ class Supervisor:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import fields, last
-from vllm_sched.workers.flags_file import expanded
+from vllm_sched.workers.flags import expanded, fields, last
 
 Part = Literal["prefill", "decode"]
 

@@ -11,8 +11,6 @@ Got = TypeVar("Got")
 
 
 class Rows(Protocol):
-    """The result of a statement."""
-
     @property
     def rowcount(self) -> int: ...
     def fetchone(self) -> Any: ...

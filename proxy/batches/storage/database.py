@@ -16,8 +16,6 @@ LARGE_BYTES = 4 << 20  # deleted in one transaction, except for a single larger 
 
 
 class StoreLimits(NamedTuple):
-    """Limits on what the store keeps."""
-
     bytes: int = sys.maxsize
     bytes_each: int = sys.maxsize  # per tenant
     active_each: int = sys.maxsize  # batches per tenant

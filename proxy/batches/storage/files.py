@@ -15,8 +15,6 @@ MAX_FILES = 10  # expired files deleted in one transaction
 
 
 class FileStore(Database):
-    """The files of one store."""
-
     def add_file(self, tenant: str, name: str, purpose: str, content: bytes, now: float) -> File:
         size = len(content)
         file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)

@@ -12,8 +12,6 @@ LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
-    """A lock on a file in the folder."""
-
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lane.lock"
         self._file: int | None = None

@@ -324,7 +324,6 @@ class PostgresBackend:
 
 
 def chunks(rows: Iterable[Row]) -> Iterator[Sequence[Row]]:
-    """Yield rows for one statement each."""
     chunk: list[Row] = []
     values = size = 0
     for row in rows:

@@ -21,20 +21,16 @@ FILE_COLUMNS, BATCH_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Which page of a list to return."""
-
     limit: int = 20
     after: str | None = None
     oldest_first: bool = False
 
 
 def new_id(kind: str) -> str:
-    """Return an unguessable id."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
 def error_result(job: LineJob, code: str, message: str) -> LineResult:
-    """Return an error result for a line that was not run."""
     return LineResult(
         job.batch, job.number, job.custom_id, new_id("batch_req_"), code=code, message=message
     )

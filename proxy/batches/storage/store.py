@@ -50,8 +50,6 @@ ENDS = {
 
 
 class Store(FileStore):
-    """The files and batches of one store."""
-
     def add_batch(self, batch: Batch) -> None:
         row = row_of(batch)
         with self.backend.writing():
@@ -88,7 +86,6 @@ class Store(FileStore):
         return batch
 
     def active(self) -> list[Batch]:
-        """Return the active batches of all tenants, oldest first."""
         return self._batches(f"status IN ({placeholders(ACTIVE)}) ORDER BY rowid", ACTIVE)
 
     def _move(self, batch: Batch, status: Status, now: float) -> None:
@@ -124,7 +121,6 @@ class Store(FileStore):
         return gone.rowcount >= MAX_LINES
 
     def add_lines(self, batch: Batch, lines: Iterable[InputLine]) -> None:
-        """Store the positions of a batch's lines."""
         with self.backend.writing():
             self.backend.insert(
                 "lines",

@@ -17,8 +17,6 @@ Got = TypeVar("Got")
 
 
 class StoreThread:
-    """Runs store operations one at a time in a thread."""
-
     def __init__(self, backend: Callable[[], Backend], keep_s: float, bounds: StoreLimits) -> None:
         self._backend = backend
         self._keep_s = keep_s

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_sched.bench.calibrate import aiconfigurator
-from vllm_sched.bench.calibrate.profile_names import find_profile
+from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.errors import UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.canned import canned_comparison, printed
-from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.compare import Contest
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.present import present
-from vllm_sched.bench.compare.runner import RequestTimes, play, request_body
+from vllm_sched.bench.compare.runner import play, request_body
 from vllm_sched.bench.compare.workloads import PlannedRequest, Workload, agent_turns
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.workers.launch import WorkerError, free_port
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"text":"a"}],"usage":null}\n\n'
@@ -76,7 +77,7 @@ async def test_every_token_is_a_tick_and_the_count_is_checked(start: Start) -> N
         return await serve_requested_tokens(request)
 
     planned = workload(SHORT, PlannedRequest(0.02, "long", 50, 2))
-    done: list[RequestTimes] = []
+    done: list[Outcome] = []
     played = await play(await start(handler), "m", planned, 4, on_done=done.append)
     assert [(r.klass, len(r.ticks), r.completed, r.error) for r in played.records] == [
         ("short", 3, 3, ""),
@@ -126,7 +127,7 @@ async def test_cached_parts_of_prompts_are_computed_before_the_round(start: Star
         return await serve_requested_tokens(request)
 
     workload = agent_turns(longs=0, long_tokens=20, turns=2, new_tokens=5, background=1)
-    done: list[RequestTimes] = []
+    done: list[Outcome] = []
     played = await play(await start(handler), "m", workload, 1, on_done=done.append)
     assert not played.failed
     assert len(done) == len(played.records)
@@ -200,7 +201,7 @@ async def test_refusal_is_recorded_with_its_message(start: Start) -> None:
     )  # the refused background does not block the round
     assert len(played.failed) == 2
     assert all("HTTP 400" in r.error and "prompt too long" in r.error for r in played.failed)
-    assert all(r.ttft is None for r in played.failed)
+    assert not any(r.ticks for r in played.failed)
 
 
 SORRY = b'data: {"error":{"message":"engine died"}}\n\n'

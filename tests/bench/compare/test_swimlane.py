@@ -9,8 +9,9 @@ import pytest
 
 from tests.bench.canned import canned_comparison, canned_round, record
 from vllm_sched.bench.compare import swimlane
-from vllm_sched.bench.compare.runner import RequestTimes, Round
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.results.engine_trace import Phase
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
 
 
@@ -64,7 +65,7 @@ def test_dense_ticks_keep_the_file_small() -> None:
 
 
 def test_failed_request_shows_its_error() -> None:
-    failed = RequestTimes("short", 100, 16, sent=0.5, error="HTTP 500: <boom>")
+    failed = Outcome(0.5, "short", 100, 16, sent=0.5, error="HTTP 500: <boom>")
     svg = drawn(Round(1, (failed, record("long", 0.0, [3.0, 4.0]))))
     assert "failed: HTTP 500: &lt;boom&gt;" in svg
 
@@ -83,7 +84,7 @@ def test_side_label_explains_its_scheduler(label: str, title: str) -> None:
 
 
 def test_round_with_only_failures_can_be_drawn() -> None:
-    drawn(Round(1, (RequestTimes("short", 100, 16, error="no"),)), Round(1, ()))
+    drawn(Round(1, (Outcome(0.0, "short", 100, 16, error="no"),)), Round(1, ()))
 
 
 def test_page_escapes_text_and_loads_no_external_resource(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from vllm_sched.bench.plots import draw_run, draw_sweep, style
 from vllm_sched.bench.plots.crowd import sent_to_workers, served_by_tenant
-from vllm_sched.bench.plots.curves import Curve
+from vllm_sched.bench.plots.curves import Curve, ccdf
 from vllm_sched.bench.plots.steps import PlottedStep, columns, draw_steps, steps_of
-from vllm_sched.bench.plots.tails import ccdf
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.result import BenchResult
@@ -88,7 +87,7 @@ def picture(drawn: list[Path]) -> Callable[[str], Path]:
 @pytest.fixture
 def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw SVG files only."""
-    monkeypatch.setattr(style, "files", lambda stem: [stem.with_name(f"{stem.name}.svg")])
+    monkeypatch.setattr(style, "files", lambda stem, _=(): [stem.with_name(f"{stem.name}.svg")])
 
 
 def test_run_is_drawn_as_svg_and_png(drawn: list[Path]) -> None:

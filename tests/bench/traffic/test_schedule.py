@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_sched.bench.traffic.arrivals import gamma_times
 from vllm_sched.bench.traffic.catalogue import find
-from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.schedule import Schedule, gamma_times
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 

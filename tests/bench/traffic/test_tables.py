@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_sched.bench.traffic.quantiles import PERCENTS, Quantiles
-from vllm_sched.bench.traffic.tables import TABLES
+from vllm_sched.bench.traffic.tables import PERCENTS, TABLES, Quantiles
 
 # Published means, which the tables do not contain.
 MEANS = {

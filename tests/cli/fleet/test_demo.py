@@ -14,8 +14,7 @@ import yaml
 
 from proxy.config import FleetConfig, load, parse
 from tests.bench.canned import canned_comparison
-from vllm_sched.bench.compare.compare import ComparisonPlan
-from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.compare import ComparisonPlan, Contest
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
 from vllm_sched.cli.fleet.up import placed

@@ -150,7 +150,7 @@ def test_calibrate_recovers_known_step_times(
         assert getattr(found, name) == pytest.approx(value, rel=0.05, abs=0.0 if value else 1e-6), (
             name
         )
-    assert picture.read_text().count("<polyline") == 1
+    assert picture.read_text().count('<g id="line">') == 4
     # `threshold` reads the saved file.
     lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
     assert main(["threshold", *lengths, "--cost", str(cost)]) == 0

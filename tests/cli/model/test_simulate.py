@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -170,11 +170,12 @@ def test_interrupted_simulation_saves_partial_results(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def press(_now: float, _sent: int, done: int) -> None:
-        if done and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    def press(_completed: float, state: str, *, last: bool) -> None:
+        waits = last or " 0 done" in state
+        if not waits and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(simulate, "_in_lines", lambda _: press)
+    monkeypatch.setattr(simulate, "progress", lambda *_, **__: nullcontext(press))
     save, trace = tmp_path / "out.json", tmp_path / "trace.json"
     words = [*LOAD, "--num-requests", "9000", "--engine", "fluid"]
     words += ["--save", str(save), "--trace", str(trace)]
@@ -220,14 +221,15 @@ def test_interrupt_before_the_first_result_keeps_the_older_file(
 def test_second_interrupt_ends_the_simulation(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def press(*_: object) -> None:
+    def press(*_: object, last: bool) -> None:
+        assert not last
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(simulate, "_in_lines", lambda _: press)
+    monkeypatch.setattr(simulate, "progress", lambda *_, **__: nullcontext(press))
     words = [*LOAD, "--num-requests", "9000", "--engine", "fluid"]
     assert main(["simulate", str(fleet), *words]) == 130
-    assert capsys.readouterr().err.splitlines()[1:] == ["vllm-sched simulate: interrupted"]
+    assert capsys.readouterr().err == "vllm-sched simulate: interrupted\n"
 
 
 def test_class_names_with_markup_are_shown_unchanged(

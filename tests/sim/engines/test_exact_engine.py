@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.sim.making import EVEN, drain, ends, firsts, job, run, worker
-from vllm_sched.bench.traffic.arrivals import gamma_times
+from vllm_sched.bench.traffic.schedule import gamma_times
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime

@@ -18,18 +18,6 @@ TIME = StepTime(decode_fixed_s=0.02, decode_s=1e-4, prefill_fixed_s=0.022, prefi
 BLOCKS = {"token_bytes": 1000, "block": 10, "pieces": 4}
 
 
-def test_kv_tokens_of_a_70b_model_on_four_80_gb_gpus() -> None:
-    found = capacity_bound.kv_tokens(
-        gpus=4, memory=80e9, used=0.9, weights=141e9, beside=3e9, token_bytes=320 * 1024
-    )
-    assert found == int((4 * 69e9 - 141e9) / 327_680) == 411_987
-
-
-def test_model_that_does_not_fit_has_no_kv_tokens() -> None:
-    args = {"gpus": 1, "memory": 80e9, "used": 0.9, "beside": 3e9, "token_bytes": 1}
-    assert capacity_bound.kv_tokens(weights=141e9, **args) == 0  # type: ignore[arg-type]
-
-
 def test_sequences_held_assumes_half_of_the_answer() -> None:
     assert capacity_bound.sequences_held(100_000, 900, 200) == 100
     assert capacity_bound.sequences_held(500, 900, 200) == 0

@@ -10,9 +10,9 @@ import pytest
 from tests.sim.planning.test_plan import NOTHING, question
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.planning.fleet_shapes import FleetShape
+from vllm_sched.sim.planning.machine_choice import fewest_gpus
 from vllm_sched.sim.planning.plan import plan
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate
-from vllm_sched.sim.planning.smallest import fewest_gpus
 
 
 def search_of(**given: Any) -> FleetSearch:

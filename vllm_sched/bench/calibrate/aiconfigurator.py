@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
+from vllm_sched.cost import profiles
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.cost.profile_fit import SampledStep, errors, fit, sample_shapes
 from vllm_sched.cost.profiles import EXTRA, MEMORY_SHARE, QUANTIZED, Profile, ProfileKey, WorkerSize
@@ -340,3 +341,20 @@ def _package() -> Path:
     import aiconfigurator_core
 
     return Path(aiconfigurator_core.__file__).parent
+
+
+def find_profile(text: str) -> profiles.Profile:
+    """Return a built-in profile, or fit one to the optional source."""
+    try:
+        return profiles.find(text)
+    except profiles.NotBuiltInError as error:
+        if not installed():
+            raise UsageError(f"{error}; for others install {profiles.EXTRA}") from None
+        return _live(text, error.key)
+
+
+def _live(text: str, key: profiles.ProfileKey) -> profiles.Profile:
+    try:
+        return profile_of(key)
+    except UsageError as error:
+        raise UsageError(f"profile {text}: {error}") from None

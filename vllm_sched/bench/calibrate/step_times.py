@@ -89,8 +89,6 @@ class LonePrompt:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The measurements of a worker."""
-
     steps: list[Measured]
     lone: list[LonePrompt]
 

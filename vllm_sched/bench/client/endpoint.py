@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Measure, Texts
-from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
-from vllm_sched.bench.results.error_excerpt import excerpt
+from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError, excerpt
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import VllmSchedError
 

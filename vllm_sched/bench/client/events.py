@@ -9,27 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.results.error_excerpt import excerpt
+from vllm_sched.bench.client.wire import excerpt
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.results.outcome import Outcome
 
 DONE = re.compile(rb"^data: ?\[DONE\]\s*\Z", re.MULTILINE)
 PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 
-class TokenRecord(Protocol):
-    """What is kept of one response."""
-
-    ticks: list[float]
-    prompt_tokens: int
-    completed: int
-    error: str
-
-
 class EventStream:
-    """Reads one response into its record."""
+    """Reads one response into its outcome."""
 
-    def __init__(self, outcome: TokenRecord, answer: list[bytes] | None = None) -> None:
+    def __init__(self, outcome: Outcome, answer: list[bytes] | None = None) -> None:
         """Append the events with tokens to `answer`, if it is given."""
         self._outcome = outcome
         self._answer = answer

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from vllm_sched.bench.client.endpoint import CHAT
 from vllm_sched.bench.client.events import text_of
-from vllm_sched.bench.client.transcript import Transcript
 from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.sessions.conversation import plan_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.client.text import Texts
@@ -22,19 +22,41 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
     from vllm_sched.bench.traffic.types import Request
 
+    SendTurn: TypeAlias = Callable[
+        [Request, float, bytes, list[bytes]], Awaitable[tuple[Outcome, float | None]]
+    ]
 
-class SendTurn(Protocol):
-    """Sends a turn; returns its outcome, and the seconds to wait if it failed."""
 
-    async def __call__(
-        self, request: Request, at: float, body: bytes, answer: list[bytes]
-    ) -> tuple[Outcome, float | None]:
-        """Send the turn and collect the events of its answer."""
+class Transcript:
+    def __init__(self, *, chat: bool) -> None:
+        self._chat = chat
+        self._parts: list[str] = []
+
+    def restart(self, text: str) -> None:
+        """Begin anew with a user's text."""
+        self._parts = []
+        self.extend("user", text)
+
+    def extend(self, role: str, text: str) -> None:
+        """Append a message; without chat, its text."""
+        escaped = json.dumps(text)
+        self._parts.append(
+            f'{{"role":"{role}","content":{escaped}}}' if self._chat else escaped[1:-1]
+        )
+
+    def copy(self) -> Self:
+        made = type(self)(chat=self._chat)
+        made._parts = self._parts.copy()
+        return made
+
+    def field(self) -> str:
+        """Return the field of the request body."""
+        if self._chat:
+            return f'"messages":[{",".join(self._parts)}]'
+        return f'"prompt":"{" ".join(self._parts)}"'
 
 
 class SessionPlayer:
-    """The sessions of a run."""
-
     def __init__(
         self,
         endpoint: Endpoint,

@@ -16,8 +16,16 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from vllm_sched.bench.results.error_excerpt import excerpt
 from vllm_sched.errors import UsageError
+
+MAX_EXCERPT_CHARACTERS = 300
+
+
+def excerpt(text: str | bytes) -> str:
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    return " ".join(text.split())[:MAX_EXCERPT_CHARACTERS]
+
 
 COMPLETIONS: Final = "/v1/completions"
 OK: Final = 200
@@ -37,8 +45,6 @@ class WireError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of an endpoint."""
-
     host: str
     port: int
     tls: bool

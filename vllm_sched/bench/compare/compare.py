@@ -9,27 +9,30 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
+
+from rich.table import Table
+from rich.text import Text
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round, play
 from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
 from vllm_sched.bench.results import engine_trace
+from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing, worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from rich.console import Console
     from rich.status import Status
 
-    from vllm_sched.bench.compare.runner import RequestTimes
     from vllm_sched.bench.compare.workloads import Workload
     from vllm_sched.bench.results.engine_trace import Stories
+    from vllm_sched.bench.results.outcome import Outcome
 
 LONE_SAMPLES = 20
 # vLLM's processes spin for a second after the last step, which would slow down the other side.
@@ -61,7 +64,7 @@ class Contender:
     stories: Stories = field(default_factory=dict)  # content of the trace
 
     @property
-    def failed(self) -> list[RequestTimes]:
+    def failed(self) -> list[Outcome]:
         return [record for played in self.rounds for record in played.failed]
 
 
@@ -93,12 +96,7 @@ class ProgressReporter:
             self._status.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status:
             self._status.stop()
             self._status = None
@@ -283,7 +281,7 @@ async def play_round(
     each.worker.check()  # one clear error for a dead worker, instead of one per request
     done = 0
 
-    def count(_: RequestTimes) -> None:
+    def count(_: Outcome) -> None:
         nonlocal done
         done += 1
         narrator.detail(f"{done} requests done")
@@ -296,3 +294,68 @@ async def play_round(
         lone_samples=plan.lone_samples if number else 1,
         on_done=count,
     )
+
+
+# Lines that are left out of the table: the same for every contender, or redundant.
+HIDDEN_LINES = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A finished contest; the others are compared with the first contender."""
+
+    plan: ComparisonPlan
+    contenders: Sequence[Contender]
+
+    @property
+    def pairs(self) -> list[Comparison]:
+        """Comparisons of the first contender with each of the others."""
+        first, *others = self.contenders
+        first = replace(first, role="baseline")
+        return [Comparison(self.plan, first, replace(each, role="candidate")) for each in others]
+
+    @property
+    def failed(self) -> bool:
+        return any(each.failed for each in self.contenders)
+
+    def warning(self) -> str:
+        return next((said for pair in self.pairs if (said := pair.warning())), "")
+
+    def table(self) -> Table:
+        layout = plain_table(("", ""), (each.label for each in self.contenders))
+        group = ""
+        for lines in zip(*(pair.figures for pair in self.pairs), strict=True):
+            line = lines[0]
+            if (line.group, line.measure) in HIDDEN_LINES:
+                continue
+            if group and line.group != group:
+                layout.add_section()
+            layout.add_row(
+                report.GROUPS[line.group] if line.group != group else "",
+                line.measure,
+                report.show(line.baseline, line.unit),
+                *(_cell(each) for each in lines),
+            )
+            group = line.group
+        if self.failed:
+            layout.add_section()
+            counts = (str(len(each.failed)) for each in self.contenders)
+            layout.add_row("failed requests", "", *counts, style="bold red")
+        return layout
+
+    def to_json(self) -> dict[str, Any]:
+        first, *others = self.pairs
+        whole = first.to_json()
+        sides, figures = {self.contenders[0].role: whole["sides"]["baseline"]}, {}
+        for each, pair in zip(self.contenders[1:], (first, *others), strict=True):
+            sides[each.role] = pair.to_json()["sides"]["candidate"]
+            figures[each.role] = [asdict(figure) for figure in pair.figures]
+        return {**whole, "warning": self.warning(), "sides": sides, "figures": figures}
+
+    def save(self, path: Path) -> None:
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _cell(line: report.Figure) -> Text:
+    value = f"{report.show(line.candidate, line.unit)} ({report.show_ratio(line.ratio)})"
+    return Text(value, style=report.STYLES[line.better])

@@ -6,28 +6,27 @@ median of the rounds' ratios, because a slow minute affects both sides of a roun
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, CLASSES, LONG, SHORT, TURN
 from vllm_sched.bench.results import stats
+from vllm_sched.bench.results.summary import details, plain_table, served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_sched.bench.compare.runner import RequestTimes, Round
+    from vllm_sched.bench.compare.runner import Round
+    from vllm_sched.bench.results.outcome import Outcome
 
     Samples = Callable[[Sequence[Round], str], list[float]]
 
 SECONDS = "s"
 RATE = "tokens/s"
-PERCENTILES = (50, 90, 99)
 GROUPS = {
     SHORT: "short prompts",
     TURN: "agent turns",
@@ -68,7 +67,7 @@ def foreground_end(played: Round) -> float:
 
 def ttfts(rounds: Sequence[Round], klass: str) -> list[float]:
     """Return the TTFTs of a class (or `lone`), without failed requests."""
-    return [r.ttft for r in _of_class(rounds, klass) if r.ttft is not None and not r.error]
+    return [r.ttft for r in _of_class(rounds, klass) if r.ticks and r.good]
 
 
 def itls(rounds: Sequence[Round], klass: str) -> list[float]:
@@ -106,7 +105,7 @@ def class_rate(played: Round, klass: str) -> float | None:
 
 def spread(played: Round, klass: str) -> float | None:
     """Return the time between the first and the last first-token of a class."""
-    first_tokens = [r.first_token for r in played.records if r.klass == klass and r.first_token]
+    first_tokens = [r.ticks[0] for r in played.records if r.klass == klass and r.ticks]
     return max(first_tokens) - min(first_tokens) if len(first_tokens) > 1 else None
 
 
@@ -115,7 +114,7 @@ def backlogged_rate(played: Round, klass: str) -> float | None:
 
     Later some slots are empty under any scheduler.
     """
-    records = [r for r in played.records if r.klass == klass and r.first_token is not None]
+    records = [r for r in played.records if r.klass == klass and r.ticks]
     until = max((r.ticks[0] for r in records), default=0.0)
     done = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
     return _per_second(done, until)
@@ -192,12 +191,8 @@ def show_ratio(ratio: float | None) -> str:
 
 
 def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int]) -> Table:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    layout.add_column("", no_wrap=True)
-    layout.add_column("", no_wrap=True)
-    layout.add_column(f"baseline\n{labels[0]}", justify="right", overflow="fold")
-    layout.add_column(f"candidate\n{labels[1]}", justify="right", overflow="fold")
-    layout.add_column("candidate /\nbaseline", justify="right")
+    sides = (f"baseline\n{labels[0]}", f"candidate\n{labels[1]}", "candidate /\nbaseline")
+    layout = plain_table(("", ""), sides)
     group = ""
     for line in lines:
         if group and line.group != group:
@@ -225,49 +220,19 @@ def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str
     in `failed` and `errors`.
     """
     records = _of_class(rounds, klass) if klass else [r for p in rounds for r in p.records]
-    good = [r for r in records if not r.error]
+    good = [r for r in records if r.good]
     duration = sum(max((r.end for r in played.records), default=0.0) for played in rounds)
-    inputs = [r.prompt_tokens for r in good]
-    outputs = [r.completed for r in good]
-    samples = {
-        "ttft": [r.ttft for r in good if r.ttft is not None],
-        "tpot": [(r.ticks[-1] - r.ticks[0]) / (r.completed - 1) for r in good if r.completed > 1],
-        "itl": [gap for r in good for gap in r.itls],
-        "e2el": [r.end - r.sent for r in good],
-    }
-    summary: dict[str, Any] = {
+    each = details(good)
+    return {
         "duration": duration,
-        "completed": len(good),
         "failed": len(records) - len(good),
-        "total_input_tokens": sum(inputs),
-        "total_output_tokens": sum(outputs),
-        "request_throughput": _per_second(len(good), duration),
-        "output_throughput": _per_second(sum(outputs), duration),
-        "total_token_throughput": _per_second(sum(inputs) + sum(outputs), duration),
-    }
-    for name, values in samples.items():
-        summary |= _spread(name, [value * 1000 for value in values])
-    return summary | {
-        "ttfts": samples["ttft"],
-        "itls": [r.itls for r in good],
-        "input_lens": inputs,
-        "output_lens": outputs,
-        # Tokens that shared an event with another token have no visible gap.
-        "merged_tokens": sum(r.completed - len(r.ticks) for r in good),
+        **served(good, duration),
+        **{name: each[name] for name in ("ttfts", "itls", "input_lens", "output_lens")},
         "errors": [r.error for r in records if r.error],
     }
 
 
-def _spread(name: str, values: list[float]) -> dict[str, float | None]:
-    return {
-        f"mean_{name}_ms": statistics.fmean(values) if values else None,
-        f"median_{name}_ms": percentile(values, 50),
-        f"std_{name}_ms": statistics.pstdev(values) if values else None,
-        **{f"p{percent}_{name}_ms": percentile(values, percent) for percent in PERCENTILES},
-    }
-
-
-def _of_class(rounds: Sequence[Round], klass: str) -> list[RequestTimes]:
+def _of_class(rounds: Sequence[Round], klass: str) -> list[Outcome]:
     return [r for played in rounds for r in (*played.records, *played.lone) if r.klass == klass]
 
 

@@ -10,12 +10,13 @@ import asyncio
 import json
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.priority import StallWatch, realtime_priority
 from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.workers.launch import WorkerError
 
 if TYPE_CHECKING:
@@ -28,50 +29,18 @@ REQUEST_TIMEOUT_S = 600.0
 NO_REUSE = {"Connection": "close"}
 
 
-@dataclass
-class RequestTimes:
-    """The history of one request, in seconds after its round's start."""
-
-    klass: str
-    prompt_tokens: int
-    output_tokens: int  # as requested
-    sent: float = 0.0
-    ticks: list[float] = field(default_factory=list)  # one per event with a token
-    completed: int = 0  # tokens, counted by the worker
-    error: str = ""
-    name: str = ""  # the X-Request-Id for the worker
-
-    @property
-    def first_token(self) -> float | None:
-        """When the first token arrived; None without tokens."""
-        return self.ticks[0] if self.ticks else None
-
-    @property
-    def end(self) -> float:
-        """When the last token arrived; the sending time without tokens."""
-        return self.ticks[-1] if self.ticks else self.sent
-
-    @property
-    def ttft(self) -> float | None:
-        return self.ticks[0] - self.sent if self.ticks else None
-
-    @property
-    def itls(self) -> list[float]:
-        return [later - sooner for sooner, later in zip(self.ticks, self.ticks[1:], strict=False)]
-
-
 @dataclass(frozen=True)
 class Round:
     """One round of a workload against one worker."""
 
     number: int
-    records: tuple[RequestTimes, ...]
-    lone: tuple[RequestTimes, ...] = ()
+    records: tuple[Outcome, ...]
+    lone: tuple[Outcome, ...] = ()
     stall: float = 0.0  # longest time that this client had no CPU
     began: float = 0.0  # the start on the machine's monotonic clock
 
     @property
-    def failed(self) -> list[RequestTimes]:
+    def failed(self) -> list[Outcome]:
         """The requests that did not get all their tokens."""
         return [record for record in (*self.records, *self.lone) if record.error]
 
@@ -101,7 +70,7 @@ async def play(
     number: int,
     *,
     lone_samples: int = 0,
-    on_done: Callable[[RequestTimes], None] = lambda _: None,
+    on_done: Callable[[Outcome], None] = lambda _: None,
 ) -> Round:
     """Play round `number`; a failed request is a record with an error, unless it fills the cache.
 
@@ -123,33 +92,29 @@ async def play(
     warming, client = _Client(wire, lambda _: None), _Client(wire, on_done)
     with realtime_priority(), closing(wire):
         for prefix in cached:
-            body, record = request_body(model, prefix, 1), RequestTimes("", len(prefix), 1)
+            body, record = request_body(model, prefix, 1), Outcome(0.0, "", len(prefix), 1)
             if error := (await warming.one(body, record)).error:
                 raise WorkerError(f"a prefix of {len(prefix)} tokens could not be cached: {error}")
         async with StallWatch() as stalls:
             records = await client.play(workload.arrivals, bodies, number)
             lone = [
-                await client.one(body, RequestTimes("lone", workload.lone_prompt_tokens, 1))
+                await client.one(body, Outcome(0.0, "lone", workload.lone_prompt_tokens, 1))
                 for body in lone_bodies
             ]
     return Round(number, tuple(records), tuple(lone), stalls.longest_s, client.began)
 
 
 class _Client:
-    def __init__(self, wire: Wire, on_done: Callable[[RequestTimes], None]) -> None:
+    def __init__(self, wire: Wire, on_done: Callable[[Outcome], None]) -> None:
         self._wire = wire
         self._on_done = on_done
-        self._start = time.perf_counter()
-
-    @property
-    def began(self) -> float:
-        return self._start
+        self.began = time.perf_counter()
 
     async def play(
         self, arrivals: Sequence[PlannedRequest], bodies: Sequence[bytes], number: int
-    ) -> list[RequestTimes]:
+    ) -> list[Outcome]:
         records = [
-            RequestTimes(a.klass, a.prompt_tokens, a.output_tokens, name=f"round{number}-{index}")
+            Outcome(a.at, a.klass, a.prompt_tokens, a.output_tokens, name=f"round{number}-{index}")
             for index, a in enumerate(arrivals)
         ]
         jobs = list(zip(arrivals, bodies, records, strict=True))
@@ -161,21 +126,21 @@ class _Client:
                     group.create_task(self.one(body, record, running))
                     started.append(running.wait())
             await asyncio.gather(*started)
-            before, self._start = self._start, time.perf_counter()
+            before, self.began = self.began, time.perf_counter()
             for arrival, _, record in jobs:
                 if arrival.before_start:  # its ticks so far used the earlier clock
-                    record.sent -= self._start - before
-                    record.ticks[:] = [tick - (self._start - before) for tick in record.ticks]
+                    record.at = record.sent = record.sent - (self.began - before)
+                    record.ticks[:] = [tick - (self.began - before) for tick in record.ticks]
             for arrival, body, record in jobs:
                 if not arrival.before_start:
                     group.create_task(self._later(arrival.at, body, record))
         return records
 
     async def one(
-        self, body: bytes, record: RequestTimes, running: asyncio.Event | None = None
-    ) -> RequestTimes:
+        self, body: bytes, record: Outcome, running: asyncio.Event | None = None
+    ) -> Outcome:
         """Send a request now; set `running` at its first token or its end."""
-        record.sent = self._now()
+        record.at = record.sent = self._now()  # no wait of the client counts
         stream = EventStream(record)
 
         def take(piece: bytes) -> None:
@@ -197,9 +162,9 @@ class _Client:
         self._on_done(record)
         return record
 
-    async def _later(self, at: float, body: bytes, record: RequestTimes) -> None:
+    async def _later(self, at: float, body: bytes, record: Outcome) -> None:
         await asyncio.sleep(at - self._now())
         await self.one(body, record)
 
     def _now(self) -> float:
-        return time.perf_counter() - self._start
+        return time.perf_counter() - self.began

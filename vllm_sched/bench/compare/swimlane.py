@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_sched.bench.compare.compare import Comparison
-    from vllm_sched.bench.compare.runner import RequestTimes, Round
+    from vllm_sched.bench.compare.runner import Round
     from vllm_sched.bench.results.engine_trace import Stories
+    from vllm_sched.bench.results.outcome import Outcome
 
 SUFFIXES = (".html", ".svg")
 ORDER = (LONG, SHORT, TURN, BATCH, BACKGROUND)
@@ -83,8 +84,6 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 
 @dataclass(frozen=True)
 class Panel:
-    """The panel of one side."""
-
     role: str
     label: str
     played: Round
@@ -96,7 +95,7 @@ class Panel:
         meant = SIDE_EXPLANATIONS.get(self.label.split(" ")[0])
         return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
 
-    def phases(self, record: RequestTimes) -> list[Phase]:
+    def phases(self, record: Outcome) -> list[Phase]:
         """Return a request's phases in the engine, on the round's clock."""
         began = self.played.began
         return [
@@ -224,7 +223,7 @@ def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
 
 
 def _lane(
-    record: RequestTimes, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()
+    record: Outcome, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()
 ) -> str:
     middle = top + LANE / 2
     waited_until = record.first_token if record.first_token is not None else scale.until
@@ -257,9 +256,7 @@ def _lane(
     return f'<g class="lane">{"".join(parts)}</g>'
 
 
-def _boxes(
-    record: RequestTimes, phases: Sequence[Phase], scale: Scale, middle: float
-) -> Iterator[str]:
+def _boxes(record: Outcome, phases: Sequence[Phase], scale: Scale, middle: float) -> Iterator[str]:
     styles = {PREFILL: f"chunk {record.klass}", PREEMPTED: "out"}
     for phase in phases:
         if phase.name not in styles or phase.end <= 0 or phase.start >= scale.until:
@@ -271,7 +268,7 @@ def _boxes(
         )
 
 
-def _pauses(record: RequestTimes, scale: Scale, middle: float) -> Iterator[str]:
+def _pauses(record: Outcome, scale: Scale, middle: float) -> Iterator[str]:
     for sooner, later in zip(record.ticks, record.ticks[1:], strict=False):
         if later - sooner <= scale.pause or later <= 0 or sooner >= scale.until:
             continue
@@ -280,11 +277,11 @@ def _pauses(record: RequestTimes, scale: Scale, middle: float) -> Iterator[str]:
         yield f'<path class="pause stop" d="M{end:.1f} {middle - 6.5:g}v13"/>'
 
 
-def _tooltip(record: RequestTimes, name: str, phases: Sequence[Phase] = ()) -> str:
+def _tooltip(record: Outcome, name: str, phases: Sequence[Phase] = ()) -> str:
     parts = [name, f"{record.prompt_tokens:,}-token prompt"]
     if record.sent > 0:
         parts.append(f"arrived at {record.sent:.2f} s")
-    if record.ttft is not None and record.sent > 0:
+    if record.ticks and record.sent > 0:
         parts.append(f"first token after {show(record.ttft, 's')}")
     waits = [phase for phase in phases if phase.name == WAITING]
     if chunks := [phase for phase in phases if phase.name == PREFILL]:
@@ -377,7 +374,7 @@ def _rows(lines: Sequence[Figure]) -> Iterator[str]:
         )
 
 
-def _requests_text(records: Sequence[RequestTimes]) -> str:
+def _requests_text(records: Sequence[Outcome]) -> str:
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [

@@ -6,9 +6,8 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.plots.crowd import OTHERS, draw_router, draw_tenants
-from vllm_sched.bench.plots.curves import draw_goodput, draw_latency, draw_throughput
+from vllm_sched.bench.plots.curves import draw_goodput, draw_latency, draw_tail, draw_throughput
 from vllm_sched.bench.plots.style import files
-from vllm_sched.bench.plots.tails import draw_tail
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 INCHES: Final = (7.2, 4.3)
 DPI: Final = 150
+SUFFIXES: Final = (".svg", ".png")
 MAX_LABELLED_RATIO: Final = 3000  # an axis with a larger range shows only powers of ten
 MUTED: Final = "#666666"
 COLOURS: Final = ("#0072b2", "#b24a00", "#007a5a", "#a0527f", "#1a1a1a", "#8a7000", "#3d9bd0")
@@ -69,9 +70,15 @@ def line_styles(count: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def picture(
-    stem: Path, title: str, x: str, y: str, *, inches: tuple[float, float] = INCHES
+    stem: Path,
+    title: str,
+    x: str,
+    y: str,
+    *,
+    inches: tuple[float, float] = INCHES,
+    suffixes: Sequence[str] = SUFFIXES,
 ) -> Iterator[Any]:
-    """Yield axes to draw on; both files are written at the end of the block."""
+    """Yield axes to draw on; the files are written at the end of the block."""
     check_available()
     import matplotlib as mpl
 
@@ -91,7 +98,7 @@ def picture(
         with warnings.catch_warnings():
             # The font may lack characters of a class name; the PNG then shows boxes.
             warnings.filterwarnings("ignore", "Glyph .* missing from")
-            for path in files(stem):
+            for path in files(stem, suffixes):
                 dated = {"Date": None} if path.suffix == ".svg" else {}
                 drawn = BytesIO()
                 figure.savefig(
@@ -101,8 +108,8 @@ def picture(
                 write_whole(path, drawn.getvalue())
 
 
-def files(stem: Path) -> Sequence[Path]:
-    return [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
+def files(stem: Path, suffixes: Sequence[str] = SUFFIXES) -> Sequence[Path]:
+    return [stem.with_name(f"{stem.name}{suffix}") for suffix in suffixes]
 
 
 def label(name: str) -> str:
@@ -115,13 +122,13 @@ def legend(axes: Any, lines: int) -> None:
         axes.legend(loc="best", handlelength=3.2)
 
 
-def limit(axes: Any, at: float, text: str, *, upright: bool) -> None:
-    """Draw a target as a thin line with a label."""
+def limit(axes: Any, at: float, text: str, *, upright: bool, row: int = 0) -> None:
+    """Draw a target as a thin line with a label; labels of several upright lines go in rows."""
     style = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "gid": "target"}
     if upright:
         axes.axvline(at, **style)
         axes.annotate(
-            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -2),
+            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -2 - 12 * row),
             textcoords="offset points", va="top", color=MUTED,
         )  # fmt: skip
     else:

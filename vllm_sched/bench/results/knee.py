@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.results.trend import Trend
+from vllm_sched.bench.results.stats import Trend
 
 if TYPE_CHECKING:
     from vllm_sched.bench.results.outcome import Outcome

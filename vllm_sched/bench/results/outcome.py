@@ -33,6 +33,7 @@ class Outcome:
     turn: int = 0  # in the session, or in the sub-agent
     context_tokens: int = 0  # of the prompt, in earlier prompts and answers of the session
     cached_tokens: int | None = None  # of the prompt, if the worker reports it
+    name: str = ""  # the X-Request-Id for the worker
 
     @classmethod
     def of(cls, request: Request, at: float) -> Self:
@@ -52,6 +53,10 @@ class Outcome:
     def good(self) -> bool:
         """Whether the response is complete."""
         return not self.error and not self.interrupted
+
+    @property
+    def first_token(self) -> float | None:
+        return self.ticks[0] if self.ticks else None
 
     @property
     def end(self) -> float:

@@ -7,11 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
 from rich.table import Table
 
 from vllm_sched.bench.results.stats import percentile_of_sorted
-from vllm_sched.bench.results.summary import milliseconds
+from vllm_sched.bench.results.summary import milliseconds, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -108,9 +107,7 @@ def session_figures(
 
 
 def session_table(figures: dict[str, Any]) -> Table:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    layout.add_column("", no_wrap=True)
-    layout.add_column("", justify="right", overflow="fold")
+    layout = plain_table([""], [""], show_header=False)
     failed = figures["failed"]
     layout.add_row("tasks finished", f"{figures['finished']:,}")
     layout.add_row("failed", f"{failed:,}", style="bold red" if failed else "")

@@ -1,4 +1,4 @@
-"""Percentiles, and confidence intervals of a mean."""
+"""Percentiles, confidence intervals of a mean, and the growth of a queue."""
 
 from __future__ import annotations
 
@@ -38,3 +38,33 @@ def interval(samples: Sequence[float]) -> tuple[float, float]:
     freedom = len(samples) - 1
     t = T_975[freedom - 1] if freedom <= len(T_975) else NORMAL_975
     return statistics.fmean(samples), t * statistics.stdev(samples) / math.sqrt(len(samples))
+
+
+class Trend:
+    """A linear fit of values over time from five sums."""
+
+    __slots__ = ("_both", "_count", "_first", "_square", "_times", "_values")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first = 0.0  # the first time, subtracted from all others
+        self._times = self._values = self._square = self._both = 0.0
+
+    def add(self, at: float, value: float) -> None:
+        if not self._count:
+            self._first = at
+        at -= self._first
+        self._count += 1
+        self._times += at
+        self._values += value
+        self._square += at * at
+        self._both += at * value
+
+    @property
+    def growth(self) -> float:
+        """The slope in seconds per second; 0 if it is negative or unknown."""
+        count = self._count
+        spread = count * self._square - self._times**2
+        if count < 2 or spread <= 0:
+            return 0.0
+        return max((count * self._both - self._times * self._values) / spread, 0.0)

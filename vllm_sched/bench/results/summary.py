@@ -38,32 +38,38 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
     """
     ended = [each for each in outcomes if not each.interrupted]
     good = [each for each in ended if each.good]
-    prompts, outputs = sum(o.prompt_tokens for o in good), sum(o.completed for o in good)
     busiest_tokens, busiest_requests = _peaks(good)
     met = sum(map(targets.met_by, good))
-    result: dict[str, Any] = {
+    return {
         "duration": duration,
-        "completed": len(good),
         "failed": len(ended) - len(good),
         "interrupted": len(outcomes) - len(ended),
-        "total_input_tokens": prompts,
-        "total_output_tokens": outputs,
-        "request_throughput": _rate(len(good), duration),
         "request_goodput": _rate(met, duration) if targets else None,
-        "output_throughput": _rate(outputs, duration),
-        "total_token_throughput": _rate(prompts + outputs, duration),
         "max_output_tokens_per_s": busiest_tokens,
         "max_concurrent_requests": busiest_requests,
         "rtfx": 0.0,
-    }
-    for name, values in samples(good).items():
-        result |= _spread(name, values)
-    return result | {
+        **served(good, duration),
         # Our own: the share of all ended requests, with failures, that met the targets.
         "goodput_share": met / len(ended) if targets and ended else None,
+    }
+
+
+def served(good: Sequence[Outcome], duration: float) -> dict[str, Any]:
+    """Return counts, rates and latencies of complete requests under vLLM's keys."""
+    prompts, outputs = sum(o.prompt_tokens for o in good), sum(o.completed for o in good)
+    found: dict[str, Any] = {
+        "completed": len(good),
+        "total_input_tokens": prompts,
+        "total_output_tokens": outputs,
+        "request_throughput": _rate(len(good), duration),
+        "output_throughput": _rate(outputs, duration),
+        "total_token_throughput": _rate(prompts + outputs, duration),
         # Tokens that shared an event with another token have no visible gap.
         "merged_tokens": sum(max(0, o.completed - len(o.ticks)) for o in good),
     }
+    for name, values in samples(good).items():
+        found |= _spread(name, values)
+    return found
 
 
 def samples(good: Iterable[Outcome]) -> dict[str, list[float]]:
@@ -127,13 +133,10 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
         named.sort(key=lambda name: -classes[name]["completed"])
         del named[MAX_SHOWN_CLASSES:]
     shown = {name: classes[name] for name in (*(named if len(named) > 1 else ()), ALL)}
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=len(shown) > 1)
+    layout = plain_table([""], shown, show_header=len(shown) > 1)
     if left_out:
         layout.caption = f"--save also writes {left_out} more classes"
         layout.caption_justify = "left"
-    layout.add_column("", no_wrap=True)
-    for name in shown:
-        layout.add_column(name, justify="right", overflow="fold")
     columns = shown.values()
     failed = any(found["failed"] for found in columns)
     layout.add_row("requests done", *(f"{found['completed']:,}" for found in columns))
@@ -155,6 +158,18 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
             measure,
             *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns),
         )
+    return layout
+
+
+def plain_table(
+    texts: Iterable[str], figures: Iterable[str], *, long_texts: bool = False, **options: Any
+) -> Table:
+    """Return a table with columns of texts and of figures; only long texts, or figures, fold."""
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)
+    for heading in texts:
+        layout.add_column(heading, no_wrap=not long_texts, overflow="fold")
+    for heading in figures:
+        layout.add_column(heading, justify="right", no_wrap=long_texts, overflow="fold")
     return layout
 
 

@@ -10,8 +10,7 @@ from vllm_sched.bench.traffic.mixture import Mixture
 from vllm_sched.bench.traffic.sessions.agent_coding import AgentCoding
 from vllm_sched.bench.traffic.sessions.trace import SessionTrace, has_sessions
 from vllm_sched.bench.traffic.tables import TABLES
-from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
-from vllm_sched.bench.traffic.traces import RequestTrace
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS, RequestTrace
 from vllm_sched.bench.traffic.types import TrafficSource
 from vllm_sched.errors import UsageError
 

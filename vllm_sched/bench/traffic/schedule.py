@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.arrivals import gamma_times
 from vllm_sched.bench.traffic.mixture import among_tenants
 from vllm_sched.bench.traffic.prefixes import with_sharing, without_sharing
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Iterator
 
     from vllm_sched.bench.traffic.types import Request, TrafficSource
@@ -187,3 +186,21 @@ class Schedule:
 
     def _rng(self, purpose: str) -> random.Random:
         return random.Random(f"{self.source.name}/{self.seed}/{purpose}")
+
+
+def gamma_times(rate: float, burstiness: float, count: int, rng: random.Random) -> array[float]:
+    """Return `count` ascending times; the last is at `count / rate`.
+
+    The gaps are gamma distributed with shape `burstiness`, as in vLLM's benchmark: 1 is Poisson,
+    less is burstier (coefficient of variation `1 / sqrt(burstiness)`), infinity is regular. The
+    fixed end gives every seed the same load.
+    """
+    if math.isinf(burstiness):
+        return array("d", ((i + 1) / rate for i in range(count)))
+    times = array("d")
+    now = 0.0
+    for _ in range(count):
+        now += rng.gammavariate(burstiness, 1.0)
+        times.append(now)
+    stretch = count / rate / now if now else 0.0
+    return array("d", (time * stretch for time in times))

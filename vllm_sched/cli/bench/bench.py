@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, learn
 from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results import goodput
@@ -30,6 +28,7 @@ from vllm_sched.cli.bench.load import (
     unless_stopped,
 )
 from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.output import Output
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,7 +66,7 @@ def run_bench(args: argparse.Namespace) -> int:
     targets = goodput.parse(args.goodput)
     schedule = schedule_of(args, insist=args.trace)
     check_outputs(args.save, args.plot)
-    console = Console(markup=False)
+    console = Output()
     args.prompt_salt = salt_of(args)
     played, endpoint = run_interruptibly(
         lambda stop: _measured(
@@ -116,23 +115,22 @@ def as_result(
     )
 
 
-def print_result(result: BenchResult, played: PlayedRun, console: Console) -> None:
+def print_result(result: BenchResult, played: PlayedRun, console: Output) -> None:
     if played.interrupted:
-        console.print("interrupted: partial results", style="yellow")
+        console.say("interrupted: partial results", "yellow")
     print_tables(result, console)
-    console.print(
+    console.say(
         f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
         f"them within {played.late_p99 * 1000:.0f} ms of their time, with {played.busy:.0%} of a "
         "CPU",
-        style="dim",
-        highlight=False,
+        "dim",
     )
     for warning in result.warnings:
-        console.print(warning, style="yellow", highlight=False)
+        console.say(warning, "yellow")
     print_errors([each.error for each in result.outcomes if each.error], console)
 
 
-def print_tables(result: BenchResult, console: Console) -> None:
+def print_tables(result: BenchResult, console: Output) -> None:
     """Print the figures of requests, and those of sessions if there are any."""
     console.print(table(result.classes(), result.targets))
     if figures := result.session_figures():
@@ -143,7 +141,7 @@ async def _measured(
     endpoint_options: EndpointOptions,
     schedule: Schedule,
     args: argparse.Namespace,
-    console: Console,
+    console: Output,
     stop: asyncio.Event,
 ) -> tuple[PlayedRun, Endpoint]:
     endpoint = await unless_stopped(stop, learn(endpoint_options))
@@ -155,11 +153,11 @@ async def _measured(
     return played, endpoint
 
 
-def print_errors(errors: Sequence[str], console: Console) -> None:
+def print_errors(errors: Sequence[str], console: Output) -> None:
     kinds: dict[str, int] = {}
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1
     for error, count in sorted(kinds.items(), key=lambda item: -item[1])[:ERRORS_SHOWN]:
-        console.print(f"{count} failed: {error}", style="red", highlight=False)
+        console.say(f"{count} failed: {error}", "red")
     if len(kinds) > ERRORS_SHOWN:
         console.print(f"and {len(kinds) - ERRORS_SHOWN} other errors", style="red")

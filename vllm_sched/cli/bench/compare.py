@@ -8,14 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from vllm_sched.bench.compare import report, swimlane
-from vllm_sched.bench.compare.compare import ComparisonPlan, ProgressReporter, compare
-from vllm_sched.bench.compare.contest import Contest
+from vllm_sched.bench.compare.compare import ComparisonPlan, Contest, ProgressReporter, compare
 from vllm_sched.bench.compare.workloads import WORKLOADS, build
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable
@@ -115,7 +112,7 @@ def measured(
     args: argparse.Namespace,
 ) -> int:
     """Measure, print and save the result; return 1 if a server or a request failed."""
-    console = Console(markup=False)
+    console = Output()
     try:
         with ProgressReporter(console) as narrator:
             result = asyncio.run(measure(narrator))
@@ -126,16 +123,10 @@ def measured(
         print("vllm-sched: interrupted; the workers have been stopped", file=sys.stderr)
         return INTERRUPTED
     _print_result(result, console)
-    if args.save:
-        with writing(args.save):
-            result.save(args.save)
-        console.print(f"saved {args.save}", style="dim", highlight=False)
-    if args.plot:
-        # Draw the last pair, because it uses all pools.
-        pair = result.pairs[-1] if isinstance(result, Contest) else result
-        with writing(args.plot):
-            swimlane.write(pair, args.plot)
-        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    console.save(args.save, result.save)
+    # Draw the last pair, because it uses all pools.
+    pair = result.pairs[-1] if isinstance(result, Contest) else result
+    console.save(args.plot, partial(swimlane.write, pair), "drew")
     return int(result.failed)
 
 
@@ -151,7 +142,7 @@ def check(args: argparse.Namespace) -> None:
     require_folders(args.save, args.plot)
 
 
-def _print_result(result: Comparison | Contest, console: Console) -> None:
+def _print_result(result: Comparison | Contest, console: Output) -> None:
     sides = result.contenders if isinstance(result, Contest) else result.sides
     failed = [each.failed for each in sides]
     if isinstance(result, Contest):
@@ -160,13 +151,13 @@ def _print_result(result: Comparison | Contest, console: Console) -> None:
         labels = [each.label for each in sides]
         console.print(report.table(result.figures, labels, [len(some) for some in failed]))
     if warning := result.warning():
-        console.print(warning, style="yellow", highlight=False)
+        console.say(warning, "yellow")
     for each, some in zip(sides, failed, strict=True):
         _print_errors(console, each.role, [f"{record.klass}: {record.error}" for record in some])
 
 
-def _print_errors(console: Console, role: str, errors: Sequence[str]) -> None:
+def _print_errors(console: Output, role: str, errors: Sequence[str]) -> None:
     for error in errors[:ERRORS_SHOWN]:
-        console.print(f"{role}: {error}", style="red", highlight=False)
+        console.say(f"{role}: {error}", "red")
     if len(errors) > ERRORS_SHOWN:
         console.print(f"{role}: and {len(errors) - ERRORS_SHOWN} more", style="red")

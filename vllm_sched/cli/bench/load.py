@@ -9,28 +9,27 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions
 from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress, play
 from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, SESSION_NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
-from vllm_sched.cli.paths import require_folders, require_place, writing
-from vllm_sched.cli.progress_bar import ProgressLines, terminal
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.output import require_folders, require_place
+from vllm_sched.cli.progress_bar import progress
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.results.result import BenchResult
+    from vllm_sched.cli.output import Output
 
 WORKLOAD_HELP = f"{', '.join((*NAMES, *SESSION_NAMES))}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")
@@ -214,18 +213,12 @@ def require_ended(outcomes: Sequence[Outcome]) -> None:
         raise KeyboardInterrupt
 
 
-def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Console) -> None:
-    if args.save:
-        with writing(args.save):
-            result.save(args.save)
-        console.print(f"saved {args.save}", style="dim", highlight=False)
+def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Output) -> None:
+    console.save(args.save, result.save)
     if args.plot:
         from vllm_sched.bench.plots import draw_run
 
-        with writing(args.plot):
-            drawn = draw_run(result, args.plot)
-        for path in drawn:
-            console.print(f"drew {path}", style="dim", highlight=False)
+        console.save(args.plot, partial(draw_run, result), "drew")
 
 
 class NothingYetError(Exception):
@@ -267,7 +260,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
 
 
 async def play_with_progress(
-    console: Console,
+    console: Output,
     command: str,
     label: str,
     endpoint: Endpoint,
@@ -279,52 +272,29 @@ async def play_with_progress(
 ) -> PlayedRun:
     """Play a schedule and show progress: a bar on a terminal, otherwise lines."""
     tally = RunProgress()
-    work = play(endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop)
-    place = terminal(console)
-    if place is None:
-        return await _in_lines(ProgressLines(command), label, tally, work)
     end = schedule.ends_after_s
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}", style="dim"),
-    )  # fmt: skip
-    # Refreshed rarely and explicitly, because this process also times the tokens.
-    with Progress(*columns, console=place, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(label, total=end or requests_of(schedule), state="")
+    total = end or requests_of(schedule)
+    # Refreshed rarely, because this process also times the tokens.
+    with progress(console, command, label, total, refreshes=False) as show:
 
-        def show() -> None:
-            completed = time.perf_counter() - tally.began if end else tally.done + tally.failed
-            progress.update(task, completed=completed, state=_progress_text(tally))
-            progress.refresh()
+        def report(*, last: bool = False) -> None:
+            seconds, text = time.perf_counter() - tally.began, _progress_text(tally)
+            show(seconds if end else tally.ended, text, line=f"{seconds:,.0f} s, {text}", last=last)
 
-        return await _show_during(work, show)
+        async def again_and_again() -> None:
+            while True:
+                report()
+                await asyncio.sleep(REFRESH_S)
 
-
-async def _in_lines(
-    lines: ProgressLines, label: str, tally: RunProgress, work: Awaitable[PlayedRun]
-) -> PlayedRun:
-    lines.say(label)
-
-    def show() -> None:
-        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_progress_text(tally)}")
-
-    played = await _show_during(work, show)
-    lines.say(f"{played.duration:,.0f} s, {_progress_text(tally)}")
+        showing = asyncio.create_task(again_and_again())
+        try:
+            played = await play(
+                endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop
+            )
+        finally:
+            showing.cancel()
+        report(last=True)
     return played
-
-
-async def _show_during(work: Awaitable[PlayedRun], show: Callable[[], None]) -> PlayedRun:
-    async def again_and_again() -> None:
-        while True:
-            show()
-            await asyncio.sleep(REFRESH_S)
-
-    showing = asyncio.create_task(again_and_again())
-    try:
-        return await work
-    finally:
-        showing.cancel()
 
 
 def _progress_text(tally: RunProgress) -> str:

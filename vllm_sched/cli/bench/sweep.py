@@ -7,11 +7,10 @@ import json
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from vllm_sched.bench.client.endpoint import Endpoint, learn
 from vllm_sched.bench.results import goodput
@@ -34,7 +33,7 @@ from vllm_sched.cli.bench.load import (
     unless_stopped,
 )
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.paths import writing
+from vllm_sched.cli.output import Output
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 
@@ -94,7 +93,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         raise UsageError(f"--start {args.start:g}: must be a number above 0")
     plans = _plans(args)
     check_outputs(args.save, args.plot)
-    console = Console(markup=False)
+    console = Output()
     sweep = Sweep()
     stopped = run_interruptibly(
         lambda stop: _Runner(args, targets, sweep, console, stop).run(plans)
@@ -102,27 +101,22 @@ def run_sweep(args: argparse.Namespace) -> int:
     if stopped and not sweep.points:
         raise KeyboardInterrupt  # keep older results
     if stopped:
-        console.print("interrupted: partial results", style="yellow")
+        console.say("interrupted: partial results", "yellow")
     console.print(sweep.table(targets=bool(targets)))
     _print_knees(sweep, console, targets=bool(targets))
-    if args.save:
-        content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
-        with writing(args.save):
-            write_whole(args.save, json.dumps(content) + "\n")
-        console.print(f"saved {args.save}", style="dim", highlight=False)
+    content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
+    console.save(args.save, lambda path: write_whole(path, json.dumps(content) + "\n"))
     if args.plot:
         from vllm_sched.bench.plots import draw_sweep
 
-        with writing(args.plot):
-            drawn = draw_sweep(
-                args.plot,
-                goodput=sweep.curves(RATE, "goodput"),
-                ttft=sweep.curves(RATE, "ttft_p99_ms"),
-                throughput=sweep.curves(CONCURRENCY, "tokens"),
-                targets=targets.as_ms(),
-            )
-        for path in drawn:
-            console.print(f"drew {path}", style="dim", highlight=False)
+        draw = partial(
+            draw_sweep,
+            goodput=sweep.curves(RATE, "goodput"),
+            ttft=sweep.curves(RATE, "ttft_p99_ms"),
+            throughput=sweep.curves(CONCURRENCY, "tokens"),
+            targets=targets.as_ms(),
+        )
+        console.save(args.plot, draw, "drew")
     if stopped:
         return INTERRUPTED
     return int(not any(point.figures["completed"] for point in sweep.points))
@@ -151,7 +145,7 @@ class _Runner:
         args: argparse.Namespace,
         targets: goodput.Targets,
         sweep: Sweep,
-        console: Console,
+        console: Output,
         stop: asyncio.Event,
     ) -> None:
         self._args = args
@@ -165,7 +159,7 @@ class _Runner:
         """Play the plans; return True if the user stopped the sweep."""
         endpoint = await unless_stopped(self._stop, learn(endpoint_options(self._args)))
         for doubt in endpoint.doubts:
-            self._console.print(doubt, style="yellow", highlight=False)
+            self._console.say(doubt, "yellow")
         for plan in plans:
 
             async def measure(load: float, plan: _Plan = plan) -> float:
@@ -207,7 +201,7 @@ class _Runner:
             self._sweep.points.append(point)
             found.append(point.share if plan.axis == RATE else point.tokens)
             for warning in played.warnings():
-                self._console.print(f"{label}: {warning}", style="yellow", highlight=False)
+                self._console.say(f"{label}: {warning}", "yellow")
         return fmean(found)
 
 
@@ -259,11 +253,11 @@ def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
     return tuple(sorted(set(found)))
 
 
-def _print_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
+def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
     for name, rate in sweep.knees(RATE).items():
         what = "in time" if targets else "kept up with"
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
-        console.print(f"{name}: {words}", highlight=False)
+        console.say(f"{name}: {words}", "")
     for name, concurrency in sweep.knees(CONCURRENCY).items():
         points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
         if concurrency is not None:
@@ -273,4 +267,4 @@ def _print_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
             words = f"throughput still grows at {most:g} concurrent requests, the most measured"
         else:
             words = "no request completed"
-        console.print(f"{name}: {words}", highlight=False)
+        console.say(f"{name}: {words}", "")

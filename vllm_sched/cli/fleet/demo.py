@@ -29,11 +29,11 @@ from vllm_sched.bench.compare.compare import (
     Comparison,
     ComparisonPlan,
     Contender,
+    Contest,
     ProgressReporter,
     measure,
     running,
 )
-from vllm_sched.bench.compare.contest import Contest
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read

@@ -14,7 +14,7 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, ask
-from vllm_sched.cli.plain_text import columns
+from vllm_sched.cli.output import columns
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
 from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.wiring import compatibility_problems
-from vllm_sched.cli.plain_text import columns
+from vllm_sched.cli.output import columns
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 

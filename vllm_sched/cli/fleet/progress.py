@@ -16,7 +16,6 @@ from vllm_sched.workers.supervise import KeeperNews, KeeperState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
-    from types import TracebackType
 
     from rich.console import Console
 
@@ -117,12 +116,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock, suppress(*READER_ERRORS):
             self._end_live()
 

@@ -24,8 +24,7 @@ from vllm_sched.cli.fleet.progress import Progress
 from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import parse
-from vllm_sched.workers.flags_file import CONFIG_FLAG, expanded
+from vllm_sched.workers.flags import CONFIG_FLAG, expanded, parse
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY

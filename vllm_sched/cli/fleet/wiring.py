@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Final, cast
 
 from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
-from vllm_sched.cli.fleet.offloading import offloading_problems, unsupported_offloading
 from vllm_sched.workers import launch, transfer
 from vllm_sched.workers.ends import differences
-from vllm_sched.workers.flags import names, number
-from vllm_sched.workers.flags_file import expanded
+from vllm_sched.workers.flags import expanded, last, names, number
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
@@ -283,3 +281,49 @@ def missing_connector(config: FleetConfig) -> Iterator[Problem]:
         have = [name for name in transfer.CLASSES if " " not in name and not transfer.missing(name)]
         others = f"choose from {', '.join(have)}" if have else "install one"
         yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")
+
+
+FIELD: Final = "launch.kv_offloading_size"
+HANDS_OVER: Final = ("prefill", "decode")
+
+
+def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
+    """Check `launch.kv_offloading_size` against other flags and the transfer."""
+    for index, worker in draft.workers.items():
+        if (settings := worker.launch) is None:
+            continue
+        moved_by = draft.transfer if worker.role in HANDS_OVER else None
+        size, flag = (
+            settings.kv_offloading_size,
+            last(expanded(settings.args), transfer.OFFLOADING_FLAG),
+        )
+        if flag is not None and (moved_by is not None or size is not None):
+            yield Problem(
+                f"workers[{index}].launch.args",
+                f"{transfer.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading connector, "
+                f"and no other; set {FIELD}: {flag} instead",
+            )
+        if size is None:
+            continue
+        if transfer.own_config(settings.args) is not None:
+            yield Problem(
+                f"workers[{index}].{FIELD}",
+                f"{size:g}: launch.args has {transfer.CONFIG_FLAG} too; leave one of the two out",
+            )
+        if moved_by is not None and moved_by.connector != "nixl":
+            yield Problem(
+                f"workers[{index}].{FIELD}",
+                f"{size:g}: transfer is {moved_by.connector}, and only nixl is run together with "
+                "offloading; leave it out, or use nixl",
+            )
+
+
+def unsupported_offloading(config: FleetConfig) -> Iterator[Problem]:
+    """Refuse offloading with a vLLM for CPUs."""
+    for index, worker in enumerate(config.workers):
+        if worker.launch and worker.launch.kv_offloading_size and launch.on_cpu():
+            yield Problem(
+                f"workers[{index}].{FIELD}",
+                "the vLLM installed here is for CPUs, and vLLM offloads KV blocks only from "
+                "accelerators; leave it out",
+            )

@@ -10,23 +10,20 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
 from vllm_sched.bench.compare.compare import ProgressReporter
-from vllm_sched.cli.bench import chart
+from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
+from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cost.calibration import Calibration, calibrate
+from vllm_sched.cli.output import Output, require_folders
+from vllm_sched.cost.calibration import Calibration, calibrate, nearest
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
-from vllm_sched.cost.nearest import nearest
 from vllm_sched.cost.profiles import measured
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
@@ -148,7 +145,7 @@ class WholePrompts:
 def run_calibrate(args: argparse.Namespace) -> int:
     """Run the command; return 1 if the worker failed."""
     check(args)
-    console = Console(markup=False)
+    console = Output()
     try:
         with ProgressReporter(console) as narrator:
             source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
@@ -163,14 +160,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
     _print_calibration(console, found)
     _print_whole_prompts(console, whole)
     _print_nearest(console, found, args.gpus)
-    if args.save:
-        with writing(args.save):
-            write_whole(args.save, json.dumps(to_json(source, found, whole), indent=1) + "\n")
-        console.print(f"saved {args.save}", style="dim", highlight=False)
-    if args.plot:
-        with writing(args.plot):
-            write_whole(args.plot, chart.draw(picture(source, found)))
-        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    content = json.dumps(to_json(source, found, whole), indent=1) + "\n"
+    console.save(args.save, lambda path: write_whole(path, content))
+    console.save(args.plot, partial(draw_chart, picture(source, found)), "drew")
     return 0
 
 
@@ -184,7 +176,7 @@ def check(args: argparse.Namespace) -> None:
     if args.url and not args.url.startswith(("http://", "https://")):
         raise UsageError(f"--url {args.url}: must be http://HOST:PORT")
     if args.plot:
-        chart.check_suffix(args.plot)
+        check_chart(args.plot)
     require_folders(args.save, args.plot)
 
 
@@ -254,13 +246,13 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
     }  # fmt: skip
 
 
-def picture(source: StepSource, found: Calibration) -> chart.Chart:
+def picture(source: StepSource, found: Calibration) -> Chart:
     """Return a chart of measured against fitted steps, with the held-out ones."""
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
     ends = [(at, at) for at in (min(times), max(times))]
     error = found.error() or 0.0
-    return chart.Chart(
+    return Chart(
         title=f"Steps of {Path(source.model).name}: measured against fitted",
         subtitle=f"median error of held-out steps {error:.1%}",
         x="fitted, ms",
@@ -268,9 +260,9 @@ def picture(source: StepSource, found: Calibration) -> chart.Chart:
         log_x=True,
         log_y=True,
         series=[
-            chart.Series("as fitted", ends),
+            Series("as fitted", ends),
             *(
-                chart.Series(
+                Series(
                     name,
                     [
                         (found.time.seconds(each.shape) * 1000, each.seconds * 1000)
@@ -285,11 +277,8 @@ def picture(source: StepSource, found: Calibration) -> chart.Chart:
     )
 
 
-def _print_calibration(console: Console, found: Calibration) -> None:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    layout.add_column("")
-    for heading in ("", "95 % interval", "unit"):
-        layout.add_column(heading, justify="right", no_wrap=True)
+def _print_calibration(console: Output, found: Calibration) -> None:
+    layout = plain_table([""], ("", "95 % interval", "unit"), long_texts=True)
     for name, meaning, scale, unit in ROWS:
         low, high = found.intervals[name]
         layout.add_row(
@@ -299,10 +288,8 @@ def _print_calibration(console: Console, found: Calibration) -> None:
             unit,
         )
     console.print(layout)
-    errors = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    errors.add_column("")
-    for heading in ("steps", "shortest", "longest", "median error\nof held-out", "residual p90"):
-        errors.add_column(heading, justify="right")
+    headings = ("steps", "shortest", "longest", "median error\nof held-out", "residual p90")
+    errors = plain_table([""], headings)
     for kind, name in KINDS.items():
         errors.add_row(name, *_residuals(found, kind))
     console.print(errors)
@@ -311,23 +298,21 @@ def _print_calibration(console: Console, found: Calibration) -> None:
     if error > MAX_MEDIAN_ERROR:
         text += "; more than 15 %: measure again when the machine is idle"
     style = "yellow" if error > MAX_MEDIAN_ERROR else ""
-    console.print(text, style=style, highlight=False, soft_wrap=True)
+    console.say(text, style)
 
 
-def _print_whole_prompts(console: Console, whole: WholePrompts) -> None:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("a whole prompt, alone", "measured", "steps and front", "error"):
-        layout.add_column(heading, justify="right")
+def _print_whole_prompts(console: Output, whole: WholePrompts) -> None:
+    layout = plain_table((), ("a whole prompt, alone", "measured", "steps and front", "error"))
     for each, expected, error in whole.errors():
         style = "yellow" if abs(error) > MAX_MEDIAN_ERROR else ""
         times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
         layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
     console.print(layout)
     text = f"outside the steps: {whole.front_s * 1e3:.3g} ms per request"
-    console.print(text, highlight=False, soft_wrap=True)
+    console.say(text, "")
 
 
-def _print_nearest(console: Console, found: Calibration, gpus: int) -> None:
+def _print_nearest(console: Output, found: Calibration, gpus: int) -> None:
     same_size = [each for key, each in measured().items() if key.tp == gpus]
     near = nearest((*found.fitted, *found.held_out), same_size)
     if near is None:
@@ -337,7 +322,7 @@ def _print_nearest(console: Console, found: Calibration, gpus: int) -> None:
         f"nearest built-in profile: {near.profile.name}; median of measured time over its time: "
         f"{ratios}"
     )
-    console.print(text, highlight=False, soft_wrap=True)
+    console.say(text, "")
 
 
 def _residuals(found: Calibration, kind: Kind) -> list[str]:

@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+from vllm_sched.bench.plots.chart import check_chart, draw_chart
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
-from vllm_sched.cli.bench import chart
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
 from vllm_sched.cli.model.simulate import MIXED_HELP
-from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.progress_bar import ProgressLines, terminal
+from vllm_sched.cli.output import Output, require_folders
+from vllm_sched.cli.progress_bar import progress
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
-from vllm_sched.files import write_whole
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.exact_check import require_vllm
@@ -34,7 +29,7 @@ from vllm_sched.sim.planning.fleet_shapes import POLICIES
 from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, QUICK_EFFORT, PlanQuestion
 
 if TYPE_CHECKING:
-    from vllm_sched.sim.planning.search import Tell
+    pass
 
 MAX_GPUS: Final = 1_000_000
 
@@ -123,8 +118,14 @@ def run_plan(args: argparse.Namespace) -> int:
         effort=QUICK_EFFORT if args.quick else 1.0,
         draws=FEW_DRAWS if args.quick else DRAWS,
     )
-    console = Console(markup=False)
-    with _watched(console, question) as tell:
+    console = Output()
+    label = f"planning for {question.source.name}"
+    with progress(console, "plan", label, 1.0) as show_progress:
+
+        def tell(what: str, share: float) -> None:
+            line = f"{share:.0%} done; {what}" if share < 1 else what
+            show_progress(share, what, line=line, last=share >= 1)
+
         found = planning.plan(
             question,
             args.gpus,
@@ -134,23 +135,18 @@ def run_plan(args: argparse.Namespace) -> int:
             tell=tell,
         )
     show(console, found, args)
-    if args.save:
-        command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
-        traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
-        with writing(args.save):
-            write(found, args.save, model=args.model, command=command, traffic=traffic)
-        console.print(f"saved {args.save}", style="dim", highlight=False)
-    if args.plot:
-        with writing(args.plot):
-            write_whole(args.plot, chart.draw(chart_of(found)))
-        console.print(f"saved {args.plot}", style="dim", highlight=False)
+    command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
+    traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
+    fleet = partial(write, found, model=args.model, command=command, traffic=traffic)
+    console.save(args.save, fleet)
+    console.save(args.plot, partial(draw_chart, chart_of(found)))
     return 0 if found.stopped_at is None else INTERRUPTED
 
 
 def _check(args: argparse.Namespace) -> None:
     require_folders(args.save, args.plot)
     if args.plot:
-        chart.check_suffix(args.plot)
+        check_chart(args.plot)
     if args.min_gpus and args.request_rate is None:
         raise UsageError("--min-gpus: give the rate to serve, as in --request-rate 20")
     if args.gpus is not None and abs(args.gpus) > MAX_GPUS:
@@ -189,23 +185,3 @@ def _plan_options(args: argparse.Namespace) -> list[str]:
     if args.model:
         said.append(f"--model={args.model}")
     return [*said, "--goodput", *args.goodput]
-
-
-@contextmanager
-def _watched(console: Console, question: PlanQuestion) -> Iterator[Tell]:
-    if (place := terminal(console)) is None:
-        lines = ProgressLines("plan")
-        lines.say(f"planning for {question.source.name}")
-
-        def tell(what: str, share: float) -> None:
-            if share < 1:
-                lines.tell(f"{share:.0%} done; {what}")
-            else:
-                lines.say(what)
-
-        yield tell
-        return
-    columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", style="dim"))
-    with Progress(*columns, console=place, transient=True) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda what, share: progress.update(task, description=what, completed=share)

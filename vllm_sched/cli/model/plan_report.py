@@ -8,16 +8,15 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from vllm_sched.bench.compare.report import format_count
-from vllm_sched.bench.results.summary import milliseconds
+from vllm_sched.bench.plots.chart import Chart, Series
+from vllm_sched.bench.results.summary import milliseconds, plain_table
 from vllm_sched.bench.traffic.sampled import Sampled
-from vllm_sched.bench.traffic.trace_lines import BLOCK_TOKENS
-from vllm_sched.cli.bench import chart
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.model.simulate import EXACT, FLUID
+from vllm_sched.cli.output import Output
 from vllm_sched.cost.profiles import QUANTIZED
 from vllm_sched.sim.planning.search import SAME
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
 UNEVEN_TRACE_RATIO: Final = 1.5  # how much heavier a part of a trace must be for a warning
 MAX_SHOWN: Final = 10  # machines
+TIGHT: Final = (0, 1, 0, 0)  # padding
 # How the judging draws relate to the draws of the search.
 NEW_DRAWS_NOTE: Final = "none of them used in the search"
 TRACE_DRAWS_NOTE: Final = (
@@ -36,55 +36,49 @@ TRACE_DRAWS_NOTE: Final = (
 )
 
 
-def show(console: Console, found: FleetPlan, args: argparse.Namespace) -> None:
+def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
     if found.stopped_at is not None:
-        console.print(
+        console.say(
             f"interrupted at {found.stopped_at:.0%}: these are the best fleets so far; others may "
             "serve more",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
+            "yellow",
         )
     for line in _head(found):
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
+        console.say(line)
     if found.candidates:
         console.print(_machines(found))
     for line, style in _of_trace(found.question.source):
-        console.print(line, style=style, highlight=False, soft_wrap=True)
+        console.say(line, style)
     for at, served in enumerate(found.ranking):
         line = f"{_place(at) + ':':<11}{served.shape}"
-        console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
+        console.say(line, "" if at else "bold")
     console.print(_fleets(found))
     rates = [served.rate for served in found.ranking]
     if rates != sorted(rates, reverse=True):
-        console.print(
+        console.say(
             f"rates within {SAME:.0%} count as equal: the simpler fleet comes first",
-            style="dim",
-            highlight=False,
+            "dim",
         )
     if left := found.gpus - found.gpus_of(found.best):
         each = found.question.machine.gpus
-        console.print(
+        console.say(
             f"{left} of {found.gpus} GPUs are unused: a worker takes {each}",
-            style="yellow",
-            highlight=False,
+            "yellow",
         )
     for line in _otherwise(found, args.request_rate):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.say(line, "")
     console.print(_frontier(found))
     console.print(_capacity(found))
     machine = found.question.machine
     if machine.assumed:
         taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
-        console.print(
+        console.say(
             f"{machine.profile} does not contain these sizes; assumed: {taken}; add them "
             "to the file",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
+            "yellow",
         )
     for line in _judged_by(found, args):
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
+        console.say(line)
 
 
 def _head(found: FleetPlan) -> Iterator[str]:
@@ -104,9 +98,8 @@ def _head(found: FleetPlan) -> Iterator[str]:
 
 def _machines(found: FleetPlan) -> Table:
     """Return the machines that were compared, by their coarse results."""
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    layout.add_column("machines, compared coarsely", overflow="fold")
-    layout.add_column("GPUs" if found.by_gpus else "req./s", justify="right")
+    result = "GPUs" if found.by_gpus else "req./s"
+    layout = plain_table(["machines, compared coarsely"], [result], long_texts=True, padding=TIGHT)
     order = sorted(
         found.candidates,
         key=lambda each: (bool(each.why), each.result if found.by_gpus else -each.result),
@@ -120,9 +113,7 @@ def _machines(found: FleetPlan) -> Table:
 
 def _frontier(found: FleetPlan) -> Table:
     """Return the rates of fleets of several sizes."""
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("GPUs", "req./s", "per GPU"):
-        layout.add_column(name, justify="right")
+    layout = plain_table((), ("GPUs", "req./s", "per GPU"), padding=TIGHT)
     layout.add_column("fleet")
     for gpus, served in found.frontier:
         layout.add_row(
@@ -132,15 +123,15 @@ def _frontier(found: FleetPlan) -> Table:
     return layout
 
 
-def chart_of(found: FleetPlan) -> chart.Chart:
+def chart_of(found: FleetPlan) -> Chart:
     points = [(float(gpus), served.rate) for gpus, served in found.frontier]
-    return chart.Chart(
+    return Chart(
         title="Requests in time by number of GPUs",
         x="GPUs",
         y="requests/s in time",
         series=[
-            chart.Series(found.question.profiles, [(0.0, 0.0), *points]),
-            chart.Series("the planned fleet", [(float(found.gpus), found.best.rate)], dots=True),
+            Series(found.question.profiles, [(0.0, 0.0), *points]),
+            Series("the planned fleet", [(float(found.gpus), found.best.rate)], dots=True),
         ],
         subtitle=f"{found.question.source.name}; {found.best.shape}",
     )
@@ -205,13 +196,10 @@ def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
 
 
 def _fleets(found: FleetPlan) -> Table:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    layout.add_column("")
-    layout.add_column("req./s", justify="right")
     drawn = any(served.shares for served in found.ranking)
-    layout.add_column("in time,\neach draw" if drawn else "in time", justify="right")
-    for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
-        layout.add_column(name, justify="right")
+    in_time = "in time,\neach draw" if drawn else "in time"
+    latencies = ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max")
+    layout = plain_table([""], ("req./s", in_time, *latencies), padding=TIGHT)
     for at, served in enumerate(found.ranking):
         figures, gaps = served.run.all, served.run.gaps
         layout.add_row(
@@ -282,11 +270,8 @@ def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
 
 def _capacity(found: FleetPlan) -> Table:
     capacity, size = found.capacity, found.question.machine.kv_token_bytes
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
+    layout = plain_table([""], [""], show_header=False, title_justify="left", title_style="bold")
     layout.title = "one worker, calculated"
-    layout.title_style = "bold"
-    layout.add_column("")
-    layout.add_column("", justify="right")
     limiting = capacity.limiting_prompt
     where = "never" if limiting is None else f"prompts from {limiting:,} tokens"
     for name, text in (

@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Final
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from vllm_sched.bench.results.summary import plain_table
+from vllm_sched.cli.output import Output
 from vllm_sched.cost import profiles
 from vllm_sched.cost.profile_fit import KINDS, FitError
 from vllm_sched.cost.step_time import StepShape
@@ -41,7 +41,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run_profiles(args: argparse.Namespace) -> int:
-    console = Console(markup=False)
+    console = Output()
     if args.missing:
         _print_missing(console, args.words)
         return 0
@@ -58,16 +58,14 @@ def run_profiles(args: argparse.Namespace) -> int:
         return 0
     console.print(_table(found))
     for source in dict.fromkeys(each.source for each in found):
-        console.print(f"source: {source}", style="dim", highlight=False, soft_wrap=True)
+        console.say(f"source: {source}")
     for each in found:
         if each.remark:
-            console.print(
-                f"{each.name}: {each.remark}", style="yellow", highlight=False, soft_wrap=True
-            )
+            console.say(f"{each.name}: {each.remark}", "yellow")
     for short, key in profiles.ALIASES.items():
         if any(each.key == key for each in found):
-            console.print(f"{short}: short for {key.name}", style="dim", highlight=False)
-    console.print(NOTE, style="dim", highlight=False, soft_wrap=True)
+            console.say(f"{short}: short for {key.name}")
+    console.say(NOTE)
     return 0
 
 
@@ -76,11 +74,11 @@ def _matches(name: str, words: list[str]) -> bool:
 
 
 def _table(found: list[profiles.Profile]) -> Table:
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    layout.add_column("profile", no_wrap=True)
-    headings = ("KV, k", f"{MANY} dec\nms", "2k pre\nms")
-    for heading in (*headings, *(f"{kind}\nerr %" for kind in KINDS)):
-        layout.add_column(heading, justify="right", no_wrap=True)
+    errors = (f"{kind}\nerr %" for kind in KINDS)
+    headings = ("KV, k", f"{MANY} dec\nms", "2k pre\nms", *errors)
+    layout = plain_table(["profile"], headings, padding=(0, 1, 0, 0))
+    for column in layout.columns:
+        column.no_wrap = True
     for each in found:
         decode = each.time.seconds(StepShape(decodes=MANY, context_tokens=MANY * CONTEXT))
         prompt = StepShape(prefill_tokens=CONTEXT, pairs=CONTEXT * CONTEXT / 2, prompts=1)
@@ -100,7 +98,7 @@ def _error(error: FitError | None, *, assumed: bool) -> str:
     return f"{100 * error.median:.1f}/{100 * error.worst:.0f}"
 
 
-def _print_missing(console: Console, words: list[str]) -> None:
+def _print_missing(console: Output, words: list[str]) -> None:
     for key, why in profiles.missing().items():
         if _matches(key.name, words):
-            console.print(f"{key.name}: {why}", highlight=False, soft_wrap=True)
+            console.say(f"{key.name}: {why}", "")

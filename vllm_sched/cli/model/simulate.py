@@ -6,16 +6,12 @@ import argparse
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
@@ -35,8 +31,8 @@ from vllm_sched.cli.bench.load import (
 )
 from vllm_sched.cli.exits import INTERRUPTED, interruptible
 from vllm_sched.cli.fleet import fleet as fleet_file
-from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.progress_bar import ProgressLines, terminal
+from vllm_sched.cli.output import Output, require_folders, writing
+from vllm_sched.cli.progress_bar import progress, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine
@@ -45,8 +41,6 @@ from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, in_si, worker_models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from proxy.config import FleetConfig
     from vllm_sched.bench.traffic.schedule import Schedule
     from vllm_sched.sim.types import MakeEngine, WorkerModel
@@ -157,13 +151,13 @@ def run_simulate(args: argparse.Namespace) -> int:
             f"--goodput itl: above {MAX_FINE_REQUESTS:,} requests the fluid engine records no gaps "
             "between tokens; play fewer requests, or leave itl out"
         )
-    console = Console(markup=False)
+    console = Output()
     run = _run(args, config, models, schedule, console)
     if run.played.interrupted:
         require_ended(run.played.outcomes)
     result = as_result(run, args, config, schedule, targets)
     if run.played.interrupted:
-        console.print("interrupted: partial results", style="yellow")
+        console.say("interrupted: partial results", "yellow")
     else:
         require_requests(result)
     print_tables(result, console)
@@ -173,13 +167,13 @@ def run_simulate(args: argparse.Namespace) -> int:
         with writing(args.plot):
             drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
         for path in drawn:
-            console.print(f"drew {path}", style="dim", highlight=False)
+            console.say(f"drew {path}")
     if args.trace:
         from vllm_sched.sim.fleet.perfetto import write
 
         with writing(args.trace):
             write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
-        console.print(f"wrote {args.trace}: open it at ui.perfetto.dev", style="dim")
+        console.say(f"wrote {args.trace}: open it at ui.perfetto.dev")
     if run.played.interrupted:
         return INTERRUPTED
     return int(any(each.error for each in result.outcomes))
@@ -233,34 +227,37 @@ def _run(
     config: FleetConfig,
     models: Mapping[str, WorkerModel],
     schedule: Schedule,
-    console: Console,
+    console: Output,
 ) -> SimulationRun:
     # vLLM's warnings on this machine do not apply to the simulated one.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    place, lines = terminal(console), ProgressLines("simulate")
-    if place is not None and args.engine == EXACT:
+    if args.engine == EXACT and (place := terminal(console)) is not None:
         place.print("loading vLLM's scheduler", style="dim")
     coarse = is_coarse(args.engine, schedule)
     maker = engine_maker(args.engine, traced=bool(args.trace or args.plot), each_token=not coarse)
-    fleet = SimulatedFleet(
-        config, models, maker, seed=args.seed, timeout_s=args.timeout, coarse=coarse
-    )
-    if place is None:
-        lines.say(f"{schedule.source.name}, workers: {len(models):,}, {args.engine} engine")
+    fleet = SimulatedFleet(config, models, maker, timeout_s=args.timeout, coarse=coarse)
     # Keep the garbage collector from scanning these long-lived objects again and again.
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        watched = nullcontext(_in_lines(lines)) if place is None else _in_a_bar(place, schedule)
-        with watched as told, interruptible() as stopped:
+        total = schedule.ends_after_s or requests_of(schedule)
+        more = f", workers: {len(models):,}, {args.engine} engine"
+        with (
+            progress(console, "simulate", schedule.source.name, total, more=more) as show,
+            interruptible() as stopped,
+        ):
+
+            def told(now: float, sent: int, done: int, *, last: bool = False) -> None:
+                text = f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} in flight"
+                show(now if schedule.ends_after_s else done, text, last=last)
+
             played = fleet.play(schedule, told, stopped)
+            ended = sum(not each.interrupted for each in played.outcomes)
+            told(played.duration, len(played.outcomes), ended, last=True)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     finally:
         gc.unfreeze()
-    if place is None:
-        ended = sum(not each.interrupted for each in played.outcomes)
-        lines.say(_progress_text(played.duration, len(played.outcomes), ended))
     return SimulationRun(played, fleet, wall_s, cpu_s)
 
 
@@ -270,34 +267,6 @@ def is_coarse(engine: str, schedule: Schedule) -> bool:
     if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
         counts.append(schedule.offered_rate * end)
     return engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
-
-
-@contextmanager
-def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float, int, int], None]]:
-    end = schedule.ends_after_s
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}", style="dim"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(schedule.source.name, total=end or requests_of(schedule), state="")
-
-        def told(now: float, sent: int, done: int) -> None:
-            progress.update(
-                task,
-                completed=now if end else done,
-                state=_progress_text(now, sent, done),
-            )
-
-        yield told
-
-
-def _in_lines(lines: ProgressLines) -> Callable[[float, int, int], None]:
-    return lambda now, sent, done: lines.tell(_progress_text(now, sent, done))
-
-
-def _progress_text(now: float, sent: int, done: int) -> str:
-    return f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} in flight"
 
 
 def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:
@@ -392,14 +361,14 @@ def _warnings(
     return found
 
 
-def _print_result(console: Console, result: BenchResult, run: SimulationRun) -> None:
+def _print_result(console: Output, result: BenchResult, run: SimulationRun) -> None:
     text = (
         f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
         f"{run.wall_s:.1f} s, {run.speed:.3g} times faster than real time"
     )
     if (share := run.scheduler_share) is not None:
         text += f"; vLLM's schedulers took {share:.0%} of it"
-    console.print(text, style="dim", highlight=False, soft_wrap=True)
+    console.say(text)
     for warning in result.warnings:
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+        console.say(warning, "yellow")
     print_errors([each.error for each in result.outcomes if each.error], console)

@@ -7,17 +7,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from vllm_sched.bench.calibrate.profile_names import find_profile
+from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.bench.compare.report import show
-from vllm_sched.cli.bench import chart
-from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
+from vllm_sched.bench.results.summary import plain_table
+from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost import profiles
 from vllm_sched.cost.curved import step_time_of
 from vllm_sched.cost.events import EventRun, play
@@ -39,7 +39,7 @@ MEANING = {
     ALONG: "prefill steps also decode (vLLM V1)",
 }
 HEADINGS = (
-    "exact\nreq/s", "vs 1", "played\nreq/s", "served\nin", "vs 1", "ITL\np50", "p99", "max",
+    "K", "exact\nreq/s", "vs 1", "played\nreq/s", "served\nin", "vs 1", "ITL\np50", "p99", "max",
 )  # fmt: skip
 
 
@@ -143,25 +143,18 @@ def run_threshold(args: argparse.Namespace) -> int:
     apart = _find(APART, time, args)
     # Also show the best K of APART in the other regime, for comparison.
     findings = [apart, _find(ALONG, time, args, {apart.recursion: "best apart"})]
-    console = Console(markup=False)
-    console.print(
+    console = Output()
+    console.say(
         f"{args.slots} slots, outputs of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
         f"tokens on average; costs: {source}",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
+        "dim",
     )
     for finding in findings:
         console.print(_table(finding))
-        console.print(f"{finding.name}: {finding.verdict}", highlight=False, soft_wrap=True)
-    if args.save:
-        with writing(args.save):
-            _save(args.save, source, time, args, findings)
-        console.print(f"saved {args.save}", style="dim", highlight=False)
-    if args.plot:
-        with writing(args.plot):
-            write_whole(args.plot, chart.draw(_chart(findings, source, args)))
-        console.print(f"drew {args.plot}", style="dim", highlight=False)
+        console.say(f"{finding.name}: {finding.verdict}", "")
+    content = json.dumps(_to_json(source, time, args, findings), indent=1) + "\n"
+    console.save(args.save, lambda path: write_whole(path, content))
+    console.save(args.plot, partial(draw_chart, _chart(findings, source, args)), "drew")
     return 0
 
 
@@ -179,7 +172,7 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: give 0 or more")
     if args.plot:
-        chart.check_suffix(args.plot)
+        check_chart(args.plot)
     require_folders(args.save, args.plot)
 
 
@@ -262,16 +255,8 @@ def _drawn(largest: int, wanted: Sequence[int]) -> list[int]:
 
 
 def _table(finding: Finding) -> Table:
-    layout = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title=f"{finding.name}: {MEANING[finding.name]}",
-        title_justify="left",
-        title_style="bold",
-    )
-    layout.add_column("K", justify="right", no_wrap=True)
-    for heading in HEADINGS:
-        layout.add_column(heading, justify="right", no_wrap=True)
+    title = f"{finding.name}: {MEANING[finding.name]}"
+    layout = plain_table((), HEADINGS, title=title, title_justify="left", title_style="bold")
     base = finding.rows[0]
     for row in finding.rows:
         played = row.simulated
@@ -294,18 +279,18 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> chart.Chart:
+def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> Chart:
     series = []
     marks = []
     for finding in findings:
         base = finding.curve[0][1]
         series.append(
-            chart.Series(f"{finding.name}, exact", [(k, 100 * x / base) for k, x in finding.curve])
+            Series(f"{finding.name}, exact", [(k, 100 * x / base) for k, x in finding.curve])
         )
     for finding in findings:
         base = finding.curve[0][1]
         series.append(
-            chart.Series(
+            Series(
                 f"{finding.name}, simulated",
                 [(row.k, 100 * row.simulated.throughput / base) for row in finding.rows],
                 dots=True,
@@ -314,7 +299,7 @@ def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -
         for k, word in ((finding.run, "to run"), (finding.recursion, "best")):
             if k > 1:
                 marks.append((k, f"{word}, {finding.name}: {k}"))
-    return chart.Chart(
+    return Chart(
         title=f"Throughput against K: {args.slots} slots, outputs of {args.mean_output:g}, prompts "
         f"of {args.mean_prompt:g} tokens",
         subtitle=source if len(source) < 130 else f"{source[:127]}...",
@@ -327,14 +312,10 @@ def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -
     )
 
 
-def _save(
-    path: Path,
-    source: str,
-    time: StepTime,
-    args: argparse.Namespace,
-    findings: Sequence[Finding],
-) -> None:
-    content: dict[str, Any] = {
+def _to_json(
+    source: str, time: StepTime, args: argparse.Namespace, findings: Sequence[Finding]
+) -> dict[str, Any]:
+    return {
         "costs": source,
         "step_time": time.to_json(),
         "slots": args.slots,
@@ -353,4 +334,3 @@ def _save(
             for finding in findings
         },
     }
-    write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -22,23 +22,14 @@ FOREVER: Final = 1 << 40
 
 
 class EngineLoad(Protocol):
-    """The request counts of an engine."""
+    """The request counts of an engine, as `FluidSteps` has them."""
+
+    waiting: int
+    decoding: int
+    context: int
 
     @property
-    def waiting(self) -> int:
-        """Requests waiting for admission."""
-
-    @property
-    def running(self) -> int:
-        """Requests with a slot."""
-
-    @property
-    def decoding(self) -> int:
-        """Running requests whose prefill is done."""
-
-    @property
-    def context(self) -> int:
-        """Tokens of context of the decoding requests."""
+    def running(self) -> int: ...
 
 
 class Deferral:

@@ -48,8 +48,7 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
 
 
 class ExactEngine:
-    def __init__(self, model: WorkerModel, *, seed: int = 0, traced: bool = False) -> None:
-        del seed  # deterministic
+    def __init__(self, model: WorkerModel, *, traced: bool = False) -> None:
         self.model = model
         self.scheduler = make_scheduler(model, traced=traced)
         self.steps = 0

@@ -20,11 +20,9 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.sim.engines.fluid_steps import FluidSteps, growth_of, shape_of
-from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, Task
-from vllm_sched.sim.engines.kv_transfers import KvTransfers
+from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, KvTransfers, Task
 from vllm_sched.sim.engines.policy_effects import combined_effects
-from vllm_sched.sim.engines.step_run import NEVER, StepRun
-from vllm_sched.sim.engines.token_gaps import TokenGaps
+from vllm_sched.sim.engines.step_run import NEVER, StepRun, TokenGaps
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
 
 if TYPE_CHECKING:
@@ -36,18 +34,14 @@ PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
 
 
 class FluidEngine:
-    """The fluid implementation of `Engine`."""
-
     def __init__(
         self,
         model: WorkerModel,
         *,
-        seed: int = 0,
         each_token: bool = False,
         ended: Callable[[Job, float], None] | None = None,
     ) -> None:
         """Start idle; `ended` is called at a request's end with its longest gap."""
-        del seed  # deterministic
         self.model = model
         self._each = each_token
         self._ended = ended

@@ -1,15 +1,16 @@
-"""KV cache of a fluid engine: requests, their room, and cached prefixes."""
+"""KV cache of a fluid engine: requests, their room, cached prefixes, and transfers to it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from vllm_sched.bench.traffic.types import Piece
-    from vllm_sched.sim.types import Job
+    from vllm_sched.sim.types import Job, WorkerModel
 
 
 class Task:
@@ -166,3 +167,34 @@ class KvBlocks:
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)
         self.prefixes.keep(shared, self.tokens - self._own - alone, self._users)
         self.take(task)
+
+
+class KvTransfers:
+    """Decode legs that wait for KV room, and transfers under way."""
+
+    __slots__ = ("_link_free", "_model", "_room", "under_way", "waiting")
+
+    def __init__(self, model: WorkerModel, room: KvBlocks) -> None:
+        self.under_way: list[tuple[float, int, Task]] = []  # heap by end time
+        self.waiting: deque[Task] = deque()  # for KV room
+        self._model = model
+        self._room = room
+        self._link_free = 0.0
+
+    def start(self, now: float) -> None:
+        room = self._room
+        while self.waiting:
+            task = self.waiting[0]
+            if not task.gone:
+                if not room.fits(task):
+                    return
+                room.take(task)
+                cached = min(room.prefixes.held(task.job.shared), task.job.prompt_tokens)
+                seconds = self._model.transfer_s(task.job.prompt_tokens - cached)
+                self._link_free = max(self._link_free, now) + seconds
+                task.fetching = True
+                heappush(self.under_way, (self._link_free, task.number, task))
+            self.waiting.popleft()
+
+    def finish(self) -> Task:
+        return heappop(self.under_way)[2]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Lease
@@ -22,7 +22,7 @@ from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
-from vllm_sched.bench.results.trend import Trend
+from vllm_sched.bench.results.stats import Trend
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.as_ask import ask_of
@@ -51,10 +51,17 @@ class PlacedWorker:
     max_requests: int | None = None
 
 
+class EndedRequest(NamedTuple):
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float
+    tpot: float
+    longest: float  # gap between tokens
+    latency: float
+
+
 @dataclass(slots=True)
 class ClassFigures:
-    """The figures of a class of requests, or of all."""
-
     arrived: int = 0
     done: int = 0
     met: int = 0  # within the targets
@@ -75,6 +82,20 @@ class ClassFigures:
     def kept_share(self) -> float:
         """Share of arrivals within the targets or tolerably late."""
         return self.kept / self.arrived if self.arrived else 0.0
+
+    def add(self, ended: EndedRequest, *, met: bool, kept: bool, whole: bool) -> None:
+        """Count a request; its latency only if `whole`."""
+        self.done += 1
+        self.met += met
+        self.kept += kept
+        self.prompt_tokens += ended.prompt_tokens
+        self.output_tokens += ended.output_tokens
+        self.ttft.add(ended.ttft)
+        if whole:
+            self.e2el.add(ended.latency)
+        if ended.output_tokens > 1:
+            self.tpot.add(ended.tpot)
+            self.longest.add(ended.longest)
 
     def merge(self, other: ClassFigures) -> None:
         self.arrived += other.arrived
@@ -367,29 +388,14 @@ class AggregateFlow:
     def _count(self, flight: _Flight, at: float, *, handed: bool) -> None:
         request, targets = flight.request, self._targets
         output = request.output_tokens
-        ttft = flight.first - request.at
+        ttft, latency = flight.first - request.at, at - request.at
         tpot = (at - flight.first) / (output - 1) if output > 1 else 0.0
-        kept = (targets.tpot is None or tpot <= targets.tpot) and (
-            targets.itl is None or flight.longest <= targets.itl
-        )
-        met = (
-            kept
-            and (targets.ttft is None or ttft <= targets.ttft)
-            and (targets.e2el is None or at - request.at <= targets.e2el)
-        )
+        kept = targets.paced(tpot, flight.longest)
+        met = kept and targets.in_time(ttft, latency)
         self._trend.add(request.at, ttft)
         kept = met or (kept and ttft <= self._borne_s(request.prompt_tokens))
         self._lateness.ended(flight, met=met, kept=kept)
+        ended = EndedRequest(request.prompt_tokens, output, ttft, tpot, flight.longest, latency)
         for figures in (self._all, self._figures(request.klass)):
-            figures.done += 1
-            figures.met += met
-            figures.kept += kept
+            figures.add(ended, met=met, kept=kept, whole=targets.e2el is not None)
             figures.handed_over += handed
-            figures.prompt_tokens += request.prompt_tokens
-            figures.output_tokens += output
-            figures.ttft.add(ttft)
-            if targets.e2el is not None:
-                figures.e2el.add(at - request.at)
-            if output > 1:
-                figures.tpot.add(tpot)
-                figures.longest.add(flight.longest)

@@ -30,9 +30,8 @@ from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.arrivals import Arrivals
 from vllm_sched.sim.fleet.as_ask import ask_of, priority_of, salt_prefixes
-from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
+from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, Arrivals, EventQueue
 from vllm_sched.sim.fleet.session_flow import SessionFlow
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
@@ -100,7 +99,6 @@ class SimulatedFleet:
         models: Mapping[str, WorkerModel],
         make: MakeEngine,
         *,
-        seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         coarse: bool = False,
     ) -> None:
@@ -109,7 +107,7 @@ class SimulatedFleet:
         self.engines: dict[str, Engine] = {}
         for name, model in models.items():
             try:
-                self.engines[name] = make(model, seed=seed)
+                self.engines[name] = make(model)
             except UsageError as error:
                 raise UsageError(f"worker {name}: {error}") from None
         self.router = make_router(config, models)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from proxy.config import FleetConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
-from vllm_sched.bench.calibrate.profile_names import find_profile
+from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.cost import profiles
 from vllm_sched.cost.curved import step_time_of
 from vllm_sched.cost.transfer import TransferTime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.sessions.conversation import plan_session
@@ -19,17 +19,11 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.fleet.events import EventQueue
 
-
-class SubmitTurn(Protocol):
-    """Accepts a turn at a time; `ended` is called at its end, in a later event."""
-
-    def __call__(self, request: Request, now: float, ended: Callable[[float], None]) -> Outcome:
-        """Accept the turn."""
+    # Accepts a turn at a time; the call is made at its end, in a later event.
+    SubmitTurn: TypeAlias = Callable[[Request, float, Callable[[float], None]], Outcome]
 
 
 class SessionFlow:
-    """The sessions of a run."""
-
     def __init__(
         self, queue: EventQueue, send: SubmitTurn, *, limit: int, end: float | None
     ) -> None:

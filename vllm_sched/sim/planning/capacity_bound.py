@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 
-def kv_tokens(
-    *, gpus: int, memory: float, used: float, weights: float, beside: float, token_bytes: int
-) -> int:
-    """Return the KV capacity in tokens. Sizes are in bytes, `memory` and `beside` per GPU.
-
-    `used` is the engine's share of the memory; `beside` is the memory for other purposes.
-    """
-    return max(int((gpus * (used * memory - beside) - weights) / token_bytes), 0)
-
-
 def sequences_held(tokens: int, prompt: float, output: float) -> int:
     return max(int(tokens / (prompt + output / 2)), 0)
 

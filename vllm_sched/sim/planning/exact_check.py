@@ -5,11 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_sched.bench.results.goodput import Targets
-from vllm_sched.bench.results.trend import Trend
+from vllm_sched.bench.results.stats import Trend
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
+from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, EndedRequest, FlowResult
 from vllm_sched.sim.planning.search import ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
 
@@ -86,7 +85,7 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
     question = search.question
     config = FleetConfig(**shape.to_fleet("model", *question.machines))
     models = {each.model.name: each.model for each in shape.placed(*question.machines)}
-    fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
+    fleet = SimulatedFleet(config, models, ExactEngine)
     count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 
     def told(_now: float, _sent: int, done: int) -> None:
@@ -120,16 +119,9 @@ def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None
     if not outcome.good:
         return
     targets = search.question.targets
-    met = targets.met_by(outcome)
-    borne = Targets(search.trials.borne_s(outcome.prompt_tokens), targets.tpot, targets.itl)
-    figures.done += 1
-    figures.met += met
-    figures.kept += met or borne.met_by(outcome)
-    figures.prompt_tokens += outcome.prompt_tokens
-    figures.output_tokens += outcome.completed
-    figures.ttft.add(outcome.ttft)
-    if targets.e2el is not None:
-        figures.e2el.add(outcome.latency)
-    if outcome.tpot is not None:
-        figures.tpot.add(outcome.tpot)
-        figures.longest.add(max(outcome.itls))
+    met, gap, tpot = targets.met_by(outcome), max(outcome.itls, default=0.0), outcome.tpot or 0.0
+    kept = targets.paced(tpot, gap) and outcome.ttft <= search.trials.borne_s(outcome.prompt_tokens)
+    ended = EndedRequest(
+        outcome.prompt_tokens, outcome.completed, outcome.ttft, tpot, gap, outcome.latency
+    )
+    figures.add(ended, met=met, kept=met or kept, whole=targets.e2el is not None)

@@ -23,11 +23,11 @@ from vllm_sched.sim.planning.machine_choice import (
     Candidate,
     compare_machines,
     fewest,
+    fewest_gpus,
     highest,
     rate_on,
 )
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate
-from vllm_sched.sim.planning.smallest import fewest_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.sim.planning import capacity_bound
 from vllm_sched.sim.planning.capacity_search import CapacitySearch
-from vllm_sched.sim.planning.feasibility import check_feasible
 from vllm_sched.sim.planning.fleet_shapes import (
     FAMILIES,
     POLICIES,
@@ -26,7 +25,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     shapes,
 )
 from vllm_sched.sim.planning.question import FEW_DRAWS, QUICK_EFFORT
-from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials
+from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials, check_feasible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +69,6 @@ class FleetSearch:
 
     @property
     def runs(self) -> int:
-        """Return the number of simulations."""
         quick = vars(self).get("_quick")
         return self.trials.runs + (quick.trials.runs if quick else 0)
 

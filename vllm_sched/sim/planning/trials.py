@@ -9,20 +9,64 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines.kv_blocks import CachedPrefixes
 from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult
 from vllm_sched.sim.planning import capacity_bound
+from vllm_sched.sim.planning.capacity_bound import least_seconds
 from vllm_sched.sim.planning.capacity_search import DrawnRequests
 from vllm_sched.sim.planning.fleet_shapes import FleetShape
-from vllm_sched.sim.planning.traffic_stats import TrafficStats
 
 if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.planning.question import PlanQuestion
+    from vllm_sched.sim.types import WorkerModel
+
+UNLIMITED_TOKENS = 1 << 60  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficStats:
+    prompt: float  # mean
+    output: float  # mean
+    largest: int  # prompt + output
+    prompts: tuple[int, ...]  # sorted
+    totals: tuple[int, ...]  # prompt + output, sorted
+    most_each: float  # requests/s that one worker can compute with a perfect cache
+
+    @classmethod
+    def of(cls, sample: Sequence[Request], *machines: WorkerModel) -> TrafficStats:
+        totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
+        cached = any(machine.prefix_caching for machine in machines)
+        cache = CachedPrefixes(UNLIMITED_TOKENS if cached else 0)
+        sizes = [_sizes(each, cache) for each in sample]
+        seconds = min(least_seconds(machine, sizes) for machine in machines)
+        return cls(
+            sum(each.prompt_tokens for each in sample) / len(sample),
+            sum(each.output_tokens for each in sample) / len(sample),
+            totals[-1],
+            tuple(sorted(each.prompt_tokens for each in sample)),
+            tuple(totals),
+            len(sample) / seconds if seconds > 0 else math.inf,
+        )
+
+    def above(self, limit: int) -> float:
+        """Return the share of all tokens that belongs to requests above `limit`."""
+        at = bisect_left(self.totals, limit + 1)
+        return sum(self.totals[at:]) / (sum(self.totals) or 1)
+
+
+def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
+    held = min(cache.held(request.shared), request.prompt_tokens - 1)
+    cache.keep(request.shared, UNLIMITED_TOKENS)
+    return request.prompt_tokens, request.output_tokens, held
+
 
 # Least requests of a run, and its length in TTFT targets: shorter runs hide a growing queue.
 MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
@@ -158,3 +202,51 @@ def _short_to(prompts: Sequence[int]) -> int:
 def longest_kept(run: FlowResult) -> float:
     longs = run.classes.get(LONG)
     return 1.0 if longs is None else longs.kept_share
+
+
+def check_feasible(trials: FleetTrials) -> None:
+    """Raise a `UsageError` if no fleet of any size can meet the targets."""
+    question, traffic = trials.question, trials.traffic
+    holds = question.machine.max_model_len
+    at = bisect_left(traffic.totals, holds + 1)
+    fits = at / len(traffic.totals)
+    if fits < question.share:
+        raise UsageError(
+            f"{question.source.name}: {1 - fits:.0%} of the requests are longer than the "
+            f"{holds:,} tokens that a worker of {question.profiles} holds; use a "
+            "larger machine or a --scale below 1"
+        )
+    run = trials.play_idle()
+    if not trials.enough(run, strict=False):
+        raise UsageError(_infeasible(trials.question, run))
+
+
+def _infeasible(question: PlanQuestion, run: FlowResult) -> str:
+    share = question.share
+    subject, met, figures = question.source.name, run.all.share, run.all
+    named = {
+        "ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.longest,
+        "e2el": figures.e2el,
+    }  # fmt: skip
+    if met >= share and (longs := run.classes.get(LONG)) is not None:
+        # First tokens and ends of long prompts may be late, so the gaps are too long.
+        subject, met = f"the longest of {subject}", longs.kept_share
+        named = {"tpot": longs.tpot, "itl": longs.longest}
+    missed = [
+        f"{name}:{_up(sketch.quantile(share) * 1000)}"
+        for name, sketch in named.items()
+        if (target := getattr(question.targets, name)) is not None
+        and sketch.quantile(share) > target
+    ]
+    # Each target may be met, but not all together.
+    wanted = f"{' '.join(missed)} at the least" if missed else "looser targets"
+    return (
+        f"--goodput: no number of {question.profiles} meets it: on an idle worker "
+        f"{math.floor(100 * met)}% of {subject} are in time, and {share:.0%} should be; "
+        f"ask for {wanted}"
+    )
+
+
+def _up(milliseconds: float) -> int:
+    digits: int = 10 ** max(math.floor(math.log10(max(milliseconds, 1.0))) - 1, 0)
+    return math.ceil(milliseconds / digits) * digits

@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.quantiles import Quantiles
 from vllm_sched.bench.traffic.sessions.conversation import first_request
+from vllm_sched.bench.traffic.tables import Quantiles
 from vllm_sched.bench.traffic.types import Piece, Session, TrafficSource, Turn
 
 if TYPE_CHECKING:

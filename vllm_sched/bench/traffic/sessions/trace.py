@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.bench.traffic.sessions.conversation import first_request
-from vllm_sched.bench.traffic.trace_lines import (
+from vllm_sched.bench.traffic.traces import (
     BLOCK_TOKENS,
     BadLineError,
     is_pipe,

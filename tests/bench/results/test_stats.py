@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_sched.bench.results.trend import Trend
+from vllm_sched.bench.results.stats import Trend
 
 
 def trend(*seen: tuple[float, float]) -> Trend:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sched.cli.paths import require_folders, require_place, writing
+from vllm_sched.cli.output import require_folders, require_place, writing
 from vllm_sched.errors import UsageError
 
 

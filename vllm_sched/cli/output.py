@@ -1,11 +1,13 @@
-"""Check output paths before a measurement starts."""
+"""What commands print, and the files that they write."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
 
 from vllm_sched.errors import UsageError
 
@@ -52,3 +54,32 @@ def _is_folder(path: Path) -> bool:
 def _require_writable(path: Path, there: Path) -> None:
     if not os.access(there, os.W_OK):
         raise UsageError(f"{path}: {there} is not writable; choose another place")
+
+
+class Output(Console):
+    """Standard output: tables, and lines that are not cut to the terminal's width."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, highlight=False)
+
+    def say(self, text: str, style: str = "dim") -> None:
+        self.print(text, style=style, soft_wrap=True)
+
+    def save(
+        self, path: Path | None, write: Callable[[Path], Iterable[Path] | None], verb: str = "saved"
+    ) -> None:
+        """Write and report the file of an option; `write` may return the files that it wrote."""
+        if path is not None:
+            with writing(path):
+                written = write(path)
+            for each in written or (path,):
+                self.say(f"{verb} {each}")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns, for `grep`; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
