@@ -2,23 +2,39 @@
 
 Numbers are totals, not differences, so an update may be applied twice. Workers are named, because
 each host numbers them in its own way. Times are those of the sender's clock.
+
+The decoder refuses a message with a number that does not fit its place in a sheet.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-Load: TypeAlias = tuple[tuple[int, ...], float]  # charges, and when the next progress is due
-Breaker: TypeAlias = tuple[float, tuple[bool, bool, float, int, int, float, str]]
-Front: TypeAlias = tuple[int, float, float, float]
-Last: TypeAlias = tuple[float, bool, int]
-Traffic: TypeAlias = tuple[int, int, float]
+from proxy.core.fleet.worker_load import NO_LOAD
+from proxy.processes.shared.process_sheet import CLASSES, FRONTS, MAX_HASHES, PLACES
+
+MAX_INT = 2**63 - 1
+Int: TypeAlias = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
+Mark: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]  # of a tenant
+FrontIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=FRONTS)]
+PlaceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=PLACES)]
+Charges: TypeAlias = Annotated[
+    tuple[Int, ...], Meta(min_length=len(NO_LOAD), max_length=len(NO_LOAD))
+]
+Floors: TypeAlias = Annotated[tuple[float, ...], Meta(min_length=CLASSES, max_length=CLASSES)]
+Hashes: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_HASHES)]
+Load: TypeAlias = tuple[Charges, float]  # and when the next progress is due
+Breaker: TypeAlias = tuple[float, tuple[bool, bool, float, Int, Int, float, str]]
+Front: TypeAlias = tuple[Int, float, float, float]
+Last: TypeAlias = tuple[float, bool, Int]
+Traffic: TypeAlias = tuple[Int, Int, float]
 Shares: TypeAlias = tuple[float, float, float]  # one number per class
-Usage: TypeAlias = tuple[int, int, Shares, Shares, Shares]
+Usage: TypeAlias = tuple[Int, Int, Shares, Shares, Shares]
 Drained: TypeAlias = tuple[float, bool, bool]  # time of day, whether it drains, and at once
-Settled: TypeAlias = dict[int, Shares]  # charges of processes, by tenant mark
+Settled: TypeAlias = dict[Mark, Shares]  # charges of processes, by tenant
 
 
 class ProcessChanges(msgspec.Struct, array_like=True):
@@ -26,15 +42,15 @@ class ProcessChanges(msgspec.Struct, array_like=True):
 
     index: int
     life: int  # differs after a restart of the process
-    waiting: int = 0
+    waiting: Int = 0
     loads: dict[str, Load] = {}
     breakers: dict[str, Breaker] = {}
-    fronts: dict[int, Front] = {}
-    lasts: dict[int, Last] = {}
-    traffic: dict[int, Traffic] = {}
-    usage: dict[int, Usage] = {}
-    floors: tuple[float, ...] | None = None
-    prefixes: list[tuple[str, tuple[int, ...]]] = []
+    fronts: dict[FrontIndex, Front] = {}
+    lasts: dict[PlaceIndex, Last] = {}
+    traffic: dict[PlaceIndex, Traffic] = {}
+    usage: dict[Mark, Usage] = {}
+    floors: Floors | None = None
+    prefixes: list[tuple[str, Hashes]] = []
 
 
 class Update(msgspec.Struct, array_like=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 import time
 import uuid
 from collections import Counter
@@ -46,6 +45,7 @@ PAUSE_S = 1.0  # without a step, this process was stopped
 WHOLE_INTERVAL_S = 0.5  # between two whole updates
 RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
+WARNING_INTERVAL_S = 60.0  # between two warnings of unreadable messages
 OpenChannel = Callable[
     [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.ReplicaChannel]
 ]
@@ -83,7 +83,7 @@ class Replication:
         self._joined = False
         self._number = 0
         self._whole = True  # the next update has everything
-        self._last_whole = self._last_sent = self._echo_at = -inf
+        self._last_whole = self._last_sent = self._echo_at = self._next_warning = -inf
         self._heard: dict[str, int] = {}
         self._owes_answer = False  # a replica's slots depend on what this one has heard
         self._notices = Notices(send)
@@ -254,11 +254,16 @@ class Replication:
         if message.startswith(self._own):
             self._echoed(self._now())
             return
+        now = self._now()
         try:
-            self.handle(decode(message), self._now())
-        except (msgspec.DecodeError, IndexError, struct.error) as error:
+            update = decode(message)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.errors += 1
-            logger.warning("router.shared: a message cannot be read: %s", error)
+            if now >= self._next_warning:
+                self._next_warning = now + WARNING_INTERVAL_S
+                logger.warning("router.shared: a message cannot be read: %s", error)
+        else:
+            self.handle(update, now)
 
     def _echoed(self, now: float) -> None:
         """Note that a message of this replica came back."""

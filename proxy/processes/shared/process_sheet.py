@@ -27,6 +27,7 @@ MAX_TENANTS = 1024
 PLACES = 64  # models and sizes are hashed into this many places
 RING = 1024  # numbers of changed rows
 LOG = 8192  # words of the prefix log
+MAX_HASHES = LOG - 1  # of a prompt; the rest is not logged
 
 HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 11
 CLASSES = len(Rank)
@@ -252,6 +253,7 @@ class ProcessSheet:
 
     def write_log(self, row: int, hashes: tuple[int, ...]) -> None:
         """Log the block hashes of a prompt prefix that a worker got."""
+        hashes = hashes[:MAX_HASHES]
         length, logged = len(hashes), self.count(LOGGED)
         at = logged % LOG
         if at + 1 + length > LOG:  # records are contiguous; the rest of the log stays empty
@@ -289,7 +291,7 @@ class ProcessSheet:
 
 def _number_of(why: str) -> int:
     """Encode why a breaker opened, a status or a WorkerError, as a number; 0 is unknown."""
-    if why.isdecimal():
+    if why.isdecimal() and len(why) == STATUS_DIGITS:
         return int(why) + len(WORKER_ERRORS)
     return WORKER_ERRORS.index(why) if why in WORKER_ERRORS else 0
 
@@ -307,5 +309,6 @@ def store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
 
 ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")
 WORKER_ERRORS = ("", *(error.value for error in WorkerError))
+STATUS_DIGITS = 3
 LENGTH_BITS = 16
 LENGTH_MASK = (1 << LENGTH_BITS) - 1
