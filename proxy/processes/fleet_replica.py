@@ -2,6 +2,7 @@
 
 Only the leader probes, discovers workers and handles admin requests. A few times a second it sends
 its workers' new states, not events, so a process that joins late or misses a message catches up.
+The supervisor of a host's only process needs to know which workers have which rows.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class FleetReplica:
         discovery: Discovery,
         sharing: SharedLoad,
         clock: Callable[[], float],
+        *,
+        alone: bool = False,
     ) -> None:
         self._router = router
         self._discovery = discovery
+        self._alone = alone
         self._found: Mapping[str, Endpoints] = {}
         self._fleet = router.fleet
         self._sharing = sharing
@@ -75,18 +79,7 @@ class FleetReplica:
         for worker in self._fleet.roster:
             if worker not in self._places:
                 self._give(worker)
-            state = (
-                worker.spec,
-                worker.up,
-                worker.probed,
-                worker.up_since,
-                worker.awaited_since,
-                worker.draining,
-                worker.models,
-                worker.origins,
-                worker.reported_max_model_len,
-                id(worker.gauges),
-            )
+            state = self._state(worker)
             if self._sent.get(worker) != state:
                 self._sent[worker] = state
                 known.append(self._known(worker))
@@ -99,6 +92,23 @@ class FleetReplica:
             return None
         names = tuple(worker.name for worker in gone if worker.name not in self._fleet.roster)
         return WorkersChanged(tuple(known), names, send_all, warm, discovered)
+
+    def _state(self, worker: Worker) -> tuple[object, ...]:
+        """Return what the receivers must know anew if it changes."""
+        if self._alone:
+            return (worker.spec,)
+        return (
+            worker.spec,
+            worker.up,
+            worker.probed,
+            worker.up_since,
+            worker.awaited_since,
+            worker.draining,
+            worker.models,
+            worker.origins,
+            worker.reported_max_model_len,
+            id(worker.gauges),
+        )
 
     def _give(self, worker: Worker) -> None:
         place = self._rows.of(worker)

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 # Between two looks; shorter with queued requests, which wait for capacity that others free.
 IDLE_INTERVAL_S, QUEUED_INTERVAL_S = 0.05, 0.005
+ALONE_INTERVAL_S = 0.2  # without other processes here; each decision looks too
 FIRST_PROBES_S = 1.0  # wait for the first probes
 ANSWER_TIMEOUT_S = 5.0  # longer than the supervisor's timeout
 EXIT_FAILURE = 1
@@ -102,7 +103,9 @@ class ServerProcess:
             self._limiter = limiter
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
-        self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock)
+        alone = begin.processes == 1
+        self._idle_s = ALONE_INTERVAL_S if alone else IDLE_INTERVAL_S
+        self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock, alone=alone)
         self._channel = channel
         self._addresses = begin.addresses
         self._clock = clock
@@ -307,7 +310,7 @@ class ServerProcess:
                 await asyncio.sleep(QUEUED_INTERVAL_S)
             else:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._queues.came.wait(), IDLE_INTERVAL_S)
+                    await asyncio.wait_for(self._queues.came.wait(), self._idle_s)
 
     async def _drain(self) -> None:
         await self.app.drain()

@@ -127,6 +127,11 @@ class Queue:
         lines = self._lines.by_key.values()
         return self._capacity.choose_surplus(lines, (length, size, tokens), self._shares())
 
+    @property
+    def any_wait(self) -> bool:
+        """True if a request waits here or in another process."""
+        return self.length > 0 or (self.elsewhere is not None and self.elsewhere.waits)
+
     def waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
@@ -142,7 +147,7 @@ class Queue:
 
     def any_ahead_of(self, ask: RequestInfo) -> bool:
         """Return whether a waiting request goes before a new one."""
-        if not self.length and self.elsewhere is None:
+        if not self.any_wait:
             return False
         place = place_of(ask)
         if self.elsewhere is not None and self.elsewhere.before(place, ask.rank + 1):

@@ -226,8 +226,7 @@ class Placer:
 
     def _look(self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool) -> View:
         queue = self.queue
-        about = queue.length > 0 or queue.elsewhere is not None
-        waiting = about and queue.waiting(ask.model, long=True) > 0
+        waiting = queue.any_wait and queue.waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
         view = candidate_rules.find_candidates(
             self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain

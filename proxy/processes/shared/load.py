@@ -132,7 +132,8 @@ class SharedLoad:
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
         self._changed.add(worker)
-        self.schedule()
+        if not self._scheduled:
+            self.schedule()
 
     def schedule(self) -> None:
         if not self._scheduled:
