@@ -143,7 +143,7 @@ class Buckets:
         entry: Entry | None = None
         if fifo.tickets:
             fifo.least = min(ticket.ask.needs for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
-            _, standing, first = fifo.turn
+            _, standing, _, first = fifo.turn
             entry = standing, fifo.began, first, fifo.number, fifo.least, fifo
         if entry == before:
             return

@@ -7,11 +7,12 @@ from operator import attrgetter
 from sys import maxsize
 
 from proxy.core.queue.ticket import Ticket
-from proxy.core.tenants.tenants import Rank, Tenant
+from proxy.core.tenants.tenants import NO_TENANT, Rank, Tenant
 
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
-Turn = tuple[Rank, float, float]  # class, tenant's counter, first ticket's key
+# Class, tenant's counter and mark, first ticket's key. Marks decide between equal counters.
+Turn = tuple[Rank, float, int, float]
 # Tenant's counter, when it began to wait, first ticket's key, FIFO number, context needed.
 Entry = tuple[float, float, float, int, int, "RequestFifo"]
 KEY = attrgetter("key")
@@ -32,8 +33,10 @@ class RequestFifo:
     @property
     def turn(self) -> Turn:
         """Return the first ticket's sort key; the least goes first."""
-        standing = self.tenant.standings[self.rank] if self.tenant is not None else 0.0
-        return self.rank, standing, self.tickets[0].key
+        key, tenant = self.tickets[0].key, self.tenant
+        if tenant is None:
+            return self.rank, 0.0, NO_TENANT, key
+        return self.rank, tenant.standings[self.rank], tenant.mark, key
 
     def put(self, ticket: Ticket) -> None:
         self.tickets.insert(self.index(ticket.key), ticket)

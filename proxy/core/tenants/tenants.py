@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
 
+from xxhash import xxh3_64_intdigest
+
 from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.tenants.limits import Limits, TenantUsage
 
 SALT_PREFIX = b"vllm-sched cache\0"
+NO_TENANT = 1  # the mark of requests without a tenant
 
 
 class Rank(IntEnum):
@@ -68,6 +71,7 @@ class Tenant:
         "learnt",
         "ledger",
         "lifts",
+        "mark",
         "own_unsettled",
         "spec",
         "standings",
@@ -81,6 +85,7 @@ class Tenant:
 
     def __init__(self, spec: TenantSpec, totals: TenantTotals | None = None) -> None:
         self.spec = spec
+        self.mark = xxh3_64_intdigest(spec.name.encode()) >> 1 or NO_TENANT  # on all hosts
         self.totals = totals or TenantTotals()
         self.ledger = TenantUsage(spec.limits)
         self.virtual = 0.0  # by weight, see `fairness`

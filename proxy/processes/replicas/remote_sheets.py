@@ -223,8 +223,8 @@ class RemoteSheets:
         process.breakers.update(part.breakers)
         for name in {*part.loads, *part.breakers}:
             self._write_worker(process, name, offset)
-        for at, (waits, virtual, since, oldest) in part.fronts.items():
-            front = QueueFront(waits, virtual, since + offset, oldest + offset)
+        for at, (tenant, virtual, since, oldest) in part.fronts.items():
+            front = QueueFront(tenant, virtual, since + offset, oldest + offset)
             sheet.write_front(*divmod(at, len(Rank)), front)
         process.waiting = part.waiting
         sheet.write_count(WAITING, part.waiting)

@@ -16,8 +16,6 @@ import logging
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, cast
 
-from xxhash import xxh3_64_intdigest
-
 from proxy.core.tenants.tenants import ChangedTenants, Rank
 from proxy.processes.shared.process_sheet import (
     LIFE,
@@ -168,8 +166,7 @@ class SharedLimits:
         self._edition = self._tenants.edition
         rows: dict[Tenant, int] = {}
         for tenant in self._tenants:
-            mark = xxh3_64_intdigest(tenant.name.encode()) >> 1 or 1
-            row = self._table.tenant_row(mark)
+            row = self._table.tenant_row(tenant.mark)
             if row is None:
                 logger.error(
                     "tenant %s: more than %d tenants since the start; its limits apply to each "

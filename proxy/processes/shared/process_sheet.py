@@ -61,7 +61,7 @@ IDLE = Struct("@qq")  # the first two numbers of a tenant's row
 class QueueFront(NamedTuple):
     """The first request of a class that waits for a model and size."""
 
-    waits: int = 0  # 0 if no request waits
+    tenant: int = 0  # its mark; 0 if no request waits
     virtual: float = 0.0
     since: float = 0.0
     oldest: float = 0.0  # arrival of the oldest request of the class

@@ -68,7 +68,9 @@ class SharedQueues:
         if rank > BATCH and self._higher(place[0]):
             return True  # batch waits for all sizes of its model
         at, above = place_of(place), list(Rank)[:rank]
-        return any(sheet.read_front(at, higher).waits for sheet in self._sheets for higher in above)
+        return any(
+            sheet.read_front(at, higher).tenant for sheet in self._sheets for higher in above
+        )
 
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
         """Return for each amount whether another process has more than this one.
@@ -105,7 +107,7 @@ class SharedQueues:
         if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
             return self._hold()
         remote = (
-            (aged.get(rank, IN_ORDER), (rank, front.virtual, front.since))
+            (aged.get(rank, IN_ORDER), (rank, *order_of(front)))
             for rank, front in self._fronts_at(place)
         )
         if min(remote, default=(order, turn)) >= (order, turn):
@@ -127,7 +129,7 @@ class SharedQueues:
         at = place_of(place)
         for sheet in self._sheets:
             for rank in Rank:
-                if (front := sheet.read_front(at, rank)).waits:
+                if (front := sheet.read_front(at, rank)).tenant:
                     yield rank, front
 
     def publish(self) -> None:
@@ -139,11 +141,11 @@ class SharedQueues:
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)
         fronts: dict[tuple[int, Rank], QueueFront] = {}
-        for (place, rank), ((_, virtual, since), oldest) in queue.fronts().items():
+        for (place, rank), ((_, virtual, tenant, since), oldest) in queue.fronts().items():
             at = place_of(place), rank
-            front, other = QueueFront(1, virtual, since, oldest), fronts.get(at)
+            front, other = QueueFront(tenant, virtual, since, oldest), fronts.get(at)
             if other is not None:
-                front = min(front, other)._replace(oldest=min(oldest, other.oldest))
+                front = min(front, other, key=order_of)._replace(oldest=min(oldest, other.oldest))
             fronts[at] = front
         for at in self._fronts.keys() | fronts.keys():
             sheet.write_front(*at, fronts.get(at, EMPTY_FRONT))
@@ -164,6 +166,10 @@ class SharedQueues:
             self.tokens = sum(sheet.count(TOKENS) for sheet in sheets)
         else:
             self.bytes = self.tokens = 0
+
+
+def order_of(front: QueueFront) -> tuple[float, int, float]:
+    return front.virtual, front.tenant, front.since
 
 
 def place_of(place: Place) -> int:

@@ -10,7 +10,8 @@ from proxy.batches.spare_capacity import has_spare_capacity
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
 from proxy.core.queue.ticket import Ticket
-from proxy.core.tenants.tenants import Rank, TenantSpec
+from proxy.core.queue.urgency import Urgency
+from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared.queue import HOLD_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.virtual_group import VirtualGroup
@@ -126,6 +127,26 @@ def test_request_above_the_limit_is_kept_if_the_queue_was_empty(make_group: Make
     waits(submit(group, 1, "crowd", prompt=500))
     waits(submit(group, 0, "single", prompt=50))
     assert group.routers[1].due(group.now) == []
+
+
+@pytest.mark.parametrize("urgent", ["crowd", "single"])
+def test_no_key_decides_between_tenants_in_two_processes(
+    make_group: MakeGroup, urgent: str
+) -> None:
+    """Their counters are equal."""
+    group = make_group(2, spec("a", most=1))
+    running, names = group.submit(0), ("crowd", "single")
+    for index, name in enumerate(names):
+        router = group.routers[index]
+        router.tenants.replace([TenantSpec(name) for name in names], {})
+        info = ask()
+        info.tenant = router.tenants.get(name)
+        key = group.now + (0.0 if name == urgent else 5.0)
+        router.queue.push(info, group.now, urgency=Urgency(key=key))
+        group.end_turn()
+    group.finish(0, running)
+    dispatched = [name for index, name in enumerate(names) if due(group, index)]
+    assert dispatched == [min(names, key=lambda name: Tenant(TenantSpec(name)).mark)]
 
 
 def test_first_request_goes_first_across_processes(make_group: MakeGroup) -> None:
