@@ -14,7 +14,7 @@ from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import Update, decode
 from proxy.processes.replicas.replication import Replication
 from proxy.processes.replicas.ticks import FLUSH_LEAD_S, PUBLISH_INTERVAL_S
-from proxy.processes.server_process import IDLE_INTERVAL_S, QUEUED_INTERVAL_S
+from proxy.processes.server_process import ALONE_INTERVAL_S, QUEUED_INTERVAL_S
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
@@ -76,7 +76,7 @@ class StaleFleet(SimulatedFleet):
             for index, router in enumerate(self.routers):
                 self.hosts.append(Host(self, router, self._delays))
                 self.at(self._delays.publish_s * index / count, self.hosts[-1].publish)
-                self.at(IDLE_INTERVAL_S * index / count, self.hosts[-1].watch)
+                self.at(ALONE_INTERVAL_S * index / count, self.hosts[-1].watch)
 
     @property
     def now(self) -> float:
@@ -187,7 +187,7 @@ class Host:
         """Serve the queue when others have changed something, as `ServerProcess` does."""
         queue, sharing = self._router.queue, self._sharing
         if queue.length or now >= self._idle_until:
-            self._idle_until = now + IDLE_INTERVAL_S
+            self._idle_until = now + ALONE_INTERVAL_S
             sharing.look(now)
             sharing.publish_written()
             if queue.length and (sharing.changes != self._seen or self._queues.held):
