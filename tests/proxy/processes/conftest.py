@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from proxy.core.model.specs import WorkerSpec
-from tests.proxy.processes.virtual_group import HostGroup, VirtualGroup
+from tests.proxy.processes.virtual_group import AloneGroup, HostGroup, VirtualGroup
 
 MakeAny = Callable[..., VirtualGroup]
 
@@ -32,6 +32,12 @@ def make_any() -> Iterator[MakeAny]:
 @pytest.fixture(params=[VirtualGroup, HostGroup])
 def make_group(request: pytest.FixtureRequest, make_any: MakeAny) -> Callable[..., VirtualGroup]:
     """Make groups of processes, and of hosts in a second run of the test."""
+    return partial(make_any, request.param)
+
+
+@pytest.fixture(params=[VirtualGroup, HostGroup, AloneGroup])
+def make_all(request: pytest.FixtureRequest, make_any: MakeAny) -> Callable[..., VirtualGroup]:
+    """Make groups of processes, groups of hosts, and one router for what all of these must do."""
     return partial(make_any, request.param)
 
 

@@ -18,10 +18,10 @@ AGES = FairnessSettings(standard_age_s=1.0, batch_age_s=3.0)
 
 
 def start_load(
-    make_group: MakeGroup, waiting: dict[tuple[int, str], int], size: int = 2
+    make_all: MakeGroup, waiting: dict[tuple[int, str], int], size: int = 2
 ) -> TenantLoad:
     """Return a load of tenants, named by rank and suffix; the first process runs 8 requests."""
-    group = make_group(size, spec("a", most=8), fairness=AGES, queue_wait_s=1e6)
+    group = make_all(size, spec("a", most=8), fairness=AGES, queue_wait_s=1e6)
     names = sorted({name for _, name in waiting})
     specs = [TenantSpec(name, Rank[name.partition(" ")[0]]) for name in names]
     for router in group.routers:
@@ -35,17 +35,17 @@ def start_load(
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize(("low", "high"), [(STANDARD, INTERACTIVE), (BATCH, STANDARD)])
 def test_no_rank_waits_beyond_its_age(
-    make_group: MakeGroup, low: Rank, high: Rank, where: int
+    make_all: MakeGroup, low: Rank, high: Rank, where: int
 ) -> None:
-    load = start_load(make_group, {(0, high.name): 10, (where, low.name): 1})
+    load = start_load(make_all, {(0, high.name): 10, (where, low.name): 1})
     start = load.group.now
     load.run(AGES.ages[low] + 0.5)
     assert AGES.ages[low] <= load.first_served[low.name] - start < AGES.ages[low] + 0.3
 
 
-def test_no_rank_waits_beyond_its_age_with_load_in_all_processes(make_group: MakeGroup) -> None:
+def test_no_rank_waits_beyond_its_age_with_load_in_all_processes(make_all: MakeGroup) -> None:
     load = start_load(
-        make_group,
+        make_all,
         {(index, "INTERACTIVE"): 10 for index in range(3)} | {(1, "STANDARD"): 1},
         size=3,
     )
@@ -56,17 +56,17 @@ def test_no_rank_waits_beyond_its_age_with_load_in_all_processes(make_group: Mak
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_aged_requests_take_every_second_place_across_processes(
-    make_group: MakeGroup, where: int
+    make_all: MakeGroup, where: int
 ) -> None:
-    load = start_load(make_group, {(0, "INTERACTIVE"): 10, (where, "STANDARD"): 60})
+    load = start_load(make_all, {(0, "INTERACTIVE"): 10, (where, "STANDARD"): 60})
     load.run(4.0)  # all waiting requests have aged
     load.run(6.0)
     assert load.served["STANDARD"] / load.served.total() == pytest.approx(0.5, abs=0.1)
 
 
-def test_age_does_not_change_shares_across_processes(make_group: MakeGroup) -> None:
+def test_age_does_not_change_shares_across_processes(make_all: MakeGroup) -> None:
     """All waiting requests of one tenant have aged, in the process where places come free."""
-    load = start_load(make_group, {(0, "STANDARD a"): 40, (1, "STANDARD b"): 0})
+    load = start_load(make_all, {(0, "STANDARD a"): 40, (1, "STANDARD b"): 0})
     load.run(3.0)
     load.waiting[1, "STANDARD b"] = 40
     load.run(5.0)

@@ -175,3 +175,18 @@ class HostGroup(VirtualGroup):
                 host.connected = True
                 self.replications.append(host)
         return self.replications
+
+
+class AloneGroup(VirtualGroup):
+    """One router that shares nothing and gets the requests of all."""
+
+    def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
+        super().__init__(1, *specs, **settings)
+        self.routers *= size
+        self.queues *= size
+        self.sharings *= size
+
+    def join(self, index: int) -> SharedLoad:
+        sharing, router = super().join(index), self.routers[index]
+        router.fleet.roster.others = router.queue.elsewhere = None
+        return sharing

@@ -66,8 +66,8 @@ def submit(
     return answer
 
 
-def test_concurrency_is_counted_across_processes(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=3)))
+def test_concurrency_is_counted_across_processes(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t", limits=Limits(concurrency=3)))
     leases = [placed(submit(group, index)) for index in (0, 1, 1)]
     for index in (0, 1):
         assert refused(submit(group, index)).status == 429
@@ -151,9 +151,9 @@ def test_refused_request_is_not_counted(make_processes: MakeGroup) -> None:
     assert others.running() == 0
 
 
-def test_finish_of_a_removed_tenant_does_not_change_its_successor(make_group: MakeGroup) -> None:
+def test_finish_of_a_removed_tenant_does_not_change_its_successor(make_all: MakeGroup) -> None:
     specs = [TenantSpec("t", limits=Limits(concurrency=3))]
-    group = group_of(make_group, *specs)
+    group = group_of(make_all, *specs)
     lease = placed(submit(group, 0))
     for present in ([], specs):
         for router in group.routers:
@@ -278,8 +278,8 @@ def difference(rivals: TenantLoad) -> float:
     return abs(rivals.served["t"] - rivals.served["u"]) / rivals.served.total()
 
 
-def test_shares_are_equal_across_processes(make_group: MakeGroup) -> None:
-    assert difference(make_rivals(make_group)) < 0.1
+def test_shares_are_equal_across_processes(make_all: MakeGroup) -> None:
+    assert difference(make_rivals(make_all)) < 0.1
 
 
 def test_restarted_process_knows_earlier_service(make_group: MakeGroup) -> None:
@@ -302,9 +302,9 @@ def test_restarted_process_knows_earlier_service(make_group: MakeGroup) -> None:
 
 
 def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(
-    make_group: MakeGroup,
+    make_all: MakeGroup,
 ) -> None:
-    rivals = make_rivals(make_group)
+    rivals = make_rivals(make_all)
     group = rivals.group
     tenant(group, 1, "u").charge(1e6)
     for _ in range(10):
@@ -316,8 +316,8 @@ def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(
     assert min(standings) >= 1e6
 
 
-def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t"), TenantSpec("u"), max_requests=1)
+def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t"), TenantSpec("u"), max_requests=1)
     leases = [placed(submit(group, 1, "u"))]
     tenant(group, 1, "u").charge(1e6)
     waits(submit(group, 1, "u"))
@@ -347,9 +347,9 @@ def start_flood(make_group: MakeGroup) -> VirtualGroup:
     return group
 
 
-def test_lift_ignores_estimates_of_requests_in_other_processes(make_group: MakeGroup) -> None:
+def test_lift_ignores_estimates_of_requests_in_other_processes(make_all: MakeGroup) -> None:
     """An estimate is returned to its own tenant; a lift is not."""
-    group = start_flood(make_group)
+    group = start_flood(make_all)
     flood, small = tenant(group, 1, "flood"), tenant(group, 1, "small")
     assert flood.standings[Rank.STANDARD] > 1e6
     waits(submit(group, 1, "small"))
@@ -366,8 +366,8 @@ def test_estimates_of_a_dead_process_are_returned(make_group: MakeGroup) -> None
     assert flood.standings[Rank.STANDARD] == flood.settled(Rank.STANDARD) == 5000
 
 
-def test_simultaneous_lifts_of_a_tenant_count_once(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t"))
+def test_simultaneous_lifts_of_a_tenant_count_once(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t"))
     placed(submit(group, 0))
     for index in (0, 1):
         tenant(group, index).lift(Rank.STANDARD, 500.0)
@@ -378,8 +378,8 @@ def test_simultaneous_lifts_of_a_tenant_count_once(make_group: MakeGroup) -> Non
     assert [tenant(group, index).standings[Rank.STANDARD] for index in (0, 1)] == [500.0, 500.0]
 
 
-def test_batch_charges_do_not_change_other_ranks_in_other_processes(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t"))
+def test_batch_charges_do_not_change_other_ranks_in_other_processes(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t"))
     tenant(group, 0).charge(700.0, Rank.BATCH)
     placed(submit(group, 0))
     group.read_all()
@@ -458,8 +458,8 @@ def test_only_changed_tenants_are_read(
     assert len(rows) == 202, "a full read finds missed changes"
 
 
-def test_tenant_added_later_starts_without_charges(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t"))
+def test_tenant_added_later_starts_without_charges(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t"))
     placed(submit(group, 0))
     for router in group.routers:
         router.tenants.replace([TenantSpec("t"), TenantSpec("u", limits=Limits(concurrency=1))], {})
@@ -469,9 +469,9 @@ def test_tenant_added_later_starts_without_charges(make_group: MakeGroup) -> Non
 
 
 def test_more_tenants_than_rows_are_logged(
-    make_group: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_all: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = group_of(make_group, TenantSpec("t"))
+    group = group_of(make_all, TenantSpec("t"))
     for sharing in group.sharings:
         for part in sharing.parts:
             if isinstance(part, tenancy.SharedLimits):

@@ -50,8 +50,8 @@ def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGro
         assert idle(router.fleet.roster)
 
 
-def test_worker_limit_holds_across_processes(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(2, spec("a", most=3), queue_wait_s=5.0)
+def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGroup]) -> None:
+    group = make_all(2, spec("a", most=3), queue_wait_s=5.0)
     leases = [group.submit(0), group.submit(1), group.submit(0)]
     ticket = waits(group.routers[1].submit(ask(), group.now))
     assert not [*group.routers[1].due(group.now)]
@@ -86,8 +86,8 @@ def test_restarted_process_sees_existing_load_and_breakers(
     assert not group.worker(1, "a").breaker.closed
 
 
-def test_breaker_is_shared(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(3, spec("a"), spec("b"))
+def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
+    group = make_all(3, spec("a"), spec("b"))
     bad = group.worker(0, "a")
     for _ in range(3):
         group.routers[0].fleet.health.failed(bad, group.now)
@@ -108,9 +108,9 @@ def test_breaker_is_shared(make_group: Callable[..., VirtualGroup]) -> None:
 
 
 def test_crash_seen_by_all_processes_counts_as_one_opening(
-    make_group: Callable[..., VirtualGroup],
+    make_all: Callable[..., VirtualGroup],
 ) -> None:
-    group = make_group(3, spec("a"))
+    group = make_all(3, spec("a"))
     for index in range(3):
         for _ in range(3):
             group.routers[index].fleet.health.failed(group.worker(index, "a"), group.now)
@@ -121,8 +121,8 @@ def test_crash_seen_by_all_processes_counts_as_one_opening(
     assert add_up([page, page, page]) == page
 
 
-def test_panic_is_shared(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(3, *map(spec, "abcd"))
+def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
+    group = make_all(3, *map(spec, "abcd"))
     pool = ("m", False)
     for name, process in (("a", 0), ("b", 1), ("c", 2)):
         for _ in range(3):
@@ -222,9 +222,9 @@ def test_burst_of_handovers_keeps_the_limits(make_processes: Callable[..., Virtu
     assert len(leases) == 5  # two are served whole
 
 
-def test_moved_decode_legs_keep_the_limit(make_group: Callable[..., VirtualGroup]) -> None:
+def test_moved_decode_legs_keep_the_limit(make_all: Callable[..., VirtualGroup]) -> None:
     sides = spec("p", Role.PREFILL), *(spec(name, Role.DECODE, most=8) for name in ("d1", "d2"))
-    group = make_group(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
+    group = make_all(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
     group.read_all()
     legs: list[tuple[int, Lease]] = []
     for number in range(12):
@@ -263,8 +263,8 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
     assert info.whole == ""
 
 
-def test_full_ring_of_changes_causes_a_full_read(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(2, spec("a"), spec("b"))
+def test_full_ring_of_changes_causes_a_full_read(make_all: Callable[..., VirtualGroup]) -> None:
+    group = make_all(2, spec("a"), spec("b"))
     lease = group.submit(0)
     group.read_all()
     for _ in range(RING):
@@ -328,9 +328,9 @@ def test_rows_are_reused_when_no_process_uses_them(
 
 
 def test_new_leader_continues_the_assignment_of_rows(
-    make_group: Callable[..., VirtualGroup],
+    make_all: Callable[..., VirtualGroup],
 ) -> None:
-    group = make_group(2, *(spec(name) for name in "abcd"))
+    group = make_all(2, *(spec(name) for name in "abcd"))
     a, b, c, d = members(group.routers[0].fleet)
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=4)
     rows.adopt({a: (2, 0.5), b: (0, 0.7)})
@@ -341,8 +341,8 @@ def test_new_leader_continues_the_assignment_of_rows(
     assert rows.of(d) == (1, group.now)
 
 
-def test_reused_row_does_not_keep_a_breaker(make_group: Callable[..., VirtualGroup]) -> None:
-    group = make_group(2, spec("a"), spec("b"))
+def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup]) -> None:
+    group = make_all(2, spec("a"), spec("b"))
     for _ in range(3):
         group.routers[1].fleet.health.failed(group.worker(1, "a"), group.now)
     group.end_turn()

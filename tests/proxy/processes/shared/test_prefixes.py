@@ -27,8 +27,8 @@ def submit(group: VirtualGroup, index: int, prefix: tuple[int, ...]) -> str:
     return lease.worker.name
 
 
-def test_conversation_stays_on_its_worker_in_any_process(make_group: MakeGroup) -> None:
-    group = make_group(3, *WORKERS)
+def test_conversation_stays_on_its_worker_in_any_process(make_all: MakeGroup) -> None:
+    group = make_all(3, *WORKERS)
     for start in range(20):
         prefix = tuple(range(1000 * start, 1000 * start + 20))
         first = submit(group, start % 3, prefix)
@@ -45,8 +45,8 @@ def test_prefixes_of_other_processes_are_not_logged_again(make_group: MakeGroup)
     assert group.sharings[1].sheet.read_log(0)[0] == 0
 
 
-def test_session_is_known_in_all_processes(make_group: MakeGroup) -> None:
-    group = make_group(3, *WORKERS)
+def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
+    group = make_all(3, *WORKERS)
     for number in range(12):
         info = ask(4000, prefix=(1, 2, 3, *range(10, 20 + number)))
         info.session = 7
@@ -93,9 +93,9 @@ def test_log_of_a_restarted_process_is_read_from_the_start(make_group: MakeGroup
     assert submit(group, 1, prefix) == first
 
 
-def test_handed_over_prefix_is_shared_after_the_first_token(make_group: MakeGroup) -> None:
+def test_handed_over_prefix_is_shared_after_the_first_token(make_all: MakeGroup) -> None:
     sides = spec("p0", Role.PREFILL), spec("d0", Role.DECODE)
-    group = make_group(2, *sides, transfer=True, disaggregate_above=2000)
+    group = make_all(2, *sides, transfer=True, disaggregate_above=2000)
     prefix = tuple(range(1, 21))
     lease = placed(group.routers[0].submit(ask(4000, prefix=prefix), group.now))
     group.end_turn()

@@ -162,8 +162,8 @@ def test_first_request_goes_first_across_processes(make_group: MakeGroup) -> Non
     assert due(group, 0) == [second]
 
 
-def test_new_request_does_not_overtake_other_processes(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1))
+def test_new_request_does_not_overtake_other_processes(make_all: MakeGroup) -> None:
+    group = make_all(2, spec("a", most=1))
     running = group.submit(0)
     first = wait(group, 1)
     group.finish(0, running)
@@ -228,8 +228,8 @@ def test_batch_waits_for_other_requests_of_all_processes(make_group: MakeGroup) 
     assert due(group, 0) == [batch]
 
 
-def test_spare_capacity_counts_requests_of_other_processes(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1))
+def test_spare_capacity_counts_requests_of_other_processes(make_all: MakeGroup) -> None:
+    group = make_all(2, spec("a", most=1))
     lease = group.submit(1)
     group.read_all()
     assert not has_spare_capacity(group.routers[0], MODEL, group.now), "the worker is busy"
@@ -255,8 +255,8 @@ def test_short_and_long_requests_have_separate_orders(make_group: MakeGroup) -> 
     assert due(group, 0) == [short]
 
 
-def test_long_requests_of_other_processes_count_as_waiting(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1))
+def test_long_requests_of_other_processes_count_as_waiting(make_all: MakeGroup) -> None:
+    group = make_all(2, spec("a", most=1))
     group.submit(0)
     wait(group, 1, long=True)
     group.read_all()
@@ -264,8 +264,8 @@ def test_long_requests_of_other_processes_count_as_waiting(make_group: MakeGroup
     assert group.routers[0].queue.waiting("m", long=False) == 0
 
 
-def test_empty_queue_of_another_process_holds_nothing_back(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1))
+def test_empty_queue_of_another_process_holds_nothing_back(make_all: MakeGroup) -> None:
+    group = make_all(2, spec("a", most=1))
     running = group.submit(1)
     ticket = wait(group, 0)
     group.finish(1, running)

@@ -21,8 +21,8 @@ def submit(group: VirtualGroup, index: int, *, long: bool) -> None:
     group.end_turn()
 
 
-def test_traffic_rates_are_shared(make_group: MakeGroup) -> None:
-    group = make_group(3, spec("s", Role.SHORT), spec("l", Role.LONG))
+def test_traffic_rates_are_shared(make_all: MakeGroup) -> None:
+    group = make_all(3, spec("s", Role.SHORT), spec("l", Role.LONG))
     for index in range(3):
         for _ in range(4 + index):
             submit(group, index, long=False)
