@@ -214,7 +214,7 @@ class LongPrompt(Policy):
 
     def _divide(self, passing: int = 0) -> None:
         step, prompts = self._step, self._prompts
-        stuck = step.refused in self._lookups
+        stuck = prompts.blocked or step.refused in self._lookups
         entering = 0 if stuck else min(prompts.waiting_longs.asking, prompts.free_places)
         prompts.entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
@@ -270,6 +270,8 @@ class LongPrompt(Policy):
             self._counts_are_current = True
             self._step.ask_gates()
             self._prompts.count_longs()
+            refused = self._step.refused is not None
+            self._prompts.blocked = refused and self._step.newcomer() is None
             self._divide(self._count_passing())
         division = self._division
         if self._step.budget < division.budget:

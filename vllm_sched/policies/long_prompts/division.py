@@ -28,6 +28,7 @@ class StepPrompts:
     waiting_longs: LaneCount = field(init=False)  # of all these lanes
     free_places: int = 0  # for waiting longs
     entering: int = 0  # waiting longs that may enter
+    blocked: bool = False  # no request enters, because the next one lacks KV blocks
 
     def __post_init__(self) -> None:
         self.count_longs()
@@ -73,7 +74,7 @@ class StepDivision:
         better = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
         own = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
         waiting = prompts.waiting_shorts
-        asking = min(waiting.asking, max(step.free_slots, 0))
+        asking = 0 if prompts.blocked else min(waiting.asking, max(step.free_slots, 0))
         self._num_shorts = len(better) + len(own) + asking
         # Tokens of waiting requests include cached ones.
         expected = waiting.tokens * asking // max(waiting.requests, 1)
