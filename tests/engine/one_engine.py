@@ -19,7 +19,7 @@ from vllm_sched import SyncPolicyScheduler
 from vllm_sched.workers.tiny_model import tiny_model
 
 
-def make_engine() -> LLMEngine:
+def make_engine(max_num_seqs: int = 6) -> LLMEngine:
     """Start an engine that is small enough for waits and preemptions."""
     return LLMEngine.from_engine_args(
         EngineArgs(
@@ -29,7 +29,7 @@ def make_engine() -> LLMEngine:
             block_size=32,
             max_model_len=2048,
             max_num_batched_tokens=256,
-            max_num_seqs=6,
+            max_num_seqs=max_num_seqs,
             num_gpu_blocks_override=100,
             enable_prefix_caching=False,
             async_scheduling=False,

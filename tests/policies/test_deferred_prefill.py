@@ -9,11 +9,11 @@ import pytest
 from tests.policies.closed_loop import ClosedLoop, FakeRequest
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
+from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.deferral import threshold
-from vllm_sched.policies.deferred_prefill import DEFERRABLE, DIRECT, PROBE_EVERY, DeferredPrefill
+from vllm_sched.policies.deferred_prefill import DEFERRABLE, DIRECT, DeferredPrefill
 from vllm_sched.policies.types import EngineFacts, Gate, LaneCount, Step, StepResult
 
 FACTS = EngineFacts(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=32)
@@ -283,21 +283,6 @@ def test_policy_without_measurements_holds_no_request() -> None:
     driver.fill()
     assert driver.step(free=1, departed=1) is Gate.OPEN
     assert driver.policy.gauges()["k"] == 1
-
-
-def test_probe_step_goes_without_prefill_if_every_step_prefills() -> None:
-    driver = Driver(built())
-    driver.fill()
-    gates = []
-    for _ in range(2 * PROBE_EVERY + 2):
-        gates.append(driver.step(free=2, departed=2))
-        if gates[-1] is Gate.OPEN:
-            driver.admit(2)
-            driver.policy.observe(StepResult(0.02, [Chunk(200, 0)], 30, 30, 3000))
-        else:
-            assert driver.policy.held_reason(DEFERRABLE) == "probe"
-            driver.policy.observe(StepResult(0.01, [], 30, 30, 3000))
-    assert gates.count(Gate.CLOSED) == 2
 
 
 def a100(**changes: float) -> StepTime:

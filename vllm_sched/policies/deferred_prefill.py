@@ -42,8 +42,6 @@ from vllm_sched.policies.types import (
 
 DEFERRABLE, DIRECT = "deferrable", "direct"
 
-# Steps with prefill in a row before a step without prefill measures decoding.
-PROBE_EVERY: Final = 64
 # Start of the wait of a request that was held for the maximum time.
 RELEASED: Final = -math.inf
 EMPTY: Final = LaneCount()
@@ -71,7 +69,7 @@ class DeferredPrefillSettings(Settings):
 class DeferredPrefill(Policy):
     name: ClassVar[str] = "deferred_prefill"
     settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
-    held_reasons = ("departures", "probe", "itl")
+    held_reasons = ("departures", "itl")
     settings: DeferredPrefillSettings
 
     def __init__(self, facts: EngineFacts, settings: DeferredPrefillSettings) -> None:
@@ -99,7 +97,6 @@ class DeferredPrefill(Policy):
         self._lanes: dict[str, str] = {}  # of waiting requests
         self._held_since: dict[str, float] = {}  # waiting requests that were held
         self._releases = 0  # of these, after the maximum time
-        self._mixed_in_a_row = 0
         self._ended: dict[End, int] = dict.fromkeys(ENDS, 0)
         self._held_s = 0.0
 
@@ -107,7 +104,6 @@ class DeferredPrefill(Policy):
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._admitted = 0
         self._prefill_s = 0.0  # predicted
-        self._probing = False
 
     def fluid_effects(self) -> FluidEffects:
         return FluidEffects(hold=AdmissionHold(self._departures, self._max_hold_s, self._itl_s))
@@ -141,9 +137,6 @@ class DeferredPrefill(Policy):
             self._running_full = max(step.running + step.departed, 1)
         if self.learns:
             self._threshold.begin_step(step.index, self._running_full)
-        self._probing = self._mixed_in_a_row >= PROBE_EVERY and full and not step.prefills
-        if self._probing:
-            self._mixed_in_a_row = 0
         if (hold := self._hold) is not None:
             hold.begin_step(step)
             self._held_s += max(step.now - before.now, 0.0)
@@ -165,7 +158,7 @@ class DeferredPrefill(Policy):
         if lane == DIRECT or self._is_overdue(head):
             return Gate.OPEN
         hold = self._hold
-        held = self._probing or (hold is not None and not self._is_exempt(head, hold))
+        held = hold is not None and not self._is_exempt(head, hold)
         if not held and self._in_time(head):
             return Gate.OPEN
         self._held_since.setdefault(head.request_id, self._step.now)
@@ -226,7 +219,6 @@ class DeferredPrefill(Policy):
     def observe(self, result: StepResult) -> None:
         self.lengths.prefilled(sum(chunk.tokens for chunk in result.chunks))
         if self.learns:
-            self._mixed_in_a_row = self._mixed_in_a_row + 1 if result.chunks else 0
             self.fit.observe(self.fit.slowest(result.shape, result.others), result.seconds)
 
     def departed(self, request: RequestView, now: float) -> None:
@@ -239,10 +231,8 @@ class DeferredPrefill(Policy):
         self._lanes.pop(name, None)
 
     def held_reason(self, lane: str) -> str:
-        """Return whether a hold, a probe or `itl_ms` closes the gate."""
-        if self.holding:
-            return "departures"
-        return "probe" if self._probing else "itl"
+        """Return whether a hold or `itl_ms` closes the gate."""
+        return "departures" if self.holding else "itl"
 
     def gauges(self) -> Mapping[str, float]:
         threshold, lengths = self._threshold, self.lengths
