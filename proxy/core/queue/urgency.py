@@ -15,7 +15,6 @@ from math import inf
 
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders, Worker
-from proxy.core.learned.prefix_index import matched_tokens
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 
@@ -54,7 +53,9 @@ def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     pool = roster.pool(ask.model)
     held: PrefixHolders = []
     if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
-        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
+        held = roster.prefixes.matched_tokens(
+            matches, ask.prefix, ask.prefix_bytes, ask.bytes_before, ask.prompt_tokens
+        )
     best, is_learnt = inf, True
     for worker in _likely(pool.all, held) + pool.prefills[:MAX_WORKERS]:
         if worker.may_hold(ask) and not (ask.long and worker.role is Role.SHORT):

@@ -8,7 +8,7 @@ from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders, Worker
-from proxy.core.learned.prefix_index import matched_tokens, workers_of_deepest
+from proxy.core.learned.prefix_index import workers_of_deepest
 from proxy.core.learned.sessions import Session, Turn
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
@@ -39,7 +39,9 @@ def find_candidates(
     held: PrefixHolders = []
     holders: list[Worker] = []
     if ask.prefix and (matches := roster.prefixes.matches(ask.prefix)):
-        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
+        held = roster.prefixes.matched_tokens(
+            matches, ask.prefix, ask.prefix_bytes, ask.bytes_before, ask.prompt_tokens
+        )
         if pool.ranked:
             holders = [
                 roster.by_index[i]
