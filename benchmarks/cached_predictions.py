@@ -78,9 +78,10 @@ def texts() -> dict[str, str]:
     rng = random.Random(0)
     code = "".join(path.read_text() for path in sorted(ROOT.glob("proxy/**/*.py")))
     prose = "".join(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))
+    names, words = code.split(), prose.split()
     records = [
-        {"id": rng.randrange(10**6), "path": rng.choice(code.split()), "ok": rng.random() < 0.5,
-         "value": round(rng.random(), 6), "tags": rng.choices(prose.split(), k=3)}
+        {"id": rng.randrange(10**6), "path": rng.choice(names), "ok": rng.random() < 0.5,
+         "value": round(rng.random(), 6), "tags": rng.choices(words, k=3)}
         for _ in range(4000)
     ]  # fmt: skip
     weights = [1 / (n + 5) for n in range(CHINESE_CHARS)]
@@ -98,7 +99,7 @@ def tokenizer() -> Tokenizer:
         vocab_size=VOCABULARY, special_tokens=list(ROLES), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    found.train_from_iterator((text[:400_000] for text in texts().values()), trainer)
+    found.train_from_iterator((text[:200_000] for text in texts().values()), trainer)
     return found
 
 

@@ -19,6 +19,6 @@ def test_repeated_forks_and_turns_are_predicted_within_a_block(
     requests += [("turns", each) for each in traffic.turns()]
     found = play(requests, block)
     assert [len(each) for each in found.values()] == [12, 8]
-    # The first two of the common prompt: nothing is known, and then only its size.
-    for each in found["systems"][2:] + found["turns"]:
-        assert abs(each[0] - each[1]) <= max(block, 64), found
+    # Of the first two with the common prompt nothing is known, and then only its size.
+    for predicted, cached in found["systems"][2:] + found["turns"]:
+        assert abs(predicted - cached) <= block, found

@@ -133,7 +133,8 @@ class ResidentPrefixes:
         block, size = self.block_tokens, earlier.prompt_tokens
         if prompt.prompt_bytes <= earlier.prompt_bytes or found < size // block * block:
             return False
-        if earlier.end - size > block:
+        may_have_it = found > size or prompt.prompt_tokens > earlier.end
+        if earlier.end - size > block and may_have_it:
             has_response = found > size
             self._responses_found += LEARNING_RATE * (has_response - self._responses_found)
         return True

@@ -222,7 +222,7 @@ def test_whether_prompts_find_responses_is_learnt(found: int) -> None:
     engine = Engine()
     for number, letter in enumerate("cdef"):
         engine.serve(2 * number, letter, "b", found=0, response=48)
-        engine.serve(2 * number + 1, letter, "b", "x", found=found)
+        engine.serve(2 * number + 1, letter, "b", *"xyz", found=found)
     engine.serve(99, "a", "b", found=0, response=48)
     assert engine.cached("a", "b", "c") == found
 
