@@ -71,7 +71,7 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
         worker.reports_prefixes = True
         found.append(prefixes)
     roster.name_prefix = lambda worker, ask: journals[worker.name].name(
-        flight_id(ask), name_of(ask.prefix, ask.prefix_bytes)
+        flight_id(ask), name_of(ask.prefix, ask.prefix_bytes, ask.bytes_before)
     )
     return found
 

@@ -293,15 +293,14 @@ class Router:
         *,
         free: bool,
     ) -> Refusal | None:
-        tried = attempts.tried
         if attempts.drops >= MAX_DROPS:
             return self.placer.count_refusal(ask.model, refusals.dropped())
         if free:  # few: the last attempt is whole
             return None
-        if len(tried) >= self.settings.max_attempts:
+        if attempts.failures >= self.settings.max_attempts:
             why = "it has used all its attempts (router.retries.attempts)"
             return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
-        if self._failed_with_worker(ask, now, tried, after) or self._retries.spend(now):
+        if self._failed_with_worker(ask, now, attempts.tried, after) or self._retries.spend(now):
             return None
         why = "too many requests are being retried"
         return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
@@ -311,9 +310,9 @@ class Router:
         leg, before = lease.under_way, lease.attempts
         tried = before.tried | {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
-        if not free and len(tried) >= self.settings.max_attempts:
-            return False
         attempts = replace(before, tried=tried, continues=before.continues or continues)
+        if not free and attempts.failures >= self.settings.max_attempts:
+            return False
         if not candidates.may_take(self._roster, lease.ask, now, attempts):
             return False
         if free:

@@ -30,6 +30,9 @@ class CacheListener(Protocol):
     def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
         """Note the name that a reader gave a request."""
 
+    def found(self, number: int, tokens: int) -> None:
+        """Note how many first tokens of a request the cache held when it started."""
+
     def resident(self, number: int, tokens: int) -> None:
         """Note that the cache holds the first tokens of the request."""
 
@@ -173,6 +176,12 @@ class EngineJournal:
             request.resident = min(request.resident, first)
             if listener is not None:
                 listener.evicted(number, first, last)
+        started = iter(step.found)
+        for number, found in zip(started, started, strict=True):
+            if number not in requests:
+                raise KeyError(number)
+            if listener is not None:
+                listener.found(number, found)
         changes = iter(step.resident)
         for number, resident in zip(changes, changes, strict=True):
             requests[number].resident = resident

@@ -46,7 +46,7 @@ class Journals:
 
     def name_prefix(self, worker: Worker, ask: RequestInfo) -> None:
         """Name a request by its hashes, for all routers that read the journal."""
-        name = name_of(ask.prefix, ask.prefix_bytes)
+        name = name_of(ask.prefix, ask.prefix_bytes, ask.bytes_before)
         for subscriber in self._subscribers.get(worker, ()):
             subscriber.name(ask.id, name)
 

@@ -57,10 +57,11 @@ class JournalStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
     preempted: list[Number]
     ended: list[EndedRequest]
     forgotten: list[Number]
+    found: list[Number] = []  # number of each request that started, and cached tokens
 
     def __post_init__(self) -> None:
-        if len(self.evicted) % 3 or len(self.resident) % 2:
-            raise ValueError("`evicted` has no threes, or `resident` no pairs")
+        if len(self.evicted) % 3 or len(self.resident) % 2 or len(self.found) % 2:
+            raise ValueError("`evicted` has no threes, or `resident` or `found` no pairs")
         if self.counts and len(self.counts) != len(self.numbers):
             raise ValueError("`counts` and `numbers` differ in length")
         if (sum(self.counts) if self.counts else len(self.numbers)) != len(self.tokens):

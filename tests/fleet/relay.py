@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import socketserver
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,12 +40,13 @@ class Relay(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     block_on_close = False
+    allow_reuse_address = True
 
-    def __init__(self, to: int) -> None:
+    def __init__(self, to: int, port: int = 0) -> None:
         self.to = to
         self.open: list[socket.socket] = []
         self.data_at = 0.0  # time of the server's last data
-        super().__init__((LOOPBACK, 0), RelayHandler)
+        super().__init__((LOOPBACK, port), RelayHandler)
 
     @property
     def url(self) -> str:
@@ -92,3 +95,15 @@ def second_address(url: str) -> Iterator[str]:
     """Return a second URL of a server."""
     with relaying(url) as relay:
         yield relay.url
+
+
+def main() -> None:
+    """Relay each `PORT:TO` of the command line until the process is killed."""
+    for pair in sys.argv[1:]:
+        port, to = map(int, pair.split(":"))
+        Thread(target=Relay(to, port).serve_forever, daemon=True).start()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 KV_FULL = 0.95  # full: new requests wait
 SHARING_LEARNING_RATE = 0.5  # of `kv_apart`
-MIN_SHARED_BLOCKS = 4
+MIN_SHARED_BLOCKS = 16
 MAX_PAGE_AGE_S = 5.0
 
 

@@ -19,6 +19,7 @@ class Attempts:
     """What earlier attempts of a request have shown."""
 
     tried: frozenset[Worker] = NO_WORKERS  # workers that failed it
+    earlier_failures: int = 0  # of workers that may be tried again
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
     whole: str = ""  # why it can be split no more
@@ -28,7 +29,11 @@ class Attempts:
 
     @property
     def is_retry(self) -> bool:
-        return bool(self.tried) or self.moved
+        return self.failures > 0 or self.moved
+
+    @property
+    def failures(self) -> int:
+        return len(self.tried) + self.earlier_failures
 
     def allows(self, worker: Worker) -> bool:
         """Return whether a worker may be tried."""

@@ -1,10 +1,11 @@
 """Index of prompt prefixes that workers may have cached.
 
-Idea: prompts are cut into blocks of up to 4 KB, about 1,024 tokens; 64 KB beyond 4 MB. Each hash
-is seeded with the previous one, so equal hashes mean equal prefixes.
+Idea: prompts are cut into blocks of 128 bytes to 4 KB, about 1,024 tokens; 64 KB beyond 4 MB. Each
+hash is seeded with the previous one, so equal hashes mean equal prefixes.
 
 A block is resident if the worker's journal says so, and expected on the worker that got it: in a
-`RadixTree`, or for workers with a journal until the request has ended.
+`RadixTree`, or for workers with a journal until the request has ended. Tokens of resident blocks
+come from the journal as well.
 
 Memory: that of `RadixTree`, and as many resident hashes as caches hold. Expected ones beside them
 are in two generations, at most 16 MB; a full new one replaces the old one.
@@ -27,7 +28,7 @@ from proxy.core.learned.radix_tree import RadixTree
 
 MAX_GENERATION_HASHES = 32_768
 # From a list: mypyc would write down each item of a longer tuple.
-BLOCKS = tuple([512] * 32 + [2048] * 24 + [4096] * 1008 + [65_536] * 960)
+BLOCKS = tuple([128] * 32 + [256] * 48 + [2048] * 24 + [4096] * 1008 + [65_536] * 960)
 ENDS = tuple(accumulate(BLOCKS))
 MAX_COPIED_BLOCKS = 8
 COVERED = (0, *ENDS)  # bytes per number of blocks
@@ -42,6 +43,11 @@ class PrefixIndex:
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._resident: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}  # up to the end of a resident block
+        # Cached tokens by the last common block: where prompts went apart, and of prompts that
+        # begin with a whole earlier one.
+        self._forks: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
         self._ending: list[tuple[tuple[int, ...], int]] = []
@@ -52,9 +58,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._sent.hashes + len(self._new) + len(self._old)
 
-    def hashes(self, model: str, body: bytes, start: int = 0) -> tuple[int, ...]:
+    def hashes(self, model: str, body: bytes, start: int = 0, end: int = -1) -> tuple[int, ...]:
         """Hash the whole blocks of a prompt."""
-        blocks = bisect_right(ENDS, len(body) - start)
+        blocks = bisect_right(ENDS, (len(body) if end < 0 else end) - start)
         if not blocks:
             return ()
         seed = self._seeds.get(model)
@@ -107,6 +113,42 @@ class PrefixIndex:
         found.reverse()
         return found
 
+    def known(self, hashes: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many first blocks an engine has reported, and the tokens in them."""
+        tokens = self._tokens
+        low, high = 0, len(hashes) if tokens else 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if hashes[middle - 1] in tokens:
+                low = middle
+            else:
+                high = middle - 1
+        if not low:
+            return 0, 0
+        last = hashes[low - 1]
+        return low, max(tokens[last], self._forks.get(last, 0))
+
+    def matched_tokens(
+        self,
+        matches: Matches,
+        hashes: tuple[int, ...],
+        prompt_bytes: int,
+        bytes_before: int,
+        prompt_tokens: int,
+    ) -> Matches:
+        """Return matches in tokens instead of blocks."""
+        blocks, tokens = self.known(hashes)
+        begin = COVERED[blocks] if blocks else -bytes_before
+        per_byte = max(prompt_tokens - tokens, 0) / max(prompt_bytes - begin, 1)
+        found = []
+        for depth, workers in matches:
+            last = hashes[depth - 1]
+            held = self._forks.get(last) or self._ends.get(last) or self._tokens.get(last)
+            if held is None:
+                held = tokens + int((COVERED[depth] - begin) * per_byte)
+            found.append((max(min(held, prompt_tokens), 0), workers))
+        return found
+
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
         if self._followed >> worker & 1:
             self.expect(hashes, worker)
@@ -140,13 +182,28 @@ class PrefixIndex:
         if len(new) > self._generation:
             self._old, self._new = new, {}
 
-    def hold(self, block: int, worker: int) -> None:
-        """Note that a worker's cache holds a block."""
+    def hold(self, block: int, worker: int, tokens: int) -> None:
+        """Note that a worker's cache holds a block, and about how many tokens end with it."""
         self._resident[block] = self._resident.get(block, 0) | 1 << worker
+        self._tokens.setdefault(block, tokens)
+
+    def fork(self, block: int, tokens: int) -> None:
+        """Note the cached tokens of a prompt that goes apart from others in or after a block."""
+        self._forks[block] = tokens
+        self._ends.pop(block, None)
+
+    def end_prompt(self, block: int, tokens: int) -> None:
+        """Note the cached tokens of a whole prompt and its response, by the last block."""
+        if block in self._tokens:
+            self._ends[block] = tokens
 
     def drop(self, block: int, worker: int) -> None:
         """Note that a worker's cache holds a block no longer."""
         _clear(self._resident, block, 1 << worker)
+        if block not in self._resident:
+            self._tokens.pop(block, None)
+            self._forks.pop(block, None)
+            self._ends.pop(block, None)
         self.expect_no_longer((block,), worker)
 
     def end(self, hashes: tuple[int, ...], worker: int) -> None:
@@ -186,15 +243,6 @@ def _clear(holders: dict[int, int], block: int, bit: int) -> None:
         del holders[block]
     elif found & bit:
         holders[block] = found ^ bit
-
-
-def matched_tokens(matches: Matches, prompt_bytes: int, prompt_tokens: int) -> Matches:
-    """Return matches in tokens instead of blocks."""
-    per_byte = prompt_tokens / prompt_bytes
-    return [
-        (min(int(COVERED[blocks] * per_byte), prompt_tokens), workers)
-        for blocks, workers in matches
-    ]
 
 
 def workers_of_deepest(matches: Matches, most: int) -> list[int]:

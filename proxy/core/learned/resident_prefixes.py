@@ -3,10 +3,14 @@
 Idea: the engine reports tokens, the index has hashes of bytes. Each request has both sizes, so a
 share of its tokens is the same share of its bytes. The hashes travel as the name of the request.
 
+Two kinds of points are exact: where prompts went apart before, the engine has reported the cached
+tokens, and where a prompt ended, its size and its response. A longer prompt is expected to contain
+the response, unless most prompts lately did not.
+
 Cost: a few look-ups per block that an engine caches or evicts.
 
-How it fails: a block of bytes counts as evicted when a part of it is. Prompts of which the bytes
-are unevenly dense in tokens are inexact by the difference.
+How it fails: a block of bytes counts as evicted when a part of it is. Where prompts go apart for
+the first time, and the bytes are unevenly dense in tokens, the error is the difference.
 """
 
 from __future__ import annotations
@@ -16,17 +20,22 @@ from struct import Struct, error, pack, unpack
 
 from proxy.core.learned.prefix_index import COVERED, ENDS, PrefixIndex
 
-VERSION = 1
-HEAD = Struct("<BI")  # version, bytes of the prompt
+VERSION = 2  # of blocks and names
+LEARNING_RATE = 0.25  # of the share of responses that are found
+HEAD = Struct("<BII")  # version, bytes of the prompt, and of tools before it
 
 
 class NamedPrompt:
-    __slots__ = ("hashes", "prompt_bytes", "prompt_tokens")
+    __slots__ = ("bytes_before", "end", "hashes", "prompt_bytes", "prompt_tokens")
 
-    def __init__(self, hashes: tuple[int, ...], prompt_bytes: int, prompt_tokens: int) -> None:
+    def __init__(
+        self, hashes: tuple[int, ...], prompt_bytes: int, bytes_before: int, prompt_tokens: int
+    ) -> None:
         self.hashes = hashes
+        self.bytes_before = bytes_before
         self.prompt_bytes = prompt_bytes
         self.prompt_tokens = prompt_tokens
+        self.end = 0  # tokens that the cache holds of the prompt and its response
 
     def whole_blocks(self, tokens: int, block_tokens: int) -> int:
         """Return the blocks of bytes that the first tokens cover."""
@@ -42,7 +51,8 @@ class NamedPrompt:
         return range(min(bisect_right(ENDS, self._bytes(first)), end), end)
 
     def _bytes(self, tokens: int) -> float:
-        return tokens * self.prompt_bytes / self.prompt_tokens
+        before = self.bytes_before
+        return tokens * (before + self.prompt_bytes) / self.prompt_tokens - before
 
 
 class ResidentPrefixes:
@@ -53,6 +63,9 @@ class ResidentPrefixes:
         self._worker = worker
         self._prompts: dict[int, NamedPrompt] = {}  # by the engine's number of the request
         self._resident: dict[int, int] = {}  # tokens of requests without a name
+        self._found: dict[int, int] = {}  # at their start
+        self._ends: dict[int, NamedPrompt] = {}  # the last prompt that ended with a block
+        self._responses_found = 1.0  # share, learned
         self._blocks: dict[int, int] = {}  # with the request that held each first
         self._lost: tuple[int, ...] = ()  # blocks when the journal was read last
 
@@ -76,28 +89,75 @@ class ResidentPrefixes:
         if prompt is None:
             return
         self._prompts[number] = prompt
+        if (found := self._found.pop(number, -1)) >= 0:
+            self.found(number, found)
         if resident := self._resident.pop(number, 0):
             self.resident(number, resident)
+
+    def found(self, number: int, tokens: int) -> None:
+        """Note how many tokens of a request the cache held when it started."""
+        if (prompt := self._prompts.get(number)) is None:
+            self._found[number] = tokens
+            return
+        hashes, blocks = prompt.hashes, self._blocks
+        depth, _ = self._index.known(hashes)
+        while depth and hashes[depth - 1] not in blocks:  # other workers hold more
+            depth -= 1
+        if not depth:
+            return
+        last = hashes[depth - 1]
+        earlier = self._ends.get(last)
+        if earlier is None or not self._goes_on(earlier, prompt, tokens):
+            self._index.fork(last, tokens)
 
     def resident(self, number: int, tokens: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
             self._resident[number] = tokens
             return
-        blocks = self._blocks
-        for block in prompt.hashes[: prompt.whole_blocks(tokens, self.block_tokens)]:
-            if block not in blocks:
-                blocks[block] = number
-                self._index.hold(block, self._worker)
+        blocks, hashes, index = self._blocks, prompt.hashes, self._index
+        whole = range(prompt.whole_blocks(tokens, self.block_tokens))
+        if missing := [at for at in whole if hashes[at] not in blocks]:
+            known, before = index.known(hashes)
+            begin = COVERED[known] if known else -prompt.bytes_before
+            left = prompt.prompt_tokens - before
+            per_byte = left / max(prompt.prompt_bytes - begin, 1)
+            for at in missing:
+                blocks[hashes[at]] = number
+                after = max(COVERED[at + 1] - begin, 0)
+                index.hold(hashes[at], self._worker, before + int(after * per_byte))
+        if hashes and tokens + self.block_tokens > prompt.prompt_tokens:
+            self._end(prompt, tokens)
+
+    def _goes_on(self, earlier: NamedPrompt, prompt: NamedPrompt, found: int) -> bool:
+        """Return whether a prompt begins with a whole one; learn if it found its response."""
+        block, size = self.block_tokens, earlier.prompt_tokens
+        if prompt.prompt_bytes <= earlier.prompt_bytes or found < size // block * block:
+            return False
+        may_have_it = found > size or prompt.prompt_tokens > earlier.end
+        if earlier.end - size > block and may_have_it:
+            has_response = found > size
+            self._responses_found += LEARNING_RATE * (has_response - self._responses_found)
+        return True
+
+    def _end(self, prompt: NamedPrompt, tokens: int) -> None:
+        """Note the cached tokens of prompts that begin with this one."""
+        last, prompt.end = prompt.hashes[-1], tokens
+        self._ends[last] = prompt
+        found = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
+        self._index.end_prompt(last, found)
 
     def evicted(self, number: int, first: int, last: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
             self._resident[number] = min(self._resident.get(number, 0), first)
             return
+        if prompt.hashes and first < prompt.end and self._ends.get(prompt.hashes[-1]) is prompt:
+            self._end(prompt, first)
         for at in prompt.touched_blocks(first, last, self.block_tokens):
             self._drop(prompt.hashes[at])
 
     def cleared(self) -> None:
         self._resident.clear()
+        self._found.clear()
         for block in [*self._blocks]:
             self._drop(block)
 
@@ -119,6 +179,7 @@ class ResidentPrefixes:
     def forgotten(self, number: int) -> None:
         """Drop what only this request's bytes stand for; no later report would name them."""
         self._resident.pop(number, None)
+        self._found.pop(number, None)
         if (prompt := self._prompts.pop(number, None)) is not None:
             for block in prompt.hashes:
                 if self._blocks.get(block) == number:
@@ -127,21 +188,22 @@ class ResidentPrefixes:
     def _drop(self, block: int) -> None:
         if self._blocks.pop(block, None) is None:
             return
+        self._ends.pop(block, None)
         if not any(block in other._blocks for other in self.others):
             self._index.drop(block, self._worker)
 
 
-def name_of(hashes: tuple[int, ...], prompt_bytes: int) -> bytes:
+def name_of(hashes: tuple[int, ...], prompt_bytes: int, bytes_before: int = 0) -> bytes:
     """Return the name under which an engine reports a request."""
-    return HEAD.pack(VERSION, prompt_bytes) + pack(f"<{len(hashes)}Q", *hashes)
+    return HEAD.pack(VERSION, prompt_bytes, bytes_before) + pack(f"<{len(hashes)}Q", *hashes)
 
 
 def prompt_of(name: bytes, prompt_tokens: int) -> NamedPrompt | None:
     try:
-        version, prompt_bytes = HEAD.unpack_from(name)
+        version, prompt_bytes, bytes_before = HEAD.unpack_from(name)
         hashes = unpack(f"<{(len(name) - HEAD.size) // 8}Q", name[HEAD.size :])
     except error:
         return None
     if version != VERSION or not prompt_bytes or not prompt_tokens:
         return None
-    return NamedPrompt(hashes, prompt_bytes, prompt_tokens)
+    return NamedPrompt(hashes, prompt_bytes, bytes_before, prompt_tokens)

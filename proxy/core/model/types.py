@@ -83,7 +83,8 @@ class RequestInfo:
     most: int = maxsize  # largest context, if its worker should decide
     long: bool = False  # budget above `short_limit`
     prefix: tuple[int, ...] = ()  # chained block hashes
-    prefix_bytes: int = 0  # body bytes from the prompt's start
+    prefix_bytes: int = 0  # body bytes of the prompt
+    bytes_before: int = 0  # of tools, which a template puts before the prompt
     text_bytes: int = 0
     tool_bytes: int = 0  # of these
     prompts: int = 1

@@ -10,6 +10,7 @@ import orjson
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import Worker
+from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model import refusals
 from proxy.core.model.route_table import PromptFields, Route
 from proxy.core.model.types import Refusal, RequestInfo
@@ -40,7 +41,7 @@ from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
-from proxy.core.request.sizing import Sizer, fit
+from proxy.core.request.sizing import Sizer, begins_with, fit
 from proxy.core.request.split_check import whole_because
 from proxy.core.tenants.tenants import Rank, Tenant
 
@@ -62,6 +63,7 @@ EMPTY, FORM, RESPONSE, PROMPT = (
 OPAQUE = PromptFields.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 MIN_BYTES_BEFORE = 40  # bytes; no other key fits before
+MAX_BYTES_AFTER = 65_536  # that are searched for the field after the prompt
 MAX_COUNTED_BYTES = 65_536  # longer bodies are not sent to /tokenize
 MAX_JUDGED_BYTES = 4 * MAX_COUNTED_BYTES  # unless the estimate would refuse them
 UNCLEAR_FORM = "The form must have exactly one `model` field, and one plain quoted name per part."
@@ -141,7 +143,6 @@ class RequestParser:
         if tenant is not None and not tenant.may_use(model):
             return refusals.not_allowed(model, self._known(tenant))
         ask = self._sizer.ask(route, model, fields, len(body), request_id, tenant)
-        ask.long = ask.budget > self.short_limit
         ask.deadline = deadline
         ask.takes_arguments = ask.route in WITH_ARGUMENTS and ARGUMENTS not in fields
         if batch:
@@ -154,7 +155,7 @@ class RequestParser:
         elif SALT in fields:
             ask.salt = salt_in(fields)
         if hashed:
-            self._hash(ask, shape, body)
+            self._hash(ask, shape, fields, body)
             if ask.generates:
                 _name_session(ask, shape, fields, session)
         if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
@@ -162,6 +163,7 @@ class RequestParser:
             if tenant is not None and not ask.pinned:
                 return refusals.no_response(str(previous))
             self._add_stored(ask)
+        ask.long = ask.budget > self.short_limit
         self._fit(ask)
         if self.splits:
             ask.whole = ask.whole or whole_because(ask, fields)
@@ -267,12 +269,21 @@ class RequestParser:
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self.stored.remember(response_id, worker, tenant)
 
-    def _hash(self, ask: RequestInfo, shape: PromptFields, body: bytes) -> None:
+    def _hash(
+        self, ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
+    ) -> None:
         start = prompt_start(shape, body)
         if start >= 0:
             scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
-            ask.prefix = self._roster.prefixes.hashes(scope, body, start)
-            ask.prefix_bytes = len(body) - start
+            prefixes, end = self._roster.prefixes, prompt_end(shape, fields, body, start)
+            ask.prefix = prefixes.hashes(scope, body, start, end)
+            ask.prefix_bytes = end - start
+            if ask.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
+                ask.bytes_before = ask.tool_bytes
+            blocks, tokens = prefixes.known(ask.prefix)
+            if blocks and ask.text_bytes and not ask.counted and ask.prompts == 1:
+                whole = ask.bytes_before + ask.prefix_bytes
+                begins_with(ask, tokens, (ask.prefix_bytes - COVERED[blocks]) / whole)
 
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
         """Return the worker to count an ask's tokens; None if the estimate suffices."""
@@ -354,3 +365,16 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
             if found >= 0:
                 start = found
     return start
+
+
+def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: int) -> int:
+    """Return where the field after the prompt starts, or else the body's end."""
+    key, following = PROMPT_KEYS[shape][1:-1].decode(), iter(fields)
+    for name in following:
+        if name == key:
+            break
+    if (name := next(following, "")) and name.isascii():
+        found = body.rfind(b'"%b"' % name.encode(), max(start, len(body) - MAX_BYTES_AFTER))
+        if found >= 0:
+            return found
+    return len(body)

@@ -214,6 +214,12 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
         ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
 
 
+def begins_with(ask: RequestInfo, tokens: int, rest: float) -> None:
+    """Use a beginning's known tokens in the estimate of an ask; `rest`: share of other bytes."""
+    ask.prompt_tokens = ask.largest_prompt = tokens + int(ask.prompt_tokens * rest)
+    ask.prompt_error = int(ask.prompt_error * rest)
+
+
 def enlarged(ask: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
     """Return a request that a worker found above its limit with a larger size."""
     ask = replace(ask)

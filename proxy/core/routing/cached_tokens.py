@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import PrefixHolders
-from proxy.core.learned.prefix_index import Matches, matched_tokens
+from proxy.core.learned.prefix_index import Matches
 from proxy.core.learned.sessions import Session
 from proxy.core.model.types import RequestInfo
 
@@ -14,7 +14,9 @@ def cached_tokens(
 ) -> PrefixHolders:
     held: PrefixHolders = []
     if matches:
-        held = matched_tokens(matches, ask.prefix_bytes, ask.prompt_tokens)
+        held = roster.prefixes.matched_tokens(
+            matches, ask.prefix, ask.prefix_bytes, ask.bytes_before, ask.prompt_tokens
+        )
     may_extend = session is not None and (not ask.pinned or ask.stored_tokens > 0)
     if session is not None and may_extend and session.extends(ask.prefix):
         held = with_visits(held, session, roster, ask)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import NO_WORKERS, Attempts
 from proxy.core.model.refusals import no_worker_left
 from proxy.core.model.types import Outcome
 from proxy.core.request.continuable import (
@@ -27,7 +28,7 @@ from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Attempts, Lease
+    from proxy.core.fleet.leases import Lease
     from proxy.wire.exchange.owner import AttemptOwner
     from proxy.wire.exchange.response_writer import ResponseWriter
 
@@ -103,6 +104,11 @@ def continued(attempts: Attempts) -> Attempts:
     return replace(attempts, whole="continued", continues=True)
 
 
+def has_gone_on(attempts: Attempts) -> Attempts:
+    """Return the attempts of a stream that has new tokens; its first workers may run again."""
+    return replace(attempts, tried=NO_WORKERS, earlier_failures=attempts.failures)
+
+
 def not_continued(owner: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
     """Count and log a stream that ends because its worker failed."""
     owner.failed_worker = ""
@@ -166,6 +172,7 @@ def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -
         owner.wire.metrics.continued(failed)
         owner.enter(ANSWERING)
         if lease is not None:
+            lease.attempts = has_gone_on(lease.attempts)
             owner.record.left_workers += (failed,)
             owner.wire.continuations.continued(now, owner.record, failed, lease.worker.name)
             owner.wire.router.leases.first_token(lease, now)

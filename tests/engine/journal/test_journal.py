@@ -77,10 +77,10 @@ def test_messages_of_one_request() -> None:
     request = bench.add(100, output=3)
     name = request.request_id
     assert [tuple(message) for _ in range(4) if (message := bench.step())] == [
-        ([(1, name, 100)], [], False, [], [1, 64], [], [], [], [], [], []),
-        ([], [], False, [], [1, 96], [1], [], [7], [], [], []),
-        ([], [], False, [], [], [1], [], [7], [], [], []),
-        ([], [], False, [], [], [1], [], [7], [], [(1, "length")], []),
+        ([(1, name, 100)], [], False, [], [1, 64], [], [], [], [], [], [], [1, 0]),
+        ([], [], False, [], [1, 96], [1], [], [7], [], [], [], []),
+        ([], [], False, [], [], [1], [], [7], [], [], [], []),
+        ([], [], False, [], [], [1], [], [7], [], [(1, "length")], [], []),
     ]
     assert bench.take() is None
 
@@ -108,6 +108,7 @@ def test_a_request_without_own_blocks_is_forgotten_at_its_end() -> None:
     assert bench.messages[-1].forgotten == [2]
     reused = [message.resident for message in bench.messages if message.resident[:1] == [2]]
     assert reused == [[2, 64]]
+    assert [message.found for message in bench.messages if message.found] == [[1, 0], [2, 64]]
 
 
 def test_abort_of_a_waiting_and_of_a_running_request() -> None:
@@ -170,7 +171,7 @@ def test_without_prefix_caching_nothing_is_resident() -> None:
     bench = Journaled(prefix_caching=False)
     bench.add(100)
     bench.drain()
-    assert not any(message.resident for message in bench.messages)
+    assert not any(message.resident or message.found for message in bench.messages)
     assert bench.messages[-1].ended == [(1, "length")]
 
 

@@ -124,7 +124,7 @@ def test_real_messages_are_applied_by_a_reader(scheduler: Any, reader: Socket) -
 
 
 def test_an_idle_engine_sends_a_message_each_second(reader: Socket) -> None:
-    assert payload_of(reader.until(b"step")) == [[], [], False, *[[]] * 8]
+    assert payload_of(reader.until(b"step")) == [[], [], False, *[[]] * 9]
 
 
 def test_an_abort_while_idle_is_published(scheduler: Any, reader: Socket) -> None:

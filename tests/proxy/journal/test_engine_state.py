@@ -20,7 +20,7 @@ from tests.proxy.journal.simulated_engine import (
 RUN = b"r" * 8
 NAMES = (
     "arrived", "named", "cleared", "evicted", "resident", "numbers", "counts", "tokens",
-    "preempted", "ended", "forgotten",
+    "preempted", "ended", "forgotten", "found",
 )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ class CacheRecord:
     def __init__(self) -> None:
         self.names: dict[int, bytes] = {}
         self.tokens: dict[int, int] = {}
+        self.found_tokens: dict[int, int] = {}
 
     def restart(self, block_tokens: int) -> None:
         assert block_tokens
@@ -39,6 +40,10 @@ class CacheRecord:
         assert prompt_tokens
         assert number not in self.names
         self.names[number] = name
+
+    def found(self, number: int, tokens: int) -> None:
+        assert number not in self.tokens
+        self.found_tokens[number] = tokens
 
     def resident(self, number: int, tokens: int) -> None:
         self.tokens[number] = tokens
@@ -153,12 +158,20 @@ def test_gap_keeps_the_tokens_before_it() -> None:
     assert journal.gaps == 1
 
 
+def test_found_tokens_come_before_resident_ones() -> None:
+    journal = journal_with("chatcmpl-a-00000000")
+    journal.listener = record = CacheRecord()
+    assert journal.apply_step(*step(1, found=[1, 16], resident=[1, 64]))
+    assert (record.found_tokens, record.tokens) == ({1: 16}, {1: 64})
+
+
 def test_unknown_number_is_a_gap() -> None:
     for values in (
         {"numbers": [9], "tokens": [1]},
         {"numbers": [9], "counts": [2], "tokens": [1, 2]},
         {"evicted": [9, 0, 16]},
         {"resident": [9, 16]},
+        {"found": [9, 16]},
         {"ended": [[9, "stop"]]},
         {"forgotten": [9]},
         {"arrived": [[1, "again", 1]]},

@@ -29,7 +29,7 @@ def test_messages_are_decoded() -> None:
 
 
 def test_values_of_later_versions_are_ignored() -> None:
-    assert decode_step(encode([*EMPTY, "new"])) == decode_step(encode(EMPTY))
+    assert decode_step(encode([*EMPTY, [], "new"])) == decode_step(encode(EMPTY))
 
 
 @pytest.mark.parametrize(

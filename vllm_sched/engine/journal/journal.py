@@ -26,6 +26,7 @@ class StepMessage(NamedTuple):
     preempted: list[int]
     ended: list[tuple[int, str]]
     forgotten: list[int]
+    found: list[int]
 
 
 # Number, id, prompt tokens, name, resident tokens, whether it runs, output tokens.
@@ -34,7 +35,7 @@ NO_TOKENS: Final[Mapping[str, list[int]]] = MappingProxyType({})
 Outputs = Mapping[int, EngineCoreOutputs]  # by client
 NO_OUTPUTS: Final[Outputs] = MappingProxyType({})
 NO_CHANGES: Final = CacheChanges(False, [], [])
-EMPTY: Final = StepMessage([], [], False, [], [], [], [], [], [], [], [])
+EMPTY: Final = StepMessage([], [], False, [], [], [], [], [], [], [], [], [])
 
 
 class Journal:
@@ -53,6 +54,7 @@ class Journal:
         self._named: list[tuple[int, bytes]] = []
         self._preempted: list[int] = []
         self._ended: list[tuple[KnownRequest, str]] = []
+        self._found: list[int] = []
 
     def unfollow(self, error: Exception) -> None:
         """Follow the KV cache no further."""
@@ -78,7 +80,8 @@ class Journal:
         running = self._known.running
         if self._prefixes is not None:
             for new in output.scheduled_new_reqs:
-                if new.num_computed_tokens and (known := running.get(new.req_id)) is not None:
+                if (known := running.get(new.req_id)) is not None:
+                    self._found += known.number, new.num_computed_tokens
                     self._prefixes.reused(known, new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
             if (known := running.get(request_id)) is not None:
@@ -110,6 +113,7 @@ class Journal:
         arrived, self._arrived = self._arrived, []
         named, self._named = self._named, []
         preempted, self._preempted = self._preempted, []
+        found, self._found = self._found, []
         message = StepMessage(
             arrived,
             named,
@@ -120,6 +124,7 @@ class Journal:
             preempted,
             [(known.number, reason) for known, reason in ended],
             self._known.take_unneeded(),
+            found,
         )
         return None if message == EMPTY else message
 

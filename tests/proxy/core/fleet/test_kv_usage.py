@@ -34,7 +34,7 @@ from tests.proxy.core.making import (
 
 CACHE = 400_000
 PROMPT, OUTPUT = 30_000, 300
-BLOCKS = 68  # of 115 KB
+BLOCKS = 116  # of 115 KB
 SHARED = tuple(range(1, BLOCKS + 1))
 
 
@@ -80,7 +80,7 @@ def test_shared_prefix_is_charged_once() -> None:
 def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     """Apart from the others it would take more room, and full caches would stay full."""
     router = router_of(spec("a"), spec("b"))
-    begins = {"a": tuple(range(100, 134)), "b": tuple(range(200, 234))}  # 5,120 tokens
+    begins = {"a": tuple(range(100, 182)), "b": tuple(range(200, 282))}  # 5,120 tokens
     for name, number in (("a", 40), ("b", 38)):
         router.fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
         worker = worker_of(router, name)
@@ -101,7 +101,7 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
 @pytest.mark.parametrize("leave_order", [*permutations(range(3))])
 def test_charges_end_at_zero_in_any_finish_order(leave_order: tuple[int, ...]) -> None:
     router = make_router()
-    prompts = [SHARED[:10], SHARED, (*SHARED[:20], 999, 998)]
+    prompts = [SHARED[:40], SHARED, (*SHARED[:60], 999, 998)]
     sizes = [1400, 31_000, 3200]
     leases = [
         placed(router.submit(ask(size, 50, prefix=prefix), 0.0))

@@ -93,5 +93,5 @@ def test_prompt_that_ends_within_another_shares_all_its_blocks(depth: int) -> No
 def test_first_holder_sets_the_tokens_per_byte_of_a_block() -> None:
     tree = PrefixTree()
     tree.hold((1, 2), 0.25)
-    assert tree.hold((1, 3), 0.5)[1] == 128
-    assert (tree.tokens, tree.saved) == (128 + 128 + 256, 128)
+    assert tree.hold((1, 3), 0.5)[1] == 32
+    assert (tree.tokens, tree.saved) == (32 + 32 + 64, 32)

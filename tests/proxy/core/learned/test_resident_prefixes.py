@@ -21,6 +21,20 @@ class Engine:
         self.prefixes = ResidentPrefixes(self.index, worker)
         self.prefixes.restart(ENGINE_BLOCK)
 
+    def cached(self, *letters: str, prompt_tokens: int = 10_000) -> int:
+        """Return the tokens that the index expects of a prompt."""
+        hashes = self.index.hashes("m", text(*letters))
+        found = self.index.matches(hashes)
+        size = BLOCK * len(letters)
+        [(tokens, _), *_] = self.index.matched_tokens(found, hashes, size, 0, prompt_tokens)
+        return tokens
+
+    def serve(self, number: int, *letters: str, found: int, response: int = 0) -> None:
+        self.name(number, *letters)
+        self.prefixes.found(number, found)
+        for tokens in (0, response):
+            self.prefixes.resident(number, TOKENS * len(letters) + tokens)
+
     def name(self, number: int, *letters: str) -> None:
         body = text(*letters)
         name = name_of(self.index.hashes("m", body), len(body))
@@ -51,7 +65,7 @@ def test_evicted_tokens_drop_every_block_that_has_some() -> None:
     engine = Engine()
     engine.name(1, "a", "b", "c", "d")
     engine.prefixes.resident(1, 4 * TOKENS)
-    engine.prefixes.evicted(1, 3 * TOKENS + 112, 4 * TOKENS)
+    engine.prefixes.evicted(1, 3 * TOKENS + 16, 4 * TOKENS)
     assert held(engine.index, text("a", "b", "c", "d")) == {0: 3}
     engine.prefixes.evicted(1, TOKENS, TOKENS + 16)  # in the middle
     assert held(engine.index, text("a", "b", "c", "d")) == {0: 1}
@@ -177,6 +191,84 @@ def test_blocks_of_other_bytes_with_the_same_tokens_go_with_their_request() -> N
     assert held(engine.index, text("a")) == {0: 1}
     assert held(engine.index, text("b")) == {}
     assert len(engine.prefixes) == 1
+
+
+def test_tokens_that_were_found_at_a_fork_are_expected_there_again() -> None:
+    engine = Engine()
+    engine.serve(1, "a", "b", "c", found=0)
+    assert engine.cached("a", "z") == TOKENS
+    engine.serve(2, "a", "x", "y", found=TOKENS + 16)  # common bytes in the second block
+    assert engine.cached("a", "z") == TOKENS + 16
+    assert engine.cached("a", "z", prompt_tokens=40) == 40
+    assert engine.cached("a", "x", "z") == TOKENS + 16 + (2 * TOKENS - 16) // 2
+    engine.prefixes.evicted(1, 0, TOKENS)
+    engine.name(3, "a")
+    engine.prefixes.resident(3, TOKENS)
+    assert engine.cached("a", "z") == TOKENS
+
+
+def test_prompt_that_begins_with_another_finds_its_response_until_it_is_evicted() -> None:
+    engine = Engine()
+    engine.serve(1, "a", "b", found=0, response=48)
+    assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
+    engine.prefixes.evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
+    assert engine.cached("a", "b", "c") == 2 * TOKENS + 16
+    engine.prefixes.evicted(1, 0, 2 * TOKENS)
+    assert held(engine.index, text("a", "b", "c")) == {}
+
+
+@pytest.mark.parametrize("found", [2 * TOKENS, 2 * TOKENS + 48])
+def test_whether_prompts_find_responses_is_learnt(found: int) -> None:
+    engine = Engine()
+    for number, letter in enumerate("cdef"):
+        engine.serve(2 * number, letter, "b", found=0, response=48)
+        engine.serve(2 * number + 1, letter, "b", *"xyz", found=found)
+    engine.serve(99, "a", "b", found=0, response=48)
+    assert engine.cached("a", "b", "c") == found
+
+
+def test_other_prompts_teach_nothing_of_responses() -> None:
+    engine = Engine()
+    for number, letter in enumerate("cdef"):
+        engine.serve(2 * number, letter, "b", found=0, response=48)
+        engine.serve(2 * number + 1, letter, "b", found=2 * TOKENS - 16)  # the same again
+    engine.serve(99, "a", "b", found=0, response=48)
+    assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
+
+
+def test_a_name_may_come_after_what_its_request_found() -> None:
+    engine = Engine()
+    engine.serve(1, "a", "b", "c", found=0)
+    engine.prefixes.found(2, TOKENS + 16)
+    engine.prefixes.resident(2, 3 * TOKENS)
+    engine.name(2, "a", "x", "y")
+    assert engine.cached("a", "z") == TOKENS + 16
+    engine.prefixes.found(3, 16)
+    engine.prefixes.forgotten(3)
+    engine.name(3, "a", "x", "y")
+    assert engine.cached("a", "z") == TOKENS + 16
+
+
+def test_tokens_after_a_known_beginning_follow_its_exact_size() -> None:
+    engine = Engine()
+    engine.serve(1, "a", found=0)
+    body = text("a", "b", "c")
+    dense = name_of(engine.index.hashes("m", body), len(body))
+    engine.prefixes.named(2, dense, 5 * TOKENS)  # two tokens for each in the first block
+    engine.prefixes.found(2, TOKENS)
+    engine.prefixes.resident(2, 5 * TOKENS)
+    assert engine.cached("a", "b", "z") == 3 * TOKENS
+
+
+def test_tools_in_the_template_are_tokens_before_the_prompt() -> None:
+    engine = Engine()
+    body = text("a", "b")
+    name = name_of(engine.index.hashes("m", body), len(body), 2 * BLOCK)
+    engine.prefixes.named(1, name, 4 * TOKENS)
+    engine.prefixes.resident(1, 2 * TOKENS)
+    assert held(engine.index, body) == {}
+    engine.prefixes.resident(1, 3 * TOKENS)
+    assert engine.cached("a", "z") == 3 * TOKENS
 
 
 @pytest.mark.parametrize("name", [b"", b"other", b"\x02" + bytes(12), b"\x01" + bytes(4), b"\x01"])

@@ -19,7 +19,7 @@ from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits
 
 TOKEN_S = 1e-4
 FRESH, TURN = 200_000, 300_000
-BLOCKS = tuple(range(1, 333))  # of 300,000 tokens, 992 are not covered
+BLOCKS = tuple(range(1, 381))  # of 300,000 tokens, 992 are not covered
 
 
 def make_router(*names: str, most: int = 1, **settings: object) -> Router:

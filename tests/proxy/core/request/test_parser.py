@@ -12,7 +12,7 @@ from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.request import json_edit, json_limits
 from proxy.core.request.json_edit import MAX_MEMBERS, spliced
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES, masked
-from proxy.core.request.parser import prompt_start
+from proxy.core.request.parser import prompt_end, prompt_start
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import (
@@ -140,6 +140,34 @@ def test_prompt_starts_at_tools_before_messages() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = json.dumps({"model": "m", "tools": tools, "messages": []}).encode()
     assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"tools"')
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"messages": ['"x":1'], "x": 1}, '"messages": ["\\"x\\":1"], '),
+        ({"messages": [], "max_tokens": 1, "tools": ["max"]}, '"messages": [], '),
+        ({"x": 1, "messages": []}, '"messages": []}'),
+        ({"messages": [], "é": 1}, '"messages": [], "\\u00e9": 1}'),
+    ],
+)
+def test_prompt_ends_at_the_next_field(fields: dict[str, object], prompt: str) -> None:
+    body = json.dumps(fields).encode()
+    start = prompt_start(PromptFields.CHAT, body)
+    assert body[start : prompt_end(PromptFields.CHAT, fields, body, start)] == prompt.encode()
+
+
+def test_beginning_that_an_engine_has_reported_sizes_a_prompt() -> None:
+    router = router_of(spec("w"))
+    known, index = sized(router, chat("a" * 1000)), router.fleet.roster.prefixes
+    for number, block in enumerate(known.prefix, 1):
+        index.hold(block, 0, 500 * number)
+    again = sized(router, chat("a" * 1000))
+    assert again.prompt_tokens == again.largest_prompt
+    assert 0 < again.prompt_tokens - 500 * len(known.prefix) < 50
+    assert again.prompt_error < known.prompt_error
+    tools = chat("a" * 1000, tools=[{"type": "function", "function": {"name": "f" * 500}}])
+    assert 0 < sized(router, tools).prompt_tokens - 500 * len(known.prefix) < 50
 
 
 def test_key_names_in_a_prompt_are_ignored() -> None:

@@ -13,7 +13,7 @@ from proxy.core.router import Router
 from tests.proxy.core.making import ask, placed, router_of, sized, spec, worker_of
 
 PROMPT = 40_000
-PREFIX = tuple(range(1, 61))
+PREFIX = tuple(range(1, 109))
 
 
 def turn_ask(prompt: int = PROMPT, prefix: tuple[int, ...] = PREFIX, key: int = 5) -> RequestInfo:
@@ -103,7 +103,7 @@ def test_journal_is_believed_instead_of_the_session() -> None:
     prefixes = router.fleet.roster.prefixes
     prefixes.follow(w0.index)
     for block in PREFIX[:10]:
-        prefixes.hold(block, w0.index)
+        prefixes.hold(block, w0.index, 100)
     scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
     assert 0 < scores["w0"] < PROMPT // 4
 
@@ -140,11 +140,11 @@ def test_nothing_is_noted_of_a_worker_that_was_removed_meanwhile() -> None:
     assert session is None or not session.visits
 
 
-@pytest.mark.parametrize("shared", [35, 50])
+@pytest.mark.parametrize("shared", [83, 98])
 def test_fork_expects_only_what_the_index_knows(shared: int) -> None:
     router = three()
     serve(router, turn_ask(), 0.0)
-    fork = turn_ask(prefix=(*PREFIX[:shared], *range(500, 560 - shared)))
+    fork = turn_ask(prefix=(*PREFIX[:shared], *range(500, 608 - shared)))
     known = COVERED[shared] * PROMPT // fork.prefix_bytes
     assert placed(router.submit(fork, 2.0)).decision.cached_tokens == known
 

@@ -211,7 +211,7 @@ def test_prefix_in_transfer_is_not_held_by_the_decode_worker(
     """Otherwise the decode worker would compute all but the first of many questions at once."""
     router = make_router(disaggregate_above=above)
     place_decoding(router)
-    prefix = tuple(range(1, 48))
+    prefix = tuple(range(1, 96))
 
     def submit(now: float) -> Lease:
         return placed(router.submit(ask(LONG, prefix=prefix, stream=stream), now))

@@ -96,7 +96,7 @@ def test_log_of_a_restarted_process_is_read_from_the_start(make_group: MakeGroup
 def test_handed_over_prefix_is_shared_after_the_first_token(make_all: MakeGroup) -> None:
     sides = spec("p0", Role.PREFILL), spec("d0", Role.DECODE)
     group = make_all(2, *sides, transfer=True, disaggregate_above=2000)
-    prefix = tuple(range(1, 21))
+    prefix = tuple(range(1, 69))
     lease = placed(group.routers[0].submit(ask(4000, prefix=prefix), group.now))
     group.end_turn()
     other = placed(group.routers[1].submit(ask(4000, prefix=prefix), group.now))

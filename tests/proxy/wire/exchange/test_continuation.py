@@ -160,6 +160,23 @@ async def test_a_stream_outlives_two_workers(start: Start) -> None:
     await site.settled()
 
 
+@pytest.mark.parametrize("failures", [2, 3])
+async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
+    start: Start, failures: int
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, *[engines.serve(dies_after=2)] * failures, engines.serve())
+    client = await site.send(chat(stream=True))
+    if failures == 2:
+        assert (await text_of(client))[0] == "".join(WORDS)
+    else:  # router.retries.attempts: a request that kills workers must not kill all
+        assert b'"error"' in (await client.answer()).body.split(b"\n\n")[-2]
+    assert len(engines.asked) == 3
+    await site.settled()
+
+
 async def test_a_long_stream_keeps_no_events(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     rng = random.Random(3)

@@ -1,0 +1,309 @@
+"""Kill the process behind a real worker's address again and again, and compare the streams.
+
+    python -m benchmarks.killed_streams [--kills 200] [--clients 8]
+
+Two real vLLM workers run the tiny model. The router reaches the HTTP port and the journal of each
+through a relay process. SIGKILL ends a relay with all its connections, and new ones are refused
+until it runs again: the router sees the death of a worker. The engine itself stays, because a start
+takes most of a minute; it aborts its requests. The next kill comes at a random moment after the
+router reads both journals again.
+
+Each greedy stream must have the text, reason and usage that it had without kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import openai
+import yaml
+from rich.console import Console
+
+from benchmarks.agents.real import ARGS, MODEL, running
+from vllm_sched.bench.results.stats import percentile
+from vllm_sched.workers.launch import free_port
+
+WORDS: Final = ("one", "two", "three", "four", "quick", "brown", "fox")
+NAMES: Final = "w0", "w1"
+DOWN_S: Final = 0.2  # between a kill and the relay's next start
+READY_TIMEOUT_S: Final = 60.0
+EQUAL, DIFFERENT, FAILED = "equal", "different", "ended with an error"
+JOURNAL_UP: Final = re.compile(r"^proxy_journal_up\{.*\} 1$", re.MULTILINE)
+LOST: Final = re.compile(
+    r'^proxy_streams_not_continued_total\{why="(\w+)"\} ([1-9]\d*)$', re.MULTILINE
+)
+CONTINUED: Final = re.compile(r"^proxy_continued_streams_total\{.*\} (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Those of a worker and of its journal, and those of their relay."""
+
+    server: int = field(default_factory=free_port)
+    journal: int = field(default_factory=free_port)
+    relay: int = field(default_factory=free_port)
+    journal_relay: int = field(default_factory=free_port)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """How a stream ended, and its longest pause after the first piece."""
+
+    answer: tuple[str, str | None, int]  # text, reason, output tokens
+    pause_s: float
+    error: str = ""
+
+
+@dataclass
+class Tally:
+    ends: Counter[str] = field(default_factory=Counter)
+    pauses_s: dict[str, float] = field(default_factory=dict)  # by request id
+    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)  # of continued streams
+    errors: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    over: bool = False
+
+
+def engines_file(ports: Sequence[Ports], admin: int) -> str:
+    """Return the fleet file that starts both workers."""
+    workers = [
+        {
+            "name": name,
+            "url": f"http://127.0.0.1:{each.server}",
+            "journal": f"tcp://127.0.0.1:{each.journal}",
+            "launch": {"args": [*ARGS], "policies": {}},
+        }
+        for name, each in zip(NAMES, ports, strict=True)
+    ]
+    router = {"port": free_port(), "admin": {"port": admin}}
+    return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
+
+
+def router_file(ports: Sequence[Ports], port: int, admin: int) -> str:
+    """Return the fleet file of the router that reaches both workers through relays."""
+    workers = [
+        {
+            "name": name,
+            "url": f"http://127.0.0.1:{each.relay}",
+            "journal": f"tcp://127.0.0.1:{each.journal_relay}",
+        }
+        for name, each in zip(NAMES, ports, strict=True)
+    ]
+    router = {"port": port, "admin": {"port": admin}, "retries": {"budget": 1.0, "attempts": 10}}
+    return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
+
+
+async def start_relay(ports: Ports) -> asyncio.subprocess.Process:
+    pairs = f"{ports.relay}:{ports.server}", f"{ports.journal_relay}:{ports.journal}"
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.fleet.relay", *pairs)
+
+
+async def fetch(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return await answer.text()
+
+
+async def wait_journals(port: int) -> None:
+    """Wait until the router reads both journals."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while len(JOURNAL_UP.findall(await fetch(f"http://127.0.0.1:{port}/metrics"))) < len(NAMES):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the router does not read both journals")
+        await asyncio.sleep(0.1)
+
+
+def make_prompts(rng: random.Random, number: int) -> list[dict[str, Any]]:
+    """Return the fields of requests that continue exactly, each second one a chat."""
+    found = []
+    for each in range(number):
+        words = " ".join(rng.choices(WORDS, k=rng.randrange(1, 300)))
+        fields: dict[str, Any] = {"prompt": words}
+        if each % 2:
+            fields = {"messages": [{"role": "user", "content": words}]}
+        fields["extra_body"] = {"ignore_eos": True}
+        if each % 3 == 0:
+            fields["extra_body"] |= {"repetition_penalty": 1.2}
+        found.append(fields)
+    return found
+
+
+async def stream(
+    client: openai.AsyncOpenAI, fields: dict[str, Any], tokens: int, request_id: str
+) -> Streamed:
+    """Send a greedy stream."""
+    chat = "messages" in fields
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    text, reason, used, last_at, pause_s = "", None, 0, 0.0, 0.0
+    try:
+        async for event in await create(
+            model=MODEL, max_tokens=tokens, temperature=0, stream=True,
+            stream_options={"include_usage": True}, extra_headers={"X-Request-Id": request_id},
+            **fields,
+        ):  # fmt: skip
+            now = time.monotonic()
+            pause_s = max(pause_s, now - last_at) if last_at else 0.0
+            last_at = now
+            if event.usage is not None:
+                used = event.usage.completion_tokens
+            for choice in event.choices:
+                text += (choice.delta.content if chat else choice.text) or ""
+                reason = choice.finish_reason or reason
+    except openai.OpenAIError as error:
+        return Streamed((text, reason, used), pause_s, str(error))
+    return Streamed((text, reason, used), pause_s)
+
+
+async def play(
+    client: openai.AsyncOpenAI,
+    prompts: Sequence[dict[str, Any]],
+    whole: Sequence[Streamed],
+    tokens: int,
+    tally: Tally,
+    numbers: count[int],
+) -> None:
+    """Send one stream after the other, and compare each with the one without kills."""
+    while not tally.over:
+        number = next(numbers)
+        request_id, which = f"killed-{number}", number % len(prompts)
+        found = await stream(client, prompts[which], tokens, request_id)
+        if found.error:
+            tally.ends[FAILED] += 1
+            tally.errors[found.error] += 1
+            continue
+        tally.ends[EQUAL if found.answer == whole[which].answer else DIFFERENT] += 1
+        tally.pauses_s[request_id] = found.pause_s
+
+
+async def note_decisions(admin: int, tally: Tally) -> None:
+    rows = await fetch(f"http://127.0.0.1:{admin}/admin/decisions?limit=1000")
+    tally.decisions |= {row["id"]: row for row in json.loads(rows) if row["left_workers"]}
+
+
+async def kill(
+    relays: list[asyncio.subprocess.Process],
+    ports: Sequence[Ports],
+    given: argparse.Namespace,
+    port: int,
+    admin: int,
+    tally: Tally,
+) -> None:
+    """Kill one relay after the other at random moments."""
+    rng = random.Random(given.seed)
+    until = time.monotonic() + 60 * given.minutes
+    try:
+        while tally.kills < given.kills and time.monotonic() < until:
+            await wait_journals(port)
+            await asyncio.sleep(rng.uniform(0, 2 * given.every))
+            which = rng.randrange(len(relays))
+            relays[which].kill()
+            await relays[which].wait()
+            tally.kills += 1
+            await asyncio.sleep(DOWN_S)
+            relays[which] = await start_relay(ports[which])
+            await note_decisions(admin, tally)
+    finally:
+        tally.over = True
+
+
+async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
+    """Return what the clients saw, and the router's metrics."""
+    ports, port, admin, up_admin = [Ports(), Ports()], free_port(), free_port(), free_port()
+    prompts, tally = make_prompts(random.Random(given.seed), given.prompts), Tally()
+    relays = [await start_relay(each) for each in ports]
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            async with (
+                running(Path(name), "up", engines_file(ports, up_admin), up_admin),
+                running(Path(name), "router", router_file(ports, port, admin), admin),
+                openai.AsyncOpenAI(
+                    base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+                ) as client,
+            ):
+                await wait_journals(port)
+                whole: list[Streamed] = []
+                for at in range(0, len(prompts), given.clients):
+                    some = prompts[at : at + given.clients]
+                    sent = (
+                        stream(client, each, given.tokens, f"whole-{at}-{n}")
+                        for n, each in enumerate(some)
+                    )
+                    whole += await asyncio.gather(*sent)
+                if errors := [each.error for each in whole if each.error]:
+                    raise RuntimeError(errors[0])
+                numbers = count()
+                clients = (
+                    play(client, prompts, whole, given.tokens, tally, numbers)
+                    for _ in range(given.clients)
+                )
+                await asyncio.gather(kill(relays, ports, given, port, admin, tally), *clients)
+                await note_decisions(admin, tally)
+                return tally, await fetch(f"http://127.0.0.1:{port}/metrics")
+    finally:
+        for relay in relays:
+            relay.kill()
+            await relay.wait()
+
+
+def quantiles(values: Sequence[float], unit: str, factor: float) -> str:
+    if not values:
+        return "none"
+    return ", ".join(
+        f"p{percent} {percentile(values, percent) * factor:.2f}{unit}"
+        for percent in (50, 90, 99, 100)
+    )
+
+
+def report(console: Console, tally: Tally, page: str) -> None:
+    continued = sum(map(int, CONTINUED.findall(page)))
+    console.print(f"{tally.kills} kills, {sum(tally.ends.values())} streams: {dict(tally.ends)}")
+    console.print(f"continued {continued} times; not continued: {dict(LOST.findall(page))}")
+    for error, number in tally.errors.most_common():
+        console.print(f"{number} ended with: {error}")
+    moved = {name: pause for name, pause in tally.pauses_s.items() if name in tally.decisions}
+    others = [pause for name, pause in tally.pauses_s.items() if name not in tally.decisions]
+    shares = [
+        pause / predicted
+        for name, pause in moved.items()
+        if (predicted := tally.decisions[name]["predicted_ttft_s"])
+    ]
+    console.print(
+        f"longest pause of {len(moved)} continued streams: {quantiles([*moved.values()], ' s', 1)}"
+    )
+    console.print(f"... over the predicted time to the first token: {quantiles(shares, 'x', 1)}")
+    console.print(f"longest pause of {len(others)} other streams: {quantiles(others, ' s', 1)}")
+    missed = tally.ends[DIFFERENT]
+    console.print(f"every stream that ended is equal: {'MISSED' if missed else 'met'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print how the streams ended."""
+    parser = argparse.ArgumentParser(prog="killed_streams", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=15.0, help="at most")
+    parser.add_argument("--every", type=float, default=1.5, help="mean seconds until a kill")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=200, help="of a response")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(argv)
+    tally, page = asyncio.run(measure(given))
+    report(Console(), tally, page)
+    return int(tally.ends[DIFFERENT] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

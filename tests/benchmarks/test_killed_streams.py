@@ -1,0 +1,69 @@
+"""The benchmark that kills the processes behind workers' addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+from contextlib import suppress
+
+import pytest
+from rich.console import Console
+
+from benchmarks.killed_streams import Ports, Tally, make_prompts, report, start_relay
+
+PAGE = """\
+proxy_continued_streams_total{worker="w0"} 3
+proxy_continued_streams_total{worker="w1"} 4
+proxy_streams_not_continued_total{why="field"} 0
+proxy_streams_not_continued_total{why="no_worker"} 2
+"""
+
+
+@pytest.mark.parametrize(("end", "verdict"), [("equal", "met"), ("different", "MISSED")])
+def test_report_shows_ends_and_pauses(end: str, verdict: str) -> None:
+    tally = Tally(kills=5)
+    tally.ends[end] += 1
+    tally.pauses_s = {"a": 3.0, "b": 1.0}
+    tally.decisions = {"a": {"predicted_ttft_s": 1.5}}
+    console = Console(file=io.StringIO(), width=200)
+    report(console, tally, PAGE)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "5 kills, 1 streams" in text
+    assert "continued 7 times; not continued: {'no_worker': '2'}" in text
+    assert "1 continued streams: p50 3.00 s" in text
+    assert "first token: p50 2.00x" in text
+    assert f"equal: {verdict}" in text
+
+
+def test_half_of_the_prompts_are_chats() -> None:
+    prompts = make_prompts(random.Random(1), 8)
+    assert sum("messages" in each for each in prompts) == 4
+
+
+async def test_killed_relay_ends_connections_and_refuses_new_ones() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read(9))
+        await reader.read()
+        writer.close()
+
+    ports = Ports()
+    async with await asyncio.start_server(answer, "127.0.0.1", ports.server):
+        for _ in range(2):  # the same port works again
+            relay = await start_relay(ports)
+            async with asyncio.timeout(60):
+                while True:
+                    try:
+                        reader, writer = await asyncio.open_connection("127.0.0.1", ports.relay)
+                        break
+                    except ConnectionRefusedError:
+                        await asyncio.sleep(0.05)
+            writer.write(b"x")
+            assert await reader.read(9) == b"x"
+            relay.kill()
+            await relay.wait()
+            with suppress(ConnectionResetError):
+                assert await reader.read(9) == b""
+            writer.close()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", ports.relay)
