@@ -1,7 +1,6 @@
 """The admin port: it listens from the start, and its server is made for the first connection.
 
-FastAPI and uvicorn take 0.25 s of a processor and 13 MB. Most router processes never serve the
-admin API: a process that does not lead, or one whose status page is not opened.
+FastAPI and uvicorn take 0.25 s of a processor and 13 MB, and most processes never serve it.
 """
 
 from __future__ import annotations

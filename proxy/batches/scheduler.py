@@ -1,11 +1,11 @@
 """Batch scheduler: sends lines when workers have spare capacity, and completes each batch.
 
-One process leads, however many routers share the store. It starts new batches, runs one slice of
-long operations and of hourly deletion in each turn, and ends batches. It also sends lines, as all
-processes do that share a database. The store is read every second and on notification.
+One process leads, however many routers share the store. It starts and ends batches, and runs one
+slice of long operations and of hourly deletion in each turn. All processes that share a database
+send lines. The store is read every second and on notification.
 
 A line refused with 429 or 503 is sent again until its batch expires. A line whose worker failed is
-sent at most `MAX_TRIES` times. Lines in flight at shutdown run again after the next start.
+sent at most `MAX_TRIES` times. Lines in flight at shutdown run again later.
 """
 
 from __future__ import annotations

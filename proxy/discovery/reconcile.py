@@ -3,8 +3,7 @@
 Probes are more reliable than the source of the endpoints:
 
 - The source fails: all workers stay.
-- All workers of a pool disappear at once without leaving: they stay while they answer probes. The
-  API server may have restarted without its data.
+- All workers of a pool disappear at once without leaving: they stay while they answer probes.
 - No worker of a pool is ready: readiness is ignored. The control plane may have lost its nodes.
 
 How it fails: the last pod disappears without leaving, and a server that answers /health gets its

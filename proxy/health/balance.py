@@ -1,9 +1,9 @@
 """How busy prefill and decode workers are, and which side needs more workers.
 
-Means over the last `MEMORY_S`, sampled a few times a second; draining workers are not counted.
+Means over the last `MEMORY_S`, without draining workers.
 
 - A prefill worker's busy share is its queued prefill time, relative to that plus a step's fixed
-  time: a short step has room for more tokens.
+  time.
 - A decode worker's busy share is the largest of: KV usage, slots in use, prefill work, and the
   increase of its step time relative to `MAX_STEP_S`. It is 1 if requests wait in its engine.
 - Queued work counts as work for additional workers.

@@ -1,13 +1,12 @@
 """Connects each prefill worker to each decode worker before clients' requests need the connection.
 
 The first transfer of a pair needs a handshake, which can take seconds. When both workers are up,
-the router sends them a tiny request in two legs, which its metrics do not count. Until it succeeds,
-the pair gets no hand-over (see `kv_links`).
+the router sends them a tiny request in two legs. Until it succeeds, the pair gets no hand-over (see
+`kv_links`).
 
-A decode worker that can't fetch blocks may compute the prompt itself without an error, so its
-metrics must show that it fetched blocks. A pair that fails is tried again after a minute, with
-doubling pauses up to ten minutes, or when either worker restarts. If a worker requires a key that
-the router does not have, the pair counts as connected.
+A decode worker may compute the prompt itself without an error, so its metrics must show that it
+fetched blocks. A pair that fails is tried again after one to ten minutes, or when a worker
+restarts. If a worker requires a key that the router does not have, the pair counts as connected.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ longer. Uploads and pipelined requests count too.
 
 A quarter of the budget is reserved for tenants in equal shares; the rest is common. Beyond its
 share, a tenant may hold no more of the common part than it leaves free, except for a single body.
-So a few tenants' large bodies never exclude small ones of others. Requests without a key count as
-one tenant.
+Requests without a key count as one tenant.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ class OutputReader:
         return {channel: "".join(texts) for channel, texts in found.items()}
 
     def parts(self, event: dict[str, Any]) -> list[OutputPart]:
-        """Return the output in an event, in order."""
         try:
             return parts_of_message(event) if self._messages else self._parts_of_chat(event)
         except (AttributeError, TypeError):  # no object where one is expected
@@ -153,7 +152,6 @@ class OutputReader:
 
 
 def parts_of_message(event: dict[str, Any]) -> list[OutputPart]:
-    """Return the output in an event of `/v1/messages`: none or one part."""
     kind, index = event.get("type"), event.get("index")
     if kind == "content_block_delta":
         delta = event.get("delta") or {}
@@ -176,7 +174,6 @@ def parts_of_message(event: dict[str, Any]) -> list[OutputPart]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of an event."""
     try:
         event = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -196,7 +193,7 @@ def unescaped(texts: list[bytes]) -> str:
 
 
 def without_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
-    """Return an event's JSON without the first characters of its parts, as many as given."""
+    """Return an event's JSON; of each part, so many characters are known."""
     for part, known in parts:
         if not part.key:
             if known:  # the client has the id of its first worker

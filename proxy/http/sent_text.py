@@ -53,7 +53,6 @@ class SentText:
 
     @property
     def failures(self) -> tuple[bytes, ...]:
-        """Return what a report of a failure has one of."""
         return MESSAGE_FAILURES if self._messages else CHAT_FAILURES
 
     def condense(self, leave: int = MAX_LAST_PIECES) -> None:

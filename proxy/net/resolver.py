@@ -1,7 +1,6 @@
 """Name resolution and connections, in which a slow name does not delay other names.
 
-Event loops have few threads for look-ups; uvloop has two. A few slow look-ups would delay all
-others, so each look-up has its own thread.
+Event loops have few threads for look-ups, so each look-up has its own.
 
 - Results are cached for `CACHE_TTL_S`. A failed connection expires the cached result.
 - If a new look-up is slow or fails, the cached result is used, unless the name no longer exists.

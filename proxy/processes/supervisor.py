@@ -3,9 +3,9 @@
     supervisor -+- process 0, the leader     each listens on the port (SO_REUSEPORT)
                 +- process 1                 and shares the table with the others
 
-The supervisor serves no requests. A process that exits is restarted; pauses grow if it exits soon
-after its start. Its charges are released at once, and another process becomes leader if necessary.
-A process that hangs or does not start to serve is killed.
+A process that exits is restarted; pauses grow if it exits soon after its start. Its charges are
+released at once, and another process becomes leader if necessary. A process that hangs or does not
+start to serve is killed.
 When the supervisor exits, its processes see the closed channel, release the ports and drain. The
 next supervisor waits for the ports.
 """

@@ -1,10 +1,10 @@
 """NIXL: the decode worker reads the prefill worker's blocks (pull), or receives them (push).
 
-The prefill worker's response has the location of the blocks, and the decode leg passes it on. The
-prefill worker holds the blocks for 30 s by default, or until they are read or released.
+The prefill worker's response has the location of the blocks. The prefill worker holds them for 30 s
+by default, or until they are read or released.
 
-In push mode, the prefill worker writes to the decode worker with the same request id. The router
-generates it: a client could send another request's id. Pushed blocks can't be released.
+In push mode, the prefill worker writes to the decode worker with the same request id, which the
+router generates. Pushed blocks can't be released.
 
 Incomplete parameters are dropped: a decode worker's engine crashes if they name too few blocks.
 Without parameters the decode worker computes the prompt itself.

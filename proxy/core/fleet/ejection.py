@@ -1,9 +1,8 @@
 """Workers kept out by their breakers, and panic mode as in Envoy.
 
 Idea: if the share of closed breakers in a pool falls below `routing.panic_threshold`, the breakers
-are ignored, because the other workers could not carry the load. Breakers of busy workers always
-apply. A pool is the live workers of one model that serve whole requests, or its prefill workers.
-During panic each request to a worker with an open breaker is a trial.
+are ignored, except those of busy workers. A pool is the live workers of one model that serve whole
+requests, or its prefill workers. During panic each request to such a worker is a trial.
 
 Cost: none while all breakers are closed.
 

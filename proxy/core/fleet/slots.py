@@ -6,8 +6,6 @@ time. It needs a slot when its prefill is done.
 Idea: with a queue on two pages, the slots are the taken ones less the waiting. Each page without a
 queue adds a quarter plus one.
 
-Cost: a few additions per page.
-
 How it fails: a burst within two pages is not held back. An old page holds nothing back.
 """
 

@@ -9,8 +9,8 @@ the response, unless most prompts lately did not.
 
 Cost: a few look-ups per block that an engine caches or evicts.
 
-How it fails: a block of bytes counts as evicted when a part of it is. Where prompts go apart for
-the first time, and the bytes are unevenly dense in tokens, the error is the difference.
+How it fails: a block of bytes counts as evicted when a part of it is. Where prompts first go apart,
+tokens are interpolated.
 """
 
 from __future__ import annotations

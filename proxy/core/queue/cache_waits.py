@@ -2,7 +2,7 @@
 
 Other requests pass them. A wait ends when the worker has a slot, drains or fails, at a multiple of
 what the cache saves, at half of the longest wait, or where another worker would miss the client's
-deadline later. Then the request is in order with others, and may wait again for a cache until then.
+deadline later. Then the request is in order with others.
 
 Cost: one check per ticket and round of the queue.
 

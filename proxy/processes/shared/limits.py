@@ -5,9 +5,9 @@ requests in flight and adds the others' counts. Where requests in flight are lim
 written and read at once, not at the end of a turn.
 
 A tenant's position is the same in all processes: the sum of its charges in each process, and the
-largest lift in any process. Both stay in the table when a process dies. A returning tenant is
-lifted to the smallest settled position of tenants waiting in any process. So settled charges and
-estimates of requests in flight are separate; a dead process's successor refunds the estimates.
+largest lift in any process. Both stay in the table when a process dies. Settled charges and
+estimates of requests in flight are separate: lifts compare settled charges, and a dead process's
+successor refunds the estimates.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Shares the charges and breakers of workers between processes.
 
-Changes are written once at the end of the loop's turn. Other processes' changes are read before a
-decision, at most every two milliseconds.
+Changes are written at the end of the loop's turn. Other processes' changes are read before a
+decision, at most every 2 ms.
 
-That is too late for a worker with a request limit: each process would place its part of a burst as
-if alone. For such workers each process writes its count as it places a request, reads the others'
-counts once it has chosen, and chooses again if the worker is full. So at most one request per other
-process exceeds a limit.
-
-Ends of requests are written with other changes: learning late about free capacity does no harm.
+That is too late for a worker with a request limit. For such workers each process writes its count
+as it places a request, reads the others' counts once it has chosen, and chooses again if the worker
+is full. So at most one request per other process exceeds a limit.
 
 A host's only process writes and reads when the supervisor does.
 """

@@ -4,8 +4,8 @@ Each process owns a part of the limits that no other process can fill; see core'
 
 A free slot belongs to the request that is first in any queue. Another process holds its own request
 back for a beat, in which the first request can take the slot. If the slot is still free because the
-first request waits for something else, requests go one at a time. So no request waits for ever, and
-a slot stays free for at most one beat.
+first request waits for something else, requests go one at a time. So a slot stays free for at most
+one beat.
 """
 
 from __future__ import annotations
