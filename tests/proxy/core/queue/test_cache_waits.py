@@ -16,6 +16,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import MAX_CACHE_WAIT
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
+from tests.present import present
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
 
 TOKEN_S, STEP_S = 1e-4, 0.02
@@ -50,12 +51,14 @@ def serve_first_turn(router: Router) -> str:
     return lease.worker.name
 
 
-def occupy(router: Router, name: str, output: int = OUTPUT, now: float = SAVED_S) -> Lease:
+def occupy(
+    router: Router, name: str, output: int = OUTPUT, now: float = SAVED_S, prompt: int = 10
+) -> Lease:
     """Let another request take a worker's slot, and decode."""
     for other in router.fleet.roster:
         other.draining = other.name != name
     router.fleet.roster.live_changed()
-    lease = placed(router.submit(ask(10, output), now))
+    lease = placed(router.submit(ask(prompt, output), now))
     router.leases.first_token(lease, now)
     for other in router.fleet.roster:
         other.draining = False
@@ -94,6 +97,24 @@ def test_other_requests_pass_it() -> None:
     batch.rank = Rank.BATCH
     assert placed(router.submit(ask(300_000, long=True), 11.1)).worker.name != name
     assert placed(router.submit(batch, 11.1)).worker.name != name
+
+
+def test_lines_of_batches_do_not_wait_for_it() -> None:
+    router, _, ticket, _ = waiting_turn()
+    assert not router.queue.has(ticket.ask.model)
+    assert not router.queue.any_ahead_of(ask(10))
+
+
+def test_turn_that_comes_back_has_its_age() -> None:
+    """It goes ahead of a higher class by its own arrival, not by that of a younger request."""
+    router, running, ticket, name = waiting_turn()
+    occupy(router, "b" if name == "a" else "a", now=11.1)
+    waits(router.submit(ask(100, long=True), 35.0))
+    higher = ask(100, long=True)
+    higher.rank = Rank.INTERACTIVE
+    waits(router.submit(higher, 35.0))
+    router.leases.finish(running, 36.0, Outcome.DONE)
+    assert settled(router, 36.0).ask is ticket.ask
 
 
 def test_turns_of_the_line_pass_it_too() -> None:
@@ -206,6 +227,22 @@ def test_turns_ahead_count() -> None:
     answers = [router.submit(turn(output=150), 11.0) for _ in range(5)]
     assert [isinstance(each, Ticket) for each in answers] == [True, True, True, False, True]
     assert placed(answers[3]).worker.name != name
+
+
+def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
+    """Its KV cache is full, and each turn ahead takes the room of a request that ends."""
+    router = make_router(most=None)
+    for worker in router.fleet.roster:
+        worker.kv_capacity = 2_500_000
+    name = serve_first_turn(router)
+    worker = worker_of(router, name)
+    written = worker.written
+    while not worker.full:
+        occupy(router, name, prompt=1_200_000, output=200)
+    worker.written = written  # the prompts are cached parts of others
+    tickets = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
+    seconds = [present(ticket.cache_wait).seconds for ticket in tickets]
+    assert 0.0 < seconds[0] < seconds[1]
 
 
 def test_withdrawn_turn_leaves_no_trace() -> None:
