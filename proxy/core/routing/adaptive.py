@@ -157,7 +157,7 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 def may_await(worker: Worker, view: View) -> bool:
     return (
         worker.full
-        and worker.live
+        and worker in view.pool.members
         and not worker.barred
         and worker not in view.tried
         and worker.surely_holds(view.ask)

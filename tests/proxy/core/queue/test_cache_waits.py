@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE
 from proxy.core.queue.ticket import Ticket
@@ -26,7 +27,7 @@ SAVED_S = PROMPT * TOKEN_S  # by the cache: much more than a slot takes
 WAIT_S = 60.0  # longest in the queue
 
 
-def make_router(names: str = "ab", most: int = 1, **settings: object) -> Router:
+def make_router(names: Iterable[str] = "ab", most: int = 1, **settings: object) -> Router:
     """Return a router of workers whose pace is known."""
     settings = {"queue_wait_s": WAIT_S, **settings}
     router = router_of(*(spec(name, most=most) for name in names), **settings)
@@ -188,6 +189,16 @@ def test_worker_that_cannot_serve_releases_its_turns_at_once(
     happens(router, name)
     lease = settled(router, 11.3)
     assert (lease.worker.name != name, lease.decision.turn) == (True, "displaced")
+
+
+def test_turn_waits_for_no_worker_that_has_dropped_its_model() -> None:
+    """In a large group, the workers with the prompt's cache are known by its prefix alone."""
+    names = [f"w{i}" for i in range(MAX_UNRANKED + 2)]
+    router = make_router(names)
+    name = serve_first_turn(router)
+    occupy(router, name)
+    router.fleet.roster.set_served(name, ["other"])
+    assert placed(router.submit(turn(), 11.0)).worker.name != name
 
 
 def test_turn_that_waited_in_vain_goes_to_another_worker() -> None:
