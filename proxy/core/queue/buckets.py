@@ -45,7 +45,7 @@ class Bucket:
         return next(iter(self.tickets)).since
 
     def add(self, ticket: Ticket) -> None:
-        """Add a ticket, which may come back from a wait for a cache."""
+        """Add a ticket, in the order of arrival."""
         later: list[Ticket] = []
         for other in reversed(self.tickets):
             if other.since <= ticket.since:

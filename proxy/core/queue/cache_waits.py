@@ -1,8 +1,8 @@
 """Requests that wait for a slot of the full worker that has their cache.
 
 Other requests pass them. A wait ends when the worker has a slot, drains or fails, at a multiple of
-what the cache saves, at half of the longest wait, or where another worker would miss the client's
-deadline later. Then the request is in order with others.
+what the cache saves, at half of the longest wait, or where another worker would miss the deadline
+or target later. Then the request is in order with others.
 
 Cost: one check per ticket and round of the queue.
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
@@ -230,6 +231,31 @@ def test_deadline_is_met_elsewhere_if_the_slot_comes_late() -> None:
     assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= deadline + 0.01
 
 
+@pytest.mark.parametrize("arrives", ["beside a free worker", "in a full fleet"])
+def test_target_of_its_class_is_met_elsewhere_too(arrives: str) -> None:
+    target_s = SAVED_S + 5.0
+    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: target_s}))
+    name = serve_first_turn(router)
+    occupy(router, name)
+    free = occupy(router, "b" if name == "a" else "a")
+    if arrives == "beside a free worker":
+        router.leases.finish(free, 10.5, Outcome.DONE)
+    ticket = waits(router.submit(turn(), 11.0))
+    if arrives == "in a full fleet":
+        router.leases.finish(free, 12.0, Outcome.DONE)
+        assert router.due(12.0) == []
+    lease = settled(router, ticket.cache_until)
+    assert lease.worker.name != name
+    assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= 11.0 + target_s + 0.01
+
+
+def test_target_that_is_missed_elsewhere_ends_no_wait() -> None:
+    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: SAVED_S / 2}))
+    occupy(router, serve_first_turn(router))
+    ticket = waits(router.submit(turn(), 11.0))
+    assert ticket.cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * WAIT_S)
+
+
 def test_turns_ahead_count() -> None:
     """Each turn that waits adds the time of a slot, until a wait costs more than it saves."""
     router = make_router()
@@ -281,9 +307,22 @@ def test_explain_names_the_worker_and_the_longest_wait() -> None:
     assert (
         f"wait for a slot of {name}, whose cache saves more: it is due in 1.0 s" in answer.message
     )
+    assert f"after {MAX_CACHE_WAIT_SHARE * WAIT_S:.1f} s" in answer.message
     notes = {score.worker: score.note for score in answer.scores}
     other = "b" if name == "a" else "a"
     assert notes == {name: "full", other: f"higher cost than the wait for {name}"}
+
+
+def test_explain_names_no_wait_without_room_in_the_queue() -> None:
+    router = make_router(queue_requests=1)
+    name = serve_first_turn(router)
+    occupy(router, name)
+    pinned = ask(10)
+    pinned.pinned = name
+    waits(router.submit(pinned, 11.0))
+    decision = router.placer.explain(turn(), 11.0)
+    assert isinstance(decision, Decision)
+    assert placed(router.submit(turn(), 11.0)).worker is decision.worker
 
 
 def test_tenant_with_the_least_counter_gets_the_slot() -> None:
