@@ -21,10 +21,11 @@ class CacheWaits:
 
     def __init__(self) -> None:
         self.length = 0
+        self.processes = 1  # with as many each
         self._tickets: dict[Worker, dict[Ticket, None]] = {}
 
     def count(self, worker: Worker) -> int:
-        return len(self._tickets.get(worker, ()))
+        return self.processes * len(self._tickets.get(worker, ()))
 
     def add(self, ticket: Ticket, wait: CacheWait) -> None:
         self.length += 1

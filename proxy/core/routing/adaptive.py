@@ -135,7 +135,7 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
 def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | None:
     """Return a wait for a full worker that costs less than a placement on the other worker.
 
-    At its end the other worker could still meet the deadline, or a target that it meets now.
+    At its end the other worker would still be in time, if it is now.
     """
     ask, now, held, waits = view.ask, view.now, view.held, view.waits
     found: CacheWait | None = None
