@@ -87,7 +87,7 @@ GLANCE = (
         "stat", 4, 4, most=1, bad_below=0.99,
     ),
     Panel(
-        "Queued in the router", "Requests for which no worker has capacity now.", "short",
+        "Queued in the router", "Requests that wait for a slot of a worker.", "short",
         (Query(f"sum(proxy_queue_requests{{{ROUTER}}})"),), "stat", 4, 4, bad_above=1,
     ),
     Panel(

@@ -218,7 +218,7 @@ class Router:
         if free or again or ask.pinned:
             answer = self.placer.place(
                 ask, now, attempts, explain=explain, free=free,
-                admission=None if again else targets, may_wait=not again,
+                admission=None if again else targets, wait_since=None if again else now,
             )  # fmt: skip
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer

@@ -53,12 +53,12 @@ def wait_s(worker: Worker, now: float) -> float:
 
 
 def next_slot_s(worker: Worker, ahead: int) -> float:
-    """Estimate the time to a slot of a worker with all requests allowed."""
+    """Estimate the time to a slot of a full worker; inf if unknown."""
     requests = worker.requests
-    if not requests or requests < worker.most:
-        return 0.0
+    if not requests:
+        return inf
     left = worker.decode_tokens / requests
-    more = ahead + 1 + requests - worker.most
+    more = ahead + 1 + max(requests - worker.most, 0)
     return more * left * worker.pace.step_s(requests) / requests
 
 

@@ -44,6 +44,17 @@ class Bucket:
     def oldest(self) -> float:
         return next(iter(self.tickets)).since
 
+    def add(self, ticket: Ticket) -> None:
+        """Add a ticket, in the order of arrival."""
+        later: list[Ticket] = []
+        for other in reversed(self.tickets):
+            if other.since <= ticket.since:
+                break
+            later.append(other)
+        self.tickets[ticket] = None
+        for other in reversed(later):
+            self.tickets.move_to_end(other)
+
     def count_longer(self, length: int) -> None:
         """Count a ticket added to a FIFO of this length."""
         if length == len(self.longer_than):
@@ -88,7 +99,7 @@ class Buckets:
         return sum(bucket.longer_than[: before + 1]) - behind
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
-        return (at for at in self._buckets if at[0][0] == model)
+        return (at for at in self._buckets if at[0][0] == model and at[0][1] != FOR_CACHE)
 
     def in_order(self) -> Iterator[tuple[tuple[Place, Rank], Bucket]]:
         """Yield the buckets of requests that any free slot may serve."""
@@ -115,7 +126,7 @@ class Buckets:
             bucket = self._buckets[key[:2]] = Bucket()
         bucket.count_longer(len(fifo.tickets))
         fifo.put(ticket)
-        bucket.tickets[ticket] = None
+        bucket.add(ticket)
         if ticket in fifo.tickets[:MAX_TRIED_TICKETS]:
             self._sort(fifo)
 

@@ -1,8 +1,8 @@
 """Requests that wait for a slot of the full worker that has their cache.
 
 Other requests pass them. A wait ends when the worker has a slot, drains or fails, at a multiple of
-what the cache saves, at half of the longest wait, or where another worker would miss the client's
-deadline later. Then the request is in order with others.
+what the cache saves, at half of the longest wait, or where another worker would miss the deadline
+or target later. Then the request is in order with others.
 
 Cost: one check per ticket and round of the queue.
 
@@ -21,10 +21,11 @@ class CacheWaits:
 
     def __init__(self) -> None:
         self.length = 0
+        self.processes = 1  # with as many each
         self._tickets: dict[Worker, dict[Ticket, None]] = {}
 
     def count(self, worker: Worker) -> int:
-        return len(self._tickets.get(worker, ()))
+        return self.processes * len(self._tickets.get(worker, ()))
 
     def add(self, ticket: Ticket, wait: CacheWait) -> None:
         self.length += 1

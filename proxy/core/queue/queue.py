@@ -21,7 +21,7 @@ from math import ceil, inf
 
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.buckets import FOR_CACHE, LONG, SHORT, Buckets, RemoteQueues, place_of
+from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
 from proxy.core.queue.cache_waits import CacheWaits
 from proxy.core.queue.dispatch import DispatchRound, End, Found, Overtaking
 from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, amounts
@@ -155,7 +155,7 @@ class Queue:
         if any(self._lines.count(place, rank) for rank in RANKS[: ask.rank + 1]):
             return True
         others = self._lines.places(ask.model) if ask.rank is BATCH else ()
-        return any(rank is not BATCH and place[1] != FOR_CACHE for place, rank in others)
+        return any(rank is not BATCH for _, rank in others)
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
         """Return each bucket's first turn and oldest arrival."""

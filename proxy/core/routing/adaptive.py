@@ -22,6 +22,7 @@ it balances tokens. Workers that slow down at long contexts get too many long re
 
 from __future__ import annotations
 
+from math import inf
 from operator import attrgetter
 
 from proxy.core.fleet import slots
@@ -134,14 +135,16 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
 def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | None:
     """Return a wait for a full worker that costs less than a placement on the other worker.
 
-    At its end the other worker could still meet the client's deadline.
+    At its end the other worker would still be in time, if it is now.
     """
     ask, now, held, waits = view.ask, view.now, view.held, view.waits
     found: CacheWait | None = None
     if waits is None:
         return None
     elsewhere, least_s = other.cached(held), cost_s
-    latest = ask.deadline - other.ttft_s(ask, now, elsewhere)
+    latest = view.due - other.ttft_s(ask, now, elsewhere)
+    if latest < now and ask.deadline == inf:
+        latest = inf
     for worker in view.holders:
         cached = worker.cached(held)
         if cached <= elsewhere or not may_await(worker, view):
@@ -157,7 +160,7 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 def may_await(worker: Worker, view: View) -> bool:
     return (
         worker.full
-        and worker.live
+        and worker in view.pool.members
         and not worker.barred
         and worker not in view.tried
         and worker.surely_holds(view.ask)

@@ -16,8 +16,8 @@ from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
-from proxy.core.queue.latency_admission import AdmissionSettings, placed_too_late
-from proxy.core.queue.queue import Queue
+from proxy.core.queue.latency_admission import NO_TARGETS, AdmissionSettings, placed_too_late
+from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE, Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.routing import candidates as candidate_rules
 from proxy.core.routing import handover_cost
@@ -80,17 +80,15 @@ class Placer:
         free: bool = False,
         late: bool = False,
         admission: AdmissionSettings | None = None,
-        may_wait: bool = False,
+        wait_since: float | None = None,
         queued: bool = False,
     ) -> Lease | Refusal | CacheWait | None:
-        """`may_wait`: for the worker with its cache, if it is `queued` or the queue has room."""
+        """`wait_since`: its arrival, if it may wait for its cache; needs room unless `queued`."""
         view, decision = self.decide(
-            ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+            ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
         )
         if view.cache_wait is not None and not queued and not self.queue.room_for(ask):
-            view, decision = self.decide(
-                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=False
-            )
+            view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return view.cache_wait
         if admission is not None:
@@ -124,9 +122,10 @@ class Placer:
         ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
         late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
         may_wait = not (late or attempts.is_retry) and now < ticket.cache_until
+        since = ticket.since if may_wait else None
         return self.place(
             ask, now, attempts,
-            explain=ticket.explain, aged=ticket.aged, late=late, may_wait=may_wait, queued=True,
+            explain=ticket.explain, aged=ticket.aged, late=late, wait_since=since, queued=True,
         )  # fmt: skip
 
     def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
@@ -146,13 +145,13 @@ class Placer:
         explain: bool,
         aged: bool,
         late: bool,
-        may_wait: bool = False,
+        wait_since: float | None = None,
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
         others = self.roster.others
         while True:
             view, decision = self._decide(
-                ask, now, attempts, explain=explain, aged=aged, late=late, may_wait=may_wait
+                ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
             )
             if decision is None or others is None or not _is_filled(decision, others, now):
                 return view, decision
@@ -166,11 +165,11 @@ class Placer:
         explain: bool,
         aged: bool,
         late: bool,
-        may_wait: bool = False,
+        wait_since: float | None = None,
     ) -> tuple[View, Decision | None]:
         view = self._look(ask, now, attempts, explain=explain)
-        if may_wait:
-            self._allow_wait(view)
+        if wait_since is not None:
+            self._allow_wait(view, wait_since)
         if ask.deadline < inf and view.handing is None:
             candidate_rules.keep_in_time(view)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
@@ -189,11 +188,12 @@ class Placer:
             decision = self._choose(view)
         return view, decision
 
-    def _allow_wait(self, view: View) -> None:
+    def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
         ask = view.ask
         if not (ask.pinned or ask.rank is BATCH or view.pool.decodes) and self.queue.most:
             view.waits = self.queue.cache_waits
+            view.due = (self.settings.admission or NO_TARGETS).due(ask, since)
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
@@ -275,7 +275,8 @@ class Placer:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
         view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
-        self._allow_wait(view)
+        if self.queue.room_for(ask):
+            self._allow_wait(view, now)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
@@ -290,10 +291,11 @@ class Placer:
             turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
         if (wait := view.cache_wait) is not None:
+            longest_s = MAX_CACHE_WAIT_SHARE * self.queue.longest_wait_s(ask)
             message = (
                 f"The request would wait for a slot of {wait.worker.name}, whose cache saves more: "
                 f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
-                f"after {wait.until - now:.1f} s."
+                f"after {min(wait.until - now, longest_s):.1f} s."
             )
             refusal: Refusal | None = Refusal(429, Reason.AWAITS_CACHE, message)
         else:

@@ -47,6 +47,7 @@ class View:
     session: Session | None = None  # that the prompt extends
     holders: Sequence[Worker] = ()  # of its cache, among many workers
     waits: CacheWaits | None = None  # None: it may not wait for a cache
+    due: float = inf  # its first token, if it may
     cache_wait: CacheWait | None = None  # why no worker is chosen
 
 

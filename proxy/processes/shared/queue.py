@@ -48,6 +48,7 @@ class SharedQueues:
         self._sharing = sharing
         self._sheets = sharing.peers_of(lambda sheet: sheet)
         self.processes = len(self._sheets.local)
+        queue.cache_waits.processes = self.processes + 1
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
         self._lasts: dict[str, LastDispatch] = {}
         # Time of the last pass out of order, or of the first hold.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import MAX_CACHE_WAIT
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
+from tests.present import present
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
 
 TOKEN_S, STEP_S = 1e-4, 0.02
@@ -25,7 +28,7 @@ SAVED_S = PROMPT * TOKEN_S  # by the cache: much more than a slot takes
 WAIT_S = 60.0  # longest in the queue
 
 
-def make_router(names: str = "ab", most: int = 1, **settings: object) -> Router:
+def make_router(names: Iterable[str] = "ab", most: int = 1, **settings: object) -> Router:
     """Return a router of workers whose pace is known."""
     settings = {"queue_wait_s": WAIT_S, **settings}
     router = router_of(*(spec(name, most=most) for name in names), **settings)
@@ -50,12 +53,14 @@ def serve_first_turn(router: Router) -> str:
     return lease.worker.name
 
 
-def occupy(router: Router, name: str, output: int = OUTPUT, now: float = SAVED_S) -> Lease:
+def occupy(
+    router: Router, name: str, output: int = OUTPUT, now: float = SAVED_S, prompt: int = 10
+) -> Lease:
     """Let another request take a worker's slot, and decode."""
     for other in router.fleet.roster:
         other.draining = other.name != name
     router.fleet.roster.live_changed()
-    lease = placed(router.submit(ask(10, output), now))
+    lease = placed(router.submit(ask(prompt, output), now))
     router.leases.first_token(lease, now)
     for other in router.fleet.roster:
         other.draining = False
@@ -94,6 +99,24 @@ def test_other_requests_pass_it() -> None:
     batch.rank = Rank.BATCH
     assert placed(router.submit(ask(300_000, long=True), 11.1)).worker.name != name
     assert placed(router.submit(batch, 11.1)).worker.name != name
+
+
+def test_lines_of_batches_do_not_wait_for_it() -> None:
+    router, _, ticket, _ = waiting_turn()
+    assert not router.queue.has(ticket.ask.model)
+    assert not router.queue.any_ahead_of(ask(10))
+
+
+def test_turn_that_comes_back_has_its_age() -> None:
+    """It goes ahead of a higher class by its own arrival, not by that of a younger request."""
+    router, running, ticket, name = waiting_turn()
+    occupy(router, "b" if name == "a" else "a", now=11.1)
+    waits(router.submit(ask(100, long=True), 35.0))
+    higher = ask(100, long=True)
+    higher.rank = Rank.INTERACTIVE
+    waits(router.submit(higher, 35.0))
+    router.leases.finish(running, 36.0, Outcome.DONE)
+    assert settled(router, 36.0).ask is ticket.ask
 
 
 def test_turns_of_the_line_pass_it_too() -> None:
@@ -169,6 +192,16 @@ def test_worker_that_cannot_serve_releases_its_turns_at_once(
     assert (lease.worker.name != name, lease.decision.turn) == (True, "displaced")
 
 
+def test_turn_waits_for_no_worker_that_has_dropped_its_model() -> None:
+    """In a large group, the workers with the prompt's cache are known by its prefix alone."""
+    names = [f"w{i}" for i in range(MAX_UNRANKED + 2)]
+    router = make_router(names)
+    name = serve_first_turn(router)
+    occupy(router, name)
+    router.fleet.roster.set_served(name, ["other"])
+    assert placed(router.submit(turn(), 11.0)).worker.name != name
+
+
 def test_turn_that_waited_in_vain_goes_to_another_worker() -> None:
     router, _, ticket, name = waiting_turn()
     assert ticket.cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * WAIT_S)
@@ -198,6 +231,31 @@ def test_deadline_is_met_elsewhere_if_the_slot_comes_late() -> None:
     assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= deadline + 0.01
 
 
+@pytest.mark.parametrize("arrives", ["beside a free worker", "in a full fleet"])
+def test_target_of_its_class_is_met_elsewhere_too(arrives: str) -> None:
+    target_s = SAVED_S + 5.0
+    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: target_s}))
+    name = serve_first_turn(router)
+    occupy(router, name)
+    free = occupy(router, "b" if name == "a" else "a")
+    if arrives == "beside a free worker":
+        router.leases.finish(free, 10.5, Outcome.DONE)
+    ticket = waits(router.submit(turn(), 11.0))
+    if arrives == "in a full fleet":
+        router.leases.finish(free, 12.0, Outcome.DONE)
+        assert router.due(12.0) == []
+    lease = settled(router, ticket.cache_until)
+    assert lease.worker.name != name
+    assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= 11.0 + target_s + 0.01
+
+
+def test_target_that_is_missed_elsewhere_ends_no_wait() -> None:
+    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: SAVED_S / 2}))
+    occupy(router, serve_first_turn(router))
+    ticket = waits(router.submit(turn(), 11.0))
+    assert ticket.cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * WAIT_S)
+
+
 def test_turns_ahead_count() -> None:
     """Each turn that waits adds the time of a slot, until a wait costs more than it saves."""
     router = make_router()
@@ -206,6 +264,22 @@ def test_turns_ahead_count() -> None:
     answers = [router.submit(turn(output=150), 11.0) for _ in range(5)]
     assert [isinstance(each, Ticket) for each in answers] == [True, True, True, False, True]
     assert placed(answers[3]).worker.name != name
+
+
+def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
+    """Its KV cache is full, and each turn ahead takes the room of a request that ends."""
+    router = make_router(most=None)
+    for worker in router.fleet.roster:
+        worker.kv_capacity = 2_500_000
+    name = serve_first_turn(router)
+    worker = worker_of(router, name)
+    written = worker.written
+    while not worker.full:
+        occupy(router, name, prompt=1_200_000, output=200)
+    worker.written = written  # the prompts are cached parts of others
+    tickets = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
+    seconds = [present(ticket.cache_wait).seconds for ticket in tickets]
+    assert 0.0 < seconds[0] < seconds[1]
 
 
 def test_withdrawn_turn_leaves_no_trace() -> None:
@@ -233,9 +307,22 @@ def test_explain_names_the_worker_and_the_longest_wait() -> None:
     assert (
         f"wait for a slot of {name}, whose cache saves more: it is due in 1.0 s" in answer.message
     )
+    assert f"after {MAX_CACHE_WAIT_SHARE * WAIT_S:.1f} s" in answer.message
     notes = {score.worker: score.note for score in answer.scores}
     other = "b" if name == "a" else "a"
     assert notes == {name: "full", other: f"higher cost than the wait for {name}"}
+
+
+def test_explain_names_no_wait_without_room_in_the_queue() -> None:
+    router = make_router(queue_requests=1)
+    name = serve_first_turn(router)
+    occupy(router, name)
+    pinned = ask(10)
+    pinned.pinned = name
+    waits(router.submit(pinned, 11.0))
+    decision = router.placer.explain(turn(), 11.0)
+    assert isinstance(decision, Decision)
+    assert placed(router.submit(turn(), 11.0)).worker is decision.worker
 
 
 def test_tenant_with_the_least_counter_gets_the_slot() -> None:

@@ -13,6 +13,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import Urgency
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared.queue import HOLD_S
+from tests.present import present
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.virtual_group import VirtualGroup
 
@@ -244,6 +245,23 @@ def test_spare_capacity_counts_requests_of_other_processes(make_all: MakeGroup) 
     group.end_turn()
     group.read_all()
     assert has_spare_capacity(group.routers[0], MODEL, group.now)
+
+
+def test_turns_that_wait_for_a_cache_in_other_processes_count(make_processes: MakeGroup) -> None:
+    group = make_processes(2, spec("a", most=1), spec("b", most=1))
+    router = group.routers[0]
+    for worker in router.fleet.roster:
+        worker.pace.prefills, worker.pace.token_s, worker.pace.base_s = 100, 1e-4, 0.02
+    prefix = tuple(range(1, 140))
+    running = group.submit(0, prompt=100_000, output=50, long=True, prefix=prefix)
+    router.leases.first_token(running, group.now)
+    seconds = []
+    for _ in range(2):
+        turn = ask(100_000, 50, long=True, prefix=prefix)
+        turn.session = 5
+        ticket = waits(router.submit(turn, group.now))
+        seconds.append(present(ticket.cache_wait).seconds)
+    assert seconds[1] == pytest.approx(3 * seconds[0])
 
 
 def test_short_and_long_requests_have_separate_orders(make_group: MakeGroup) -> None:
