@@ -99,8 +99,8 @@ class OutputReader:
             return self._read(events)
         texts: dict[str, str] = {}
         for channel, key, texts_of in CHAT_TEXTS:
-            if key in events:
-                texts[channel] = unescaped(texts_of.findall(events))
+            if key in events and (found := texts_of.findall(events)):
+                texts[channel] = unescaped(found)
         return texts
 
     def _read(self, events: bytes) -> dict[str, str]:

@@ -109,6 +109,14 @@ def test_batches_are_read_as_their_events(messages: bool, data: st.DataObject) -
     assert {channel: text for channel, text in in_batches.items() if text} == one_by_one
 
 
+@pytest.mark.parametrize("word", ["content", "text", "reasoning", "arguments", "name", "index"])
+def test_a_token_may_be_the_name_of_a_member(word: str) -> None:
+    chat = chat_events([("content", "a"), ("content", word)])
+    assert OutputReader(messages=False).texts(b"".join(chat)) == {"content": f"a{word}"}
+    completion = [data({"choices": [{"text": text}]}) for text in ("a", word)]
+    assert OutputReader(messages=False).texts(b"".join(completion)) == {"content": f"a{word}"}
+
+
 CALL: list[Token] = [
     ("content", "Hm."), ("name", "get"), ("arguments", '{"a": 1'), ("arguments", "}"),
 ]  # fmt: skip
