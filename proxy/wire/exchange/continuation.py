@@ -140,7 +140,7 @@ def leaves_failed(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
 ) -> bool:
     """Continue on another worker if this one reports that its engine died or stops."""
-    if owner.sent_text is None or FAILED.search(body) is None:
+    if owner.sent_text is None or FAILED.search(response.partial_event + body) is None:
         return False
     return move_stream(owner, lease, now, response, WorkerError.STATUS)
 
