@@ -99,8 +99,8 @@ class OutputReader:
             return self._read(events)
         texts: dict[str, str] = {}
         for channel, key, texts_of in CHAT_TEXTS:
-            if key in events:
-                texts[channel] = unescaped(texts_of.findall(events))
+            if key in events and (found := texts_of.findall(events)):
+                texts[channel] = unescaped(found)
         return texts
 
     def _read(self, events: bytes) -> dict[str, str]:
@@ -112,9 +112,12 @@ class OutputReader:
 
     def parts(self, event: dict[str, Any]) -> list[OutputPart]:
         try:
-            return parts_of_message(event) if self._messages else self._parts_of_chat(event)
+            found = parts_of_message(event) if self._messages else self._parts_of_chat(event)
         except (AttributeError, TypeError):  # no object where one is expected
             raise OtherOutputError("data") from None
+        if not all(isinstance(part.text, str) for part in found):
+            raise OtherOutputError("data")
+        return found
 
     def _parts_of_chat(self, event: dict[str, Any]) -> list[OutputPart]:
         found: list[OutputPart] = []

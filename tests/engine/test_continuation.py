@@ -153,6 +153,24 @@ def test_a_grammar_that_rejects_the_tokens_ends_the_request(compiles: bool) -> N
     assert scheduler._continued.before_grammar == {}
 
 
+class BrokenGrammar(Grammar):
+    def accept_tokens(self, _: str, tokens: list[int]) -> bool:
+        raise ValueError("no next state", tokens)
+
+
+def test_a_grammar_that_fails_on_the_tokens_ends_only_its_request() -> None:
+    scheduler = make_scheduler()
+    request, compiled = with_grammar(output=8)
+    compiled.set_result(BrokenGrammar())
+    scheduler.add_request(request)
+    other = make_request(20, output=2)
+    scheduler.add_request(other)
+    drain(scheduler)
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert other.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert scheduler._continued._pending == {}
+
+
 @pytest.mark.parametrize(
     ("ended", "tokens", "goes_on"),
     [(None, 5, False), (True, 5000, True), (False, 5, True), (False, 5000, False)],

@@ -10,6 +10,7 @@ them, and a seed starts anew.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Final
@@ -20,6 +21,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from vllm_sched.engine.vllm_compat import UpstreamScheduler
+
+logger = logging.getLogger("vllm.vllm_sched")
 
 OUTPUT_SO_FAR: Final = "output_so_far"
 # Reasoning parsers may take quadratic time to find the end of the reasoning.
@@ -65,11 +68,17 @@ class ContinuedRequests:
         del self.before_grammar[request.request_id]
         if isinstance(structured.grammar, Exception):
             return
-        if not self._grammars.accept_tokens(request, tokens):
-            # vLLM ends the request with an error, as one whose grammar was not compiled.
-            rejected: Future[StructuredOutputGrammar] = Future()
-            rejected.set_exception(ValueError("the grammar rejects the output so far"))
-            structured.grammar = rejected
+        error: Exception = ValueError("the grammar rejects the output so far")
+        try:
+            if self._grammars.accept_tokens(request, tokens):
+                return
+        except Exception as failure:  # would end the engine; clients may send any tokens
+            error = failure
+        logger.warning("request %s is not continued: %s", request.request_id, error)
+        # vLLM ends the request with an error, as one whose grammar was not compiled.
+        rejected: Future[StructuredOutputGrammar] = Future()
+        rejected.set_exception(error)
+        structured.grammar = rejected
 
     def _may_continue(self, request: Request, tokens: list[int]) -> bool:
         parameters = request.sampling_params

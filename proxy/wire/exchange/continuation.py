@@ -122,6 +122,7 @@ def move_stream(
     now: float,
     response: ResponseWriter,
     error: WorkerError,
+    outcome: Outcome = Outcome.FAILED,
 ) -> bool:
     """Continue the stream on another worker; False if it can't be continued."""
     if owner.sent_text is None or lease is None:
@@ -129,7 +130,7 @@ def move_stream(
     found = find_tokens(owner, lease, response)
     if not isinstance(found, Obstacle):
         prepare(owner, lease, response, found)
-        if owner.try_another(now, Outcome.FAILED, error) is None:
+        if owner.try_another(now, outcome, error) is None:
             return True
         found = Obstacle(NO_WORKER)
     not_continued(owner, now, found, lease.worker.name)
@@ -139,10 +140,10 @@ def move_stream(
 def leaves_failed(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
 ) -> bool:
-    """Continue on another worker if this one reports that its engine died or stops."""
-    if owner.sent_text is None or FAILED.search(body) is None:
+    """Continue on another worker if this one reports a failure, as after a 500."""
+    if owner.sent_text is None or FAILED.search(response.partial_event + body) is None:
         return False
-    return move_stream(owner, lease, now, response, WorkerError.STATUS)
+    return move_stream(owner, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
 
 def is_silent(owner: AttemptOwner, now: float) -> bool:

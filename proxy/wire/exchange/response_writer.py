@@ -144,6 +144,11 @@ class ResponseWriter:
         """True if half an event was sent."""
         return self._stream is None or self._stream.torn
 
+    @property
+    def partial_event(self) -> bytes:
+        """The beginning of an event that is not complete."""
+        return self._stream.rest() if self._stream is not None else b""
+
     def drop_partial_event(self) -> None:
         """Prepare for events of another worker."""
         if self._stream is not None:

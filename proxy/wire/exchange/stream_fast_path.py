@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHUNK_END = b"\n\n\r\n"
 MAX_SIZE_DIGITS = 4
 TAIL_BYTES = 40
+NOT_FINISHED = b'h_reason":null'  # in a chat's tail
 
 
 @lru_cache(maxsize=1024)
@@ -82,11 +83,12 @@ class StreamFastPath:
         if self._recounts and USAGE in data:
             return False
         if self._failures and (tail := data[-TAIL_BYTES:]) != self._tail:
-            # All pieces of a chat end alike, except reports of a failure and the last one.
+            # Pieces of a chat end alike, except failures and the last one.
             for failure in self._failures:
                 if failure in data:
                     return False
-            self._tail = tail
+            if NOT_FINISHED in tail:
+                self._tail = tail
         self._keep(data)
         record = self._record
         if tokens := self._count(data):

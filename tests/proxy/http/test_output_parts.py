@@ -109,6 +109,14 @@ def test_batches_are_read_as_their_events(messages: bool, data: st.DataObject) -
     assert {channel: text for channel, text in in_batches.items() if text} == one_by_one
 
 
+@pytest.mark.parametrize("word", ["content", "text", "reasoning", "arguments", "name", "index"])
+def test_a_token_may_be_the_name_of_a_member(word: str) -> None:
+    chat = chat_events([("content", "a"), ("content", word)])
+    assert OutputReader(messages=False).texts(b"".join(chat)) == {"content": f"a{word}"}
+    completion = [data({"choices": [{"text": text}]}) for text in ("a", word)]
+    assert OutputReader(messages=False).texts(b"".join(completion)) == {"content": f"a{word}"}
+
+
 CALL: list[Token] = [
     ("content", "Hm."), ("name", "get"), ("arguments", '{"a": 1'), ("arguments", "}"),
 ]  # fmt: skip
@@ -165,6 +173,7 @@ def test_what_is_held_back_is_bounded() -> None:
         (chat_event({"tool_calls": [{"index": 0, "function": {"arguments": "x"}}]}), "tool_calls"),
         (chat_event({"tool_calls": [{"id": "x", "function": {"name": "x"}}]}), "tool_calls"),
         (chat_event({"tool_calls": ["x"]}), "data"),
+        (data({"choices": [{"text": 5, "delta": {"tool_calls": []}}]}), "data"),
         (chat_event({"reasoning": "\\"}).replace(b'\\\\', b"\\ud800"), "text"),
         (b'data: {"tool_calls": \n\n', "data"),
         (data({"choices": [{"text": "a", "logprobs": {"tokens": []}}]}), "logprobs"),
@@ -183,6 +192,7 @@ def test_output_that_is_not_compared_is_named(event: bytes, why: str) -> None:
     [
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "a"}},
         {"type": "content_block_delta", "index": 0, "delta": {"type": "citations_delta"}},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": 5}},
     ],
 )
 def test_other_blocks_of_a_message_are_named(event: dict[str, Any]) -> None:

@@ -226,6 +226,22 @@ async def test_an_engine_that_fails_under_a_living_server(
     text, _ = await text_of(await site.send(chat(stream=True)))
     assert text == "".join(WORDS)
     assert len(engines.asked) == 2
+    # The first worker's: the other one has served the request.
+    assert sum(not worker.breaker.has_no_failures for worker in site.fleet.roster) == 1
+    await site.settled()
+
+
+async def test_requests_that_fail_in_every_engine_open_no_breaker(start: Start) -> None:
+    """A grammar that does not compile is an error after the role."""
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, *[failing(engines, ENGINE_DIED, 0) for _ in range(12)])
+    for _ in range(6):
+        answer = await (await site.send(chat(stream=True))).answer()
+        assert b'"error"' in answer.body
+    assert len(engines.asked) == 12
+    assert all(worker.breaker.closed for worker in site.fleet.roster)
     await site.settled()
 
 

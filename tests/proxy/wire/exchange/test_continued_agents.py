@@ -150,6 +150,45 @@ async def test_an_engine_that_fails_under_a_living_server(
     await site.settled()
 
 
+@pytest.mark.parametrize(
+    ("route", "failure"), [("chat", CHAT_FAILED), ("messages", MESSAGE_ABORTED)]
+)
+@pytest.mark.parametrize("at", [3, 12, 60])
+async def test_a_report_of_a_failure_arrives_in_two_pieces(
+    start: Start, route: str, failure: bytes, at: int
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Agents(route=route)
+    with_journals(site, engines)
+    steps = (agent_streams.chat_events if route == "chat" else agent_streams.message_steps)(TOKENS)
+    first = [*steps[:4], failure[:at], failure[at:]]
+    first_worker = scripts.raw(scripts.STREAM_HEAD, *map(scripts.chunk, first), gap_s=0.01)
+    in_turn(site, first_worker, engines.serve())
+    site.fleet.roster.stream_tokens = lambda *_: [*range(3)]
+    answer = await (await site.send(asked(route))).answer()
+    assert read(route, answer.body)[0] == agent_streams.whole(TOKENS)
+    assert sum(site.metrics.continuations.values()) == 1
+    await site.settled()
+
+
+async def test_text_that_looks_like_a_failure_is_none(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Agents(route="chat")
+    with_journals(site, engines)
+    events = agent_streams.chat_events([("content", "a"), ("content", "event: error"), TOKENS[2]])
+    at = events[2].index(b"event: error")
+    pieces = [*events[:2], events[2][:at], events[2][at:], b"".join(events[3:])]
+    script = scripts.raw(
+        scripts.STREAM_HEAD, *map(scripts.chunk, pieces), scripts.LAST_CHUNK, gap_s=0.01
+    )
+    in_turn(site, script, engines.serve())
+    site.fleet.roster.stream_tokens = lambda *_: [0]
+    answer = await (await site.send(asked("chat"))).answer()
+    assert read("chat", answer.body)[0] == [["content", "aevent: errorI"]]
+    assert sum(site.metrics.continuations.values()) == 0
+    await site.settled()
+
+
 @ROUTES
 async def test_another_output_ends_with_an_error(start: Start, route: str) -> None:
     site = await start(Fake("w0"), Fake("w1"))

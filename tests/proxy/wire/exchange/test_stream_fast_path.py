@@ -16,9 +16,11 @@ from proxy.core.model.route_table import ROUTES, Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.http.request import Request, RequestHead
+from proxy.http.sent_text import CHAT_FAILURES
+from proxy.http.sse import EventStream
 from proxy.metrics.registry import Metrics
 from proxy.wire.exchange.exchange import Exchange
-from proxy.wire.exchange.stream_fast_path import size_line
+from proxy.wire.exchange.stream_fast_path import StreamFastPath, size_line
 from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker.connection import WorkerConnection
@@ -185,6 +187,30 @@ async def test_usage_in_a_passed_chunk_is_learnt() -> None:
     assert stream.passes
     stream.receive(scripts.LAST_CHUNK)
     assert stream.metrics.router.sizer.learnt("tiny", ROUTE.name).output == 12
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        b',"finish_reason":%b,"token_ids":null}]}\n\n',
+        # As vLLM ends the events of a completion.
+        b',"finish_reason":%b,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n',
+    ],
+)
+async def test_an_abort_is_parsed_though_its_event_ends_like_others(ends: bytes) -> None:
+    stream = Stream()
+    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
+    attempt = stream.exchange._attempt
+    assert attempt is not None
+    assert attempt.lease is not None
+    path = StreamFastPath(
+        stream.metrics.router, attempt.lease, stream.metrics, stream.exchange.record,
+        EventStream(), stream.client.write, recounts=False, failures=CHAT_FAILURES,
+    )  # fmt: skip
+    start = b'data: {"choices":[{"index":0,"text":"a","logprobs":null'
+    for _ in range(3):
+        assert path.take(stream.now, scripts.chunk(start + ends % b"null"))
+    assert not path.take(stream.now, scripts.chunk(start + ends % b'"abort"'))
 
 
 @pytest.mark.parametrize(
