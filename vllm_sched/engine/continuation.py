@@ -66,7 +66,7 @@ class ContinuedRequests:
         if isinstance(structured.grammar, Exception):
             return
         if not self._grammars.accept_tokens(request, tokens):
-            # vLLM ends the request with an error, as one whose grammar was not compiled.
+            # vLLM ends the request with an error, as if the grammar was not compiled.
             rejected: Future[StructuredOutputGrammar] = Future()
             rejected.set_exception(ValueError("the grammar rejects the output so far"))
             structured.grammar = rejected
