@@ -196,7 +196,7 @@ def unescaped(texts: list[bytes]) -> str:
 
 
 def without_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
-    """Return an event's JSON; of each part, so many characters are known."""
+    """Return an event's JSON without the known characters of each part."""
     for part, known in parts:
         if not part.key:
             if known:  # the client has the id of its first worker

@@ -30,10 +30,7 @@ def test_help_and_unknown_command_list_all_commands(capsys: pytest.CaptureFixtur
     ("command", "modules"),
     [
         ("key", "exits fleet fleet.key main"),
-        (
-            "router",
-            "exits fleet fleet.fleet fleet.journals fleet.offloading fleet.wiring main plain_text",
-        ),
+        ("router", "exits fleet fleet.fleet fleet.journals fleet.wiring main"),
     ],
 )
 def test_command_imports_no_module_of_another(command: str, modules: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,12 +74,3 @@ class Output(Console):
                 written = write(path)
             for each in written or (path,):
                 self.say(f"{verb} {each}")
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned columns, for `grep`; the first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

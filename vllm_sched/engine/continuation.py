@@ -75,7 +75,7 @@ class ContinuedRequests:
         except Exception as failure:  # would end the engine; clients may send any tokens
             error = failure
         logger.warning("request %s is not continued: %s", request.request_id, error)
-        # vLLM ends the request with an error, as one whose grammar was not compiled.
+        # vLLM ends the request with an error, as if the grammar was not compiled.
         rejected: Future[StructuredOutputGrammar] = Future()
         rejected.set_exception(error)
         structured.grammar = rejected

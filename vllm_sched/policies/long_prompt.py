@@ -190,7 +190,7 @@ class LongPrompt(Policy):
         self._divide()
 
     def _shorts_of(self, step: Step) -> list[RequestView]:
-        """Return the shorts in prefill, and those that enter because their KV has arrived."""
+        """Return the shorts in prefill, and the shorts that enter with all KV here."""
         shorts = [r for r in step.prefills if r.request_id not in self._longs]
         is_long = self._lookups.is_long
         return shorts + [r for r in step.loaded() if not is_long(r, r.num_computed_tokens)]

@@ -131,7 +131,7 @@ class Step:
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
     # Returns the requests that load KV from a tier; they enter without a gate.
     loading: Callable[[], Sequence[RequestView]] = tuple
-    # Returns those of them whose KV has arrived, so they enter in this step.
+    # Returns these with all KV here, so they enter in this step.
     loaded: Callable[[], Sequence[RequestView]] = tuple
     # Looks up the tokens of a waiting request that need no computation.
     cached_of: Callable[[RequestView], int] = no_tokens

@@ -57,7 +57,7 @@ class Queue:
         self.bytes = 0
         self.tokens = 0
         self.length = 0
-        self._in_order = 0  # of these, without those that wait for a cache
+        self._in_order = 0  # without requests that wait for a cache
         self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
         self.cache_waits = CacheWaits()

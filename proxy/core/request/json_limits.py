@@ -21,7 +21,7 @@ PIECE_BYTES = 65_536  # fits the CPU's cache
 SAMPLE_BYTES = 512
 # The place of each sample in its part of the text is random, so that clients cannot exploit it.
 SAMPLE_PLACES = [random.random() for _ in range(128)]
-SAMPLE_MARGIN = 2.0  # a text whose sample shows less than 1/2 of a bound is not counted
+SAMPLE_MARGIN = 2.0  # not counted: a text with a sample below 1/2 of a bound
 
 
 class JsonMask:

@@ -368,7 +368,7 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
 
 
 def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: int) -> int:
-    """Return where the field after the prompt starts, or else the body's end."""
+    """Return where the field after the prompt starts, otherwise the body's end."""
     key, following = PROMPT_KEYS[shape][1:-1].decode(), iter(fields)
     for name in following:
         if name == key:

@@ -153,8 +153,8 @@ class Replication:
                 await asyncio.sleep(until_publish())
         except asyncio.CancelledError:
             self._number += 1
-            channel.publish(encode(Update(self.name, self._number, self._clock(), leaves=True)))
             with suppress(Exception):  # the server may be gone too
+                channel.publish(encode(Update(self.name, self._number, self._clock(), leaves=True)))
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):
                     await channel.drain()
             raise

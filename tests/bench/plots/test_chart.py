@@ -15,12 +15,14 @@ from vllm_sched.errors import UsageError
 def test_labels_are_present_and_series_differ_without_colour(log: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.b.svg"
     lines = [Series(f"line {n}", [(1, n + 1), (10, n + 2)]) for n in range(3)]
-    dots = Series("dots", [(2, 2), (5, 5)], dots=True)
+    dots = Series("_dots", [(2, 2), (5, 5)], dots=True)
     chart = Chart(
         "A < B", "size & more", "s", [*lines, dots], "from <there>", log, log, marks=[(1.5, "here")]
     )
     draw_chart(chart, path)
-    assert {"A < B", "size & more", "s", "from <there>", "here", "line 0", "dots"} <= {*texts(path)}
+    assert {"A < B", "size & more", "s", "from <there>", "here", "line 0", "_dots"} <= {
+        *texts(path)
+    }
     drawn = marked(path, "line")
     assert len(drawn) == 4
     assert len(dashes(drawn[:3])) == 3

@@ -251,7 +251,7 @@ def test_several_machines_are_compared(capsys: pytest.CaptureFixture[str], tmp_p
     assert f"--gpus=2 --quick --profile {' '.join(names)} --policies default" in content
     assert "- --quantization=fp8" in content
     assert "<svg" in picture.read_text()
-    assert f"saved {picture}" in text
+    assert f"drew {picture}" in text
 
 
 def test_fewest_gpus_for_a_rate_are_planned(

@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 
 from proxy.admin import connection as admin_connection
-from proxy.admin import server
+from proxy.admin import port, server
 from proxy.admin.body_limit import MAX_BODY_BYTES, BodyLimit
 from proxy.admin.port import AdminPort, admin_socket
 from proxy.admin.server import AdminServer, max_connections
@@ -136,14 +136,14 @@ class Made:
 @pytest.mark.parametrize("stopped", ["before run", "without a client", "while made", "served"])
 async def test_server_is_made_for_the_first_client_unless_the_port_stops(stopped: str) -> None:
     made = Made(await admin_socket("127.0.0.1", 0))
-    port = made.port.port
+    number = made.port.port
     if stopped == "before run":
         made.port.stop()
     running = asyncio.create_task(made.port.run())
     if stopped in ("while made", "served"):
         await asyncio.sleep(0)
         assert not made.asked.is_set()
-        client = await Client.connect(port)
+        client = await Client.connect(number)
         await asyncio.to_thread(made.asked.wait, DEADLINE_S)
         if stopped == "served":
             made.may_be_made.set()
@@ -156,16 +156,43 @@ async def test_server_is_made_for_the_first_client_unless_the_port_stops(stopped
     made.may_be_made.set()
     await asyncio.wait_for(running, DEADLINE_S)
     assert made.asked.is_set() == (stopped in ("while made", "served"))
-    (await admin_socket("127.0.0.1", port)).close()
+    (await admin_socket("127.0.0.1", number)).close()
 
 
-async def test_server_that_cannot_be_imported_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    made = Made(await admin_socket("127.0.0.1", 0), ImportError)
+@pytest.mark.parametrize("error", [OSError, ImportError, AttributeError])
+async def test_port_tries_again_after_a_failed_import(
+    error: type[Exception], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port, "RETRY_INTERVAL_S", 0.01)
+    made = Made(await admin_socket("127.0.0.1", 0), error)
     made.may_be_made.set()
+    running = asyncio.create_task(made.port.run())
     client = await Client.connect(made.port.port)
-    await asyncio.wait_for(made.port.run(), DEADLINE_S)
+    assert await client.closed() == b""
     client.close()
-    assert "the admin API cannot be loaded" in caplog.text
+    assert f"the admin API cannot be loaded: {error.__name__}()" in caplog.text
+    made.error = None
+    client = await Client.connect(made.port.port)
+    assert (await client.ask(get("/hello"))).status == 200
+    client.close()
+    made.port.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_port_tries_again_without_open_files_and_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Made(await admin_socket("127.0.0.1", 0), OSError)
+    made.may_be_made.set()
+    running = asyncio.create_task(made.port.run())
+    raw = socket.socket()
+    raw.setblocking(False)
+    with raw, limit_descriptors():
+        with suppress(BlockingIOError):
+            raw.connect(("127.0.0.1", made.port.port))
+        await eventually(lambda: caplog.text)
+        made.port.stop()
+        await asyncio.wait_for(running, DEADLINE_S)
 
 
 async def test_server_stops_with_open_connections(served: Served) -> None:

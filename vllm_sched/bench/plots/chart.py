@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.bench.plots.style import (
     MUTED,
     check_available,
+    label,
     legend,
     limit,
     line_styles,
@@ -63,7 +64,8 @@ def draw_chart(chart: Chart, path: Path) -> None:
             axes.text(0, 1.02, chart.subtitle, transform=axes.transAxes, color=MUTED, fontsize=8)
         for look, each in zip(line_styles(len(chart.series)), chart.series, strict=True):
             drawn = {"linestyle": "none", "fillstyle": "none"} if each.dots else {"marker": ""}
-            axes.plot(*zip(*each.points, strict=True), label=each.name, gid="line", **look | drawn)
+            name, points = label(each.name), zip(*each.points, strict=True)
+            axes.plot(*points, label=name, gid="line", **look | drawn)
         if chart.log_x:
             axes.set_xscale("log")
             plain_log(axes.xaxis)

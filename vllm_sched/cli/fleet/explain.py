@@ -12,9 +12,8 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
-from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
+from vllm_sched.cli.fleet.fleet import Commands, columns, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, ask
-from vllm_sched.cli.output import columns
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +14,6 @@ from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
 from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.wiring import compatibility_problems
-from vllm_sched.cli.output import columns
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
@@ -37,7 +36,7 @@ def describe(commands: Commands) -> None:
 
 
 def fleet_command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
-    """Add a command whose first argument is a fleet file."""
+    """Add a command with a fleet file as first argument."""
     command = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
     )
@@ -180,4 +179,13 @@ def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
         config.model_of(worker),
         "from worker" if length is None else str(length),
         launched,
+    )
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns, for `grep`; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )

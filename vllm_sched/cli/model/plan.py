@@ -7,7 +7,7 @@ import logging
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.plots.chart import check_chart, draw_chart
 from vllm_sched.bench.results import goodput
@@ -27,9 +27,6 @@ from vllm_sched.sim.planning.exact_check import require_vllm
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
 from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, QUICK_EFFORT, PlanQuestion
-
-if TYPE_CHECKING:
-    pass
 
 MAX_GPUS: Final = 1_000_000
 
@@ -139,7 +136,7 @@ def run_plan(args: argparse.Namespace) -> int:
     traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
     fleet = partial(write, found, model=args.model, command=command, traffic=traffic)
     console.save(args.save, fleet)
-    console.save(args.plot, partial(draw_chart, chart_of(found)))
+    console.save(args.plot, partial(draw_chart, chart_of(found)), "drew")
     return 0 if found.stopped_at is None else INTERRUPTED
 
 

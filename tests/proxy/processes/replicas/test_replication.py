@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -92,6 +93,31 @@ class Channel:
     def publish(self, message: bytes) -> None: ...
 
     async def drain(self) -> None: ...
+
+
+class ClosedChannel(Channel):
+    """A channel that can be closed, as uvloop's are."""
+
+    def __init__(self) -> None:
+        self.used = asyncio.Event()
+        self.closed = False
+
+    def publish(self, message: bytes) -> None:
+        del message
+        if self.closed:
+            raise RuntimeError("the handler is closed")
+        self.used.set()
+
+
+async def test_host_that_stops_together_with_the_server_ends(host: Host) -> None:
+    channel = ClosedChannel()
+    host.replication._open_channel = lambda _: nullcontext(channel)
+    task = asyncio.create_task(host.replication.run())
+    await channel.used.wait()
+    channel.closed = True
+    task.cancel()
+    await asyncio.wait([task], timeout=5.0)
+    assert task.cancelled()
 
 
 def test_host_that_was_stopped_keeps_its_part(host: Host) -> None:
