@@ -64,6 +64,7 @@ OPAQUE = PromptFields.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 MIN_BYTES_BEFORE = 40  # bytes; no other key fits before
 MAX_BYTES_AFTER = 65_536  # that are searched for the field after the prompt
+CLOSING, MAX_CLOSING_BYTES = b'"]}, \t\r\n', 64
 MAX_COUNTED_BYTES = 65_536  # longer bodies are not sent to /tokenize
 MAX_JUDGED_BYTES = 4 * MAX_COUNTED_BYTES  # unless the estimate would refuse them
 UNCLEAR_FORM = "The form must have exactly one `model` field, and one plain quoted name per part."
@@ -368,13 +369,13 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
 
 
 def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: int) -> int:
-    """Return where the field after the prompt starts, or else the body's end."""
-    key, following = PROMPT_KEYS[shape][1:-1].decode(), iter(fields)
+    """Return the prompt's end, before the brackets that a longer prompt has further on."""
+    key, following, end = PROMPT_KEYS[shape][1:-1].decode(), iter(fields), len(body)
     for name in following:
         if name == key:
             break
     if (name := next(following, "")) and name.isascii():
         found = body.rfind(b'"%b"' % name.encode(), max(start, len(body) - MAX_BYTES_AFTER))
-        if found >= 0:
-            return found
-    return len(body)
+        end = found if found >= 0 else end
+    closing = body[max(start, end - MAX_CLOSING_BYTES) : end]
+    return end - len(closing) + len(closing.rstrip(CLOSING))

@@ -145,10 +145,11 @@ def test_prompt_starts_at_tools_before_messages() -> None:
 @pytest.mark.parametrize(
     ("fields", "prompt"),
     [
-        ({"messages": ['"x":1'], "x": 1}, '"messages": ["\\"x\\":1"], '),
-        ({"messages": [], "max_tokens": 1, "tools": ["max"]}, '"messages": [], '),
-        ({"x": 1, "messages": []}, '"messages": []}'),
-        ({"messages": [], "é": 1}, '"messages": [], "\\u00e9": 1}'),
+        ({"messages": ['"x":1'], "x": 1}, '"messages": ["\\"x\\":1'),
+        ({"messages": [], "max_tokens": 1, "tools": ["max"]}, '"messages": ['),
+        ({"x": 1, "messages": ["y"]}, '"messages": ["y'),
+        ({"messages": ["]" * 99], "x": 1}, '"messages": ["' + "]" * 39),
+        ({"messages": [], "é": 1}, '"messages": [], "\\u00e9": 1'),
     ],
 )
 def test_prompt_ends_at_the_next_field(fields: dict[str, object], prompt: str) -> None:
