@@ -276,15 +276,15 @@ class RequestParser:
         start = prompt_start(shape, body)
         if start >= 0:
             scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
+            if ask.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
+                ask.bytes_before = ask.tool_bytes
+                scope += f"\n\n{ask.tool_bytes}"
             prefixes, end = self._roster.prefixes, prompt_end(shape, fields, body, start)
             ask.prefix = prefixes.hashes(scope, body, start, end)
             ask.prefix_bytes = end - start
-            if ask.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
-                ask.bytes_before = ask.tool_bytes
             blocks, tokens = prefixes.known(ask.prefix)
             if blocks and ask.text_bytes and not ask.counted and ask.prompts == 1:
-                whole = ask.bytes_before + ask.prefix_bytes
-                begins_with(ask, tokens, (ask.prefix_bytes - COVERED[blocks]) / whole)
+                begins_with(ask, tokens, ask.bytes_before + COVERED[blocks])
 
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
         """Return the worker to count an ask's tokens; None if the estimate suffices."""
@@ -351,7 +351,7 @@ def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
     most = tenant.spec.limits.max_prompt_tokens
     if most is None or ask.body_bytes > MAX_JUDGED_BYTES:
         return False
-    return ask.least_prompt <= most < ask.largest_prompt - ask.prompt_error
+    return ask.least_prompt <= most < ask.sure_size
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:
