@@ -30,7 +30,7 @@ MAX_GENERATION_HASHES = 32_768
 # From a list: mypyc would write down each item of a longer tuple.
 BLOCKS = tuple([128] * 32 + [256] * 48 + [2048] * 24 + [4096] * 1008 + [65_536] * 960)
 ENDS = tuple(accumulate(BLOCKS))
-MAX_COPIED_BLOCKS = 8
+MAX_COPIED_BLOCKS = 96
 COVERED = (0, *ENDS)  # bytes per number of blocks
 Matches = list[tuple[int, int]]  # block counts, and worker masks
 

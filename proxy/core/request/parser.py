@@ -53,6 +53,7 @@ PROMPT_KEYS = {
     PromptFields.RESPONSE: b'"input"',
     PromptFields.TOKENS: b'"token_ids"',
 }
+PROMPT_NAMES = {shape: key[1:-1].decode() for shape, key in PROMPT_KEYS.items()}
 # Aliases: Python 3.11 looks up an enum member ten times slower.
 EMPTY, FORM, RESPONSE, PROMPT = (
     PromptFields.EMPTY,
@@ -370,12 +371,11 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
 
 def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: int) -> int:
     """Return the prompt's end, before the brackets that a longer prompt has further on."""
-    key, following, end = PROMPT_KEYS[shape][1:-1].decode(), iter(fields), len(body)
-    for name in following:
-        if name == key:
-            break
-    if (name := next(following, "")) and name.isascii():
-        found = body.rfind(b'"%b"' % name.encode(), max(start, len(body) - MAX_BYTES_AFTER))
+    key, names, end = PROMPT_NAMES[shape], [*fields], len(body)
+    following = names.index(key) + 1 if key in fields else len(names)
+    if following < len(names) and names[following].isascii():
+        last = max(start, end - MAX_BYTES_AFTER)
+        found = body.rfind(b'"' + names[following].encode() + b'"', last)
         end = found if found >= 0 else end
     closing = body[max(start, end - MAX_CLOSING_BYTES) : end]
     return end - len(closing) + len(closing.rstrip(CLOSING))
