@@ -41,8 +41,9 @@ from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
-from proxy.core.request.sizing import Sizer, begins_with, fit
+from proxy.core.request.sizing import CUT, Sizer, begins_with, fit
 from proxy.core.request.split_check import whole_because
+from proxy.core.request.token_estimate import count
 from proxy.core.tenants.tenants import Rank, Tenant
 
 # The key that starts the prompt. Quotes inside JSON strings are escaped, so only a key matches, or
@@ -157,7 +158,8 @@ class RequestParser:
         elif SALT in fields:
             ask.salt = salt_in(fields)
         if hashed:
-            self._hash(ask, shape, fields, body)
+            if count(fields.get(CUT)) is None:  # keeps the beginning
+                self._hash(ask, shape, fields, body)
             if ask.generates:
                 _name_session(ask, shape, fields, session)
         if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:

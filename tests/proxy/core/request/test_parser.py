@@ -208,6 +208,12 @@ def test_prompts_with_other_tools_after_them_have_other_prefixes() -> None:
     assert again.prompt_tokens == first.prompt_tokens
 
 
+@pytest.mark.parametrize(("cut", "hashed"), [(None, True), (-1, True), (20, False), ("20", False)])
+def test_prompt_whose_beginning_may_be_cut_off_has_no_prefix(cut: object, hashed: bool) -> None:
+    body = {**chat("a" * 1000), "truncate_prompt_tokens": cut}
+    assert bool(sized(router_of(spec("w")), body).prefix) == hashed
+
+
 def test_key_names_in_a_prompt_are_ignored() -> None:
     content = 'see "messages" and "tools"'
     body = json.dumps({"a": content, "model": "m" * 40, "messages": []}).encode()
