@@ -217,13 +217,13 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
 def begins_with(ask: RequestInfo, tokens: int, size: int) -> None:
     """Use the known tokens of the first `size` bytes in the estimate of an ask.
 
-    They were reported for another prompt, so they decide no limit, nor leave the band.
+    They were reported for another prompt, so they are bounded, and decide no limit.
     """
     first, error = ask.largest_prompt, ask.prompt_error
     ask.sure_prompt = first - error
     whole = max(ask.bytes_before + ask.prefix_bytes, ask.text_bytes)
     rest = max(whole - size, 0) / whole
-    found = min(max(tokens + int(first * rest), first - error, 1), first + error)
+    found = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
     ask.prompt_tokens = ask.largest_prompt = found
     ask.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
 
