@@ -51,7 +51,7 @@ def test_the_shortest_queue_scores_most() -> None:
 
 
 def test_cache_aware_follows_long_matches_until_loads_are_uneven() -> None:
-    fleet = fleet_of(SIDES["cache_aware"], fluid=True)
+    fleet = fleet_of(SIDES["cache_aware"], Load(6, 3, 1, fluid=True))
     rule = fleet.router.placer.rule
     assert isinstance(rule, CacheAware)
     first = Request(0.0, "", 10_000, 10, shared=(("s", 10_010),), session="s")

@@ -88,6 +88,7 @@ REQUEST_FIELDS = (
     "lora_request",
     "structured_output_request",
     "skip_reading_prefix_cache",
+    "prefill_stats",
 )
 # Attributes of the offloading connector that pins the blocks that it is asked about.
 OFFLOAD_FIELDS = ("block_size", "hash_block_size", "cpu_coordinator")

@@ -30,7 +30,7 @@ MAX_GENERATION_HASHES = 32_768
 # From a list: mypyc would write down each item of a longer tuple.
 BLOCKS = tuple([128] * 32 + [256] * 48 + [2048] * 24 + [4096] * 1008 + [65_536] * 960)
 ENDS = tuple(accumulate(BLOCKS))
-MAX_COPIED_BLOCKS = 8
+MAX_COPIED_BLOCKS = 96
 COVERED = (0, *ENDS)  # bytes per number of blocks
 Matches = list[tuple[int, int]]  # block counts, and worker masks
 
@@ -183,9 +183,10 @@ class PrefixIndex:
             self._old, self._new = new, {}
 
     def hold(self, block: int, worker: int, tokens: int) -> None:
-        """Note that a worker's cache holds a block, and about how many tokens end with it."""
+        """Note that a worker's cache holds a block, and about which token ends it, if not -1."""
         self._resident[block] = self._resident.get(block, 0) | 1 << worker
-        self._tokens.setdefault(block, tokens)
+        if tokens >= 0:
+            self._tokens.setdefault(block, tokens)
 
     def fork(self, block: int, tokens: int) -> None:
         """Note the cached tokens of a prompt that goes apart from others in or after a block."""
@@ -194,7 +195,7 @@ class PrefixIndex:
 
     def end_prompt(self, block: int, tokens: int) -> None:
         """Note the cached tokens of a whole prompt and its response, by the last block."""
-        if block in self._tokens:
+        if block in self._resident:
             self._ends[block] = tokens
 
     def drop(self, block: int, worker: int) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from struct import Struct, error, pack, unpack
 
+from proxy.core.learned.bytes_per_token import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
 from proxy.core.learned.prefix_index import COVERED, ENDS, PrefixIndex
 
 VERSION = 2  # of blocks and names
@@ -99,10 +100,8 @@ class ResidentPrefixes:
         if (prompt := self._prompts.get(number)) is None:
             self._found[number] = tokens
             return
-        hashes, blocks = prompt.hashes, self._blocks
-        depth, _ = self._index.known(hashes)
-        while depth and hashes[depth - 1] not in blocks:  # other workers hold more
-            depth -= 1
+        hashes = prompt.hashes
+        depth = bisect_left(hashes, True, key=self._lacks)
         if not depth:
             return
         last = hashes[depth - 1]
@@ -121,10 +120,12 @@ class ResidentPrefixes:
             begin = COVERED[known] if known else -prompt.bytes_before
             left = prompt.prompt_tokens - before
             per_byte = left / max(prompt.prompt_bytes - begin, 1)
+            is_text = 1 / MAX_BYTES_PER_TOKEN <= per_byte <= 1 / MIN_BYTES_PER_TOKEN
             for at in missing:
                 blocks[hashes[at]] = number
                 after = max(COVERED[at + 1] - begin, 0)
-                index.hold(hashes[at], self._worker, before + int(after * per_byte))
+                size = before + int(after * per_byte) if is_text else -1
+                index.hold(hashes[at], self._worker, size)
         if hashes and tokens + self.block_tokens > prompt.prompt_tokens:
             self._end(prompt, tokens)
 
@@ -184,6 +185,9 @@ class ResidentPrefixes:
             for block in prompt.hashes:
                 if self._blocks.get(block) == number:
                     self._drop(block)
+
+    def _lacks(self, block: int) -> bool:
+        return block not in self._blocks
 
     def _drop(self, block: int) -> None:
         if self._blocks.pop(block, None) is None:

@@ -28,7 +28,7 @@ def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
     if tenant is None:
         return None
     ledger = tenant.ledger
-    if ledger.remote is None or not ledger.is_limited or ledger.too_long(_sure(ask)) is not None:
+    if ledger.remote is None or not ledger.is_limited or ledger.too_long(ask.sure_size) is not None:
         return None
     tokens = _tokens(ask)
 
@@ -58,14 +58,14 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
     breach: LimitExceeded | None = None
     tokens = _tokens(ask)
     if ask.bill.entered >= 0:  # admitted for counting
-        breach = ledger.too_long(_sure(ask))
+        breach = ledger.too_long(ask.sure_size)
     elif ask.bill.decided >= 0:
         breach, tokens = ledger.enter_decided(ask.bill.exceeded), ask.bill.decided
         ask.bill.decided = -1
     elif again:
         ledger.enter_again(now, tokens)
     else:
-        breach = ledger.enter(now, tokens, ask.least_prompt if uncounted else _sure(ask))
+        breach = ledger.enter(now, tokens, ask.least_prompt if uncounted else ask.sure_size)
     if breach is not None:
         leave(ask, now)
         _count(tenant, breach)
@@ -74,12 +74,6 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
         ask.bill.entered = tokens
         tenant.change()
     return None
-
-
-def _sure(ask: RequestInfo) -> int:
-    """Return the least size of the largest prompt."""
-    sure = ask.sure_prompt
-    return ask.largest_prompt - ask.prompt_error if sure < 0 else sure
 
 
 def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:

@@ -78,7 +78,7 @@ class RequestInfo:
     stream: bool = False
     samples: int = 1  # prompts times `n`
     counted: bool = False
-    sure_prompt: int = -1  # least size of a prompt that a worker may truncate; else -1
+    sure_prompt: int = -1  # `sure_size`; -1: by `prompt_error`
     least_prompt: int = -1  # least size of the largest prompt; -1: by `prompt_error`
     most: int = maxsize  # largest context, if its worker should decide
     long: bool = False  # budget above `short_limit`
@@ -113,6 +113,12 @@ class RequestInfo:
         if self.account is None:
             self.account = Bill()
         return self.account
+
+    @property
+    def sure_size(self) -> int:
+        """Return the least size of the largest prompt, for its tenant's limit."""
+        sure = self.sure_prompt
+        return self.largest_prompt - self.prompt_error if sure < 0 else sure
 
     @property
     def needs(self) -> int:

@@ -41,8 +41,9 @@ from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
-from proxy.core.request.sizing import Sizer, begins_with, fit
+from proxy.core.request.sizing import CUT, Sizer, begins_with, fit
 from proxy.core.request.split_check import whole_because
+from proxy.core.request.token_estimate import count
 from proxy.core.tenants.tenants import Rank, Tenant
 
 # The key that starts the prompt. Quotes inside JSON strings are escaped, so only a key matches, or
@@ -53,6 +54,7 @@ PROMPT_KEYS = {
     PromptFields.RESPONSE: b'"input"',
     PromptFields.TOKENS: b'"token_ids"',
 }
+PROMPT_NAMES = {shape: key[1:-1].decode() for shape, key in PROMPT_KEYS.items()}
 # Aliases: Python 3.11 looks up an enum member ten times slower.
 EMPTY, FORM, RESPONSE, PROMPT = (
     PromptFields.EMPTY,
@@ -64,6 +66,7 @@ OPAQUE = PromptFields.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 MIN_BYTES_BEFORE = 40  # bytes; no other key fits before
 MAX_BYTES_AFTER = 65_536  # that are searched for the field after the prompt
+CLOSING, MAX_CLOSING_BYTES = b'"]}, \t\r\n', 64
 MAX_COUNTED_BYTES = 65_536  # longer bodies are not sent to /tokenize
 MAX_JUDGED_BYTES = 4 * MAX_COUNTED_BYTES  # unless the estimate would refuse them
 UNCLEAR_FORM = "The form must have exactly one `model` field, and one plain quoted name per part."
@@ -155,7 +158,8 @@ class RequestParser:
         elif SALT in fields:
             ask.salt = salt_in(fields)
         if hashed:
-            self._hash(ask, shape, fields, body)
+            if count(fields.get(CUT)) is None:  # keeps the beginning
+                self._hash(ask, shape, fields, body)
             if ask.generates:
                 _name_session(ask, shape, fields, session)
         if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
@@ -275,15 +279,15 @@ class RequestParser:
         start = prompt_start(shape, body)
         if start >= 0:
             scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
+            if ask.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
+                ask.bytes_before = ask.tool_bytes
+                scope += f"\n\n{ask.tool_bytes}"
             prefixes, end = self._roster.prefixes, prompt_end(shape, fields, body, start)
             ask.prefix = prefixes.hashes(scope, body, start, end)
             ask.prefix_bytes = end - start
-            if ask.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
-                ask.bytes_before = ask.tool_bytes
             blocks, tokens = prefixes.known(ask.prefix)
             if blocks and ask.text_bytes and not ask.counted and ask.prompts == 1:
-                whole = ask.bytes_before + ask.prefix_bytes
-                begins_with(ask, tokens, (ask.prefix_bytes - COVERED[blocks]) / whole)
+                begins_with(ask, tokens, ask.bytes_before + COVERED[blocks])
 
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
         """Return the worker to count an ask's tokens; None if the estimate suffices."""
@@ -350,7 +354,7 @@ def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
     most = tenant.spec.limits.max_prompt_tokens
     if most is None or ask.body_bytes > MAX_JUDGED_BYTES:
         return False
-    return ask.least_prompt <= most < ask.largest_prompt - ask.prompt_error
+    return ask.least_prompt <= most < ask.sure_size
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:
@@ -368,13 +372,12 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
 
 
 def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: int) -> int:
-    """Return where the field after the prompt starts, otherwise the body's end."""
-    key, following = PROMPT_KEYS[shape][1:-1].decode(), iter(fields)
-    for name in following:
-        if name == key:
-            break
-    if (name := next(following, "")) and name.isascii():
-        found = body.rfind(b'"%b"' % name.encode(), max(start, len(body) - MAX_BYTES_AFTER))
-        if found >= 0:
-            return found
-    return len(body)
+    """Return the prompt's end, before the brackets that a longer prompt has further on."""
+    key, names, end = PROMPT_NAMES[shape], [*fields], len(body)
+    following = names.index(key) + 1 if key in fields else len(names)
+    if following < len(names) and names[following].isascii():
+        last = max(start, end - MAX_BYTES_AFTER)
+        found = body.rfind(b'"' + names[following].encode() + b'"', last)
+        end = found if found >= 0 else end
+    closing = body[max(start, end - MAX_CLOSING_BYTES) : end]
+    return end - len(closing) + len(closing.rstrip(CLOSING))

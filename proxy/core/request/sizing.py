@@ -13,7 +13,7 @@ from dataclasses import replace
 from sys import maxsize
 from typing import Any
 
-from proxy.core.learned.bytes_per_token import MAX_BYTES_PER_TOKEN, LearnedSizes
+from proxy.core.learned.bytes_per_token import MAX_BYTES_PER_TOKEN, MIN_BAND, LearnedSizes
 from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, RequestMedia
 from proxy.core.learned.tenant_prior import TenantPrior
 from proxy.core.model.route_table import PromptFields, Route, route_names
@@ -126,7 +126,7 @@ class Sizer:
         """Use a worker's token count, and learn from it."""
         self._see_prompt(ask, self._learning_rates(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
-        ask.prompt_error, ask.most = 0, maxsize
+        ask.prompt_error, ask.most, ask.sure_prompt = 0, maxsize, -1
         ask.counted = True
 
     def learn(self, ask: RequestInfo, usage: Usage) -> None:
@@ -214,10 +214,18 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
         ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
 
 
-def begins_with(ask: RequestInfo, tokens: int, rest: float) -> None:
-    """Use a beginning's known tokens in the estimate of an ask; `rest`: share of other bytes."""
-    ask.prompt_tokens = ask.largest_prompt = tokens + int(ask.prompt_tokens * rest)
-    ask.prompt_error = int(ask.prompt_error * rest)
+def begins_with(ask: RequestInfo, tokens: int, size: int) -> None:
+    """Use the known tokens of the first `size` bytes in the estimate of an ask.
+
+    They were reported for another prompt, so they are bounded, and decide no limit.
+    """
+    first, error = ask.largest_prompt, ask.prompt_error
+    ask.sure_prompt = first - error
+    whole = max(ask.bytes_before + ask.prefix_bytes, ask.text_bytes)
+    rest = max(whole - size, 0) / whole
+    found = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
+    ask.prompt_tokens = ask.largest_prompt = found
+    ask.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
 
 
 def enlarged(ask: RequestInfo, limit: int, short_limit: int) -> RequestInfo:

@@ -111,6 +111,21 @@ def test_a_request_without_own_blocks_is_forgotten_at_its_end() -> None:
     assert [message.found for message in bench.messages if message.found] == [[1, 0], [2, 64]]
 
 
+@pytest.mark.parametrize(("skips", "found"), [(False, [1, 16]), (True, [])])
+def test_only_what_was_looked_up_in_the_cache_is_found(skips: bool, found: list[int]) -> None:
+    bench = Journaled()
+    request = bench.add(65)
+    request.skip_reading_prefix_cache = skips
+    output = bench.scheduler.schedule()
+    [new] = output.scheduled_new_reqs
+    new.num_computed_tokens = 64
+    request.prefill_stats.set(65, num_local_cached_tokens=16, num_external_cached_tokens=48)
+    bench.journal.scheduled(output)
+    message = bench.take()
+    assert message is not None
+    assert message.found == found
+
+
 def test_abort_of_a_waiting_and_of_a_running_request() -> None:
     bench = Journaled(max_num_seqs=1)
     running, waiting = bench.add(20, output=9), bench.add(20)

@@ -81,11 +81,19 @@ class Journal:
         if self._prefixes is not None:
             for new in output.scheduled_new_reqs:
                 if (known := running.get(new.req_id)) is not None:
-                    self._found += known.number, new.num_computed_tokens
+                    self._note_found(known, new.num_computed_tokens)
                     self._prefixes.reused(known, new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
             if (known := running.get(request_id)) is not None:
                 self._preempted.append(known.number)
+
+    def _note_found(self, known: KnownRequest, computed: int) -> None:
+        request = known.request
+        if request is None or request.skip_reading_prefix_cache:
+            return
+        stats = request.prefill_stats
+        fetched = 0 if stats is None else stats.num_external_cached_tokens
+        self._found += known.number, max(computed - fetched, 0)
 
     def ended(self, request: Request) -> None:
         if (known := self._known.running.get(request.request_id)) is not None:

@@ -260,6 +260,18 @@ def test_tokens_after_a_known_beginning_follow_its_exact_size() -> None:
     assert engine.cached("a", "b", "z") == 3 * TOKENS
 
 
+def test_bytes_of_images_do_not_size_the_text_before_them() -> None:
+    engine = Engine()
+    body = text("a", *"b" * 40)
+    name = name_of(engine.index.hashes("m", body), len(body))
+    engine.prefixes.named(1, name, 3 * TOKENS)
+    engine.prefixes.found(1, 0)
+    engine.prefixes.resident(1, 3 * TOKENS)
+    assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS
+    engine.serve(2, "a", "y", found=TOKENS + 16)
+    assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS + 16
+
+
 def test_tools_in_the_template_are_tokens_before_the_prompt() -> None:
     engine = Engine()
     body = text("a", "b")

@@ -79,6 +79,27 @@ def test_prompt_above_the_tenants_limit_is_refused() -> None:
     placed(router.submit(of(owner, 100), 0.0))
 
 
+@pytest.mark.parametrize("tokens", [0, 9000])
+@pytest.mark.parametrize("most", [100, 1000])
+def test_reported_beginning_decides_no_limit(tokens: int, most: int) -> None:
+    router, owner = router_of(spec("w")), tenant(max_prompt_tokens=most)
+    body, asks = json.dumps(chat("x" * 2000, max_tokens=1)).encode(), []
+    for _ in range(2):
+        ask = router.read(route(), body, b"application/json", "id", owner)
+        assert isinstance(ask, RequestInfo)
+        asks.append(ask)
+        for block in ask.prefix:
+            router.fleet.roster.prefixes.hold(block, 0, tokens)
+    assert asks[0].prompt_tokens != asks[1].prompt_tokens
+    found = router.submit(asks[1], 0.0)
+    if most == 1000:
+        placed(found)
+    else:
+        assert refused(found).code == "context_length_exceeded"
+    router.counted(asks[1], 1001)
+    assert asks[1].sure_size == 1001
+
+
 @pytest.mark.parametrize("cut", [None, -1, 101, "x"])
 def test_truncation_does_not_bypass_max_prompt_tokens(cut: object) -> None:
     router, owner = router_of(spec("w")), tenant(max_prompt_tokens=100)

@@ -18,6 +18,7 @@ from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
+    MODEL,
     SHORT,
     chat,
     placed,
@@ -145,10 +146,11 @@ def test_prompt_starts_at_tools_before_messages() -> None:
 @pytest.mark.parametrize(
     ("fields", "prompt"),
     [
-        ({"messages": ['"x":1'], "x": 1}, '"messages": ["\\"x\\":1"], '),
-        ({"messages": [], "max_tokens": 1, "tools": ["max"]}, '"messages": [], '),
-        ({"x": 1, "messages": []}, '"messages": []}'),
-        ({"messages": [], "é": 1}, '"messages": [], "\\u00e9": 1}'),
+        ({"messages": ['"x":1'], "x": 1}, '"messages": ["\\"x\\":1'),
+        ({"messages": [], "max_tokens": 1, "tools": ["max"]}, '"messages": ['),
+        ({"x": 1, "messages": ["y"]}, '"messages": ["y'),
+        ({"messages": ["]" * 99], "x": 1}, '"messages": ["' + "]" * 39),
+        ({"messages": [], "é": 1}, '"messages": [], "\\u00e9": 1'),
     ],
 )
 def test_prompt_ends_at_the_next_field(fields: dict[str, object], prompt: str) -> None:
@@ -157,17 +159,59 @@ def test_prompt_ends_at_the_next_field(fields: dict[str, object], prompt: str) -
     assert body[start : prompt_end(PromptFields.CHAT, fields, body, start)] == prompt.encode()
 
 
-def test_beginning_that_an_engine_has_reported_sizes_a_prompt() -> None:
+def sized_again(
+    body: dict[str, object], tokens: int, again: dict[str, object], path: str = "chat/completions"
+) -> tuple[RequestInfo, RequestInfo]:
+    """Return the sizes of a body, before and after an engine has reported another's blocks."""
     router = router_of(spec("w"))
-    known, index = sized(router, chat("a" * 1000)), router.fleet.roster.prefixes
-    for number, block in enumerate(known.prefix, 1):
-        index.hold(block, 0, 500 * number)
-    again = sized(router, chat("a" * 1000))
+    reported, first = sized(router, body, f"/v1/{path}"), sized(router, again, f"/v1/{path}")
+    assert reported.prefix
+    for number, block in enumerate(reported.prefix, 1):
+        router.fleet.roster.prefixes.hold(block, 0, tokens * number)
+    return first, sized(router, again, f"/v1/{path}")
+
+
+def test_beginning_that_an_engine_has_reported_sizes_a_prompt() -> None:
+    body = chat("a" * 1000)
+    known, again = sized_again(body, 40, body)
     assert again.prompt_tokens == again.largest_prompt
-    assert 0 < again.prompt_tokens - 500 * len(known.prefix) < 50
-    assert again.prompt_error < known.prompt_error
-    tools = chat("a" * 1000, tools=[{"type": "function", "function": {"name": "f" * 500}}])
-    assert 0 < sized(router, tools).prompt_tokens - 500 * len(known.prefix) < 50
+    assert 0 < again.prompt_tokens - 40 * len(known.prefix) < 50
+    assert 0 < again.prompt_error < known.prompt_error
+
+
+@pytest.mark.parametrize("tokens", [0, 5000])
+def test_reported_beginning_changes_a_size_within_bounds(tokens: int) -> None:
+    body = chat("a" * 1000)
+    first, again = sized_again(body, tokens, body)
+    assert again.prompt_tokens == first.prompt_tokens + first.prompt_error * (2 if tokens else -1)
+    assert again.sure_size == first.sure_size
+
+
+def test_text_beside_a_reported_prompt_counts() -> None:
+    body = {"model": MODEL, "input": "a" * 1000}
+    large = body | {"instructions": "b" * 100_000}
+    first, again = sized_again(body, 31, large, "responses")
+    assert again.prompt_tokens > 0.98 * first.prompt_tokens
+    documents = {**chat("a" * 1000), "documents": [{"text": "b" * 100_000}]}
+    first, again = sized_again(documents, 31, documents)
+    assert again.prompt_tokens >= first.sure_size
+
+
+def test_prompts_with_other_tools_after_them_have_other_prefixes() -> None:
+    tools = [{"type": "function", "function": {"name": "f" * 500}}]
+    body = chat("a" * 1000)
+    with_tools = {**body, "tools": tools}
+    router = router_of(spec("w"))
+    assert sized(router, with_tools).prefix == sized(router, with_tools).prefix
+    assert not set(sized(router, with_tools).prefix) & set(sized(router, body).prefix)
+    first, again = sized_again(with_tools, 300, body)
+    assert again.prompt_tokens == first.prompt_tokens
+
+
+@pytest.mark.parametrize(("cut", "hashed"), [(None, True), (-1, True), (20, False), ("20", False)])
+def test_prompt_whose_beginning_may_be_cut_off_has_no_prefix(cut: object, hashed: bool) -> None:
+    body = {**chat("a" * 1000), "truncate_prompt_tokens": cut}
+    assert bool(sized(router_of(spec("w")), body).prefix) == hashed
 
 
 def test_key_names_in_a_prompt_are_ignored() -> None:
