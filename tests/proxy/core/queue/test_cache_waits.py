@@ -179,7 +179,7 @@ def fail(router: Router, name: str) -> None:
 
 def go_down(router: Router, name: str) -> None:
     for _ in range(5):
-        router.fleet.health.probe_failed(name, "refused")
+        router.fleet.health.probe_failed(name, 11.2, "refused")
 
 
 @pytest.mark.parametrize("happens", [leave, drain, fail, go_down])
