@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from tests.engine.environment import IN_PROCESS
 from tests.policies.closed_loop import ClosedLoop
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.policies import registry
@@ -45,15 +46,6 @@ EXTRA_MS: Final = (0.0, 2.5, 6.0)  # of a mixed step
 # The real engine's load.
 PROMPTS, OUTPUTS, WAITING = (20, 60), (8, 40), 24
 WARM_UP, PHASES, PHASE_STEPS, SETTLING = 400, 24, 20, 5
-ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def rates(extra_s: float, *, decodes_pause: bool, requests: int) -> dict[object, float]:
@@ -220,5 +212,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     # Set before torch is imported.
-    os.environ |= ENVIRONMENT
+    os.environ |= IN_PROCESS
     main()

@@ -10,17 +10,9 @@ import json
 import os
 import sys
 
-# Set before torch is imported. On a busy machine, two threads wait much longer for each other than
-# they compute.
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+from tests.engine.environment import IN_PROCESS
+
+os.environ |= IN_PROCESS  # before torch is imported
 
 from tests.engine.arrivals import SETS
 from tests.engine.continued import serve_in_two_parts

@@ -127,6 +127,13 @@ MESSAGE_ABORTED = b'event: message_delta\ndata: {"type":"message_delta","delta":
 )
 
 
+def failing(route: str, steps: int, *failure: bytes) -> Script:
+    """Send the first steps of a stream, then the report of a failure."""
+    steps_of = agent_streams.chat_events if route == "chat" else agent_streams.message_steps
+    pieces = [*steps_of(TOKENS)[:steps], *failure]
+    return scripts.raw(scripts.STREAM_HEAD, *map(scripts.chunk, pieces), gap_s=0.01)
+
+
 @pytest.mark.parametrize(
     ("route", "failure"),
     [("chat", CHAT_FAILED), ("messages", MESSAGE_FAILED), ("messages", MESSAGE_ABORTED)],
@@ -139,11 +146,7 @@ async def test_an_engine_that_fails_under_a_living_server(
     site = await start(Fake("w0"), Fake("w1"))
     engines = Agents(route=route)
     with_journals(site, engines)
-    steps = (agent_streams.chat_events if route == "chat" else agent_streams.message_steps)(TOKENS)
-    first = scripts.raw(
-        scripts.STREAM_HEAD, *map(scripts.chunk, [*steps[: tokens + 1], failure]), gap_s=0.01
-    )
-    in_turn(site, first, engines.serve())
+    in_turn(site, failing(route, tokens + 1, failure), engines.serve())
     site.fleet.roster.stream_tokens = lambda *_: [*range(tokens)]
     answer = await (await site.send(asked(route))).answer()
     assert read(route, answer.body)[0] == agent_streams.whole(TOKENS)
@@ -160,10 +163,7 @@ async def test_a_report_of_a_failure_arrives_in_two_pieces(
     site = await start(Fake("w0"), Fake("w1"))
     engines = Agents(route=route)
     with_journals(site, engines)
-    steps = (agent_streams.chat_events if route == "chat" else agent_streams.message_steps)(TOKENS)
-    first = [*steps[:4], failure[:at], failure[at:]]
-    first_worker = scripts.raw(scripts.STREAM_HEAD, *map(scripts.chunk, first), gap_s=0.01)
-    in_turn(site, first_worker, engines.serve())
+    in_turn(site, failing(route, 4, failure[:at], failure[at:]), engines.serve())
     site.fleet.roster.stream_tokens = lambda *_: [*range(3)]
     answer = await (await site.send(asked(route))).answer()
     assert read(route, answer.body)[0] == agent_streams.whole(TOKENS)
