@@ -21,7 +21,7 @@ from proxy.batches.types import Batch, Status
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from tests.present import present
-from tests.proxy.batches.harness import CHAT, BatchHarness, line, lines
+from tests.proxy.batches.harness import CHAT, OPEN, BatchHarness, line, lines
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat
@@ -40,7 +40,7 @@ async def start_harness(
     start: Start, tmp_path: Path, script: scripts.Script | None = None, **limits: int
 ) -> BatchHarness:
     """Start a router with two tenants and limits; the client is the first tenant's."""
-    harness = BatchHarness(await start(), tmp_path, **limits)
+    harness = BatchHarness(await start(wire=OPEN), tmp_path, **limits)
     set_tenants(harness, TenantSpec("ann"), TenantSpec("bob"))
     if script is not None:
         harness.site.fake.always(script)
@@ -52,7 +52,7 @@ async def start_harness(
 @pytest.fixture
 async def harness(start: Start, tmp_path: Path) -> AsyncIterator[BatchHarness]:
     """Start a router with two tenants; the client is the first tenant's."""
-    harness = BatchHarness(await start(), tmp_path / "batches")
+    harness = BatchHarness(await start(wire=OPEN), tmp_path / "batches")
     set_tenants(harness, TenantSpec("ann", models=frozenset(["tiny"])), TenantSpec("bob"))
     await harness.open()
     harness.client.api_key = KEYS["ann"]
