@@ -1,4 +1,4 @@
-"""Simulate and draw the figures and tables of docs/evaluation.md.
+"""Simulate and draw the figures and tables of docs/simulated-fleets.md.
 
     python -m benchmarks.figures --out docs/figures            # all of them
     python -m benchmarks.figures --out /tmp/figures --only fleets --quick
@@ -339,7 +339,7 @@ def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> None:
     """Draw the chosen figures."""
-    parser = argparse.ArgumentParser(description="draw the figures of docs/evaluation.md")
+    parser = argparse.ArgumentParser(description="draw the figures of docs/simulated-fleets.md")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=[], choices=FIGURES)
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
