@@ -279,7 +279,7 @@ class Figures:
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.at(k).throughput) for k in drawn]
         dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]
-        self.values["deferred"] = {"recursion": line, "plain worker": dots}
+        self.values["deferred"] = {"recursion": line, "fluid engine": dots}
         print("deferred", json.dumps(self.values["deferred"]))
         picture = Chart(
             title="Throughput against K: 8B on an A100, 256 slots, prompts of 220, answers of 200",
@@ -288,7 +288,7 @@ class Figures:
             y="requests/s",
             series=[
                 Series("recursion", line),
-                Series("plain worker", dots, dots=True),
+                Series("fluid engine", dots, dots=True),
             ],
             log_x=True,
             from_zero=False,
