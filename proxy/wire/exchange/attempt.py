@@ -1,7 +1,6 @@
 """One attempt at a request: a worker, or two for a hand-over, and the response as it arrives.
 
-An attempt passes the response on, or fails and lets its exchange try another worker. There is no
-retry once the client has a byte of the response.
+An attempt passes the response on, or fails and lets its exchange try another worker.
 """
 
 from __future__ import annotations

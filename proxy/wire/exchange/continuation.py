@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # After this time without a token, a stream leaves a worker that is down.
 SILENT_S = 10.0
+RECOVERED_S = 2.0  # on a worker, until a stream has all its attempts again
 DIFFERENT = no_worker_left("another worker's response differs from what was sent")
 REFUSED_TOO = no_worker_left("another worker refused it")
 
@@ -90,6 +91,9 @@ def prepare(
     owner: AttemptOwner, lease: Lease, response: ResponseWriter, tokens: Sequence[int]
 ) -> None:
     """Write the request that continues the stream."""
+    first_at, last_at = lease.first_token_at, owner.record.last_token_at
+    if first_at is not None and last_at - first_at >= RECOVERED_S:
+        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, earlier_failures=0)
     if owner.begun is None:
         lease.attempts = continued(lease.attempts)
         owner.whole_body = owner.request.body
@@ -106,7 +110,9 @@ def continued(attempts: Attempts) -> Attempts:
 
 def has_gone_on(attempts: Attempts) -> Attempts:
     """Return the attempts of a stream that has new tokens; its first workers may run again."""
-    return replace(attempts, tried=NO_WORKERS, earlier_failures=attempts.failures)
+    return replace(
+        attempts, tried=NO_WORKERS, paused=NO_WORKERS, earlier_failures=attempts.failures
+    )
 
 
 def not_continued(owner: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
@@ -130,9 +136,10 @@ def move_stream(
     found = find_tokens(owner, lease, response)
     if not isinstance(found, Obstacle):
         prepare(owner, lease, response, found)
-        if owner.try_another(now, outcome, error) is None:
+        refusal = owner.try_another(now, outcome, error)
+        if refusal is None:
             return True
-        found = Obstacle(NO_WORKER)
+        found = Obstacle(NO_WORKER, refusal.message)
     not_continued(owner, now, found, lease.worker.name)
     return False
 

@@ -35,10 +35,18 @@ class Engines:
         self.published: dict[str, list[int]] = {}  # by X-Request-Id; a token is its word's number
         self.asked: list[dict[str, Any]] = []
 
-    def serve(self, *, dies_after: int | None = None, end: str = "reset", ahead: int = 0) -> Script:
+    def serve(
+        self,
+        *,
+        dies_after: int | None = None,
+        end: str = "reset",
+        ahead: int = 0,
+        pause: asyncio.Event | None = None,
+    ) -> Script:
         """Return a script; the worker dies after that many tokens of its own.
 
-        `ahead`: further tokens that the engine published and the client did not get.
+        `ahead`: further tokens that the engine published and the client did not get. `pause`: the
+        second token comes after this event.
         """
 
         async def run(call: Call) -> None:
@@ -57,6 +65,8 @@ class Engines:
                     self.published[request_id] = [*tokens, *range(number, ahead_to)]
                     await scripts.finish(call, end)
                     return
+                if own == 1 and pause is not None:
+                    await pause.wait()
                 tokens.append(number)
                 self.published[request_id] = list(tokens)
                 text, repeated = repeated + self.words[number], ""
@@ -351,6 +361,9 @@ async def test_streams_that_cannot_go_on_end_with_an_error(start: Start, case: s
     if case == "differs":
         other.words += WORDS[3:]  # the tokens of the first worker exist
     client = await site.send(chat(stream=True))
+    if case == "one worker":  # which takes no requests
+        await eventually(lambda: len(site.served()) == 1)
+        site.fleet.roster.drain("w0")
     answer = await client.answer()
     *tokens, last = answer.body.split(b"\n\n")[:-1]
     assert len(tokens) == 5  # the role and four words
@@ -430,6 +443,8 @@ async def test_a_stream_ends_at_once_without_another_journal(
     await eventually(lambda: len(site.served()) == 1)
     [spare] = [name for name, fake in site.fakes.items() if not fake.served]
     site.worker(spare).reports_prefixes = False
+    for name in site.fakes.keys() - {spare}:
+        site.fleet.roster.drain(name)
     gate.set()
     answer = await client.answer()
     assert b'"error"' in answer.body
