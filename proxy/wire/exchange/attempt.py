@@ -13,7 +13,6 @@ from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
-    DIFFERENT,
     REFUSED_TOO,
     is_silent,
     leaves_failed,
@@ -189,9 +188,10 @@ class Attempt:
             response = self.response = writer_for(owner, head)
         if owner.rest is not None:
             rest = rest_of(owner, self.lease, now, body)
-            if rest is None:
-                self._end_with(now, Outcome.UNFINISHED, DIFFERENT)
-            if not rest and (rest is None or not ended):
+            if isinstance(rest, Refusal):
+                self._end_with(now, Outcome.UNFINISHED, rest)
+                return
+            if rest is None or not (rest or ended):
                 return
             body = rest
         if ended:
