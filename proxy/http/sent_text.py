@@ -98,6 +98,8 @@ class SentText:
 
     @property
     def is_empty(self) -> bool:
+        if self.other_output:
+            return False
         texts = self._last_texts()
         return not any(texts.values()) and not any(length for length, _ in self._texts.values())
 

@@ -17,6 +17,7 @@ from proxy.wire.exchange.continuation import (
     is_silent,
     leaves_failed,
     move_stream,
+    recover,
     rest_of,
     take_up,
 )
@@ -292,6 +293,8 @@ class Attempt:
             return
         if lease.under_way.worker not in workers:
             return
+        if begun:
+            recover(owner, lease)
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection

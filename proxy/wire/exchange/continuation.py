@@ -105,9 +105,7 @@ def prepare(
     owner: AttemptOwner, lease: Lease, response: ResponseWriter, tokens: Sequence[int]
 ) -> None:
     """Write the request that continues the stream."""
-    first_at, last_at = lease.first_token_at, owner.record.last_token_at
-    if first_at is not None and last_at - first_at >= RECOVERED_S:
-        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, earlier_failures=0)
+    recover(owner, lease)
     if owner.begun is None:
         lease.attempts = continued(lease.attempts)
         owner.whole_body = owner.request.body
@@ -115,6 +113,13 @@ def prepare(
     response.drop_partial_event()
     owner.begun = response
     owner.failed_worker = lease.worker.name
+
+
+def recover(owner: AttemptOwner, lease: Lease) -> None:
+    """Forget the failures of a stream that its worker has served for a while."""
+    first_at, last_at = lease.first_token_at, owner.record.last_token_at
+    if first_at is not None and last_at - first_at >= RECOVERED_S:
+        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, earlier_failures=0)
 
 
 def continued(attempts: Attempts) -> Attempts:
@@ -165,8 +170,13 @@ def leaves_failed(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
 ) -> bool:
     """Continue on another worker if this one reports a failure, as after a 500."""
-    if owner.sent_text is None or FAILED.search(response.partial_event + body) is None:
+    sent = owner.sent_text
+    if sent is None or lease is None or FAILED.search(response.partial_event + body) is None:
         return False
+    router = owner.wire.router
+    if sent.is_empty and not router.may_go_over(lease, now, continues=True):
+        not_continued(owner, now, Obstacle(NO_WORKER), lease.worker.name)
+        return False  # the request may be at fault: its client gets to know at once
     return move_stream(owner, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
 

@@ -13,8 +13,10 @@ from proxy.wire.exchange.continuation import RECOVERED_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.exchange.test_continuation import (
+    ENGINE_DIED,
     WORDS,
     Engines,
+    failing,
     in_turn,
     text_of,
     with_journals,
@@ -186,6 +188,51 @@ async def test_no_longer_in_several_waits(start: Start) -> None:
     assert b"continued it in 7 s" in (await client.answer()).body.split(b"\n\n")[-2]
     assert site.metrics.lost_streams == {NO_WORKER: 1}
     await site.settled()
+
+
+async def test_not_if_the_engine_failed_before_the_first_text(start: Start) -> None:
+    """Then the request may be at fault, and its client can send it again."""
+    site = await start(*TWO)
+    engines = Engines()
+    with_journals(site, engines)
+    site.down("w1")
+    in_turn(site, failing(engines, ENGINE_DIED, 0))
+    answer = await (await site.send(chat(stream=True))).answer()
+    assert b"EngineCore encountered an issue" in answer.body
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
+    await site.settled()
+
+
+async def test_for_a_worker_that_is_down_after_the_engine_failed(start: Start) -> None:
+    site = await start(*TWO)
+    engines = Engines()
+    with_journals(site, engines)
+    site.down("w1")
+    in_turn(site, failing(engines, ENGINE_DIED, 2), engines.serve())
+    client = await site.send(chat(stream=True))
+    await waits(site)
+    site.up("w1")
+    await goes_on(site, client)
+
+
+async def test_a_silent_stream_has_its_attempts_again_too(start: Start) -> None:
+    site = await start(*TWO, router={"max_attempts": 2})
+    engines, gate = Engines(), asyncio.Event()
+    with_journals(site, engines)
+    hangs = engines.serve(dies_after=2, end="stall", pause=gate)
+    in_turn(site, engines.serve(dies_after=3), hangs, engines.serve())
+    client = await site.send(chat(stream=True))
+    await eventually(lambda: sum(site.metrics.continuations.values()) == 1)
+    site.skip(RECOVERED_S)
+    gate.set()
+    await eventually(lambda: any(len(found) == 5 for found in engines.published.values()))
+    await site.swept()
+    site.down(site.served()[-1].connection.worker.name)
+    await site.swept()
+    for _ in range(2):
+        site.skip(11.0)
+        await site.swept()
+    await goes_on(site, client, 2)
 
 
 async def test_not_without_a_queue(start: Start) -> None:
