@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, OTHER_OUTPUT
+from proxy.wire.exchange.continuation import MAX_REPEATED_TOKENS
 from proxy.wire.exchange.continuation_log import INTERVAL_S, MAX_LINES, ContinuationLog
 from proxy.wire.exchange.owner import MAX_PIECES
 from proxy.wire.exchange.request_record import RequestRecord
@@ -35,10 +37,18 @@ class Engines:
         self.published: dict[str, list[int]] = {}  # by X-Request-Id; a token is its word's number
         self.asked: list[dict[str, Any]] = []
 
-    def serve(self, *, dies_after: int | None = None, end: str = "reset", ahead: int = 0) -> Script:
+    def serve(
+        self,
+        *,
+        dies_after: int | None = None,
+        end: str = "reset",
+        ahead: int = 0,
+        pause: asyncio.Event | None = None,
+    ) -> Script:
         """Return a script; the worker dies after that many tokens of its own.
 
-        `ahead`: further tokens that the engine published and the client did not get.
+        `ahead`: further tokens that the engine published and the client did not get. `pause`: the
+        second token comes after this event.
         """
 
         async def run(call: Call) -> None:
@@ -57,6 +67,8 @@ class Engines:
                     self.published[request_id] = [*tokens, *range(number, ahead_to)]
                     await scripts.finish(call, end)
                     return
+                if own == 1 and pause is not None:
+                    await pause.wait()
                 tokens.append(number)
                 self.published[request_id] = list(tokens)
                 text, repeated = repeated + self.words[number], ""
@@ -77,7 +89,7 @@ class Engines:
         return f"data: {json.dumps(whole, ensure_ascii=False)}\n\n".encode()
 
     def tokens(self, worker: Worker, request_id: str) -> list[int] | None:
-        assert worker.reports_prefixes
+        assert worker.can_continue
         return self.published.get(request_id)
 
 
@@ -262,10 +274,84 @@ async def test_a_second_engine_that_fails_is_no_end_of_the_text(start: Start, wo
     engines = Engines()
     with_journals(site, engines)
     in_turn(site, engines.serve(dies_after=words), failing(engines, ENGINE_DIED, 0))
-    answer = await (await site.send(chat(stream=True))).answer()
+    client = await site.send(chat(stream=True))
+    await eventually(lambda: len(site.served()) == 1)
+    site.fleet.roster.drain(site.served()[0].connection.worker.name)
+    answer = await client.answer()
     assert b'"not_continued"' in answer.body
+    assert b"another worker failed: EngineCore encountered an issue" in answer.body
     assert site.metrics.continuations == {}
-    assert sum(site.metrics.lost_streams.values()) == 1
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
+    await site.settled()
+
+
+async def test_after_a_second_engine_that_fails_a_stream_goes_on_from_a_third(
+    start: Start,
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=3), failing(engines, ENGINE_DIED, 0), engines.serve())
+    assert (await text_of(await site.send(chat(stream=True))))[0] == "".join(WORDS)
+    await site.settled()
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "greedy": {"dies_after": 4, "temperature": 0},
+    "nothing sent": {"dies_after": 0},
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+async def test_streams_of_unknown_tokens_that_another_worker_repeats(
+    start: Start, case: str
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines, fields = Engines(), {**UNKNOWN[case]}
+    with_journals(site, engines)
+    site.fleet.roster.stream_tokens = lambda *_: None
+    in_turn(site, engines.serve(dies_after=fields.pop("dies_after")), engines.serve())
+    assert (await text_of(await site.send(chat(stream=True, **fields))))[0] == "".join(WORDS)
+    assert all("vllm_xargs" not in body for body in engines.asked)
+    await site.settled()
+
+
+async def test_long_streams_of_unknown_tokens_are_not_repeated(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines(["a"] * (MAX_REPEATED_TOKENS + 2))
+    with_journals(site, engines)
+    site.fleet.roster.stream_tokens = lambda *_: None
+    in_turn(site, engines.serve(dies_after=MAX_REPEATED_TOKENS + 1))
+    answer = await (await site.send(chat(stream=True, temperature=0))).answer()
+    assert b'"error"' in answer.body
+    assert site.metrics.lost_streams == {NO_TOKENS: 1}
+    await site.settled()
+
+
+@pytest.mark.parametrize("knows_tokens", [True, False])
+async def test_a_worker_that_dies_between_the_last_text_and_the_usage(
+    start: Start, *, knows_tokens: bool
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    with_journals(site, engines)
+    if not knows_tokens:
+        site.fleet.roster.stream_tokens = lambda *_: None
+
+    async def dies(call: Call) -> None:
+        engines.asked.append(call.json())
+        engines.published[call.all(b"x-request-id")[0].decode()] = [*range(len(WORDS))]
+        pieces = [engines.event(engines.piece(word)) for word in WORDS[:-1]]
+        pieces.append(engines.event(engines.piece(WORDS[-1]), last=True))
+        await call.send(scripts.STREAM_HEAD + b"".join(map(scripts.chunk, pieces)))
+        await scripts.finish(call, "reset")
+
+    in_turn(site, dies, engines.serve())
+    text, events = await text_of(await site.send(chat(stream=True, temperature=0)))
+    assert text == "".join(WORDS)
+    ends = [c["finish_reason"] for event in events for c in event["choices"] if c["finish_reason"]]
+    assert ends == ["stop"]
+    assert events[-1]["usage"] == scripts.usage(7, len(WORDS))
     await site.settled()
 
 
@@ -351,6 +437,9 @@ async def test_streams_that_cannot_go_on_end_with_an_error(start: Start, case: s
     if case == "differs":
         other.words += WORDS[3:]  # the tokens of the first worker exist
     client = await site.send(chat(stream=True))
+    if case == "one worker":  # which takes no requests
+        await eventually(lambda: len(site.served()) == 1)
+        site.fleet.roster.drain("w0")
     answer = await client.answer()
     *tokens, last = answer.body.split(b"\n\n")[:-1]
     assert len(tokens) == 5  # the role and four words
@@ -418,6 +507,17 @@ async def test_only_workers_with_a_journal_continue_a_stream(start: Start) -> No
     await site.settled()
 
 
+async def test_a_stream_that_began_before_the_journal_was_read(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    site.fleet.roster.stream_tokens = engines.tokens
+    for worker in site.fleet.roster:
+        worker.respecify(replace(worker.spec, journal=("tcp://127.0.0.1:1",)))
+    in_turn(site, engines.serve(dies_after=4), engines.serve())
+    assert (await text_of(await site.send(chat(stream=True))))[0] == "".join(WORDS)
+    await site.settled()
+
+
 async def test_a_stream_ends_at_once_without_another_journal(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,6 +530,8 @@ async def test_a_stream_ends_at_once_without_another_journal(
     await eventually(lambda: len(site.served()) == 1)
     [spare] = [name for name, fake in site.fakes.items() if not fake.served]
     site.worker(spare).reports_prefixes = False
+    for name in site.fakes.keys() - {spare}:
+        site.fleet.roster.drain(name)
     gate.set()
     answer = await client.answer()
     assert b'"error"' in answer.body
