@@ -86,9 +86,7 @@ class LocalSheet:
         self._read_workers(changed, workers, whole=whole)
         self._read_places(changed)
         self._read_tenants(changed, whole=whole)
-        self._logged, entries = sheet.read_log(self._logged)
-        names = workers.names
-        changed.prefixes = [(names[row], hashes) for row, hashes in entries if row in names]
+        self._logged, changed.prefixes = sheet.read_log(self._logged)
         if not whole and changed == ProcessChanges(self.index, life, waiting=self._waiting):
             return None
         self._waiting = changed.waiting

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
+from xxhash import xxh3_64_intdigest
+
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.process_sheet import BREAKS, MAX_WORKERS, ProcessSheet
+from proxy.processes.shared.process_sheet import BREAKS, LENGTH_BITS, MAX_WORKERS, ProcessSheet
 from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ class SharedLoad:
         self._soon = soon
         self._rows: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
-        self._changed: set[Worker] = set()
+        self._marks: dict[Worker, int] = {}  # the same in all processes of all hosts
+        self._marked: dict[int, Worker] = {}
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
         self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
         self._reading = self._scheduled = False
@@ -91,6 +94,8 @@ class SharedLoad:
         """Share a worker in a row that it owns since then; read the others' values."""
         self._rows[worker] = row
         self._workers[row] = worker
+        mark = xxh3_64_intdigest(f"{worker.name} {worker.url}".encode()) >> LENGTH_BITS or 1
+        self._marks[worker], self._marked[mark] = mark, worker
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
@@ -100,21 +105,28 @@ class SharedLoad:
     def row(self, worker: Worker) -> int | None:
         return self._rows.get(worker)
 
-    def worker(self, row: int) -> Worker | None:
-        return self._workers.get(row)
+    def mark(self, worker: Worker) -> int:
+        """Return a number for a worker with a row; 0 without."""
+        return self._marks.get(worker, 0)
+
+    def marked(self, mark: int) -> Worker | None:
+        return self._marked.get(mark)
 
     def leave(self, worker: Worker) -> None:
         """Stop reading a removed worker; its own charges are still written until they end."""
         row = self._rows.get(worker)
         if row is not None and self._workers.get(row) is worker:
             del self._workers[row]
+        if self._marked.get(mark := self.mark(worker)) is worker:
+            del self._marked[mark]
         if not worker.requests:
             self._forget(worker)
 
     def _forget(self, worker: Worker) -> None:
         self._rows.pop(worker, None)
+        self._marks.pop(worker, None)
         self._breakers.pop(worker, None)
-        self._changed.discard(worker)
+        self._fleet.roster.unpublished.discard(worker)
 
     def is_free(self, row: int) -> bool:
         """Return True if no process has charges in a row."""
@@ -128,7 +140,7 @@ class SharedLoad:
             own = worker.requests - worker.elsewhere.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
-        self._changed.add(worker)
+        self._fleet.roster.unpublished.add(worker)
         if not self._scheduled:
             self.schedule()
 
@@ -138,8 +150,8 @@ class SharedLoad:
             self._soon(self.flush)
 
     def flush(self) -> None:
-        changed, self._changed = self._changed, set()
-        sheet = self.sheet
+        roster, sheet = self._fleet.roster, self.sheet
+        changed, roster.unpublished = roster.unpublished, set()
         self._scheduled = False
         for part in self.parts:
             part.publish()
@@ -202,7 +214,7 @@ class SharedLoad:
 
     def have_filled(self, worker: Worker, now: float) -> bool:
         """Return True if other processes have filled the worker since the last look."""
-        if worker.most == NO_LIMIT or (row := self._rows.get(worker)) is None:
+        if (row := self._rows.get(worker)) is None:
             return False
         # The supervisor lowers this before other hosts learn that slots are free.
         self._fleet.health.reserve(worker, self.table.reserved(row))
@@ -252,7 +264,7 @@ class SharedLoad:
             state = peer.sheet.read_breaker(row)
             if state[0] > at:
                 at, snapshot = state
-        if at > self._breakers[worker][0] and worker not in self._changed:
+        if at > self._breakers[worker][0] and worker not in self._fleet.roster.unpublished:
             self._breakers[worker] = at, snapshot
             if snapshot != worker.breaker.snapshot():
                 self.changes += 1

@@ -175,9 +175,10 @@ def test_limit_check_reads_one_number_per_process(
     monkeypatch.setattr(ProcessSheet, "read_requests", recorded)
     with monkeypatch.context() as patch:
         patch.setattr(ProcessSheet, "read_load", None)  # not called while there is room
-        assert not group.sharings[3].have_filled(b, group.now)
+        roster = group.routers[3].fleet.roster
+        assert not roster.is_filled_elsewhere(b, group.now)
         assert reads == []
-        assert not group.sharings[3].have_filled(a, group.now)
+        assert not roster.is_filled_elsewhere(a, group.now)
         assert reads == [0] * 3
     for index in range(3):
         decision = Decision(group.worker(index, "a"), Reason.LEAST_LOADED)
