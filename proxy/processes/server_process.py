@@ -35,6 +35,7 @@ from proxy.processes.ipc_messages import (
     Serving,
     Stop,
     StoredResponses,
+    UrgentChange,
     What,
     WorkerDrained,
     WorkersChanged,
@@ -48,6 +49,7 @@ from proxy.processes.shared.process_sheet import ALIVE, LIFE
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.signals import reload
 from proxy.setup.app import App
 from proxy.setup.secrets import SecretKeys
@@ -101,6 +103,9 @@ class ServerProcess:
             password = begin.keys.shared
             limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
             self._limiter = limiter
+            self._sharing.urgent = UrgentChanges(
+                shared, self._sharing.sheet, lambda: channel.send(UrgentChange())
+            )
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
         alone = begin.processes == 1

@@ -20,12 +20,12 @@ from proxy.processes.shared.process_sheet import (
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.urgent_changes import LARGE_TOKENS
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
 
 NO_USAGE = TenantRow()
-LARGE_TOKENS = 2048
 
 
 class LocalSheet:

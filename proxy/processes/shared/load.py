@@ -23,6 +23,7 @@ from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import BREAKS, LENGTH_BITS, MAX_WORKERS, ProcessSheet
 from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
+from proxy.processes.shared.urgent_changes import UrgentChanges
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import BreakerSnapshot
@@ -69,6 +70,7 @@ class SharedLoad:
         self.process = process
         self.sheet = table.sheet(process)
         self.parts: list[SharedPart] = []
+        self.urgent: UrgentChanges | None = None  # for other hosts
         self.changes = 0  # changes applied; after a change queued requests may find capacity
         self.table = table
         self.peers = self.peers_of(LoadPeer)
@@ -155,17 +157,22 @@ class SharedLoad:
         self._scheduled = False
         for part in self.parts:
             part.publish()
+        urgent = self.urgent
         for worker in changed:
             row = self._rows.get(worker)
             if row is None:
                 continue
             load = own_numbers(worker)
+            if urgent is not None:
+                urgent.writes(worker, row, load)
             sheet.write_load(row, load, worker.due_at)
             if not worker.breaker.has_no_failures or self._breakers[worker][1] is not NEW_BREAKER:
                 self._write_breaker(worker, row)
             sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
+        if urgent is not None:
+            urgent.report()
 
     def _write_breaker(self, worker: Worker, row: int) -> None:
         snapshot = worker.breaker.snapshot()

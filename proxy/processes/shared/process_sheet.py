@@ -88,7 +88,9 @@ class TenantRow(NamedTuple):
 class PlaceKind(Enum):
     """What is written by model and size."""
 
-    FRONT, LAST, TRAFFIC = range(3)
+    FRONT = 0
+    LAST = 1
+    TRAFFIC = 2
 
 
 def changed_places(before: bytes, now: bytes) -> Iterator[tuple[PlaceKind, int]]:

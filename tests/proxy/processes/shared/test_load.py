@@ -23,6 +23,7 @@ from proxy.processes.shared.load import (
 )
 from proxy.processes.shared.process_sheet import RING, ProcessSheet
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
+from proxy.processes.shared.urgent_changes import LARGE_TOKENS, UrgentChanges
 from tests.proxy.core.making import (
     ask,
     idle,
@@ -48,6 +49,20 @@ def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGro
     group.read_all()
     for router in group.routers:
         assert idle(router.fleet.roster)
+
+
+def test_urgent_changes_are_reported_after_they_are_written(
+    make_processes: Callable[..., VirtualGroup],
+) -> None:
+    group = make_processes(1, spec("a"))
+    sharing, seen = group.sharings[0], []
+    row = sharing.row(group.worker(0, "a"))
+    sharing.urgent = UrgentChanges(
+        sharing.table, sharing.sheet, lambda: seen.append(sharing.sheet.read_load(row)[0][2])
+    )
+    sharing.table.await_urgent(awaits=True)
+    group.submit(0, prompt=LARGE_TOKENS)
+    assert seen == [LARGE_TOKENS]
 
 
 def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGroup]) -> None:
