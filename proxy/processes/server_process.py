@@ -41,7 +41,7 @@ from proxy.processes.ipc_messages import (
     WorkersChanged,
 )
 from proxy.processes.replicas.limits import SharedLimiter
-from proxy.processes.replicas.ticks import until_flush
+from proxy.processes.replicas.ticks import FlushTimer
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
@@ -86,7 +86,7 @@ class ServerProcess:
         shared, router = SharedTable(table, begin.processes), self.app.router
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
         if begin.processes == 1:
-            soon = lambda flush: loop.call_later(until_flush(), flush)  # noqa: E731
+            soon = FlushTimer(lambda: self._sharing.has_urgent()).start  # noqa: PLW0108 -- made next
         self._sharing = SharedLoad(shared, index, fleet, clock, soon)
         self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
         self._queues = SharedQueues(router.queue, self._sharing)

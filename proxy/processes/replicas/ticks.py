@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 PUBLISH_INTERVAL_S, SMALL_INTERVAL_S = 0.02, 0.1
 MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written before
@@ -18,8 +19,30 @@ def until_publish(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN_P
     return left if left > pause_s else left + interval_s
 
 
-def until_flush() -> float:
-    return PUBLISH_INTERVAL_S - (time.time() + FLUSH_LEAD_S) % PUBLISH_INTERVAL_S
+def until_flush(interval_s: float = PUBLISH_INTERVAL_S) -> float:
+    return interval_s - (time.time() + FLUSH_LEAD_S) % interval_s
+
+
+class FlushTimer:
+    """Has a host's only process write its changes before the supervisor publishes them."""
+
+    def __init__(self, has_urgent: Callable[[], bool]) -> None:
+        self._has_urgent = has_urgent
+        self._small_at = 0.0
+
+    def start(self, flush: Callable[[], None]) -> None:
+        """Call `flush` once, earlier if there are urgent changes."""
+        self._small_at = time.time() + until_flush(SMALL_INTERVAL_S) - FLUSH_LEAD_S
+        self._wait(flush)
+
+    def _wait(self, flush: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(until_flush(), self._look, flush)
+
+    def _look(self, flush: Callable[[], None]) -> None:
+        if time.time() >= self._small_at or self._has_urgent():
+            flush()
+        else:
+            self._wait(flush)
 
 
 class PublishTimes:

@@ -83,7 +83,7 @@ class SharedLoad:
         self._marked: dict[int, Worker] = {}
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
         self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
-        self._reading = self._scheduled = False
+        self._reading = self._scheduled = self._is_urgent = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
 
@@ -146,15 +146,28 @@ class SharedLoad:
         if not self._scheduled:
             self.schedule()
 
-    def schedule(self) -> None:
+    def schedule(self, *, urgent: bool = False) -> None:
+        self._is_urgent = self._is_urgent or urgent
         if not self._scheduled:
             self._scheduled = True
             self._soon(self.flush)
 
+    def has_urgent(self) -> bool:
+        """Return whether other hosts should see a change that is not written yet at once."""
+        if self._is_urgent or not self.table.awaits_urgent:
+            return True
+        for worker in self._fleet.roster.unpublished:
+            row, urgent = self._rows.get(worker), self.urgent
+            if row is None or urgent is None:
+                continue
+            if urgent.includes(worker, row, own_numbers(worker)) or self._has_new_breaker(worker):
+                return True
+        return False
+
     def flush(self) -> None:
         roster, sheet = self._fleet.roster, self.sheet
         changed, roster.unpublished = roster.unpublished, set()
-        self._scheduled = False
+        self._scheduled = self._is_urgent = False
         for part in self.parts:
             part.publish()
         urgent = self.urgent
@@ -166,7 +179,7 @@ class SharedLoad:
             if urgent is not None:
                 urgent.writes(worker, row, load)
             sheet.write_load(row, load, worker.due_at)
-            if not worker.breaker.has_no_failures or self._breakers[worker][1] is not NEW_BREAKER:
+            if self._has_new_breaker(worker):
                 self._write_breaker(worker, row)
             sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
@@ -174,13 +187,17 @@ class SharedLoad:
         if urgent is not None:
             urgent.report()
 
+    def _has_new_breaker(self, worker: Worker) -> bool:
+        known, breaker = self._breakers[worker][1], worker.breaker
+        if breaker.has_no_failures and known is NEW_BREAKER:
+            return False
+        return breaker.snapshot() != known
+
     def _write_breaker(self, worker: Worker, row: int) -> None:
-        snapshot = worker.breaker.snapshot()
-        if snapshot != self._breakers[worker][1]:
-            now = self._clock()
-            self._breakers[worker] = now, snapshot
-            self.sheet.write_breaker(row, now, snapshot)
-            self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
+        now, snapshot = self._clock(), worker.breaker.snapshot()
+        self._breakers[worker] = now, snapshot
+        self.sheet.write_breaker(row, now, snapshot)
+        self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
 
     def publish_written(self) -> None:
         """Write generated tokens; no decision depends on them at once."""

@@ -35,15 +35,19 @@ class UrgentChanges:
         self._are_new = False
 
     def writes(self, worker: Worker, row: int, load: tuple[int, ...]) -> None:
-        """Compare the load that is written now with what the supervisor sent."""
+        """Note the load that is written now."""
+        if self.includes(worker, row, load):
+            self._are_new = True
+
+    def includes(self, worker: Worker, row: int, load: tuple[int, ...]) -> bool:
+        """Compare a load with what the supervisor sent."""
         if (sent := self._table.sent) != self._sent:
             self._sent = sent
             self._sent_loads.clear()
         if (before := self._sent_loads.get(row)) is None:
             before = self._sent_loads[row] = self._sheet.read_load(row)[0]
         few_free = 2 * self._table.hosts * worker.requests >= worker.most
-        if abs(load[2] - before[2]) >= LARGE_TOKENS or (few_free and load[0] != before[0]):
-            self._are_new = True
+        return abs(load[2] - before[2]) >= LARGE_TOKENS or (few_free and load[0] != before[0])
 
     def report(self) -> None:
         """Report urgent changes; called after everything is written."""

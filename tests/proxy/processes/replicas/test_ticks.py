@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from proxy.processes.replicas import ticks
@@ -9,10 +11,12 @@ from proxy.processes.replicas.ticks import (
     FLUSH_LEAD_S,
     PUBLISH_INTERVAL_S,
     SMALL_INTERVAL_S,
+    FlushTimer,
     PublishTimes,
     until_flush,
     until_publish,
 )
+from tests.proxy.processes.router_group import DEADLINE_S
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,26 @@ async def test_small_changes_are_due_unless_an_urgent_one_comes_first() -> None:
         assert await times.wait(urgent=False)
         times.wake()
         assert not await times.wait(urgent=False)
+
+
+async def test_small_changes_are_written_in_time() -> None:
+    flushed = asyncio.Event()
+    FlushTimer(lambda: False).start(flushed.set)
+    await asyncio.wait_for(flushed.wait(), DEADLINE_S)
+
+
+async def test_urgent_changes_are_written_before_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ticks, "SMALL_INTERVAL_S", 1e9)
+    flushed, looked, urgent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def has_urgent() -> bool:
+        looked.set()
+        return urgent.is_set()
+
+    FlushTimer(has_urgent).start(flushed.set)
+    await asyncio.wait_for(looked.wait(), DEADLINE_S)
+    assert not flushed.is_set()
+    urgent.set()
+    await asyncio.wait_for(flushed.wait(), DEADLINE_S)

@@ -65,6 +65,32 @@ def test_urgent_changes_are_reported_after_they_are_written(
     assert seen == [LARGE_TOKENS]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.routers[0].submit(ask(LARGE_TOKENS), group.now),
+        lambda group: group.routers[0].fleet.health.failed(group.worker(0, "a"), group.now),
+        lambda group: group.routers[0].queue.elsewhere.moved(),
+        lambda group: group.sharings[0].table.await_urgent(awaits=False),
+    ],
+)
+def test_urgent_changes_are_found_before_they_are_written(
+    make_processes: Callable[..., VirtualGroup], change: Callable[[VirtualGroup], object]
+) -> None:
+    group = make_processes(1, spec("a"))
+    sharing = group.sharings[0]
+    sharing.urgent = UrgentChanges(sharing.table, sharing.sheet, lambda: None)
+    sharing.table.await_urgent(awaits=True)
+    group.end_turn()
+    placed(group.routers[0].submit(ask(), group.now))
+    assert not sharing.has_urgent()
+    change(group)
+    assert sharing.has_urgent()
+    group.end_turn()
+    sharing.table.await_urgent(awaits=True)
+    assert not sharing.has_urgent()
+
+
 def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGroup]) -> None:
     group = make_all(2, spec("a", most=3), queue_wait_s=5.0)
     leases = [group.submit(0), group.submit(1), group.submit(0)]
