@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Decided, Limit
 from proxy.processes.replicas import redis_server
+from proxy.processes.replicas.timers import EarliestTimer, ReplyDeadline
 
 if TYPE_CHECKING:
     from proxy.config.shared import SharedConfig
@@ -145,14 +146,12 @@ class SharedLimiter:
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
         self._asked: list[Asked] | None = None  # without a reply
-        self._asked_at = 0.0
-        self._is_due = False  # a call is to be made
+        self._is_due = False  # the next call is arranged
         self._next_at = 0.0  # not earlier
-        self._deadline: asyncio.Handle | None = None
+        self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
         self._lost = asyncio.Event()  # the connection
         self._defect: Exception | None = None
-        self._timer: asyncio.Handle | None = None
-        self._timer_at = 0.0  # uvloop's handle of a short delay does not know it
+        self._timer = EarliestTimer(self._call_soon)
         self._arrange()
 
     def wake(self, limits: TenantLimits) -> None:
@@ -161,17 +160,7 @@ class SharedLimiter:
 
     def changed(self, limits: TenantLimits, *, soon: bool) -> None:
         self._changed[limits] = None
-        loop = asyncio.get_running_loop()
-        at = loop.time() + (SOON_S if soon else GATHER_S)
-        if self._timer is not None and self._timer_at > at:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer, self._timer_at = loop.call_at(at, self._gathered), at
-
-    def _gathered(self) -> None:
-        self._timer = None
-        self._call_soon()
+        self._timer.start(SOON_S if soon else GATHER_S)
 
     def _arrange(self) -> None:
         """Follow the tenants of the fleet file."""
@@ -266,10 +255,7 @@ class SharedLimiter:
             asked.append((limits, call, waiting))
             keys.append(f"{{{self._settings.namespace}}}:tenant:{limits.tenant.name}")
             arguments += self._arguments(limits, call, waiting, again=again is not None)
-        loop = asyncio.get_running_loop()
-        self._asked_at = loop.time()
-        if self._deadline is None:
-            self._deadline = loop.call_later(self._settings.timeout_s, self._check_deadline)
+        self._deadline.start()
         if connection.error is not None:
             self._replied(connection.error)
         elif keys:
@@ -278,16 +264,8 @@ class SharedLimiter:
         else:
             connection.send("PING", replied=self._replied)
 
-    def _check_deadline(self) -> None:
-        """Drop a connection without a reply; one timer serves many calls."""
-        self._deadline = None
-        if self._asked is None or self._connection is None:
-            return
-        loop = asyncio.get_running_loop()
-        left_s = self._asked_at + self._settings.timeout_s - loop.time()
-        if left_s > 0.0:
-            self._deadline = loop.call_later(left_s, self._check_deadline)
-        else:
+    def _too_late(self) -> None:
+        if self._asked is not None and self._connection is not None:
             self._connection.fail(TimeoutError())
 
     def _replied(self, reply: Any) -> None:

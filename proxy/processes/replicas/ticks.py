@@ -46,7 +46,7 @@ class FlushTimer:
 
 
 class PublishTimes:
-    """Waits until changes are to be published."""
+    """Waits for the times at which changes are published."""
 
     def __init__(self) -> None:
         self._woken = asyncio.Event()

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
-from xxhash import xxh3_64_intdigest
-
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.process_sheet import BREAKS, LENGTH_BITS, MAX_WORKERS, ProcessSheet
+from proxy.processes.shared.process_sheet import BREAKS, MAX_WORKERS, ProcessSheet
 from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
+from proxy.processes.shared.worker_marks import WorkerMarks
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import BreakerSnapshot
@@ -79,11 +78,10 @@ class SharedLoad:
         self._soon = soon
         self._rows: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
-        self._marks: dict[Worker, int] = {}  # the same in all processes of all hosts
-        self._marked: dict[int, Worker] = {}
+        self.marks = WorkerMarks()
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
         self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
-        self._reading = self._scheduled = self._is_urgent = False
+        self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
 
@@ -96,8 +94,7 @@ class SharedLoad:
         """Share a worker in a row that it owns since then; read the others' values."""
         self._rows[worker] = row
         self._workers[row] = worker
-        mark = xxh3_64_intdigest(f"{worker.name} {worker.url}".encode()) >> LENGTH_BITS or 1
-        self._marks[worker], self._marked[mark] = mark, worker
+        self.marks.add(worker)
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
@@ -107,26 +104,17 @@ class SharedLoad:
     def row(self, worker: Worker) -> int | None:
         return self._rows.get(worker)
 
-    def mark(self, worker: Worker) -> int:
-        """Return a number for a worker with a row; 0 without."""
-        return self._marks.get(worker, 0)
-
-    def marked(self, mark: int) -> Worker | None:
-        return self._marked.get(mark)
-
     def leave(self, worker: Worker) -> None:
         """Stop reading a removed worker; its own charges are still written until they end."""
         row = self._rows.get(worker)
         if row is not None and self._workers.get(row) is worker:
             del self._workers[row]
-        if self._marked.get(mark := self.mark(worker)) is worker:
-            del self._marked[mark]
+        self.marks.remove(worker)
         if not worker.requests:
             self._forget(worker)
 
     def _forget(self, worker: Worker) -> None:
         self._rows.pop(worker, None)
-        self._marks.pop(worker, None)
         self._breakers.pop(worker, None)
         self._fleet.roster.unpublished.discard(worker)
 
@@ -147,18 +135,19 @@ class SharedLoad:
             self.schedule()
 
     def schedule(self, *, urgent: bool = False) -> None:
-        self._is_urgent = self._is_urgent or urgent
+        if urgent and self.urgent is not None:
+            self.urgent.unwritten = True
         if not self._scheduled:
             self._scheduled = True
             self._soon(self.flush)
 
     def has_urgent(self) -> bool:
         """Return whether other hosts should see a change that is not written yet at once."""
-        if self._is_urgent or not self.table.awaits_urgent:
+        urgent = self.urgent
+        if urgent is None or urgent.unwritten or not self.table.awaits_urgent:
             return True
         for worker in self._fleet.roster.unpublished:
-            row, urgent = self._rows.get(worker), self.urgent
-            if row is None or urgent is None:
+            if (row := self._rows.get(worker)) is None:
                 continue
             if urgent.includes(worker, row, own_numbers(worker)) or self._has_new_breaker(worker):
                 return True
@@ -167,7 +156,7 @@ class SharedLoad:
     def flush(self) -> None:
         roster, sheet = self._fleet.roster, self.sheet
         changed, roster.unpublished = roster.unpublished, set()
-        self._scheduled = self._is_urgent = False
+        self._scheduled = False
         for part in self.parts:
             part.publish()
         urgent = self.urgent

@@ -26,6 +26,7 @@ class UrgentChanges:
     def __init__(
         self, table: SharedTable, sheet: ProcessSheet, report: Callable[[], object]
     ) -> None:
+        self.unwritten = False  # True if a change must be written at once
         self._table = table
         self._sheet = sheet
         self._report = report
@@ -51,6 +52,7 @@ class UrgentChanges:
 
     def report(self) -> None:
         """Report urgent changes; called after everything is written."""
+        self.unwritten = False
         if not self._table.awaits_urgent:
             self._are_new = False  # the supervisor looks soon
             return
