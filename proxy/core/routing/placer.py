@@ -8,7 +8,6 @@ from math import inf
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Decision, Lease
-from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
@@ -28,14 +27,6 @@ from proxy.core.tenants.tenants import Rank
 BATCH = Rank.BATCH
 # Longer queues of prefills get no request that another worker serves.
 MAX_MOVE_WAIT_S = 0.5
-
-
-def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
-    """Return whether other processes have filled a chosen worker."""
-    handover = decision.handover
-    if handover is not None and others.have_filled(handover.prefill, now):
-        return True
-    return others.have_filled(decision.worker, now)
 
 
 class Placer:
@@ -148,13 +139,18 @@ class Placer:
         wait_since: float | None = None,
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
-        others = self.roster.others
         while True:
             view, decision = self._decide(
                 ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
             )
-            if decision is None or others is None or not _is_filled(decision, others, now):
+            if decision is None or not self._is_filled(decision, now):
                 return view, decision
+
+    def _is_filled(self, decision: Decision, now: float) -> bool:
+        handover, roster = decision.handover, self.roster
+        if handover is not None and roster.is_filled_elsewhere(handover.prefill, now):
+            return True
+        return roster.is_filled_elsewhere(decision.worker, now)
 
     def _decide(
         self,
