@@ -80,6 +80,7 @@ class CacheWait:
     worker: Worker
     seconds: float  # predicted
     until: float  # the longest
+    only: bool  # other workers would be late
 
 
 class Lease:

@@ -198,8 +198,7 @@ class Queue:
         """Put a ticket in order with others, or let it wait for a cache."""
         ticket.cache_wait = cache_wait
         if cache_wait is not None:
-            longest = ticket.since + MAX_CACHE_WAIT_SHARE * (ticket.deadline - ticket.since)
-            ticket.cache_until = min(ticket.cache_until, cache_wait.until, longest)
+            ticket.cache_until = min(ticket.cache_until, cache_wait.until)
             self.cache_waits.add(ticket, cache_wait)
         else:
             if not self._in_order:

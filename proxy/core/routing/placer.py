@@ -121,7 +121,7 @@ class Placer:
     def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
         ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
         late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-        may_wait = not (late or attempts.is_retry) and now < ticket.cache_until
+        may_wait = not attempts.is_retry and now < ticket.cache_until
         since = ticket.since if may_wait else None
         return self.place(
             ask, now, attempts,
@@ -194,6 +194,8 @@ class Placer:
         if not (ask.pinned or ask.rank is BATCH or view.pool.decodes) and self.queue.most:
             view.waits = self.queue.cache_waits
             view.due = (self.settings.admission or NO_TARGETS).due(ask, since)
+            longest_s = min(self.queue.longest_wait_s(ask), ask.deadline - since)
+            view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
@@ -291,11 +293,10 @@ class Placer:
             turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
         if (wait := view.cache_wait) is not None:
-            longest_s = MAX_CACHE_WAIT_SHARE * self.queue.longest_wait_s(ask)
             message = (
                 f"The request would wait for a slot of {wait.worker.name}, whose cache saves more: "
                 f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
-                f"after {min(wait.until - now, longest_s):.1f} s."
+                f"after {wait.until - now:.1f} s."
             )
             refusal: Refusal | None = Refusal(429, Reason.AWAITS_CACHE, message)
         else:

@@ -231,6 +231,40 @@ def test_deadline_is_met_elsewhere_if_the_slot_comes_late() -> None:
     assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= deadline + 0.01
 
 
+def test_deadline_that_only_the_full_worker_can_meet_is_not_refused() -> None:
+    """Another worker's prefill takes too long; the slot comes in time, even after half of it."""
+    router = make_router()
+    name = serve_first_turn(router)
+    running = occupy(router, name)
+    deadline = 11.0 + 2.0
+    ticket = waits(router.submit(turn(deadline=deadline), 11.0))
+    assert router.due(12.5) == []
+    router.leases.finish(running, 12.6, Outcome.DONE)
+    lease = settled(router, 12.6)
+    assert lease.worker.name == name
+    assert 12.6 + present(lease.decision.predicted_ttft_s) <= deadline
+    assert ticket.deadline <= deadline
+
+
+def test_deadline_that_no_worker_can_meet_is_refused_at_once() -> None:
+    router = make_router()
+    occupy(router, serve_first_turn(router))
+    answer = refused(router.submit(turn(deadline=11.0 + 0.9), 11.0))  # the slot is due in 1 s
+    assert answer.reason is Reason.DEADLINE
+
+
+def test_target_that_only_the_full_worker_can_meet_is_not_refused() -> None:
+    """A wait for the slot costs all requests more, but another worker prefills too late."""
+    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: 2 * SAVED_S}))
+    name = serve_first_turn(router)
+    worker_of(router, name).pace.each_s = 0.06
+    occupy(router, name, output=225)  # for 18 s
+    other = "b" if name == "a" else "a"
+    worker_of(router, other).respecify(spec(other, most=2))
+    placed(router.submit(ask(105_000, long=True), 11.0))
+    assert present(waits(router.submit(turn(), 11.0)).cache_wait).worker.name == name
+
+
 @pytest.mark.parametrize("arrives", ["beside a free worker", "in a full fleet"])
 def test_target_of_its_class_is_met_elsewhere_too(arrives: str) -> None:
     target_s = SAVED_S + 5.0
