@@ -81,6 +81,7 @@ class CacheWait:
     seconds: float  # predicted
     until: float  # the longest
     only: bool  # other workers would be late
+    placed: int  # by other processes, until then
 
 
 class Lease:

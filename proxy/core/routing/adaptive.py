@@ -135,8 +135,7 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
 def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | None:
     """Return a wait for a full worker that costs less than a placement on the other worker.
 
-    At its end the other worker would still be in time. If it is late now, a wait that ends in time
-    may cost more.
+    At its end the other would still be in time. If it is late now, any wait in time counts.
     """
     ask, now = view.ask, view.now
     latest = view.due - other.ttft_s(ask, now, other.cached(view.held))
@@ -151,7 +150,7 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 def cheapest_wait(
     view: View, other: Worker, cost_s: float, latest: float | None
 ) -> CacheWait | None:
-    """`latest`: for the slot; None: as the request's due time permits."""
+    """`latest`: for the slot; None: as its due time permits."""
     ask, now, held, waits = view.ask, view.now, view.held, view.waits
     found: CacheWait | None = None
     if waits is None:
@@ -166,10 +165,11 @@ def cheapest_wait(
         if latest is None:
             until = end = view.due - worker.ttft_s(ask, now, cached)
         else:
-            end, until = latest, min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
+            end = latest
+            until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), end, view.wait_until)
         if own_s + wait_s < least_s and now + wait_s < end and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, latest is None)
+            found = CacheWait(worker, wait_s, until, latest is None, worker.elsewhere.placed)
     return found
 
 

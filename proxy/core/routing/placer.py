@@ -16,6 +16,7 @@ from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
+from proxy.core.queue.eviction import amounts
 from proxy.core.queue.latency_admission import NO_TARGETS, AdmissionSettings, placed_too_late
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE, Queue
 from proxy.core.queue.ticket import Ticket
@@ -87,7 +88,7 @@ class Placer:
         view, decision = self.decide(
             ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
         )
-        if view.cache_wait is not None and not queued and not self.queue.room_for(ask):
+        if view.cache_wait is not None and not queued and not self._may_wait(view):
             view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return view.cache_wait
@@ -197,6 +198,12 @@ class Placer:
             longest_s = min(self.queue.longest_wait_s(ask), ask.deadline - since)
             view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
+    def _may_wait(self, view: View) -> bool:
+        queue, more, wait = self.queue, amounts(view.ask), view.cache_wait
+        if wait is not None and wait.only:
+            return queue.make_room(more, self.place_queued, view.now)
+        return queue.has_room(more)
+
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
             decision = self.rule.choose(view)
@@ -277,7 +284,7 @@ class Placer:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
         view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
-        if self.queue.room_for(ask):
+        if self.queue.has_room(amounts(ask)):
             self._allow_wait(view, now)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}

@@ -316,6 +316,70 @@ def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
     assert 0.0 < seconds[0] < seconds[1]
 
 
+def pinned_to(name: str) -> RequestInfo:
+    info = ask(10)
+    info.pinned = name
+    return info
+
+
+def test_full_queue_ends_the_wait_of_a_turn() -> None:
+    """The turn goes to a free worker, so that a request that needs the queue gets its place."""
+    router, _, ticket, name = waiting_turn(queue_requests=1)
+    other = waits(router.submit(pinned_to(name), 11.1))
+    assert (ticket.left, router.queue.length, router.queue.cache_waits.length) == (True, 1, 0)
+    ((found, lease),) = router.due(11.2)
+    assert found is ticket
+    assert placed(lease).worker.name != name
+    assert not other.left
+
+
+def test_turn_that_leaves_a_full_queue_can_be_withdrawn() -> None:
+    router, running, ticket, name = waiting_turn(queue_requests=1)
+    waits(router.submit(pinned_to(name), 11.1))
+    router.withdraw(ticket, 11.1)
+    assert router.due(11.2) == []
+    router.leases.finish(running, 11.3, Outcome.DONE)
+    assert placed(router.due(11.3)[0][1]).worker.name == name
+    assert sum(worker.requests for worker in router.fleet.roster) == 1
+
+
+def test_full_queue_ends_no_wait_of_a_turn_without_another_worker() -> None:
+    """The next slot frees a place in the queue: that is when the client should come again."""
+    router, _, ticket, name = waiting_turn(queue_requests=1)
+    occupy(router, "b" if name == "a" else "a", now=11.1)
+    answer = refused(router.submit(ask(10), 11.2))
+    assert (answer.reason, answer.retry_after_s) == (Reason.QUEUE_FULL, 1)
+    assert not ticket.left
+    assert router.queue.cache_waits.length == 1
+
+
+def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
+    router, _, ticket, name = waiting_turn(queue_requests=2)
+    free = occupy(router, "b" if name == "a" else "a", now=11.1)
+    first = waits(router.submit(ask(100, long=True), 11.2))
+    router.leases.finish(free, 11.3, Outcome.DONE)
+    assert refused(router.submit(pinned_to(name), 11.3)).reason is Reason.QUEUE_FULL
+    assert not ticket.left
+    assert settled(router, 11.3).ask is first.ask
+
+
+def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
+    router = make_router(queue_requests=4)
+    name = serve_first_turn(router)
+    occupy(router, name)
+    turns = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
+    running = occupy(router, "b" if name == "a" else "a", now=11.0)
+    for _ in range(2):
+        waits(router.submit(ask(100), 11.0))
+    for second in range(13, 25, 2):  # a slot each two seconds
+        router.leases.finish(running, second, Outcome.DONE)
+        running = settled(router, second)
+        waits(router.submit(ask(100), second))
+    assert not any(ticket.left for ticket in turns)
+    assert router.queue.cache_waits.length == 2
+    assert refused(router.submit(ask(100), 23.0)).retry_after_s == 6
+
+
 def test_withdrawn_turn_leaves_no_trace() -> None:
     router, _, ticket, _ = waiting_turn()
     router.withdraw(ticket, 11.5)
