@@ -363,6 +363,16 @@ def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
     assert settled(router, 11.3).ask is first.ask
 
 
+def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queue() -> None:
+    """It gives way to no request itself."""
+    router, _, ticket, name = waiting_turn(names="abc", queue_requests=1)
+    urgent = waits(router.submit(turn(output=1, deadline=14.0), 11.0))
+    assert (ticket.left, present(urgent.cache_wait).only) == (True, True)
+    assert placed(router.due(11.1)[0][1]).worker.name != name
+    assert refused(router.submit(pinned_to(name), 11.1)).reason is Reason.QUEUE_FULL
+    assert not urgent.left
+
+
 def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
     router = make_router(queue_requests=4)
     name = serve_first_turn(router)
