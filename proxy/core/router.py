@@ -29,6 +29,7 @@ from proxy.core.model.route_table import Route
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.queue.eviction import amounts
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
@@ -60,7 +61,6 @@ class Router:
         # Reports stored responses to other processes.
         self.others_remember: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
-        self._evicted: dict[Ticket, Refusal] = {}  # not yet reported by `due`
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = WorkerFailureEvents()
@@ -221,7 +221,7 @@ class Router:
             wait = answer
         refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
         give_way: list[Ticket] = []
-        if refusal is None and not queue.room_for(ask):
+        if refusal is None and not queue.make_room(amounts(ask), self.placer.place_queued, now):
             give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
@@ -246,23 +246,25 @@ class Router:
             self.queue.remove(ticket)
             billing.leave(ticket.ask, now)
             full = refusals.queue_full(self.queue.retry_after_s(now))
-            self._evicted[ticket] = self.placer.count_refusal(ticket.ask.model, full)
+            self.queue.ended[ticket] = self.placer.count_refusal(ticket.ask.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
         if self.queue.remove(ticket):
             billing.leave(ticket.ask, now)
-        else:
-            self._evicted.pop(ticket, None)
+        elif isinstance(answer := self.queue.ended.pop(ticket, None), Lease):
+            self.leases.finish(answer, now, Outcome.MOOT)
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Remove and return the tickets that are placed, refused or expired."""
         queue = self.queue
-        if not queue.length and not self._evicted:
+        if not queue.length and not queue.ended:
             return []
         self.fleet.settle(now)
+        if queue.elsewhere is not None:  # which needs the room
+            queue.make_room(queue.usual, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
-        gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
-        self._evicted.clear()
+        gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
+        queue.ended.clear()
         for ticket in queue.expired(now):
             refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))

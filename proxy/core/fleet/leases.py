@@ -107,6 +107,8 @@ class CacheWait:
     worker: Worker
     seconds: float  # predicted
     until: float  # the longest
+    only: bool  # other workers would be late
+    placed: int  # by other processes, until then
 
 
 class Lease:

@@ -28,7 +28,7 @@ PLACES = 64  # models and sizes are hashed into this many places
 RING = 1024  # numbers of changed rows
 LOG = 8192  # words of the prefix log
 
-HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 11
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 18, 4, 4, 4, 11
 CLASSES = len(Rank)
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
@@ -45,7 +45,7 @@ CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = r
 RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by the word that counts their changes
 FLOORS = 9  # and the next two words: each class's position when its last request left
 
-LOAD = Struct("@10qd")
+LOAD = Struct("@11qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, LAST, TRAFFIC = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")
@@ -154,7 +154,7 @@ class ProcessSheet:
 
     def has(self, row: int) -> bool:
         """Return True if a worker has charges."""
-        return any(self.read_load(row)[0][:-1])  # generated tokens, the last number, only grow
+        return any(self.read_load(row)[0][:-2])  # totals, the last numbers, only grow
 
     def wipe(self, row: int) -> None:
         """Clear a row for another worker."""

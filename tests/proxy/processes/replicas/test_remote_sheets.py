@@ -16,7 +16,7 @@ from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from tests.proxy.core.making import spec
 
 FIRST, HISTORY = 2, 1  # sheets of a host with one process
-LOAD = (3, 3, 500, 0, 100, 900, 1, 0, 0, 7)
+LOAD = (3, 3, 500, 0, 100, 900, 1, 0, 0, 7, 4)
 MARK, NOTHING = 12345, (0.0, 0.0, 0.0)
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from proxy.config.shared import SharedConfig
+from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.processes.ipc_messages import StoredResponses, UrgentChange, WorkersChanged
@@ -207,7 +208,7 @@ def test_small_changes_wait_for_others(
         replication.next_message(host.now)
     host.now += PUBLISH_INTERVAL_S
     assert not replication.is_due(host.now)
-    sheet.write_load(ROW, (requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0), 0.0)
+    sheet.write_load(ROW, (requests, requests, tokens, *NO_LOAD[3:]), 0.0)
     sheet.mark_changed(ROW)
     if word is not None:
         sheet.write_count(word, 2)
