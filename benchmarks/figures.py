@@ -35,7 +35,8 @@ from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
-from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult, PlacedWorker
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, PlacedWorker
+from vllm_sched.sim.fleet.figures import FlowResult
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, FleetShape

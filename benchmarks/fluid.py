@@ -23,7 +23,8 @@ from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult, PlacedWorker
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, PlacedWorker
+from vllm_sched.sim.fleet.figures import FlowResult
 from vllm_sched.sim.fleet.models import of_profile
 
 SIZES = (4, 16, 64, 256)

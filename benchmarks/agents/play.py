@@ -20,8 +20,9 @@ from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK
-from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet
+from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import worker_models
+from vllm_sched.sim.fleet.simulation import RequestFlight
 from vllm_sched.sim.types import Job
 
 PROFILE: Final = "h200-qwen3-30b-a3b-fp8-tp2"

@@ -22,7 +22,8 @@ from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
-from vllm_sched.sim.fleet.fleet import RequestFlight, SimulatedFleet, make_router
+from vllm_sched.sim.fleet.fleet import SimulatedFleet, make_router
+from vllm_sched.sim.fleet.simulation import RequestFlight
 from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
 
 TRAVEL_S = 0.005

@@ -90,7 +90,7 @@ def test_batch_requests_arrive_first_in_the_batch_lane() -> None:
 
 
 def test_saturated_outputs_are_exponential_and_fixed_by_the_seed() -> None:
-    outputs = [a.output_tokens for a in saturated(longs=4000, mean_output=50).arrivals]
+    outputs = [a.output_tokens for a in saturated(longs=4000).arrivals]
     assert 48 < sum(outputs) / len(outputs) < 52
     assert sum(o > 50 for o in outputs) / len(outputs) == pytest.approx(0.37, abs=0.03)
     assert saturated().arrivals == saturated().arrivals != saturated(seed=1).arrivals

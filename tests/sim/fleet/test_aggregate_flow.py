@@ -19,7 +19,8 @@ from vllm_sched.bench.traffic.types import Request
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
-from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult, PlacedWorker
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, PlacedWorker
+from vllm_sched.sim.fleet.figures import FlowResult
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, FleetShape

@@ -9,7 +9,7 @@ import pytest
 
 from tests.present import present
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult, merge_results
+from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult, merge_results
 from vllm_sched.sim.planning.capacity_search import (
     RUNG_RATIO,
     CapacitySearch,
@@ -25,7 +25,7 @@ def run(met: int = 9, growth: float = 0.0) -> FlowResult:
     """Return the result of ten requests."""
     figures = ClassFigures(arrived=10, done=10, met=met)
     return FlowResult(
-        figures, {"long": ClassFigures(arrived=1, kept=1)}, 0, 1.0, 2.0, QuantileSketch(), growth
+        figures, {"long": ClassFigures(arrived=1, kept=1)}, 1.0, 2.0, QuantileSketch(), growth
     )
 
 

@@ -22,7 +22,7 @@ from vllm_sched.cli.fleet.fleet import narrow, read, unshared
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, FlowResult
+from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult
 from vllm_sched.sim.planning import exact_check
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
 LONGS = "300x60:0.95,40000x20:0.05"
-NOTHING = FlowResult(ClassFigures(), {}, 0, 1.0, 1.0, QuantileSketch())
+NOTHING = FlowResult(ClassFigures(), {}, 1.0, 1.0, QuantileSketch())
 
 
 def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
@@ -247,9 +247,7 @@ def test_few_long_prompts_are_judged_with_tolerance() -> None:
 
     def run(kept: int, of: int) -> FlowResult:
         longs = ClassFigures(arrived=of, kept=kept)
-        return FlowResult(
-            ClassFigures(arrived=9, met=9), {LONG: longs}, 0, 1.0, 1.0, QuantileSketch()
-        )
+        return FlowResult(ClassFigures(arrived=9, met=9), {LONG: longs}, 1.0, 1.0, QuantileSketch())
 
     # With 44 requests, a share of 90 % varies by 4.5 %.
     assert search.trials.enough(run(38, 44), strict=False)
@@ -379,7 +377,7 @@ def test_exact_run_overrules_the_fluid_ranking(
     def slower(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
         """Play one pool exactly, and let all other families fail."""
         if shape.family != ONE_POOL:
-            return FlowResult(ClassFigures(arrived=1), {}, 0, 1.0, 1.0, QuantileSketch())
+            return FlowResult(ClassFigures(arrived=1), {}, 1.0, 1.0, QuantileSketch())
         return truly(search, shape, rate)
 
     truly = exact_check.play_exactly
@@ -431,7 +429,7 @@ def test_exact_run_judges_long_prompts_too(
         """Return a run in time, except for long prompts of two pools."""
         longs = ClassFigures(arrived=1, done=1, kept=int(shape.family == ONE_POOL))
         return FlowResult(
-            ClassFigures(arrived=9, done=9, met=9), {LONG: longs}, 0, 1.0, 1.0, QuantileSketch()
+            ClassFigures(arrived=9, done=9, met=9), {LONG: longs}, 1.0, 1.0, QuantileSketch()
         )
 
     asked, ranking = plain_plan
@@ -471,7 +469,7 @@ def test_outcomes_are_counted_as_in_the_search() -> None:
 
 
 def test_exact_run_that_serves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = FlowResult(ClassFigures(arrived=1), {}, 1, 1.0, 1.0, QuantileSketch())
+    nothing = FlowResult(ClassFigures(arrived=1, ended=1), {}, 1.0, 1.0, QuantileSketch())
     monkeypatch.setattr(exact_check, "play_exactly", lambda *_: nothing)
     asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
     assert "none of the best fleets has 90% of all" in refusal(asked, 1, exact=True)

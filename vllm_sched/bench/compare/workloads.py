@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 LONG: Final = "long"
 SHORT: Final = "short"
@@ -23,8 +23,11 @@ CLASSES: Final = (SHORT, TURN, LONG, BATCH, BACKGROUND)
 
 # Ordinary ids in every vocabulary, without special tokens.
 TOKEN_IDS = range(10, 400)
-# Also a worker flag, and the step size of the background's length.
+SHORT_TOKENS, OUTPUT_TOKENS = 100, 16
+# Also the step size of the background's length.
 STEP_TOKENS = 512
+STEP_FLAGS = ("--max-num-batched-tokens", str(STEP_TOKENS))
+NO_CACHE = "--no-enable-prefix-caching"
 
 
 @dataclass(frozen=True)
@@ -71,36 +74,21 @@ def long_blocks_short(
     seed: int = 0,
     long_tokens: int = 12_000,
     shorts: int = 8,
-    short_tokens: int = 100,
-    output_tokens: int = 16,
     background: int = 4,
-    first_short_at: float = 0.3,
-    short_every: float = 0.15,
 ) -> Workload:
     """Return long prompts that arrive at once, and short ones during the first long prefill.
 
     The shorts are spread over a second, so that each meets another point of the prefill.
-
-    All output lengths are fixed, so both sides do the same work in a round. The background lasts
-    four times as long as full budgets need, so it also outlasts small chunks.
     """
-    foreground = longs * long_tokens + shorts * short_tokens
-    outlasting = 64 + 4 * foreground // STEP_TOKENS
-    return Workload(
-        name="long-blocks-short",
+    return _beside_longs(
+        "long-blocks-short",
+        [PlannedRequest(at, SHORT, SHORT_TOKENS, OUTPUT_TOKENS) for at in _moments(shorts)],
+        new_tokens=SHORT_TOKENS,
+        longs=longs,
+        long_tokens=long_tokens,
+        background=background,
         seed=seed,
-        lone_prompt_tokens=short_tokens,
-        worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
-        arrivals=(
-            *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
-            *(PlannedRequest(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
-            *(
-                PlannedRequest(
-                    round(first_short_at + i * short_every, 6), SHORT, short_tokens, output_tokens
-                )
-                for i in range(shorts)
-            ),
-        ),
+        worker_flags=(*STEP_FLAGS, NO_CACHE),
     )
 
 
@@ -111,110 +99,108 @@ def agent_turns(
     long_tokens: int = 12_000,
     turns: int = 8,
     new_tokens: int = 300,
-    output_tokens: int = 16,
     background: int = 4,
-    first_turn_at: float = 0.3,
-    turn_every: float = 0.15,
 ) -> Workload:
     """Return turns of agents, nearly all cached, that arrive during new prompts of their length."""
-    foreground = longs * long_tokens + turns * new_tokens
-    outlasting = 64 + 4 * foreground // STEP_TOKENS
     cached = long_tokens - new_tokens
+    return _beside_longs(
+        "agent-turns",
+        [
+            PlannedRequest(at, TURN, long_tokens, OUTPUT_TOKENS, cached_tokens=cached)
+            for at in _moments(turns)
+        ],
+        new_tokens=new_tokens,
+        longs=longs,
+        long_tokens=long_tokens,
+        background=background,
+        seed=seed,
+        worker_flags=STEP_FLAGS,
+    )
+
+
+def _moments(count: int, first: float = 0.3, every: float = 0.15) -> list[float]:
+    return [round(first + number * every, 6) for number in range(count)]
+
+
+def _beside_longs(
+    name: str,
+    arriving: Sequence[PlannedRequest],
+    *,
+    new_tokens: int,
+    longs: int,
+    long_tokens: int,
+    background: int,
+    seed: int,
+    worker_flags: tuple[str, ...],
+) -> Workload:
+    """Return requests with `new_tokens` each that arrive beside long prompts and decodes.
+
+    All output lengths are fixed, so both sides do the same work in a round. The background lasts
+    four times as long as full budgets need, so it also outlasts small chunks.
+    """
+    foreground = longs * long_tokens + len(arriving) * new_tokens
+    outlasting = 64 + 4 * foreground // STEP_TOKENS
     return Workload(
-        name="agent-turns",
+        name=name,
         seed=seed,
         lone_prompt_tokens=new_tokens,
-        worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS)),
+        worker_flags=worker_flags,
         arrivals=(
             *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
-            *(PlannedRequest(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
-            *(
-                PlannedRequest(
-                    round(first_turn_at + i * turn_every, 6),
-                    TURN,
-                    long_tokens,
-                    output_tokens,
-                    cached_tokens=cached,
-                )
-                for i in range(turns)
-            ),
+            *(PlannedRequest(0.0, LONG, long_tokens, OUTPUT_TOKENS) for _ in range(longs)),
+            *arriving,
         ),
     )
 
 
-def equal_prompts(
-    *, longs: int = 8, seed: int = 0, long_tokens: int = 4000, output_tokens: int = 16
-) -> Workload:
+def equal_prompts(*, longs: int = 8, seed: int = 0) -> Workload:
     """Return prompts of one length that arrive together; a scheduler only decides their order."""
+    tokens = 4000
     return Workload(
         name="equal-prompts",
         seed=seed,
-        lone_prompt_tokens=long_tokens,
-        worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
-        arrivals=tuple(PlannedRequest(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
+        lone_prompt_tokens=tokens,
+        worker_flags=(*STEP_FLAGS, NO_CACHE),
+        arrivals=tuple(PlannedRequest(0.0, LONG, tokens, OUTPUT_TOKENS) for _ in range(longs)),
     )
 
 
-def chat_beside_batch(
-    *,
-    longs: int = 96,
-    seed: int = 0,
-    batch_tokens: int = 300,
-    batch_output: int = 60,
-    chats: int = 40,
-    chat_tokens: int = 100,
-    output_tokens: int = 16,
-    first_chat_at: float = 1.0,
-    chat_every: float = 0.25,
-) -> Workload:
+def chat_beside_batch(*, longs: int = 96, seed: int = 0) -> Workload:
     """Return chats that arrive one by one during more batch requests than the worker has slots.
 
     `longs` counts the batch requests, enough to outlast the chats.
     """
+    chats = _moments(40, first=1.0, every=0.25)
     return Workload(
         name="chat-beside-batch",
         seed=seed,
-        lone_prompt_tokens=chat_tokens,
-        worker_flags=(
-            *("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
-            *("--max-num-seqs", "16"),
-        ),
+        lone_prompt_tokens=SHORT_TOKENS,
+        worker_flags=(*STEP_FLAGS, NO_CACHE, "--max-num-seqs", "16"),
         arrivals=(
-            *(PlannedRequest(0.0, BATCH, batch_tokens, batch_output, BATCH) for _ in range(longs)),
-            *(
-                PlannedRequest(
-                    round(first_chat_at + i * chat_every, 6), SHORT, chat_tokens, output_tokens
-                )
-                for i in range(chats)
-            ),
+            *(PlannedRequest(0.0, BATCH, 300, 60, BATCH) for _ in range(longs)),
+            *(PlannedRequest(at, SHORT, SHORT_TOKENS, OUTPUT_TOKENS) for at in chats),
         ),
     )
 
 
-def saturated(
-    *,
-    longs: int = 256,
-    seed: int = 0,
-    slots: int = 32,
-    mean_prompt: int = 100,
-    mean_output: int = 50,
-) -> Workload:
+def saturated(*, longs: int = 256, seed: int = 0) -> Workload:
     """Return a workload that keeps all slots full with exponential output lengths.
 
     `longs` counts the requests. All arrive at the start; only the rate while some wait matters.
     """
     rng = random.Random(f"saturated/{seed}")
+    prompt, output = 100, 50  # means
     return Workload(
         name="saturated",
         seed=seed,
-        lone_prompt_tokens=mean_prompt,
-        worker_flags=("--max-num-seqs", str(slots), "--no-enable-prefix-caching"),
+        lone_prompt_tokens=prompt,
+        worker_flags=("--max-num-seqs", "32", NO_CACHE),
         arrivals=tuple(
             PlannedRequest(
                 0.0,
                 BATCH,
-                rng.randint(mean_prompt // 2, mean_prompt * 3 // 2),
-                1 + min(int(rng.expovariate(1 / mean_output)), 8 * mean_output),
+                rng.randint(prompt // 2, prompt * 3 // 2),
+                1 + min(int(rng.expovariate(1 / output)), 8 * output),
             )
             for _ in range(longs)
         ),

@@ -42,18 +42,21 @@ class EventQueue:
 
 
 class Arrivals:
-    """The arrivals of one schedule; `more` is False after the last."""
+    """Requests that arrive; `more` is False after the last."""
 
-    def __init__(self, schedule: Schedule, queue: EventQueue, arrive: Arrive) -> None:
+    def __init__(self, queue: EventQueue, arrive: Arrive) -> None:
         self.more = True
         self._queue = queue
         self._arrive = arrive
+
+    def play(self, schedule: Schedule) -> None:
         if schedule.concurrency is None:
-            self._open(iter(schedule))
+            self.open(iter(schedule))
         else:
             self._closed(schedule, schedule.concurrency)
 
-    def _open(self, requests: Iterator[Request]) -> None:
+    def open(self, requests: Iterator[Request]) -> None:
+        """Let requests arrive at their own times."""
         request = next(requests, None)
         if request is None:
             self.more = False
@@ -62,7 +65,7 @@ class Arrivals:
 
         def come(now: float) -> None:
             self._arrive(coming, now, None)
-            self._open(requests)
+            self.open(requests)
 
         self._queue.at(coming.at, come, rank=ARRIVAL_RANK)
 

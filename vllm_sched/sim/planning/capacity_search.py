@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.aggregate_flow import FlowResult, merge_results
+from vllm_sched.sim.fleet.figures import FlowResult, merge_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_sched.bench.results.stats import Trend
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-from vllm_sched.sim.fleet.aggregate_flow import ClassFigures, EndedRequest, FlowResult
+from vllm_sched.sim.fleet.figures import FlowFigures, FlowResult
 from vllm_sched.sim.planning.search import ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
 
@@ -99,29 +98,17 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
 def count_outcomes(
     search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
 ) -> FlowResult:
-    total, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
+    trials, gaps = search.trials, QuantileSketch()
+    figures = FlowFigures(search.question.targets, trials.borne_s)
+    span = max((each.at for each in outcomes), default=0.0)
     for each in outcomes:
-        of_class = classes.setdefault(search.trials.class_of(each.prompt_tokens), ClassFigures())
-        for figures in (total, of_class):
-            _count(figures, each, search)
-        for gap in each.itls if each.good else ():
+        klass, itls = trials.class_of(each.prompt_tokens), each.itls
+        figures.arrived(klass)
+        figures.ended(each, klass, max(itls, default=0.0))
+        if not each.good:
+            continue
+        for gap in itls:
             gaps.add(gap)
-    span, trend = max((each.at for each in outcomes), default=0.0), Trend()
-    for each in outcomes:
-        if each.good and each.at >= WARM_SHARE * span:
-            trend.add(each.at, each.ttft)
-    refused = total.arrived - total.done
-    return FlowResult(total, classes, refused, span, duration_s, gaps, trend.growth)
-
-
-def _count(figures: ClassFigures, outcome: Outcome, search: FleetSearch) -> None:
-    figures.arrived += 1
-    if not outcome.good:
-        return
-    targets = search.question.targets
-    met, gap, tpot = targets.met_by(outcome), max(outcome.itls, default=0.0), outcome.tpot or 0.0
-    kept = targets.paced(tpot, gap) and outcome.ttft <= search.trials.borne_s(outcome.prompt_tokens)
-    ended = EndedRequest(
-        outcome.prompt_tokens, outcome.completed, outcome.ttft, tpot, gap, outcome.latency
-    )
-    figures.add(ended, met=met, kept=met or kept, whole=targets.e2el is not None)
+        if each.at >= WARM_SHARE * span:
+            figures.trend.add(each.at, each.ttft)
+    return figures.result(span, duration_s, gaps)

@@ -30,7 +30,7 @@ from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials, check_feasibl
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm_sched.sim.fleet.aggregate_flow import FlowResult
+    from vllm_sched.sim.fleet.figures import FlowResult
     from vllm_sched.sim.planning.question import PlanQuestion
 
 SAME: Final = 0.04  # rates this close are equal

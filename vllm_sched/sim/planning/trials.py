@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes
-from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, FlowResult
+from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow
+from vllm_sched.sim.fleet.figures import FlowResult
 from vllm_sched.sim.planning import capacity_bound
 from vllm_sched.sim.planning.capacity_bound import least_seconds
 from vllm_sched.sim.planning.capacity_search import DrawnRequests

@@ -1,0 +1,160 @@
+"""Aggregate figures of requests; each request is added once and dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_sched.bench.results.stats import Trend
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_sched.bench.results.goodput import Targets
+    from vllm_sched.bench.results.outcome import Outcome
+
+
+@dataclass(slots=True)
+class ClassFigures:
+    arrived: int = 0
+    ended: int = 0  # done or refused
+    done: int = 0
+    met: int = 0  # within the targets
+    kept: int = 0  # within the targets or tolerably late, see `FlowFigures`
+    handed_over: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: QuantileSketch = field(default_factory=QuantileSketch)
+    tpot: QuantileSketch = field(default_factory=QuantileSketch)
+    longest: QuantileSketch = field(default_factory=QuantileSketch)  # longest gap per request
+    e2el: QuantileSketch = field(default_factory=QuantileSketch)
+
+    @property
+    def share(self) -> float:
+        return self.met / self.arrived if self.arrived else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Share of arrivals within the targets or tolerably late."""
+        return self.kept / self.arrived if self.arrived else 0.0
+
+    def merge(self, other: ClassFigures) -> None:
+        self.arrived += other.arrived
+        self.ended += other.ended
+        self.done += other.done
+        self.met += other.met
+        self.kept += other.kept
+        self.handed_over += other.handed_over
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.ttft.merge(other.ttft)
+        self.tpot.merge(other.tpot)
+        self.longest.merge(other.longest)
+        self.e2el.merge(other.e2el)
+
+
+@dataclass(slots=True)
+class FlowResult:
+    all: ClassFigures
+    classes: dict[str, ClassFigures]
+    span_s: float  # of arrivals
+    duration_s: float  # until the last end
+    gaps: QuantileSketch  # between tokens
+    growth: float = 0.0  # of the time to first token, seconds per second
+    failed: bool = False  # stopped early because too many requests were late
+
+    @property
+    def refused(self) -> int:
+        return self.all.ended - self.all.done
+
+    @property
+    def rate(self) -> float:
+        return self.all.arrived / self.span_s if self.span_s else 0.0
+
+    @property
+    def goodput(self) -> float:
+        return self.rate * self.all.share
+
+    @property
+    def throughput(self) -> float:
+        figures = self.all
+        return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
+
+
+def merge_results(runs: Sequence[FlowResult]) -> FlowResult:
+    """Return the sum of several runs of a fleet, with the worst queue growth."""
+    whole, classes, gaps = ClassFigures(), dict[str, ClassFigures](), QuantileSketch()
+    for run in runs:
+        whole.merge(run.all)
+        gaps.merge(run.gaps)
+        for klass, figures in run.classes.items():
+            classes.setdefault(klass, ClassFigures()).merge(figures)
+    return FlowResult(
+        whole,
+        classes,
+        span_s=sum(run.span_s for run in runs),
+        duration_s=sum(run.duration_s for run in runs),
+        gaps=gaps,
+        growth=max((run.growth for run in runs), default=0.0),
+        failed=any(run.failed for run in runs),
+    )
+
+
+class FlowFigures:
+    """The figures of one run so far.
+
+    `borne_s` returns the tolerated time to first token of a prompt length: a long prompt may exceed
+    the target but must not starve.
+    """
+
+    def __init__(self, targets: Targets, borne_s: Callable[[int], float]) -> None:
+        self.all = ClassFigures()
+        self.classes: dict[str, ClassFigures] = {}
+        self.trend = Trend()  # of the time to first token
+        self._targets = targets
+        self._borne_s = borne_s
+
+    def arrived(self, klass: str) -> None:
+        for figures in self._of(klass):
+            figures.arrived += 1
+
+    def ended(
+        self, outcome: Outcome, klass: str, longest: float, *, handed_over: bool = False
+    ) -> None:
+        """Count a complete or failed response; `longest` is its longest gap between tokens."""
+        if not outcome.good:
+            for figures in self._of(klass):
+                figures.ended += 1
+            return
+        targets, output, tpot = self._targets, outcome.completed, outcome.tpot or 0.0
+        ttft, latency = outcome.ttft, outcome.latency
+        paced = targets.paced(tpot, longest)
+        met = paced and targets.in_time(ttft, latency)
+        kept = met or (paced and ttft <= self._borne_s(outcome.prompt_tokens))
+        for figures in self._of(klass):
+            figures.ended += 1
+            figures.done += 1
+            figures.met += met
+            figures.kept += kept
+            figures.handed_over += handed_over
+            figures.prompt_tokens += outcome.prompt_tokens
+            figures.output_tokens += output
+            figures.ttft.add(ttft)
+            if targets.e2el is not None:
+                figures.e2el.add(latency)
+            if output > 1:
+                figures.tpot.add(tpot)
+                figures.longest.add(longest)
+
+    def result(
+        self, span_s: float, duration_s: float, gaps: QuantileSketch, *, failed: bool = False
+    ) -> FlowResult:
+        growth = self.trend.growth
+        return FlowResult(self.all, self.classes, span_s, duration_s, gaps, growth, failed)
+
+    def _of(self, klass: str) -> tuple[ClassFigures, ClassFigures]:
+        found = self.classes.get(klass)
+        if found is None:
+            found = self.classes[klass] = ClassFigures()
+        return self.all, found

@@ -1,0 +1,266 @@
+"""Requests on their way through the real router core and simulated workers, in virtual time.
+
+Real: placement, queueing, refusals, hand-overs, learned estimates and charges. Assumed: every
+worker is up; metrics are read every `probe_s`; the network is perfect; prompt sizes are known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.slots import QUEUED_GAUGE
+from proxy.core.model import types as core
+from proxy.core.model.specs import Gauges
+from proxy.core.queue.ticket import Ticket
+from proxy.core.router import Router
+from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.sim.fleet.as_ask import ask_of, priority_of
+from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
+from vllm_sched.sim.types import Engine, Event, Job, Leg
+
+
+@dataclass(slots=True, eq=False)
+class RequestFlight:
+    request: Request
+    number: int
+    id: str  # the number
+    router: Router
+    outcome: Outcome
+    ended: Callable[[float], None] | None  # called at the end, in a closed loop
+    lease: Lease | None = None
+    ticket: Ticket | None = None
+    cached_tokens: int = 0
+    priority: int = 0
+    held_by: str = ""  # worker with unreleased KV of the prefill leg
+    longest_gap: float = 0.0  # between tokens, if the engine tells
+
+
+class FleetSimulation:
+    """A router in front of engines; a subclass says which requests arrive and what is kept."""
+
+    def __init__(
+        self,
+        router: Router,
+        engines: Mapping[str, Engine],
+        model: str,
+        *,
+        probe_s: float = 1.0,
+        timeout_s: float = inf,
+    ) -> None:
+        """Start idle; `model` is the name that requests ask for."""
+        self.engines = engines
+        self.router = router
+        self.routers = [router]
+        self._model = model
+        self._probe_s = probe_s
+        self._timeout_s = timeout_s
+        self._queue = EventQueue()
+        self._planned = dict.fromkeys(engines, inf)
+        self._flights: dict[str, RequestFlight] = {}
+        self._queued: dict[Ticket, RequestFlight] = {}
+        self._deadlines: deque[tuple[float, str]] = deque()
+        self._number = 0  # of the next request
+        self._last = 0.0
+        self._transfers: Counter[str] = Counter()
+
+    # Arrivals
+
+    def _enter(
+        self,
+        request: Request,
+        outcome: Outcome,
+        router: Router,
+        now: float,
+        ended: Callable[[float], None] | None,
+    ) -> None:
+        """Submit a request to a router."""
+        number = self._number
+        self._number += 1
+        flight = RequestFlight(request, number, str(number), router, outcome, ended)
+        self._flights[flight.id] = flight
+        if self._timeout_s < inf:
+            self._deadlines.append((now + self._timeout_s, flight.id))
+        hashed = router.settings.prefix_affinity and bool(request.shared)
+        ask = ask_of(router, self._model, request, number, hashed=hashed)
+        self._placed(flight, router.submit(ask, now), now)
+
+    def _placed(
+        self, flight: RequestFlight, answer: Lease | Ticket | core.Refusal, now: float
+    ) -> None:
+        if isinstance(answer, core.Refusal):
+            flight.outcome.error = answer.message
+            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S))
+        elif isinstance(answer, Ticket):
+            flight.ticket = answer
+            self._queued[answer] = flight
+            settle = partial(self._settle, flight.router)
+            self._queue.at(answer.deadline, settle, rank=ARRIVAL_RANK)
+        else:
+            flight.ticket, flight.lease = None, answer
+            flight.priority = priority_of(flight.router, answer.ask)
+            flight.outcome.worker = answer.decision.route
+            first = answer.prefill
+            if first is None:
+                self._send(flight, answer.worker.name, Leg.WHOLE, now)
+            else:
+                self._send(flight, first.worker.name, Leg.PREFILL, now)
+
+    def _settle(self, router: Router, now: float) -> None:
+        if not self._queued:
+            return
+        for ticket, answer in list(router.due(now)):  # a placement can free more slots
+            self._placed(self._queued.pop(ticket), answer, now)
+
+    def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
+        request = flight.request
+        job = Job(
+            flight.id,
+            request.prompt_tokens,
+            request.output_tokens,
+            flight.number,
+            request.shared,
+            leg,
+            request.klass,
+            request.tenant,
+            flight.priority,
+        )
+        if front_s := self.engines[name].model.front_s:
+            submit = partial(self._deliver, flight, name, job)
+            self._queue.at(now + front_s, submit, rank=ARRIVAL_RANK)
+        else:
+            self._deliver(flight, name, job, now)
+
+    def _deliver(self, flight: RequestFlight, name: str, job: Job, now: float) -> None:
+        if flight.id in self._flights:
+            self.engines[name].submit(job, now)
+            self._plan(name)
+
+    # Engine events
+
+    def _plan(self, name: str) -> None:
+        at = self.engines[name].next_at()
+        if at < self._planned[name]:
+            self._planned[name] = at
+            self._queue.at(at, partial(self._step, name, at), rank=STEP_RANK)
+
+    def _step(self, name: str, planned: float, now: float) -> None:
+        if self._planned[name] != planned:
+            return  # superseded by an earlier event
+        self._planned[name] = inf
+        for event in self.engines[name].advance(now):
+            flight = self._flights.get(event.job_id)
+            if flight is not None and flight.lease is not None:
+                self._happened(flight, flight.lease, event, now)
+        self._plan(name)
+
+    def _happened(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
+        first = lease.prefill
+        if first is not None and not first.released:
+            if event.finished:
+                self._handed_over(flight, lease, event, now)
+            return
+        if event.fetched:
+            self._let_go(flight, now)
+        outcome, router = flight.outcome, flight.router
+        if event.tokens:
+            if not outcome.ticks:
+                router.leases.first_token(lease, event.at)
+                flight.cached_tokens = event.cached_tokens
+                if first is None:
+                    outcome.cached_tokens = event.cached_tokens
+            outcome.ticks.append(event.at)
+            outcome.completed += event.tokens
+            router.leases.tokens(lease, event.tokens)
+        if event.finished:
+            self._let_go(flight, now)
+            usage = core.Usage(
+                flight.request.prompt_tokens, outcome.completed, flight.cached_tokens
+            )
+            router.leases.finish(lease, now, core.Outcome.DONE, usage)
+            self._over(flight, now)
+
+    def _handed_over(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
+        first = lease.prefill
+        if first is None:
+            return
+        router, flight.held_by = flight.router, first.worker.name
+        flight.outcome.cached_tokens = event.cached_tokens
+        usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
+        router.leases.prefilled(lease, now, usage)
+        if router.leases.reconsider(lease, now, may_move=True):
+            flight.outcome.worker = pair = f"{flight.held_by}>{lease.worker.name}"
+            self._transfers[pair] += 1
+            self._send(flight, lease.worker.name, Leg.DECODE, now)
+        else:  # no decode worker is available: restart the request
+            self._let_go(flight, now)
+            avoid = lease.worker if router.leases.has_another(lease) else first.worker
+            outcome = core.Outcome.MOOT
+            anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
+            self._placed(flight, anew, now)
+        self._settle(router, now)
+
+    def _let_go(self, flight: RequestFlight, now: float) -> None:
+        if flight.held_by:
+            self.engines[flight.held_by].release(flight.id, now)
+            self._plan(flight.held_by)
+            flight.held_by = ""
+
+    # Ends
+
+    def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
+        del self._flights[flight.id]
+        self._last = max(self._last, now)
+        if flight.ended is not None:
+            # Scheduled, so that this request is removed before the next arrives. Without a pause
+            # after a refusal, time would stand still.
+            self._queue.at(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
+        self._settle(flight.router, now)
+
+    def _give_up(self, now: float) -> None:
+        """Abort requests after the client timeout."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            if (flight := self._flights.get(self._deadlines.popleft()[1])) is None:
+                continue
+            flight.outcome.error = f"no complete response within {self._timeout_s:g} s"
+            if flight.ticket is not None:
+                del self._queued[flight.ticket]
+                flight.router.withdraw(flight.ticket, now)
+            elif flight.lease is not None:
+                name = flight.lease.under_way.worker.name
+                self.engines[name].abort(flight.id, now)
+                self._plan(name)
+                self._let_go(flight, now)
+                flight.router.leases.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
+            self._over(flight, now)
+
+    # Probes
+
+    def _look(self, router: Router, now: float) -> None:
+        for name, engine in self.engines.items():
+            model, seen = engine.model, engine.gauges(now)
+            extra: dict[str, float] = {QUEUED_GAUGE: seen.waiting - seen.fetching}
+            if model.policies:  # only our schedulers report a backlog
+                extra["backlog"] = seen.backlog_tokens
+                extra["backlog_long"] = seen.backlog_long_tokens
+            router.fleet.health.set_gauges(
+                name,
+                Gauges(
+                    now,
+                    seen.running,
+                    seen.waiting,
+                    seen.kv_usage,
+                    model.kv_tokens,
+                    preemptions_total=seen.preemptions,
+                    extra=extra,
+                ),
+            )
+        self._give_up(now)
+        self._settle(router, now)
+        self._queue.at(now + self._probe_s, partial(self._look, router), rank=STEP_RANK)
