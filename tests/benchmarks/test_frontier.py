@@ -63,6 +63,6 @@ def test_cell_shows_the_gain_of_the_default() -> None:
 
 def test_cell_is_played_by_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOADS, "few", lambda *drawn: islice(saturated(*drawn), 14))
-    cell = Cell("B200 8B", 8192, "few")
+    cell = Cell("H100 30B-A3B", 8192, "few")
     found = {name: [play_cell((cell, name, 1))] for name in VARIANTS}
     assert report.table(str(cell), found).row_count == len(VARIANTS)
