@@ -118,7 +118,7 @@ def stalling(seed: int, spread: float, every: float) -> Callable[[], float]:
 def test_gaps_stay_within_the_target_and_use_most_of_it(itl_ms: float) -> None:
     run = Run({"itl_ms": itl_ms}, noise=jitter(1, 0.03))
     run.decodes()
-    for number in range(8):
+    for number in range(5):
         run.bench.add(f"long{number}", 12_000, output=4)
         run.until_decoding(f"long{number}")
     gaps = run.gaps[20:]
