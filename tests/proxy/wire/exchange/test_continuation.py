@@ -99,6 +99,16 @@ def with_journals(site: Site, engines: Engines) -> None:
         site.worker(name).reports_prefixes = True
 
 
+async def journaled(
+    start: Start, engines: Engines | None = None, *, workers: int = 2
+) -> tuple[Site, Engines]:
+    """Start a router before workers with journals."""
+    site = await start(*(Fake(f"w{number}") for number in range(workers)))
+    engines = engines or Engines()
+    with_journals(site, engines)
+    return site, engines
+
+
 def in_turn(site: Site, *turns: Script) -> None:
     """Answer the calls to all workers with these scripts, in order."""
     left = list(turns)
@@ -132,9 +142,7 @@ def completion(**fields: Any) -> bytes:
 async def test_client_sees_one_stream(
     start: Start, route: str, dies_after: int, ahead: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Engines(route=route))
     in_turn(site, engines.serve(dies_after=dies_after, ahead=ahead), engines.serve())
     client = await site.send(chat(stream=True) if route == "chat" else completion())
     text, events = await text_of(client)
@@ -152,9 +160,7 @@ async def test_client_sees_one_stream(
 
 
 async def test_a_stream_outlives_two_workers(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=3)
     in_turn(
         site,
         engines.serve(dies_after=3),
@@ -176,9 +182,7 @@ async def test_a_stream_outlives_two_workers(start: Start) -> None:
 async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
     start: Start, failures: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, *[engines.serve(dies_after=2)] * failures, engines.serve())
     client = await site.send(chat(stream=True))
     if failures == 2:
@@ -190,10 +194,8 @@ async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
 
 
 async def test_a_long_stream_keeps_no_events(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    rng = random.Random(3)
-    engines = Engines([rng.choice(WORDS) for _ in range(600)])
-    with_journals(site, engines)
+    words = random.Random(3).choices(WORDS, k=600)
+    site, engines = await journaled(start, Engines(words))
     in_turn(site, engines.serve(dies_after=500, end="stall"), engines.serve())
     client = await site.send(chat(stream=True))
     await site.swept()
@@ -231,9 +233,7 @@ ABORTED = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":
 async def test_an_engine_that_fails_under_a_living_server(
     start: Start, failure: bytes, words: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, failing(engines, failure, words), engines.serve())
     text, _ = await text_of(await site.send(chat(stream=True)))
     assert text == "".join(WORDS)
@@ -245,9 +245,7 @@ async def test_an_engine_that_fails_under_a_living_server(
 
 async def test_requests_that_fail_in_every_engine_open_no_breaker(start: Start) -> None:
     """A grammar that does not compile is an error after the role."""
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, *[failing(engines, ENGINE_DIED, 0) for _ in range(12)])
     for _ in range(6):
         answer = await (await site.send(chat(stream=True))).answer()
@@ -258,9 +256,7 @@ async def test_requests_that_fail_in_every_engine_open_no_breaker(start: Start) 
 
 
 async def test_an_engine_failure_passes_if_the_stream_cannot_go_on(start: Start) -> None:
-    site = await start(Fake("w0"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=1)
     in_turn(site, failing(engines, ENGINE_DIED))
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"error"' in answer.body
@@ -270,9 +266,7 @@ async def test_an_engine_failure_passes_if_the_stream_cannot_go_on(start: Start)
 
 @pytest.mark.parametrize("words", [0, 3])
 async def test_a_second_engine_that_fails_is_no_end_of_the_text(start: Start, words: int) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=words), failing(engines, ENGINE_DIED, 0))
     client = await site.send(chat(stream=True))
     await eventually(lambda: len(site.served()) == 1)
@@ -356,9 +350,7 @@ async def test_a_worker_that_dies_between_the_last_text_and_the_usage(
 
 
 async def test_a_worker_that_refuses_is_counted(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=2), scripts.error(400))
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"not_continued"' in answer.body
@@ -368,9 +360,7 @@ async def test_a_worker_that_refuses_is_counted(start: Start) -> None:
 
 
 async def test_a_silent_stream_leaves_a_worker_that_is_down(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=4, end="stall"), engines.serve())
     client = await site.send(chat(stream=True))
     while len(engines.published.get(next(iter(engines.published), ""), ())) < 4:
@@ -397,9 +387,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_requests_that_depend_on_more_end_with_an_error(start: Start, name: str) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     site.always(engines.serve(dies_after=3))
     fields, why = REFUSED[name]
     answer = await (await site.send(chat(stream=True, **fields))).answer()
@@ -410,9 +398,7 @@ async def test_requests_that_depend_on_more_end_with_an_error(start: Start, name
 
 
 async def test_greedy_requests_with_a_seed_are_continued(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=3), engines.serve())
     client = await site.send(chat(stream=True, seed=1, temperature=0, frequency_penalty=0))
     assert (await text_of(client))[0] == "".join(WORDS)
@@ -450,9 +436,7 @@ async def test_streams_that_cannot_go_on_end_with_an_error(start: Start, case: s
 
 
 async def test_the_other_worker_may_fail_before_it_has_caught_up(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=3)
     catching_up = scripts.chunk(engines.event(ROLE))
     in_turn(
         site,
@@ -466,9 +450,7 @@ async def test_the_other_worker_may_fail_before_it_has_caught_up(start: Start) -
 
 
 async def test_a_client_that_leaves_meanwhile_ends_everything(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=4), scripts.stall)
     client = await site.send(chat(stream=True))
     while len(site.served()) < 2:
@@ -478,9 +460,7 @@ async def test_a_client_that_leaves_meanwhile_ends_everything(start: Start) -> N
 
 
 async def test_other_output_than_text_is_not_continued(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, _ = await journaled(start)
     other = scripts.event({"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [1]}}]})
     site.always(
         scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a") + other), end="reset")
@@ -493,9 +473,7 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
 
 async def test_only_workers_with_a_journal_continue_a_stream(start: Start) -> None:
     """Another server ignores the tokens, and would generate another text."""
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=3)
     in_turn(site, engines.serve(dies_after=4), engines.serve())
     client = await site.send(chat(stream=True))
     await eventually(lambda: len(site.served()) == 1)
@@ -521,9 +499,7 @@ async def test_a_stream_that_began_before_the_journal_was_read(start: Start) -> 
 async def test_a_stream_ends_at_once_without_another_journal(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     gate = asyncio.Event()
     in_turn(site, scripts.gated(gate, engines.serve(dies_after=4)))
     client = await site.send(chat(stream=True))
@@ -543,9 +519,7 @@ async def test_a_stream_ends_at_once_without_another_journal(
 
 async def test_each_stream_has_a_log_line(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "proxy.wire.exchange.continuation_log")
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=3), engines.serve())
     trace = "0af7651916cd43dd8448eb211c80319c"
     headers = b"X-Request-Id: mine", b"traceparent: 00-%b-b7ad6b7169203331-01" % trace.encode()
@@ -563,9 +537,7 @@ async def test_each_stream_has_a_log_line(start: Start, caplog: pytest.LogCaptur
 
 
 async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, scripts.stall, engines.serve(dies_after=3))
     other = await site.send(chat("other", b"X-Request-Id: mine", stream=True))
     await eventually(lambda: len(site.served()) == 1)
