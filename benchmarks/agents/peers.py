@@ -33,17 +33,17 @@ class CacheAware(Rule):
         ask, loads = view.ask, [worker.requests for worker in view.candidates]
         most, least = max(loads), min(loads)
         by_load = min(view.candidates, key=lambda worker: worker.requests)
-        best = max(view.candidates, key=lambda worker: worker.cached(view.held))
-        cached = best.cached(view.held)
+        best = max(view.candidates, key=lambda worker: worker.cached_tokens(view.held))
+        cached = best.cached_tokens(view.held)
         if most - least > self.BALANCE_ABS and most > self.BALANCE_REL * least:
             chosen = by_load
         elif cached > self.CACHE_THRESHOLD * ask.prompt_tokens:
             chosen = best
         else:
             chosen = min(view.candidates, key=lambda worker: self._tree.get(worker.name, 0))
-        new = ask.prompt_tokens - chosen.cached(view.held)
+        new = ask.prompt_tokens - chosen.cached_tokens(view.held)
         self._tree[chosen.name] = self._tree.get(chosen.name, 0) + new
-        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached(view.held))
+        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached_tokens(view.held))
 
     def rank(self, worker: Worker) -> float:
         return worker.requests
@@ -70,14 +70,14 @@ class WeightedScores(Rule):
         queues = queue_scores([each.waiting for each in seen])
         prompt = max(view.ask.prompt_tokens, 1)
         scores = [
-            self.PREFIX * worker.cached(view.held) / prompt
+            self.PREFIX * worker.cached_tokens(view.held) / prompt
             + self.QUEUE * queue
             + self.KV_USAGE * (1.0 - each.kv_usage)
             for worker, queue, each in zip(view.candidates, queues, seen, strict=True)
         ]
         # Equal scores are rare: usages differ.
         chosen = view.candidates[max(range(len(scores)), key=scores.__getitem__)]
-        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached(view.held))
+        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached_tokens(view.held))
 
     def rank(self, worker: Worker) -> float:
         return worker.requests

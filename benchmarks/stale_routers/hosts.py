@@ -189,7 +189,7 @@ class Host:
         queue, sharing = self._router.queue, self._sharing
         if queue.length or now >= self._idle_until:
             self._idle_until = now + ALONE_INTERVAL_S
-            sharing.look(now)
+            sharing.take_in_charges(now)
             sharing.publish_written()
             if queue.length and (sharing.changes != self._seen or self._queues.held):
                 self._queues.held = False

@@ -172,7 +172,7 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
         return shown_answer(
             model_not_served(model, known, all_listed=router.fleet.roster.all_listed(model))
         )
-    usual = int(router.sizer.prior(model, CHAT).common().output)
+    usual = int(router.sizer.prior(model, CHAT).median().output)
     limit = router.settings.short_limit
     info = request_info_of(question, model, usual_output=usual, short_limit=limit)
     info.session = session_key(question.tenant, model, question.session.encode())
@@ -180,8 +180,8 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     outcome = shown_answer(router.placer.explain(info, now))
     # These workers get no requests because they do not list their model. They are shown because the
     # fleet file configures them for it.
-    strays = (w for w in router.fleet.roster if w.model == model and w.strays)
-    scores = (*outcome.scores, *(Score(w.name, 0.0, note=w.why or "down") for w in strays))
+    strays = (w for w in router.fleet.roster if w.model == model and w.lacks_model)
+    scores = (*outcome.scores, *(Score(w.name, 0.0, note=w.not_served_because or "down") for w in strays))
     return outcome.model_copy(update={"scores": scores})
 
 

@@ -175,12 +175,12 @@ class BatchApiRequest:
     def resume(self, now: float) -> None:  # noqa: ARG002
         self._writable.set()
 
-    def gone(self, now: float) -> None:  # noqa: ARG002
+    def client_left(self, now: float) -> None:  # noqa: ARG002
         """Handle a client disconnect; the store may have done the operation already."""
         self._count(CLIENT_GONE)
         self._stop()
 
-    def cut(self, now: float) -> None:
+    def end_for_shutdown(self, now: float) -> None:
         """End the request because the router shuts down."""
         self._stop()
         if self._begun:

@@ -62,7 +62,7 @@ class LineRequest:
         self._over = _ignore
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.gone(now)
+            exchange.client_left(now)
 
     def write(self, data: bytes, /) -> None:
         """Collect response bytes up to the size limit."""

@@ -55,7 +55,7 @@ class Batches:
         if self._task is None:
             return
         for visit in list(self._wire.visits):
-            visit.cut(self._wire.clock())
+            visit.end_for_shutdown(self._wire.clock())
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None

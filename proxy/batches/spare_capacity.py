@@ -38,10 +38,10 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
     if router.queue.has(model):
         return False
     fair, pool = router.settings.fairness, fleet.roster.pool(model)
-    free = [w for w in pool.all if w.takes(now) and leaves_room(w, MINIMAL_REQUEST, now, fair)]
+    free = [w for w in pool.all if w.accepts(now) and leaves_room(w, MINIMAL_REQUEST, now, fair)]
     if not free or not pool.prefills:
         return bool(free)
-    if any(p.takes(now) and leaves_room(p, MINIMAL_REQUEST, now, fair) for p in pool.prefills):
+    if any(p.accepts(now) and leaves_room(p, MINIMAL_REQUEST, now, fair) for p in pool.prefills):
         return True
     return not all(stops_decodes(w, int(size / BYTES_PER_TOKEN), fair) for w in free)
 

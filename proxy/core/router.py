@@ -92,12 +92,12 @@ class Router:
             ask = refusals.bad_request(str(error))
         return self.placer.count_refusal("", ask) if isinstance(ask, Refusal) else ask
 
-    def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
+    def refusal_if_spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread if its tenant's limits are spent."""
         refusal = None if tenant is None else billing.exhausted_limit(tenant, now)
         return refusal and self.placer.count_refusal("", refusal)
 
-    def was_read(self, tenant: Tenant | None, now: float) -> None:
+    def charge_refused_read(self, tenant: Tenant | None, now: float) -> None:
         """Charge a tenant for a refused `read`."""
         if tenant is not None:
             billing.charge_refused(tenant, now)
@@ -124,7 +124,7 @@ class Router:
         if self.others_remember is not None:
             self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
 
-    def recall(self, response_id: str, worker: str, tenant: str) -> None:
+    def learn_remote_response(self, response_id: str, worker: str, tenant: str) -> None:
         """Record a response stored by another process."""
         owner = self.tenants.get(tenant) if tenant else None
         if owner is not None or not tenant:
@@ -194,7 +194,7 @@ class Router:
         if avoid is not None:
             attempts = before.after_failure(avoid, now, outcome, counts=not free, dropped=dropped)
         if outcome is ERRED:
-            attempts = replace(attempts, erred_on=(*before.erred_on, lease.under_way.worker.name))
+            attempts = replace(attempts, erred_on=(*before.erred_on, lease.running_leg.worker.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
@@ -276,7 +276,7 @@ class Router:
             refusal = candidates.why_hopeless(self._roster, ask, now, ticket.attempts)
             return refusal and self.placer.count_refusal(ask.model, refusal)
 
-        gone += queue.leave(end, now)
+        gone += queue.dispatch(end, now)
         for ticket, answer in gone:
             if isinstance(answer, Refusal):
                 billing.leave(ticket.ask, now)
@@ -307,9 +307,9 @@ class Router:
             why, after_s = "too many requests are being retried (router.retries.budget)", 1.0
         return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, after_s))
 
-    def may_go_over(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
+    def may_retry(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
         """Return whether a request would be retried if the current leg failed."""
-        leg, before = lease.under_way, lease.attempts
+        leg, before = lease.running_leg, lease.attempts
         tried = before.tried | {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
         attempts = replace(before, tried=tried, continues=before.continues or continues)
@@ -319,8 +319,8 @@ class Router:
             return False
         if free:
             return True
-        spared = self._falls.would_spare(leg.worker, leg.charged_at, now)
-        return (spared and len(attempts.failed_on) == 1) or self._retries.affords(now)
+        spared = self._falls.has_free_retry(leg.worker, leg.charged_at, now)
+        return (spared and len(attempts.failed_on) == 1) or self._retries.has_retry(now)
 
     def _failed_with_worker(
         self, ask: RequestInfo, now: float, attempts: Attempts, after: Lease | None
@@ -329,7 +329,7 @@ class Router:
         if after is None or not self._retries.share:
             return False
         live_workers = len(self._roster.pool(ask.model).all)
-        spared = self._falls.spare(after.worker, after.charged_at, now, live_workers)
+        spared = self._falls.take_free_retry(after.worker, after.charged_at, now, live_workers)
         return spared and len(attempts.failed_on) == 1
 
     def _split(self, settings: RouterSettings) -> None:

@@ -125,7 +125,7 @@ class Warmup:
         if fleet.roster.version != self._version:
             self._version = fleet.roster.version
             here = {*fleet.roster}
-            links.keep(here)
+            links.keep_only(here)
             self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
         for model in fleet.roster.models():
             pool = fleet.roster.pool(model)
@@ -136,7 +136,7 @@ class Warmup:
             before, left = self._left.get(model, (None, []))
             if before != since:
                 left = [(prefill, decode) for prefill in pool.prefills for decode in decodes]
-            left = [pair for pair in left if not links.knows(*pair)]
+            left = [pair for pair in left if not links.is_warm(*pair)]
             self._left[model] = since, left
             yield from (pair for pair in left if self._is_due(pair, now))
 
@@ -171,12 +171,12 @@ class Warmup:
         links = self._router.placer.links
         if outcome in (DONE, NO_KEY):
             self._again.pop((prefill, decode), None)
-            links.worked(prefill, decode)
-            links.warm(prefill, decode)
+            links.record_success(prefill, decode)
+            links.set_warm(prefill, decode)
         else:
             pause_s = RETRY_S if before is None else min(2 * before.pause_s, MAX_RETRY_S)
             self._again[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
-            links.unmade(prefill, decode)
+            links.set_unmade(prefill, decode)
             self._counts.barred(prefill.name, decode.name)
         self._log(prefill, decode, outcome, why, self.clock() - started)
 

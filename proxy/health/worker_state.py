@@ -16,11 +16,11 @@ def state(worker: Worker) -> State:
         return "draining" if worker.requests or worker.pinned else "drained"
     if not worker.up:
         return "down" if worker.probed else "starting"
-    if worker.strays:
+    if worker.lacks_model:
         return "wrong_model"
     return "up" if worker.breaker.closed else "resting"
 
 
 def why_not(worker: Worker, now: float) -> str:
     """Return why a worker gets no requests, in addition to its state."""
-    return describe_breaker(worker, now) if state(worker) == "resting" else worker.why
+    return describe_breaker(worker, now) if state(worker) == "resting" else worker.not_served_because

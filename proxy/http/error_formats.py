@@ -76,7 +76,7 @@ def error_event(stream_format: StreamFormat, message: str, code: str, number: in
     return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
 
 
-def is_servers(status: int) -> bool:
+def is_server_error(status: int) -> bool:
     """Return True for a server error; 505 is the client's."""
     return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != UNSUPPORTED_VERSION
 
@@ -85,13 +85,13 @@ def _openai(status: int, message: str, code: str | None, param: str | None) -> d
     kind = "invalid_request_error"
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
-    elif is_servers(status):
+    elif is_server_error(status):
         kind = "server_error"
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
 def _anthropic(status: int, message: str) -> dict[str, str]:
-    other = "api_error" if is_servers(status) else "invalid_request_error"
+    other = "api_error" if is_server_error(status) else "invalid_request_error"
     return {"type": ANTHROPIC_ERROR_TYPES.get(status, other), "message": message}
 
 

@@ -106,9 +106,9 @@ class RequestHead:
         if (authorization := special.get(b"authorization")) is not None:
             self.authorization = b"Authorization: %b\r\n" % authorization
         self.id = special.get(b"x-request-id", b"")
-        self.explain = b"x-explain" in special and self.asks_why()
+        self.explain = b"x-explain" in special and self.wants_explanation()
 
-    def keep_back(self, names: Iterable[bytes]) -> None:
+    def withhold(self, names: Iterable[bytes]) -> None:
         """Do not forward these headers."""
         self.pieces = without(self.pieces, names)
         self.lines = b"".join(self.pieces)
@@ -124,7 +124,7 @@ class RequestHead:
         ):
             raise malformed("the only supported Transfer-Encoding is chunked, in HTTP/1.1")
 
-    def asks_why(self) -> bool:
+    def wants_explanation(self) -> bool:
         """Return True if the client asks for X-Route."""
         return _is_true(self.special.get(b"x-explain", b""))
 

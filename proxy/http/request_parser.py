@@ -183,7 +183,7 @@ class HttpRequestParser:
                 self._head, self.state = head, ParserState.BODY  # as above
                 raise
 
-    def waits_no_more(self, request: Request) -> None:
+    def request_taken(self, request: Request) -> None:
         """Subtract a request of `ready`."""
         charge = self._ready_charge
         charge.release(min(PIPELINED_REQUEST_BYTES + len(request.body), charge.size))

@@ -111,12 +111,12 @@ class EventStream:
     def rest(self) -> bytes:
         return self._held
 
-    def says_done(self, more: bytes = b"") -> bool:
+    def has_done(self, more: bytes = b"") -> bool:
         """Return True if `[DONE]` has arrived, also in `more` bytes."""
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True once the last event of the stream is complete."""
         passed, last = b"".join(self._last), LAST_EVENTS.get(self.stream_format)
         if self.torn and _end_of_events(passed) < len(passed):

@@ -153,7 +153,7 @@ class FleetReplica:
             for prefill in pool.prefills:
                 for decode in pool.all:
                     key = prefill.name, prefill.up_since, decode.name, decode.up_since
-                    if key not in self._warm and links.knows(prefill, decode):
+                    if key not in self._warm and links.is_warm(prefill, decode):
                         self._warm.add(key)
                         found.append((prefill.name, decode.name))
         return tuple(found)
@@ -171,13 +171,13 @@ class FleetReplica:
             if (worker := self._fleet.roster.get(known.spec.name)) is not None:
                 self._take(worker, known)
         if gone:
-            self._router.placer.links.keep({*self._fleet.roster})
+            self._router.placer.links.keep_only({*self._fleet.roster})
         if changes.found is not None:
             self._found = changes.found
         for first, second in changes.warm:
             prefill, decode = self._fleet.roster.get(first), self._fleet.roster.get(second)
             if prefill is not None and decode is not None:
-                self._router.placer.links.warm(prefill, decode)
+                self._router.placer.links.set_warm(prefill, decode)
 
     def _swap(self, names: Collection[str], known_workers: Iterable[KnownWorker]) -> None:
         """Remove and add workers in one operation, because there may be a thousand."""
@@ -198,7 +198,7 @@ class FleetReplica:
 
     def _is_another(self, worker: Worker, known: KnownWorker) -> bool:
         place = _place(known)
-        return not worker.is_meant_by(known.spec) or self._places.get(worker, place) != place
+        return not worker.matches(known.spec) or self._places.get(worker, place) != place
 
     def _take(self, worker: Worker, known: KnownWorker) -> None:
         spec, fleet = known.spec, self._fleet
@@ -216,7 +216,7 @@ class FleetReplica:
             fleet.health.forget_gauges(worker)
         elif not worker.gauges or known.gauges.at > worker.gauges.at:
             fleet.health.set_gauges(spec.name, known.gauges)
-        fleet.health.follow(
+        fleet.health.apply_health(
             worker,
             up=known.up,
             probed=known.probed,

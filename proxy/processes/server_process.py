@@ -153,7 +153,7 @@ class ServerProcess:
                 self._channel.send(StoredResponses(tuple(self.app.router.remembered())))
             case StoredResponses(responses):
                 for response in responses:
-                    self.app.router.recall(*response)
+                    self.app.router.learn_remote_response(*response)
             case Reload():
                 self._run_in_background(reload(self.app))
             case ConfigReloaded(config, keys):
@@ -302,11 +302,11 @@ class ServerProcess:
         while True:
             now = self._clock()
             sharing.sheet.write_count(ALIVE, int(now))
-            sharing.look(now)
+            sharing.take_in_charges(now)
             sharing.publish_written()
             if wire.queued and (sharing.changes != seen or self._queues.held):
                 self._queues.held = False
-                wire.settle(now)
+                wire.dispatch_queued(now)
             seen = sharing.changes
             if self.app.leads:
                 self._send_changes()

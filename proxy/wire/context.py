@@ -46,7 +46,7 @@ class ServedClient(Client, Expiring, Protocol):
     def close_if_gone(self) -> None:
         """Close the connection if the client has left."""
 
-    def part_if_idle(self, now: float) -> None:
+    def close_if_idle(self, now: float) -> None:
         """Close an idle connection."""
 
     def close_for_drain(self, now: float) -> None:
@@ -164,14 +164,14 @@ class WireContext(Protocol):
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         """Queue an exchange."""
 
-    def unqueue(self, ticket: Ticket) -> None:
+    def forget_ticket(self, ticket: Ticket) -> None:
         """Forget a ticket."""
 
-    def has_twin(self, request: Request) -> bool:
+    def has_same_id(self, request: Request) -> bool:
         """Return whether another request in flight has this id."""
 
-    def settle(self, now: float) -> None:
+    def dispatch_queued(self, now: float) -> None:
         """Send queued requests that have room."""
 
-    def short_of_room(self, now: float) -> None:
+    def count_local_failure(self, now: float) -> None:
         """Count a lack of local resources."""

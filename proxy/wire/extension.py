@@ -49,10 +49,10 @@ class Conversation(Protocol):
     def resume(self, now: float) -> None:
         """Write again."""
 
-    def gone(self, now: float) -> None:
+    def client_left(self, now: float) -> None:
         """Stop: the client has left."""
 
-    def cut(self, now: float) -> None:
+    def end_for_shutdown(self, now: float) -> None:
         """End: the router stops."""
 
 

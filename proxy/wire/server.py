@@ -147,11 +147,11 @@ class WireServer:
         for server in self._servers:
             server.close()
         for client in list(self.clients):
-            client.part_if_idle(self.clock())
+            client.close_if_idle(self.clock())
         await self._until(lambda: not self.exchanges and not self.visits, give_up)
         now = self.clock()
         for conversation in [*self.exchanges, *self.visits]:
-            conversation.cut(now)
+            conversation.end_for_shutdown(now)
         for client in list(self.clients):
             client.close_for_drain(now)
         await self._until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
@@ -216,14 +216,14 @@ class WireServer:
         self.queued[ticket] = exchange
         self.ticks.shorten()
 
-    def unqueue(self, ticket: Ticket) -> None:
+    def forget_ticket(self, ticket: Ticket) -> None:
         del self.queued[ticket]
 
-    def has_twin(self, request: Request) -> bool:
+    def has_same_id(self, request: Request) -> bool:
         others = (exchange.record.request for exchange in self.exchanges)
         return any(o is not request and o is not None and o.id == request.id for o in others)
 
-    def settle(self, now: float) -> None:
+    def dispatch_queued(self, now: float) -> None:
         if not self.queued:
             return
         for ticket, placed in self.router.due(now):
@@ -232,9 +232,9 @@ class WireServer:
                 exchange.placed(now, placed)
             except Exception:  # the others are already charged
                 logger.exception("cannot send a queued request to its worker")
-                exchange.cut(now)
+                exchange.end_for_shutdown(now)
 
-    def short_of_room(self, now: float) -> None:
+    def count_local_failure(self, now: float) -> None:
         """Count a lack of local resources, and log it once a minute."""
         self.metrics.connects_failed += 1
         if now >= self._next_log:
@@ -330,7 +330,7 @@ class WireServer:
     def _check_deadlines(self, now: float, sweep: bool) -> None:
         for question in [question for question in self.counting if question.deadline < now]:
             question.expire(now)
-        self.settle(now)
+        self.dispatch_queued(now)
         if not sweep:
             return
         for exchange in [exchange for exchange in self.exchanges if exchange.deadline < now]:

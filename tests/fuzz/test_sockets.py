@@ -131,7 +131,7 @@ async def ask_hostile_worker(site: Site, number: int) -> str:
 async def keep_breaker_closed(site: Site) -> None:
     """Close the worker's breaker in each turn of the event loop."""
     while True:
-        site.fleet.health.succeeded(site.worker())
+        site.fleet.health.record_success(site.worker())
         await asyncio.sleep(0)
 
 

@@ -59,21 +59,21 @@ class Breaker:
             self._tried_at is None or now - self._tried_at >= TRIAL_INTERVAL_S
         )
 
-    def sent(self, now: float) -> bool:
+    def record_sent(self, now: float) -> bool:
         """Note a sent request; True if it is a trial."""
         if self.closed:
             return False
         self._tried_at = now
         return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self.closed = True
         self.busy = False
         self.why = ""
         self._failures = self._openings = 0
         self._tried_at = None
 
-    def failed(
+    def record_failure(
         self,
         now: float,
         retry_after_s: float | None = None,
@@ -107,7 +107,7 @@ class Breaker:
         counts = self._failures, self._openings
         return self.closed, self.busy, self.until, *counts, tried_at, self.why
 
-    def take(self, snapshot: BreakerSnapshot) -> None:
+    def copy_state(self, snapshot: BreakerSnapshot) -> None:
         """Take the state of another process's breaker.
 
         The opening counts here too: a sum over processes would count one crash several times.
@@ -119,6 +119,6 @@ class Breaker:
         if was_closed and not self.closed:
             self.opened[BUSY if self.busy else FAILED] += 1
 
-    def abandoned(self) -> None:
+    def abandon_trial(self) -> None:
         """Allow another trial: the last one has no result."""
         self._tried_at = TRIAL_WITHOUT_RESULT

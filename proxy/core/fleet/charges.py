@@ -58,7 +58,7 @@ class Fleet:
         if ask.generates and not ask.stream:
             wait = worker.free_at - now + pace.fixed_s
             heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
-        self.roster.moved(worker)
+        self.roster.load_changed(worker)
         return lease
 
     def _charge_prefill(self, lease: Lease, now: float) -> None:
@@ -82,11 +82,11 @@ class Fleet:
         if ask.long:
             worker.long_tokens += prefill
         worker.decode_tokens += lease.decode_tokens
-        kv_usage.take(lease, now)
+        kv_usage.charge(lease, now)
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
         if idle and prefill:
             worker.note_progress(now)
-        lease.trial = worker.breaker.sent(now)
+        lease.trial = worker.breaker.record_sent(now)
 
     # Hand-overs
 
@@ -103,7 +103,7 @@ class Fleet:
         prefill = ask.prompt_tokens - cached or 1
         before = Lease(ask, attempts, decision, first, now, prefill, 0, ask.prompt_tokens)
         self._charge_prefill(before, now)
-        self.roster.moved(first)
+        self.roster.load_changed(first)
         worker = decision.worker
         decode = ask.expected_output * ask.samples
         lease = Lease(ask, attempts, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
@@ -111,9 +111,9 @@ class Fleet:
         worker.served = next(self.roster.numbers)
         worker.requests += 1
         worker.decode_tokens += decode
-        kv_usage.take(lease, now, together=False)
-        lease.trial = worker.breaker.sent(now)
-        self.roster.moved(worker)
+        kv_usage.charge(lease, now, together=False)
+        lease.trial = worker.breaker.record_sent(now)
+        self.roster.load_changed(worker)
         return lease
 
     def hand_over(self, lease: Lease, now: float) -> None:
@@ -136,7 +136,7 @@ class Fleet:
         lease.charged_at = now
         lease.worker.sequences += lease.ask.samples
         if self.roster.leaving:
-            self.roster.moved(lease.worker)
+            self.roster.load_changed(lease.worker)
         handover = lease.decision.handover
         if handover is not None and not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
@@ -147,7 +147,7 @@ class Fleet:
         if lease.pins and lease.prefill is not None:
             lease.pins = False
             lease.prefill.worker.pinned -= 1
-            self.roster.moved(lease.prefill.worker)
+            self.roster.load_changed(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
         """Move the decode leg to another decode worker."""
@@ -155,20 +155,20 @@ class Fleet:
             return
         before, samples = lease.worker, lease.ask.samples
         if lease.trial:
-            before.breaker.abandoned()
+            before.breaker.abandon_trial()
         for owner, sign in ((before, -1), (worker, 1)):
             owner.requests += sign
             owner.sequences += sign * samples
             owner.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
-        kv_usage.give(lease)
+        kv_usage.release(lease)
         worker.served = next(self.roster.numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
-        kv_usage.take(lease, now, together=False)
-        lease.trial = worker.breaker.sent(now)
-        self.roster.moved(before)
-        self.roster.moved(worker)
+        kv_usage.charge(lease, now, together=False)
+        lease.trial = worker.breaker.record_sent(now)
+        self.roster.load_changed(before)
+        self.roster.load_changed(worker)
 
     def _learn_prefill(self, first: Lease, handover: HandoverDecision | None, now: float) -> None:
         cached = handover.cached_tokens if handover is not None else 0
@@ -185,7 +185,7 @@ class Fleet:
         worker.decoding += samples
         lease.decoding = samples
         worker.reprice()
-        self.roster.moved(worker)
+        self.roster.load_changed(worker)
 
     # Progress of requests
 
@@ -195,12 +195,12 @@ class Fleet:
         Take in the charges of other processes.
         """
         if (others := self.roster.others) is not None:
-            others.look(now)
+            others.take_in_charges(now)
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]
             if not lease.released:
-                kv_usage.came(lease)
+                kv_usage.mark_prompt_cached(lease)
             if lease.prefill_tokens:
                 self._prefilled(lease, now)
             elif lease.prefill is not None and not lease.released and not lease.decoding:
@@ -211,17 +211,17 @@ class Fleet:
         if lease.released or lease.first_token_at is not None or not lease.sent:
             return
         lease.first_token_at = now
-        kv_usage.came(lease)
+        kv_usage.mark_prompt_cached(lease)
         self._unpin(lease)
         if lease.ask.computes:
             lease.worker.note_progress(now)
         if lease.trial:
-            self.health.succeeded(lease.worker)
+            self.health.record_success(lease.worker)
         if not lease.prefill_tokens:
             if lease.prefill is not None and not lease.decoding:
                 self._decodes(lease)
             elif self.roster.leaving:
-                self.roster.moved(lease.worker)
+                self.roster.load_changed(lease.worker)
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
@@ -237,11 +237,11 @@ class Fleet:
         self._prefilled(lease, now)
 
     def _lend(self, worker: Worker) -> None:
-        for other in self.roster.of(worker.model):
+        for other in self.roster.workers_of(worker.model):
             if not other.pace.prefills:
                 other.pace.adopt(worker.pace)
                 other.reprice()
-                self.roster.moved(other)
+                self.roster.load_changed(other)
 
     def _prefilled(self, lease: Lease, now: float) -> None:
         worker = lease.worker
@@ -254,7 +254,7 @@ class Fleet:
         if lease.ask.generates:
             self._decodes(lease)
         else:
-            self.roster.moved(worker)
+            self.roster.load_changed(worker)
 
     def tokens(self, lease: Lease, seen: int) -> None:
         lease.seen_tokens += seen
@@ -263,11 +263,11 @@ class Fleet:
         if before and not lease.released:
             left = before - seen
             if left <= 0:
-                left = _more(lease.ask, lease.seen_tokens)
+                left = _estimate_remaining(lease.ask, lease.seen_tokens)
             lease.decode_tokens = left
             lease.worker.decode_tokens += left - before
         if self.roster.leaving and lease.worker in self.roster.leaving:
-            self.roster.hand_down(lease.worker)
+            self.roster.pass_to_successor(lease.worker)
 
     def release(self, lease: Lease) -> bool:
         """Release the charge; False if it was released before."""
@@ -282,7 +282,7 @@ class Fleet:
         worker.requests -= 1
         worker.sequences -= sequences
         worker.decode_tokens -= lease.decode_tokens
-        kv_usage.give(lease)
+        kv_usage.release(lease)
         if lease.prefill_tokens:
             worker.prefill_tokens -= lease.prefill_tokens
             if lease.ask.long:
@@ -295,11 +295,11 @@ class Fleet:
         lease.prefill_tokens = lease.decode_tokens = 0
         if worker.reports_prefixes and lease.ask.prefix:
             self.roster.prefixes.end(lease.ask.prefix, worker.index)
-        self.roster.moved(worker)
+        self.roster.load_changed(worker)
         return True
 
 
-def _more(ask: RequestInfo, seen: int) -> int:
+def _estimate_remaining(ask: RequestInfo, seen: int) -> int:
     """Estimate the rest of a response that has reached its expected length.
 
     The expected length again: otherwise long responses would seem nearest to their end.

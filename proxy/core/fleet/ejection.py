@@ -86,7 +86,7 @@ class Ejections:
         self.threshold = threshold
         self.live_changed()
 
-    def judged(self, worker: Worker, now: float) -> None:
+    def breaker_changed(self, worker: Worker, now: float) -> None:
         """Note a change of a breaker."""
         resting, listener = self.resting, self.listener
         rested = worker in resting
@@ -111,9 +111,9 @@ class Ejections:
                 out.add(worker)
             else:
                 out.remove(worker)
-            self._weigh(key)
+            self._update_panic(key)
 
-    def left(self, worker: Worker) -> None:
+    def remove_worker(self, worker: Worker) -> None:
         """Forget a removed worker; `live_changed` must follow."""
         self.resting.discard(worker)
         if self.listener is not None:
@@ -133,9 +133,9 @@ class Ejections:
                 self._out.setdefault(key, set()).add(worker)
             self._moved(worker)
         for key in keys:
-            self._weigh(key)
+            self._update_panic(key)
 
-    def _weigh(self, key: Key) -> None:
+    def _update_panic(self, key: Key) -> None:
         """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:

@@ -39,41 +39,41 @@ class KvLinks:
 
     def are_cold(self, prefill: Worker, decode: Worker) -> bool:
         """Return whether the link still waits for its connection."""
-        return self.are_made and not self.knows(prefill, decode)
+        return self.are_made and not self.is_warm(prefill, decode)
 
-    def is_shut(self, prefill: Worker, decode: Worker, now: float) -> bool:
+    def is_unusable(self, prefill: Worker, decode: Worker, now: float) -> bool:
         """Return whether hand-overs are not allowed."""
         if self.are_cold(prefill, decode):
             return True
-        return self.bars and self.is_barred(prefill, decode, now)
+        return self.has_failures and self.is_barred(prefill, decode, now)
 
-    def reaches(self, prefill: Worker, workers: Iterable[Worker], now: float) -> bool:
+    def can_reach(self, prefill: Worker, workers: Iterable[Worker], now: float) -> bool:
         """Return whether a prefill worker may hand over to any of these workers."""
-        if not (self.are_made or self.bars):
+        if not (self.are_made or self.has_failures):
             return True
-        return any(w.role is DECODE and not self.is_shut(prefill, w, now) for w in workers)
+        return any(w.role is DECODE and not self.is_unusable(prefill, w, now) for w in workers)
 
-    def knows(self, prefill: Worker, decode: Worker) -> bool:
+    def is_warm(self, prefill: Worker, decode: Worker) -> bool:
         """Return whether the connection needs no more work."""
         return self._warm.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
-    def warm(self, prefill: Worker, decode: Worker) -> None:
+    def set_warm(self, prefill: Worker, decode: Worker) -> None:
         """Note a connection, or one that only requests can make."""
         self._warm[prefill, decode] = prefill.up_since, decode.up_since
         self._unmade.pop((prefill, decode), None)
         self.version += 1
 
-    def unmade(self, prefill: Worker, decode: Worker) -> None:
+    def set_unmade(self, prefill: Worker, decode: Worker) -> None:
         self._unmade[prefill, decode] = prefill.up_since, decode.up_since
 
-    def keep(self, workers: Collection[Worker]) -> None:
+    def keep_only(self, workers: Collection[Worker]) -> None:
         self._warm = {k: v for k, v in self._warm.items() if _are_of(k, workers)}
         self._unmade = {k: v for k, v in self._unmade.items() if _are_of(k, workers)}
         self._strikes = {k: v for k, v in self._strikes.items() if _are_of(k, workers)}
 
     # Links that fail
 
-    def failed(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
+    def record_failure(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
         """Count a failure of a link or prefill worker; True if it becomes barred."""
         lives = _lives(prefill, decode)
         strikes = self._strikes.get((prefill, decode))
@@ -85,12 +85,12 @@ class KvLinks:
         strikes.until = now + BARRED_S
         return True
 
-    def worked(self, prefill: Worker, decode: Worker | None) -> None:
+    def record_success(self, prefill: Worker, decode: Worker | None) -> None:
         if self._strikes:
             self._strikes.pop((prefill, decode), None)
 
     @property
-    def bars(self) -> bool:
+    def has_failures(self) -> bool:
         """Return whether any link has failures."""
         return bool(self._strikes)
 
@@ -103,7 +103,7 @@ class KvLinks:
     def barred(self, now: float) -> list[Link]:
         return [link for link in self._strikes if self.is_barred(*link, now)]
 
-    def note(self, worker: Worker, now: float) -> str:
+    def describe(self, worker: Worker, now: float) -> str:
         """Return why a prefill worker does not prefill; empty if it does."""
         if self.is_barred(worker, None, now):
             return (

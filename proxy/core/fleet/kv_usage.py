@@ -32,7 +32,7 @@ MIN_SHARED_BLOCKS = 16
 MAX_PAGE_AGE_S = 5.0
 
 
-def take(lease: Lease, now: float, *, together: bool = True) -> None:
+def charge(lease: Lease, now: float, *, together: bool = True) -> None:
     """Charge a lease; `together`: its prefix may be shared."""
     worker = lease.worker
     before = worker.kv_tokens
@@ -47,7 +47,7 @@ def take(lease: Lease, now: float, *, together: bool = True) -> None:
             worker.kv_spare = 0
 
 
-def came(lease: Lease) -> None:
+def mark_prompt_cached(lease: Lease) -> None:
     """Note that the prompt is in the cache."""
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
@@ -55,7 +55,7 @@ def came(lease: Lease) -> None:
         _join(lease)
 
 
-def give(lease: Lease) -> None:
+def release(lease: Lease) -> None:
     worker = lease.worker
     worker.kv_tokens -= lease.kv_tokens
     worker.kv_coming -= lease.kv_coming
@@ -70,13 +70,13 @@ def give(lease: Lease) -> None:
         worker.kv_spare = max(worker.kv_spare, -prefixes.saved)
 
 
-def more(worker: Worker, now: float) -> int:
+def uncharged_tokens(worker: Worker, now: float) -> int:
     """Return the tokens in the cache beyond the charges."""
     gauges = worker.gauges
     return worker.kv_more if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S else 0
 
 
-def shares(worker: Worker, ask: RequestInfo) -> int:
+def shared_tokens(worker: Worker, ask: RequestInfo) -> int:
     """Estimate the prompt tokens that other requests hold in the cache."""
     prefix = ask.prefix
     if len(prefix) < MIN_SHARED_BLOCKS:
@@ -99,7 +99,7 @@ def _join(lease: Lease) -> None:
     worker.kv_tokens += alone + prefixes.tokens - before
 
 
-def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
+def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
     """Learn from a page; `queued`: requests waiting for room."""
     worker.kv_spare = worker.kv_more = 0
     capacity = worker.kv_capacity

@@ -48,7 +48,7 @@ class Attempts:
         """Return whether a worker may be tried, now or later."""
         return worker not in self.tried and (worker.can_continue or not self.continues)
 
-    def allows(self, worker: Worker, now: float) -> bool:
+    def may_try(self, worker: Worker, now: float) -> bool:
         """Return whether a worker may be tried now."""
         return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
 
@@ -155,7 +155,7 @@ class Lease:
         self.kv_tokens = kv_tokens  # less the shared part
 
     @property
-    def under_way(self) -> Lease:
+    def running_leg(self) -> Lease:
         """The running leg."""
         first = self.prefill
         return self if first is None or first.released else first

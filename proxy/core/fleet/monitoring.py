@@ -38,7 +38,7 @@ class WorkerHealth:
         self.roster.model_lists.came_up(worker)
         worker.pace.seen_at = now
         if not worker.pace.prefills:
-            self._borrow(worker)
+            self._copy_latency(worker)
         self.roster.live_changed()
         return True
 
@@ -57,7 +57,7 @@ class WorkerHealth:
         self.roster.live_changed()
         return True
 
-    def follow(
+    def apply_health(
         self,
         worker: Worker,
         *,
@@ -77,13 +77,13 @@ class WorkerHealth:
             self.roster.model_lists.came_up(worker)
             worker.pace.seen_at = up_since
             if not worker.pace.prefills:
-                self._borrow(worker)
+                self._copy_latency(worker)
         changed = (worker.up, worker.draining) != (up, draining)
         worker.up, worker.probed, worker.draining = up, probed, draining
         if changed:
             self.roster.live_changed()
 
-    def failed(
+    def record_failure(
         self,
         worker: Worker,
         now: float,
@@ -93,16 +93,16 @@ class WorkerHealth:
         why: str = "",
     ) -> None:
         """Count a failed request in the breaker."""
-        worker.breaker.failed(now, retry_after_s, busy=busy, why=why)
-        self._judged(worker, now)
+        worker.breaker.record_failure(now, retry_after_s, busy=busy, why=why)
+        self._breaker_changed(worker, now)
 
-    def succeeded(self, worker: Worker) -> None:
-        worker.breaker.succeeded()
-        self._judged(worker, 0.0)
+    def record_success(self, worker: Worker) -> None:
+        worker.breaker.record_success()
+        self._breaker_changed(worker, 0.0)
 
-    def _judged(self, worker: Worker, now: float) -> None:
-        self.roster.ejections.judged(worker, now)
-        self.roster.moved(worker)
+    def _breaker_changed(self, worker: Worker, now: float) -> None:
+        self.roster.ejections.breaker_changed(worker, now)
+        self.roster.load_changed(worker)
 
     def set_gauges(self, name: str, gauges: Gauges) -> None:
         """Apply a metrics page."""
@@ -125,11 +125,11 @@ class WorkerHealth:
         longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
         worker.foreign_long_tokens = worker.foreign_tokens * longs
         slots.learn(worker, gauges)
-        kv_usage.learn(worker, gauges, worker.queued_before)
+        kv_usage.learn_from_page(worker, gauges, worker.queued_before)
         if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
-            self._forgive(worker)
+            self._allow_another_try(worker)
         worker.reprice()
-        self.roster.moved(worker)
+        self.roster.load_changed(worker)
 
     def no_gauges(self, name: str, now: float) -> None:
         """Forget old gauges of a worker that reports none."""
@@ -149,25 +149,25 @@ class WorkerHealth:
         worker.kv_spare = 0
         slots.forget(worker)
         worker.reprice()
-        self.roster.moved(worker)
+        self.roster.load_changed(worker)
 
-    def _forgive(self, worker: Worker) -> None:
+    def _allow_another_try(self, worker: Worker) -> None:
         """Let a slow worker be tried again."""
-        peers = [w.pace for w in self.roster.of(worker.model) if w.pace.prefills]
+        peers = [w.pace for w in self.roster.workers_of(worker.model) if w.pace.prefills]
         best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
         if best.token_s < worker.pace.token_s:
             worker.pace.adopt(best, RETRY_LATENCY_SHARE)
 
-    def _borrow(self, worker: Worker) -> None:
+    def _copy_latency(self, worker: Worker) -> None:
         """Copy the latency of the best-known worker."""
-        peers = [w for w in self.roster.of(worker.model) if w.pace.prefills]
+        peers = [w for w in self.roster.workers_of(worker.model) if w.pace.prefills]
         if peers:
             worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
             worker.reprice()
 
     # Reports of other processes
 
-    def charged_elsewhere(
+    def apply_remote_load(
         self, worker: Worker, load: WorkerLoad, due_at: float, now: float
     ) -> None:
         """Apply the remote charges; `due_at`: their next first token."""
@@ -175,14 +175,14 @@ class WorkerHealth:
             return  # removed: no release would follow
         replace(worker, load, now)
         worker.due_at = max(worker.due_at, due_at)
-        self.roster.moved(worker)
+        self.roster.load_changed(worker)
 
     def reserve(self, worker: Worker, slots: int) -> None:
         """Leave some of a worker's slots to routers on other hosts."""
         if slots != worker.reserved:
             worker.reserve(slots)
-            self.roster.moved(worker)
+            self.roster.load_changed(worker)
 
     def take_breaker(self, worker: Worker, snapshot: BreakerSnapshot) -> None:
-        worker.breaker.take(snapshot)
-        self._judged(worker, self.roster.clock())
+        worker.breaker.copy_state(snapshot)
+        self._breaker_changed(worker, self.roster.clock())

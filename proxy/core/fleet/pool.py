@@ -68,7 +68,7 @@ class Pool:
         self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
         self.mixed = bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
 
-    def holding(self, ask: RequestInfo) -> list[Group]:
+    def groups_for(self, ask: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
 
         An uncertain request goes to the largest context.
@@ -79,7 +79,7 @@ class Pool:
             return sure
         return [group for group in self.groups if group.limit == self.most]
 
-    def open_to(
+    def available_workers(
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
         """Return the workers that can take a request."""
@@ -87,14 +87,14 @@ class Pool:
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]
         else:
-            groups = self.holding(ask)
-            found = [worker for group in groups for worker in group.first()]
+            groups = self.groups_for(ask)
+            found = [worker for group in groups for worker in group.candidates()]
         if not resting and not holders:
             return found
         for worker in (*resting, *holders):
             if (
                 worker in self.members
-                and worker.takes(now)
+                and worker.accepts(now)
                 and worker not in found
                 and any(worker.limit == group.limit for group in groups)
             ):

@@ -18,10 +18,10 @@ from proxy.core.fleet.worker_load import WorkerLoad
 class RemoteLoad(Protocol):
     """The other router processes."""
 
-    def look(self, now: float) -> None:
+    def take_in_charges(self, now: float) -> None:
         """Take in their charges."""
 
-    def changed(self, worker: Worker) -> None:
+    def publish_soon(self, worker: Worker) -> None:
         """Publish a worker's change soon."""
 
     def have_filled(self, worker: Worker, now: float) -> bool:
@@ -52,7 +52,7 @@ def own(worker: Worker) -> WorkerLoad:
 
 def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
     before, worker.elsewhere = worker.elsewhere, load
-    if grown := _shift(worker, before, load):
+    if grown := _replace_load(worker, before, load):
         token_s = worker.pace.token_s
         if grown > 0:
             worker.free_at = max(worker.free_at, now) + token_s * grown
@@ -64,13 +64,13 @@ def inherit_load(successor: Worker, before: Worker) -> None:
     """Charge the successor with its predecessor's requests."""
     load = own(before)
     had, successor.inherited = successor.inherited, load
-    if grown := _shift(successor, had, load):
+    if grown := _replace_load(successor, had, load):
         token_s = successor.pace.token_s
         after = before.free_at + token_s * (successor.prefill_tokens - load.prefill_tokens)
         successor.free_at = max(successor.free_at + token_s * min(grown, 0), after)
 
 
-def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
+def _replace_load(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
     """Replace a load; return the increase in prefill tokens."""
     worker.requests += load[0] - before[0]
     worker.sequences += load[1] - before[1]

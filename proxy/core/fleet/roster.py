@@ -42,7 +42,7 @@ class Roster:
         self.unpublished: set[Worker] = set()  # with changes that other processes do not see yet
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
-        self.ejections = Ejections(self._workers, self.moved, clock)
+        self.ejections = Ejections(self._workers, self.load_changed, clock)
         self.clock = clock
         self.model_lists = ModelLists(clock)
         self._expected: tuple[str, ...] = ()  # models from the fleet file
@@ -81,7 +81,7 @@ class Roster:
 
     def origin(self, model: str) -> Origin:
         """Return the loaded model, and the base model of an adapter."""
-        live = (worker for worker in self.of(model) if worker.live)
+        live = (worker for worker in self.workers_of(model) if worker.live)
         origins = (worker.origins[model] for worker in live if model in worker.origins)
         return next(origins, (None, None))
 
@@ -93,7 +93,7 @@ class Roster:
         """Return whether no further worker may list this model."""
         return self.model_lists.are_complete(model, self._workers.values())
 
-    def of(self, model: str) -> list[Worker]:
+    def workers_of(self, model: str) -> list[Worker]:
         """Return the workers of a model. Read-only."""
         return self._by_model.get(model, [])
 
@@ -111,7 +111,7 @@ class Roster:
                 return pool
         for worker in workers:
             if worker.ranked_in:  # sorted by its key in another pool
-                self.moved(worker)
+                self.load_changed(worker)
             else:
                 worker.key = inf if worker.shut else self._rank(worker)
         pool = self._pools[model] = Pool(workers)
@@ -151,16 +151,16 @@ class Roster:
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
             before.successor = worker
             worker.due_at = before.due_at
-            self.hand_down(before)
+            self.pass_to_successor(before)
         return worker
 
-    def has(self, worker: Worker) -> bool:
+    def contains(self, worker: Worker) -> bool:
         """Return False if the worker was removed."""
         return self.by_index.get(worker.index) is worker
 
     def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
         """Note that a worker's cache will hold a prompt."""
-        if not self.has(worker):
+        if not self.contains(worker):
             return
         self.prefixes.record(ask.prefix, worker.index)
         if worker.reports_prefixes and self.name_prefix is not None and ask.prompts == 1:
@@ -177,7 +177,7 @@ class Roster:
     def _take_out(self, worker: Worker) -> None:
         del self._workers[worker.name]
         worker.draining = True
-        self.ejections.left(worker)
+        self.ejections.remove_worker(worker)
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
         replace(worker, NO_LOAD, worker.free_at)
@@ -190,10 +190,10 @@ class Roster:
         others = self.others
         return others is not None and worker.most != NO_LIMIT and others.have_filled(worker, now)
 
-    def hand_down(self, worker: Worker) -> None:
+    def pass_to_successor(self, worker: Worker) -> None:
         if (successor := worker.successor) is not None:
             inherit_load(successor, worker)
-            self.moved(successor)
+            self.load_changed(successor)
         if not (worker.requests or worker.pinned):
             self.leaving.discard(worker)
             if self._left.get(worker.url) is worker:
@@ -214,18 +214,18 @@ class Roster:
         gone = []
         for worker in self:
             spec = wanted.get(worker.name)
-            if spec is None or not worker.is_meant_by(spec):
+            if spec is None or not worker.matches(spec):
                 gone.append(worker)
             else:
                 del wanted[worker.name]
                 worker.respecify(spec)
-                self.moved(worker)
+                self.load_changed(worker)
         self.swap(gone, wanted.values())
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
         """Apply a spec with the same address and model."""
         worker.respecify(spec)
-        self.moved(worker)
+        self.load_changed(worker)
         self.live_changed()
 
     def drain(self, name: str, *, draining: bool = True, starts: bool = False) -> bool:
@@ -281,7 +281,7 @@ class Roster:
         self._pools.clear()
         self.ejections.live_changed()
 
-    def moved(self, worker: Worker) -> None:
+    def load_changed(self, worker: Worker) -> None:
         """Update the pools after a change in load."""
         worker.shut = worker.full or (not worker.breaker.closed and worker.barred)
         if worker.ranked_in:
@@ -294,6 +294,6 @@ class Roster:
                     group.put(worker)
         others = self.others
         if others is not None and (worker not in self.unpublished or worker.most != NO_LIMIT):
-            others.changed(worker)
+            others.publish_soon(worker)
         if self.leaving and worker in self.leaving:
-            self.hand_down(worker)
+            self.pass_to_successor(worker)

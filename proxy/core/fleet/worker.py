@@ -180,7 +180,7 @@ class Worker:
         self.reserved, most = slots, self.spec.max_requests
         self.most = NO_LIMIT if most is None else max(most - slots, 0)
 
-    def is_meant_by(self, spec: WorkerSpec) -> bool:
+    def matches(self, spec: WorkerSpec) -> bool:
         """Return whether the address and model are the same."""
         return (spec.url, spec.model) == (self.url, self.model)
 
@@ -193,14 +193,14 @@ class Worker:
         return self.spec.model
 
     @property
-    def strays(self) -> bool:
+    def lacks_model(self) -> bool:
         """Return whether its model list lacks its model."""
         return self.spec.model not in self.models
 
     @property
-    def why(self) -> str:
+    def not_served_because(self) -> str:
         """Return why its model is not served; empty if it is."""
-        if self.up and self.strays:
+        if self.up and self.lacks_model:
             return f"serves {short_list(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
         return "" if self.up else self.trouble
 
@@ -208,7 +208,7 @@ class Worker:
     def max_requests(self) -> int | None:
         return self.spec.max_requests
 
-    def works(self, now: float) -> bool:
+    def shows_progress(self, now: float) -> bool:
         """Return whether its page showed progress lately.
 
         An engine may hang under a server that still answers probes.
@@ -259,18 +259,18 @@ class Worker:
     def lets_pass(self, now: float) -> bool:
         return not self.barred or self.breaker.lets_pass(now)
 
-    def takes(self, now: float) -> bool:
+    def accepts(self, now: float) -> bool:
         return not self.shut or (not self.full and self.lets_pass(now))
 
-    def may_hold(self, ask: RequestInfo) -> bool:
+    def may_fit(self, ask: RequestInfo) -> bool:
         """Return whether the low estimate fits."""
         return ask.needs - ask.prompt_error <= self.limit
 
-    def surely_holds(self, ask: RequestInfo) -> bool:
+    def surely_fits(self, ask: RequestInfo) -> bool:
         """Return whether the high estimate fits."""
         return ask.needs + ask.prompt_error <= self.limit
 
-    def cached(self, held: PrefixHolders) -> int:
+    def cached_tokens(self, held: PrefixHolders) -> int:
         """Return the prompt tokens it should have cached."""
         for tokens, holders in held:
             if holders & self.bit:
@@ -341,7 +341,7 @@ class Group:
     def put(self, worker: Worker) -> None:
         insort(self.ranked, (worker.key, worker.index, worker))
 
-    def first(self) -> list[Worker]:
+    def candidates(self) -> list[Worker]:
         """Return the workers to look at."""
         if not self.ranked:
             return [w for w in self.workers if not w.shut]

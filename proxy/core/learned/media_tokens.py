@@ -47,7 +47,7 @@ class MediaSizes:
         other.tokens, other.means = self.tokens, list(self.means)
         return other
 
-    def take(self, kind: int, mean: float) -> None:
+    def set_mean(self, kind: int, mean: float) -> None:
         self.means[kind] = min(max(mean, MIN_SIZE), MAX_SIZE)
         image, audio, video = self.means
         self.tokens = (round(image), round(audio), round(video))
@@ -60,7 +60,7 @@ class MediaSizes:
             )
         )
 
-    def see(self, media: RequestMedia, prompt_tokens: int) -> None:
+    def learn(self, media: RequestMedia, prompt_tokens: int) -> None:
         counts, means = media.counts, self.means
         expected = sum(counts[kind] * means[kind] for kind in KINDS)
         got = min(max(float(prompt_tokens - media.beside), 0.0), MAX_RATIO * expected)
@@ -74,4 +74,4 @@ class MediaSizes:
             step = max(share / (FIRST_WEIGHT + self.seen[kind]), MIN_LEARNING_RATE * share)
             off = means[kind] * (got / expected - 1.0)
             self.spreads[kind] += step * (abs(off) - self.spreads[kind])
-            self.take(kind, means[kind] + step * off)
+            self.set_mean(kind, means[kind] + step * off)

@@ -46,7 +46,7 @@ class Visit:
         self.tokens = tokens  # of the prompt and the response
         self.written = written  # by the worker until then
 
-    def left(self, capacity: int, written: int) -> int:
+    def cached_tokens(self, capacity: int, written: int) -> int:
         """Return the tokens that should still be cached."""
         if not capacity:
             return self.tokens
@@ -70,11 +70,11 @@ class Session:
         self.tail = (0, 0)  # the same of seven eighths
         self.strayed = False  # the last prompt was another, shorter one
 
-    def goes_on(self, hashes: tuple[int, ...]) -> bool:
+    def may_extend(self, hashes: tuple[int, ...]) -> bool:
         """Return whether a prompt may extend the last one."""
         return _may_have(hashes, self.depth, self.mark)
 
-    def extends(self, hashes: tuple[int, ...]) -> bool:
+    def extends_nearly_all(self, hashes: tuple[int, ...]) -> bool:
         """Return whether a prompt that goes on has nearly all of the last one."""
         return _may_have(hashes, *self.tail)
 
@@ -83,16 +83,16 @@ class Session:
         found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
         return next(found, 0)
 
-    def visit(self, visit: Visit, *, estimated: bool = True) -> None:
+    def add_visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
         self.visits = [v for v in self.visits if v.worker != visit.worker][1 - MAX_VISITS :]
         self.visits.append(visit)
         if estimated:
             self.visited |= 1 << visit.worker
 
-    def begin(self, hashes: tuple[int, ...], prompt_bytes: int) -> bool:
+    def record_prompt(self, hashes: tuple[int, ...], prompt_bytes: int) -> bool:
         """Note the last prompt; return False for a side request, such as one for a title."""
-        strays = not self.goes_on(hashes)
+        strays = not self.may_extend(hashes)
         if strays and not self.strayed and len(hashes) < self.depth:
             self.strayed = True
             return False
@@ -131,7 +131,7 @@ class Sessions:
     def get(self, key: int) -> Session | None:
         return self._sessions.get(key)
 
-    def open(self, key: int, now: float) -> Session:
+    def get_or_create(self, key: int, now: float) -> Session:
         """Return or create a session."""
         sessions = self._sessions
         found = sessions.get(key)
@@ -150,7 +150,7 @@ class Sessions:
         session.key = key
         self._sessions[key] = session
 
-    def ended(
+    def record_turn(
         self,
         session: Session,
         hashes: tuple[int, ...],
@@ -160,9 +160,9 @@ class Sessions:
         estimated: bool,
     ) -> None:
         """Note a served turn."""
-        if not session.begin(hashes, prompt_bytes):
+        if not session.record_prompt(hashes, prompt_bytes):
             return
-        session.visit(visit, estimated=estimated)
+        session.add_visit(visit, estimated=estimated)
         if self.others_record is not None:
             self.others_record(session, visit)
 

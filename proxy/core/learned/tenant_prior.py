@@ -35,24 +35,24 @@ class TenantPrior:
             del tenants[next(iter(tenants))]
         self._updates += 1
 
-    def common(self) -> LearnedSizes:
+    def median(self) -> LearnedSizes:
         """Return the median. Read-only."""
         if self._updates >= self._due:
             self._due = self._updates + min(self._updates // 8 + 1, MAX_UPDATES_BETWEEN_MEDIANS)
-            self._common = self._median()
+            self._common = self._compute_median()
         return self._common
 
-    def first(self) -> LearnedSizes:
-        return _copy(self.common())
+    def new_sizes(self) -> LearnedSizes:
+        return _copy(self.median())
 
     @property
     def bytes_per_token(self) -> float | None:
         """Return the text rate, if known."""
         if self.base.weight or any(sizes.weight for sizes in self._tenants.values()):
-            return self.common().bytes_per_token
+            return self.median().bytes_per_token
         return None
 
-    def _median(self) -> LearnedSizes:
+    def _compute_median(self) -> LearnedSizes:
         base = self.base
         prompts = [rates for rates in self._tenants.values() if rates.seen]
         outputs = [rates for rates in self._tenants.values() if rates.outputs]
@@ -64,7 +64,7 @@ class TenantPrior:
         for kind in KINDS:
             media = [rates.media for rates in self._tenants.values() if rates.media.seen[kind]]
             sizes = [counts.means[kind] for counts in media]
-            found.media.take(kind, _middle(sizes, base.media.means[kind]))
+            found.media.set_mean(kind, _middle(sizes, base.media.means[kind]))
         return found
 
 

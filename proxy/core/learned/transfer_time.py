@@ -76,7 +76,7 @@ class TransferTimes:
         self.all = TransferTime()
         self._pairs: dict[tuple[str, str], TransferTime] = {}
 
-    def of(self, prefill: str, decode: str) -> TransferTime:
+    def estimate_for(self, prefill: str, decode: str) -> TransferTime:
         """Return a pair's estimate, or the model's."""
         if not self._pairs:
             return self.all

@@ -78,7 +78,7 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
 
 def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
     """Return the limit that refuses every request now."""
-    breach = tenant.ledger.spent(now)
+    breach = tenant.ledger.spent_limit(now)
     if breach is None:
         return None
     _count(tenant, breach)

@@ -31,13 +31,13 @@ def update_breaker(
     if outcome not in INCONCLUSIVE and lease.ask.computes:
         worker.note_progress(now)
     if outcome is FAILED or outcome is BUSY:
-        fleet.health.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
+        fleet.health.record_failure(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in INCONCLUSIVE:
         if lease.trial:
-            worker.breaker.abandoned()
-            fleet.roster.moved(worker)
+            worker.breaker.abandon_trial()
+            fleet.roster.load_changed(worker)
     elif not worker.breaker.has_no_failures and (lease.trial or worker.breaker.closed):
-        fleet.health.succeeded(worker)
+        fleet.health.record_success(worker)
 
 
 def count_500(fleet: Fleet, lease: Lease, now: float) -> None:
@@ -47,7 +47,7 @@ def count_500(fleet: Fleet, lease: Lease, now: float) -> None:
     """
     for name in lease.attempts.erred_on:
         if (worker := fleet.roster.get(name)) is not None:
-            fleet.health.failed(worker, now, why=STATUS_500)
+            fleet.health.record_failure(worker, now, why=STATUS_500)
     lease.attempts = replace(lease.attempts, erred_on=())
 
 
@@ -115,7 +115,7 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
             return
         pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
     worker.reprice()
-    fleet.roster.moved(worker)
+    fleet.roster.load_changed(worker)
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:

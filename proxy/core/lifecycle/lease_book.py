@@ -82,7 +82,7 @@ class LeaseBook:
         if other is None:
             # Probes may be wrong: without an alternative it is tried.
             return stands or not (
-                within_s <= 0.0 or handover_cost.is_well(lease) or self.has_another(lease)
+                within_s <= 0.0 or handover_cost.is_healthy(lease) or self.has_another(lease)
             )
         self._fleet.move(lease, other, now)
         return True
@@ -166,21 +166,21 @@ class LeaseBook:
         owner = "" if ask.tenant is None else ask.tenant.name
         key = session_key(owner, ask.model, response_id.encode(errors="replace"))
         if lease.session is None:
-            lease.session = sessions.open(key, now)
+            lease.session = sessions.get_or_create(key, now)
             lease.decision.turn = Turn.NEW
         else:
             sessions.rename(lease.session, key)
 
     def _end_turn(self, lease: Lease, session: Session, usage: Usage | None) -> None:
         ask, worker = lease.ask, lease.worker
-        if not self._roster.has(worker):
+        if not self._roster.contains(worker):
             return
         tokens = ask.prompt_tokens + lease.seen_tokens
         if usage is not None:
             tokens = usage.prompt_tokens + usage.completion_tokens
         visit = Visit(worker.index, worker.up_since, tokens, worker.written)
         sessions, estimated = self._roster.sessions, not worker.reports_prefixes
-        sessions.ended(session, ask.prefix, ask.prefix_bytes, visit, estimated=estimated)
+        sessions.record_turn(session, ask.prefix, ask.prefix_bytes, visit, estimated=estimated)
         sessions.count(ask.model, lease.decision.turn)
 
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
@@ -222,4 +222,4 @@ class LeaseBook:
     def has_another(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""
         others = (w for w in self._roster.pool(lease.ask.model).all if w is not lease.worker)
-        return any(not w.barred and w.may_hold(lease.ask) for w in others)
+        return any(not w.barred and w.may_fit(lease.ask) for w in others)

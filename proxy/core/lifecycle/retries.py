@@ -38,7 +38,7 @@ class RetryBudget:
         self._requests += 1
         self._saved += self.share
 
-    def affords(self, now: float) -> bool:
+    def has_retry(self, now: float) -> bool:
         if self.share <= 0:
             return False
         self._turn_over(now)
@@ -48,7 +48,7 @@ class RetryBudget:
 
     def spend(self, now: float) -> bool:
         """Take a retry, if one is left."""
-        if not self.affords(now):
+        if not self.has_retry(now):
             return False
         self._saved -= 1.0
         return True
@@ -82,7 +82,7 @@ class WorkerFailureEvents:
     def __init__(self) -> None:
         self._of: dict[Worker, WorkerFailureEvent] = {}
 
-    def spare(self, worker: Worker, since: float, now: float, beside: int) -> bool:
+    def take_free_retry(self, worker: Worker, since: float, now: float, beside: int) -> bool:
         """Count a failed request; return whether its retry is free.
 
         `since`: when it was sent. `beside`: live workers for it.
@@ -92,12 +92,12 @@ class WorkerFailureEvents:
             self._of = dict(lately)
             self._of[worker] = WorkerFailureEvent(now, beside)
             return False
-        if not self.would_spare(worker, since, now):
+        if not self.has_free_retry(worker, since, now):
             return False
         self._of[worker].is_large = True
         return True
 
-    def would_spare(self, worker: Worker, since: float, now: float) -> bool:
+    def has_free_retry(self, worker: Worker, since: float, now: float) -> bool:
         fall = self._last(worker, now)
         if fall is None or since > fall.at:  # sent after the failure
             return False

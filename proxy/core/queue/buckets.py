@@ -180,16 +180,16 @@ class RemoteQueues(Protocol):
     def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
         """Return whether another process has more requests, bytes, tokens; the first wins a tie."""
 
-    def moved(self) -> None:
+    def report_change(self) -> None:
         """Report a change of this queue."""
 
-    def before(self, place: Place, rank: int) -> bool:
+    def has_higher_class(self, place: Place, rank: int) -> bool:
         """Return whether a class above `rank` waits at a place."""
 
     def oldest(self, model: str) -> Mapping[Rank, float]:
         """Return each class's oldest arrival."""
 
-    def last(self, model: str) -> LastDispatch:
+    def last_dispatch(self, model: str) -> LastDispatch:
         """Return a model's last dispatch there."""
 
     def goes_first(

@@ -39,11 +39,11 @@ class Overtaking:
 
     def known(self, model: str, others: RemoteQueues | None) -> LastDispatch:
         here = self.last.get(model, NO_TURN)
-        if others is not None and (there := others.last(model)).at > here.at:
+        if others is not None and (there := others.last_dispatch(model)).at > here.at:
             here = self.last[model] = there
         return here
 
-    def had(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
+    def record(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
         """Record a dispatch; `passed` if ahead of a higher class."""
         before = self.last.get(model, NO_TURN)
         self.last[model] = LastDispatch(now, passed, rank if passed else before.passer)
@@ -127,7 +127,7 @@ class DispatchRound:
             return None
         ended = self._dispatch_first(fifo, aged=rank in aged)
         if ended is not None and not isinstance(ended[1], CacheWait):
-            self._overtaking.had(place[0], rank, now, passed=not order[0])
+            self._overtaking.record(place[0], rank, now, passed=not order[0])
         return ended
 
     def _need_bound(self, place: Place) -> int:

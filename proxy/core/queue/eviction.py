@@ -31,10 +31,10 @@ class QueueCapacity:
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 
-    def take(self, ask: RequestInfo) -> None:
+    def add(self, ask: RequestInfo) -> None:
         self._used[ask.tenant] = _plus(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
-    def give(self, ask: RequestInfo) -> None:
+    def remove(self, ask: RequestInfo) -> None:
         left = _plus(self._used[ask.tenant], amounts(ask), -1)
         if left[0]:
             self._used[ask.tenant] = left

@@ -126,7 +126,7 @@ class ShareCounters:
     def waiting(self, rank: Rank) -> Collection[Tenant]:
         return self._waiting[rank]
 
-    def came(self, tenant: Tenant, rank: Rank) -> None:
+    def add(self, tenant: Tenant, rank: Rank) -> None:
         """Count a queued request; lift a returning tenant."""
         tenant.waiting += 1
         if tenant not in self._waiting[rank]:
@@ -137,7 +137,7 @@ class ShareCounters:
             self._count(tenant, rank)
             tenant.change()
 
-    def went(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
+    def remove(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
         """Count a request that left; `last` of its tenant and class."""
         tenant.waiting -= 1
         if last:

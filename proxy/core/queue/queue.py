@@ -166,21 +166,21 @@ class Queue:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
         found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
-        return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
+        return found + (self.elsewhere is not None and self.elsewhere.has_higher_class(place, BATCH))
 
     def has(self, model: str) -> bool:
         if any(self._lines.places(model)):
             return True
         there = self.elsewhere
         sizes = SHORT, LONG
-        return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
+        return there is not None and any(there.has_higher_class((model, x), BATCH + 1) for x in sizes)
 
     def any_ahead_of(self, ask: RequestInfo) -> bool:
         """Return whether a waiting request goes before a new one."""
         if not self.any_wait:
             return False
         place = place_of(ask)
-        if self.elsewhere is not None and self.elsewhere.before(place, ask.rank + 1):
+        if self.elsewhere is not None and self.elsewhere.has_higher_class(place, ask.rank + 1):
             return True
         if any(self._lines.count(place, rank) for rank in RANKS[: ask.rank + 1]):
             return True
@@ -215,10 +215,10 @@ class Queue:
         deadline = latest if for_client else now + wait_s
         ticket = Ticket(ask, attempts, now, deadline, for_client, key, explain)
         if ask.tenant is not None:
-            self.turns.came(ask.tenant, ask.rank)
+            self.turns.add(ask.tenant, ask.rank)
         self._put(ticket, cache_wait, now)
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
-        self._capacity.take(ask)
+        self._capacity.add(ask)
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
@@ -239,7 +239,7 @@ class Queue:
             self._in_order += 1
         self._lines.push(ticket)
         if self.elsewhere is not None:
-            self.elsewhere.moved()
+            self.elsewhere.report_change()
 
     def _take(self, ticket: Ticket) -> None:
         self._lines.remove(ticket)
@@ -261,10 +261,10 @@ class Queue:
         self._take(ticket)
         if ask.tenant is not None:
             last = not self._lines.of_class(ask.tenant, ask.rank)
-            self.turns.went(ask.tenant, ask.rank, last=last)
+            self.turns.remove(ask.tenant, ask.rank, last=last)
         if self.elsewhere is not None:
-            self.elsewhere.moved()
-        self._capacity.give(ask)
+            self.elsewhere.report_change()
+        self._capacity.remove(ask)
         self.length -= 1
         self.bytes -= ask.body_bytes
         self.tokens -= ask.prompt_tokens
@@ -283,7 +283,7 @@ class Queue:
                 deadlines = self._deadlines
         return gone
 
-    def leave(
+    def dispatch(
         self, end: Callable[[Ticket], Found | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, End]]:
         """Remove and yield the tickets that `end` places or refuses."""

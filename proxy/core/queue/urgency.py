@@ -56,8 +56,8 @@ def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     held = cached_tokens(roster, ask, matches, session_of(roster, ask))
     best, is_learnt = inf, True
     for worker in _likely(pool.all, held) + pool.prefills[:MAX_WORKERS]:
-        if worker.may_hold(ask) and not (ask.long and worker.role is Role.SHORT):
-            cached = worker.cached(held)
+        if worker.may_fit(ask) and not (ask.long and worker.role is Role.SHORT):
+            cached = worker.cached_tokens(held)
             seconds = worker.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
             is_learnt = is_learnt and worker.pace.prefills > 0
             best = min(best, seconds)

@@ -42,7 +42,7 @@ from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
 from proxy.core.request.sizing import CUT, Sizer, begins_with, fit
-from proxy.core.request.split_check import whole_because
+from proxy.core.request.split_check import why_not_split
 from proxy.core.request.token_estimate import count
 from proxy.core.tenants.tenants import Rank, Tenant
 
@@ -170,7 +170,7 @@ class RequestParser:
         ask.long = ask.budget > self.short_limit
         self._fit(ask)
         if self.splits:
-            ask.whole = ask.whole or whole_because(ask, fields)
+            ask.whole = ask.whole or why_not_split(ask, fields)
             ask.least_output = "min_tokens" in fields
             if not ask.whole:
                 ask.field_names = _member_names(fields, ask.fields)

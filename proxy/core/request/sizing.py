@@ -54,7 +54,7 @@ class Sizer:
         """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is not None:
             found = tenant.learnt.get((model, route))
-            return found if found is not None else self.prior(model, route).common()
+            return found if found is not None else self.prior(model, route).median()
         prior = self._priors.get((model, route))
         return prior.base if prior is not None else self.prior(model, route).base
 
@@ -65,7 +65,7 @@ class Sizer:
         key, known = (ask.model, ask.route), tenant.learnt
         own = known.pop(key, None)
         if own is None:
-            own = prior.first()
+            own = prior.new_sizes()
             if len(known) >= MAX_RATES_PER_TENANT:
                 del known[next(iter(known))]
         known[key] = own
@@ -150,7 +150,7 @@ class Sizer:
         if prompt_tokens <= 0 or ask.pinned:  # usage includes earlier turns
             return
         if ask.media is not None:
-            own.media.see(ask.media, prompt_tokens)
+            own.media.learn(ask.media, prompt_tokens)
         elif ask.text_bytes:
             tools = ask.tool_bytes
             text, tokens = ask.text_bytes - tools, prompt_tokens - ask.extra_tokens

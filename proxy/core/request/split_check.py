@@ -17,7 +17,7 @@ SAMPLES = ("n", "best_of")
 CHAT, RESPONSES = "chat/completions", "responses"
 
 
-def whole_because(ask: RequestInfo, fields: dict[str, Any]) -> str:
+def why_not_split(ask: RequestInfo, fields: dict[str, Any]) -> str:
     """Return why a request can't be split, as a metric label; "" if it can."""
     if ask.route not in SPLITTABLE:
         return "route"

@@ -26,7 +26,7 @@ from math import inf
 from operator import attrgetter
 
 from proxy.core.fleet import slots
-from proxy.core.fleet.kv_usage import KV_FULL, shares
+from proxy.core.fleet.kv_usage import KV_FULL, shared_tokens
 from proxy.core.fleet.leases import CacheWait, Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import Score
@@ -74,7 +74,7 @@ class Adaptive(Rule):
                 w for w in candidates if w not in handed or handing.may_begin(w, view)
             ]
             return self.choose(view) if view.candidates else None
-        cached = worker.cached(held) if held else 0
+        cached = worker.cached_tokens(held) if held else 0
         if held and held[0][0] > cached and view.waits is not None:
             view.cache_wait = find_cache_wait(view, min(costs), worker)
             if view.cache_wait is not None:
@@ -127,7 +127,7 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
             cost += misfit_s(worker, view)
         if held:
             uncached.append(cost)
-            cost -= worker.cached_price * worker.cached(held)
+            cost -= worker.cached_price * worker.cached_tokens(held)
         costs.append(cost)
     return costs, uncached
 
@@ -138,7 +138,7 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
     At its end the other would still be in time. If it is late now, any wait in time counts.
     """
     ask, now = view.ask, view.now
-    latest = view.due - other.ttft_s(ask, now, other.cached(view.held))
+    latest = view.due - other.ttft_s(ask, now, other.cached_tokens(view.held))
     found: CacheWait | None = None
     if latest >= now:
         return cheapest_wait(view, other, cost_s, latest)
@@ -155,9 +155,9 @@ def cheapest_wait(
     found: CacheWait | None = None
     if waits is None:
         return None
-    elsewhere, least_s = other.cached(held), inf if latest is None else cost_s
+    elsewhere, least_s = other.cached_tokens(held), inf if latest is None else cost_s
     for worker in view.holders:
-        cached = worker.cached(held)
+        cached = worker.cached_tokens(held)
         if cached <= elsewhere or not may_await(worker, view):
             continue
         own_s = placement_costs([worker], view)[0][0]
@@ -179,7 +179,7 @@ def may_await(worker: Worker, view: View) -> bool:
         and worker in view.pool.members
         and not worker.barred
         and worker not in view.tried
-        and worker.surely_holds(view.ask)
+        and worker.surely_fits(view.ask)
         and not (view.pool.longs and is_reserve_kept(view) and reserved(worker, view))
     )
 
@@ -221,7 +221,7 @@ def score(worker: Worker, view: View) -> Score:
         have, known = handing.cached_tokens, handing.prefill.reports_prefixes
         return Score(worker.name, costs[0], wait, own, harm, have, known, prefill_by=by)
     total = costs[0]
-    cached = worker.cached(view.held)
+    cached = worker.cached_tokens(view.held)
     prefill = pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
     wait = worker.wait_s(now, for_long=ask.long)
     wait += kv_wait_s(worker, ask, ask.prompt_tokens + ask.expected_output * ask.samples)
@@ -256,7 +256,7 @@ def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
     held = worker.kv_held
     if held <= 0:
         return 0.0
-    over = held - room - shares(worker, ask)
+    over = held - room - shared_tokens(worker, ask)
     if over <= 0:
         return 0.0
     left_each = worker.decode_tokens / max(worker.decoding, 1)

@@ -18,7 +18,7 @@ def cached_tokens(
             matches, ask.prefix, ask.prefix_bytes, ask.bytes_before, ask.prompt_tokens
         )
     may_extend = session is not None and (not ask.pinned or ask.stored_tokens > 0)
-    if session is not None and may_extend and session.extends(ask.prefix):
+    if session is not None and may_extend and session.extends_nearly_all(ask.prefix):
         held = with_visits(held, session, roster, ask)
     return held
 
@@ -28,7 +28,7 @@ def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
     session = roster.sessions.get(ask.session) if ask.session else None
     if session is None or not session.visits:
         return None
-    return session if ask.pinned or session.goes_on(ask.prefix) else None
+    return session if ask.pinned or session.may_extend(ask.prefix) else None
 
 
 def with_visits(
@@ -46,7 +46,7 @@ def with_visits(
         if worker.reports_prefixes and not ask.stored_tokens:  # its journal knows
             visited &= ~worker.bit
         else:
-            tokens = visit.left(worker.kv_capacity, worker.written)
+            tokens = visit.cached_tokens(worker.kv_capacity, worker.written)
             left.append((min(tokens, ask.prompt_tokens), worker.bit))
     masks: dict[int, int] = {}
     for tokens, holders in held:

@@ -36,7 +36,7 @@ def find_candidates(
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
     if attempts.continues:
-        tried |= {worker for worker in pool.all if not attempts.allows(worker, now)}
+        tried |= {worker for worker in pool.all if not attempts.may_try(worker, now)}
     matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
     session = session_of(roster, ask)
     held = cached_tokens(roster, ask, matches, session)
@@ -50,7 +50,7 @@ def find_candidates(
         worker = roster.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
     else:
-        found = pool.open_to(ask, now, roster.ejections.resting, holders)
+        found = pool.available_workers(ask, now, roster.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if attempts.paused:
@@ -80,7 +80,7 @@ def keep_in_time(view: View) -> None:
     ask, now, held = view.ask, view.now, view.held
     left_s = ask.deadline - now
     view.candidates = [
-        w for w in view.candidates if w.ttft_s(ask, now, w.cached(held)) <= left_s
+        w for w in view.candidates if w.ttft_s(ask, now, w.cached_tokens(held)) <= left_s
     ] or view.candidates
 
 
@@ -107,7 +107,7 @@ def avoid_handovers(view: View, settings: FairnessSettings) -> None:
     prompt, held = view.ask.prompt_tokens, view.held
     view.handing = None
     view.candidates = [
-        w for w in view.candidates if not stops_decodes(w, prompt - w.cached(held), settings)
+        w for w in view.candidates if not stops_decodes(w, prompt - w.cached_tokens(held), settings)
     ]
 
 
@@ -131,20 +131,20 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
 
 def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
-    left = [w for w in pool.all if w.may_hold(ask) and attempts.allows(w, now)]
-    if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):
+    left = [w for w in pool.all if w.may_fit(ask) and attempts.may_try(w, now)]
+    if any(w.surely_fits(ask) and (not w.barred or w.breaker.busy) for w in left):
         return []  # full or busy: worth the wait
-    return [w for w in left if w.takes(now)]
+    return [w for w in left if w.accepts(now)]
 
 
 def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
-    return worker.up and worker.takes(now) and worker.may_hold(ask)
+    return worker.up and worker.accepts(now) and worker.may_fit(ask)
 
 
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
     """Return whether another worker would take a request."""
     return not ask.pinned and any(
-        attempts.allows(w, now) and w.may_hold(ask) and (not w.barred or w.takes(now))
+        attempts.may_try(w, now) and w.may_fit(ask) and (not w.barred or w.accepts(now))
         for w in roster.pool(ask.model).all
     )
 
@@ -155,10 +155,10 @@ def why_hopeless(
     """Return the refusal if waiting cannot help, else None."""
     if not ask.pinned and any(_can_serve(w, ask, attempts) for w in roster.pool(ask.model).all):
         return None
-    workers = [w for w in roster.of(ask.model) if w.role.serves_whole]
+    workers = [w for w in roster.workers_of(ask.model) if w.role.serves_whole]
     if ask.pinned:
         workers = [w for w in (roster.get(ask.pinned),) if w is not None]
-    holders = [w for w in workers if w.may_hold(ask)]
+    holders = [w for w in workers if w.may_fit(ask)]
     if workers and not holders:  # down and draining workers included
         return refusals.too_long(ask, max(w.limit for w in workers))
     if attempts.continues:  # its client can't send it again
@@ -179,7 +179,7 @@ def why_hopeless(
 
 def _can_serve(worker: Worker, ask: RequestInfo, attempts: Attempts) -> bool:
     well = not worker.barred or worker.breaker.busy
-    return well and attempts.may_try(worker) and worker.may_hold(ask)
+    return well and attempts.may_try(worker) and worker.may_fit(ask)
 
 
 def note(worker: Worker, ask: RequestInfo, now: float) -> str:
@@ -190,8 +190,8 @@ def note(worker: Worker, ask: RequestInfo, now: float) -> str:
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
         (not worker.lets_pass(now), "busy" if breaker.busy else "failed recently"),
-        (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),
-        (not worker.surely_holds(ask), f"may be too small: holds {worker.limit} tokens"),
+        (not worker.may_fit(ask), f"too small: holds {worker.limit} tokens"),
+        (not worker.surely_fits(ask), f"may be too small: holds {worker.limit} tokens"),
         (worker.full, "full"),
     )
     return next((text for holds, text in reasons if holds), "")

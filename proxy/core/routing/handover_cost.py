@@ -50,7 +50,7 @@ def whole_s(worker: Worker, view: View) -> float:
     cost = worker.flat_price + worker.prompt_price * ask.prompt_tokens
     cost += worker.output_price * ask.expected_output * ask.samples
     cost += worker.wait_s(now, for_long=ask.long)
-    return cost - worker.cached_price * worker.cached(held) if held else cost
+    return cost - worker.cached_price * worker.cached_tokens(held) if held else cost
 
 
 def may_queue(worker: Worker, ask: RequestInfo) -> bool:
@@ -73,29 +73,29 @@ def choose_prefill(
     """
     best: tuple[Worker, float, int] | None = None
     for worker in workers:
-        if not worker.takes(now) or worker in tried or not _may_prefill(worker, ask):
+        if not worker.accepts(now) or worker in tried or not _may_prefill(worker, ask):
             continue
-        if links.bars and links.is_barred(worker, None, now):
+        if links.has_failures and links.is_barred(worker, None, now):
             continue
-        cached = worker.cached(held)
+        cached = worker.cached_tokens(held)
         seconds = worker.ttft_s(ask, now, cached)
         if best is not None and (seconds, worker.served) >= (best[1], best[0].served):
             continue
-        if links.reaches(worker, decodes, now):
+        if links.can_reach(worker, decodes, now):
             best = worker, seconds, cached
     return best
 
 
 def may_still_decode(lease: Lease, now: float, within_s: float) -> bool:
     worker, halves = lease.worker, lease.decision.handover
-    if not is_well(lease):
+    if not is_healthy(lease):
         return False
     if halves is None or not halves.tokens or within_s == inf:
         return True
     return worker.wait_s(now, for_long=lease.ask.long) + halves.transfer_s <= within_s
 
 
-def is_well(lease: Lease) -> bool:
+def is_healthy(lease: Lease) -> bool:
     return lease.worker.up and (not lease.worker.barred or lease.trial)
 
 
@@ -111,11 +111,11 @@ def choose_other_decode(
         for worker in workers
         if worker.role is DECODE
         and worker is not lease.worker
-        and worker.takes(now)
-        and worker.may_hold(ask)
+        and worker.accepts(now)
+        and worker.may_fit(ask)
         and not slots.must_wait(worker, now)
         and fits(worker, ask, now)
-        and not links.is_shut(first.worker, worker, now)
+        and not links.is_unusable(first.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
     ]
     return min(found)[-1] if found else None
@@ -125,7 +125,7 @@ def _may_prefill(worker: Worker, ask: RequestInfo) -> bool:
     return ask.largest_prompt - ask.prompt_error < worker.limit
 
 
-def refine(decision: Decision, view: View) -> Decision | None:
+def consider_handover(decision: Decision, view: View) -> Decision | None:
     """Convert a decision to a hand-over if that is better.
 
     Return None to wait for room.
@@ -153,12 +153,12 @@ def verdict(decision: Decision, view: View) -> str:
     if worker.role is not DECODE:
         return HandoverVerdict.ELSEWHERE
     handing, links = view.handing, view.handing.links
-    if links.is_shut(handing.prefill, worker, view.now):
+    if links.is_unusable(handing.prefill, worker, view.now):
         transfer_s = handing.transfer_s(worker, view)
         if handing.worth(worker, view, whole_s(worker, view), transfer_s) is not None:
             return HandoverVerdict.PREFILL_BUSY
     return (
         HandoverVerdict.CACHED
-        if 2 * worker.cached(view.held) > ask.prompt_tokens
+        if 2 * worker.cached_tokens(view.held) > ask.prompt_tokens
         else HandoverVerdict.NOT_WORTH_IT
     )

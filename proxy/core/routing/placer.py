@@ -99,7 +99,7 @@ class Placer:
         lease = self.fleet.charge(ask, decision, now, attempts)
         if ask.session:
             decision.turn = candidate_rules.turn_of(view, worker)
-            lease.session = self.roster.sessions.open(ask.session, now)
+            lease.session = self.roster.sessions.get_or_create(ask.session, now)
         if ask.tenant is not None:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
@@ -205,7 +205,7 @@ class Placer:
             decision = self.rule.choose(view)
             if decision is None or view.handing is None:
                 return decision
-            refined = handover_cost.refine(decision, view)
+            refined = handover_cost.consider_handover(decision, view)
             if refined is not None:
                 return refined
             full = decision.worker  # another decode worker may have room
@@ -288,7 +288,7 @@ class Placer:
             candidate_rules.with_panic(
                 scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
             )
-            for w in self.roster.of(ask.model)
+            for w in self.roster.workers_of(ask.model)
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
@@ -313,7 +313,7 @@ class Placer:
         return replace(refusal, scores=scores)
 
     def _note(self, worker: Worker, view: View) -> str:
-        barred = self.links.note(worker, view.now)
+        barred = self.links.describe(worker, view.now)
         return (
             barred
             or candidate_rules.note(worker, view.ask, view.now)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from proxy.core.fleet import slots
 from proxy.core.fleet.kv_links import KvLinks
-from proxy.core.fleet.kv_usage import KV_FULL, more
+from proxy.core.fleet.kv_usage import KV_FULL, uncharged_tokens
 from proxy.core.fleet.leases import CacheWait, Decision, HandoverDecision
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import PREFILL_STALL_SHARE, PrefixHolders, Worker
@@ -66,10 +66,10 @@ class HandoverOffer:
 
     def tokens(self, worker: Worker, view: View) -> int:
         prompt, held = view.ask.prompt_tokens, view.held
-        return max(prompt - worker.cached(held), 1) if held else prompt or 1
+        return max(prompt - worker.cached_tokens(held), 1) if held else prompt or 1
 
     def transfer_s(self, worker: Worker, view: View) -> float:
-        time = self.transfers.of(self.prefill.name, worker.name)
+        time = self.transfers.estimate_for(self.prefill.name, worker.name)
         return time.seconds(self.tokens(worker, view))
 
     def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
@@ -122,7 +122,7 @@ class HandoverOffer:
     def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
         """Return whether a transfer should succeed in time."""
         now = view.now
-        if self.links.is_shut(self.prefill, worker, now):
+        if self.links.is_unusable(self.prefill, worker, now):
             return False
         if worker.prefill_tokens or worker.foreign_tokens:
             transfer_s += worker.wait_s(now, for_long=view.ask.long)
@@ -143,7 +143,7 @@ class HandoverOffer:
         )
         ttft_s = self.prefill_s + self.wait_s(worker, view) + transfer_s
         ttft_s += worker.pace.step_s(worker.decoding)
-        cached = worker.cached(view.held)
+        cached = worker.cached_tokens(view.held)
         return Decision(worker, HANDOVER, ttft_s, (), cached, handover)
 
 
@@ -173,7 +173,7 @@ def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
     if not capacity or not worker.requests or not (held := worker.kv_held):
         return True
     need = ask.prompt_tokens + ask.expected_output * ask.samples
-    return held + more(worker, now) + need <= KV_FULL * capacity
+    return held + uncharged_tokens(worker, now) + need <= KV_FULL * capacity
 
 
 def reason_for(worker: Worker, view: View) -> Reason:
@@ -210,7 +210,7 @@ def own_pool_is_left(view: View) -> bool:
 
 def _untried_of_own_pool(view: View) -> Iterator[Worker]:
     ask, pool = view.ask, view.pool
-    fitting = {group.limit for group in pool.holding(ask)}
+    fitting = {group.limit for group in pool.groups_for(ask)}
     for worker in pool.for_longs if ask.long else pool.for_shorts:
         if worker.limit in fitting and worker not in view.tried:
             yield worker

@@ -233,7 +233,7 @@ class TenantUsage:
             others.publish(self.running)
         return exceeded
 
-    def spent(self, now: float) -> LimitExceeded | None:
+    def spent_limit(self, now: float) -> LimitExceeded | None:
         """Return the limit that refuses every request now."""
         if self.remote is not None and not (self.is_limited and self.remote.is_fresh):
             return None

@@ -99,7 +99,7 @@ class SharedLoad:
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
         self._fleet.health.reserve(worker, self.table.reserved(row))
-        self.changed(worker)
+        self.publish_soon(worker)
 
     def row(self, worker: Worker) -> int | None:
         return self._rows.get(worker)
@@ -122,7 +122,7 @@ class SharedLoad:
         """Return True if no process has charges in a row."""
         return not self.sheet.has(row) and not any(peer.sheet.has(row) for peer in self.peers)
 
-    def changed(self, worker: Worker) -> None:
+    def publish_soon(self, worker: Worker) -> None:
         """Write a worker at the end of this turn; write an additional request at once."""
         if self._reading:
             return
@@ -192,9 +192,9 @@ class SharedLoad:
         """Write generated tokens; no decision depends on them at once."""
         for worker in self._rows:
             if worker.requests != worker.elsewhere.requests:
-                self.changed(worker)
+                self.publish_soon(worker)
 
-    def look(self, now: float) -> None:
+    def take_in_charges(self, now: float) -> None:
         """Read the other processes' changes since the last look."""
         if now < self._next:
             return
@@ -267,7 +267,7 @@ class SharedLoad:
                 due_at = other_due_at
         if load != worker.elsewhere:
             self.changes += 1
-            self._fleet.health.charged_elsewhere(worker, WorkerLoad._make(load), due_at, now)
+            self._fleet.health.apply_remote_load(worker, WorkerLoad._make(load), due_at, now)
         elif due_at > worker.due_at:
             worker.due_at = due_at
 

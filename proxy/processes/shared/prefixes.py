@@ -82,14 +82,14 @@ class SharedPrefixes:
     def _take_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
         _, key, tokens, depth, mark, tail_depth, tail_mark, sole, known_as = entry
         sessions = self._fleet.roster.sessions
-        session = sessions.open(known_as, now)
+        session = sessions.get_or_create(known_as, now)
         sessions.rename(session, key)
         session.known_as = key
         if sole:
             session.visits, session.visited = [], 0
         session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)
         visit = Visit(worker.index, worker.up_since, tokens, worker.written)
-        session.visit(visit, estimated=not worker.reports_prefixes)
+        session.add_visit(visit, estimated=not worker.reports_prefixes)
 
     def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""

@@ -56,13 +56,13 @@ class SharedQueues:
         self._moved = False
         self._hold_s = HOLD_S
 
-    def moved(self) -> None:
+    def report_change(self) -> None:
         """Write the queue's state at the end of this turn."""
         self._moved = True
         self.came.set()
         self._sharing.schedule(urgent=True)
 
-    def before(self, place: Place, rank: int) -> bool:
+    def has_higher_class(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""
         if not self.waits:
             return False
@@ -95,7 +95,7 @@ class SharedQueues:
                 found[rank] = min(found.get(rank, front.oldest), front.oldest)
         return found
 
-    def last(self, model: str) -> LastDispatch:
+    def last_dispatch(self, model: str) -> LastDispatch:
         at = place_of((model, ""))
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
@@ -124,7 +124,7 @@ class SharedQueues:
         return True
 
     def _higher(self, model: str) -> bool:
-        return any(self.before((model, size), BATCH) for size in SIZES)
+        return any(self.has_higher_class((model, size), BATCH) for size in SIZES)
 
     def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, QueueFront]]:
         at = place_of(place)

@@ -37,7 +37,7 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
         return None
     head.authorization = b""
     if any(name in head.special for name in ROUTER_HEADERS):
-        head.keep_back(ROUTER_HEADERS)
+        head.withhold(ROUTER_HEADERS)
     if head.path in KEYLESS_PATHS:
         return None
     key = presented_key(head)
@@ -47,7 +47,7 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
     if tenant is None:
         return refusals.bad_key()
     if b"x-explain" in head.special:  # it shows the load of workers
-        head.explain = tenant.spec.explain and head.asks_why()
+        head.explain = tenant.spec.explain and head.wants_explanation()
     return None
 
 

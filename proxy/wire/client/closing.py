@@ -20,7 +20,7 @@ class Closing:
     def begin(self, close_by: float) -> None:
         self._close_by = close_by
 
-    def still_delivers(self, now: float, transport: asyncio.Transport) -> bool:
+    def has_undelivered(self, now: float, transport: asyncio.Transport) -> bool:
         """Return True if there may be undelivered bytes.
 
         A TLS client may never confirm the close. Two checks are needed: the event loop may write in

@@ -101,17 +101,17 @@ class ClientConnection(asyncio.Protocol):
         except RefusedError as error:
             self._final_refusal = error.refusal
         if self._exchange is None:
-            self._arrival.got(len(data))
+            self._arrival.record_bytes(len(data))
             self._take_turns(self._wire.clock())
             return
         self._ahead += len(data)
         if self._ahead > MAX_AHEAD_BYTES or len(self._reader.ready) > MAX_AHEAD_REQUESTS:
-            self._read_no_more()
+            self._pause_reading()
 
     def eof_received(self) -> None:
         """Treat the client as gone."""
         leaves = self._leaving  # its deadline is already set
-        self._gone()
+        self._end_after_loss()
         if not leaves:
             self._limit_closing(self._wire.clock())
 
@@ -119,7 +119,7 @@ class ClientConnection(asyncio.Protocol):
         """Stop all work for the client."""
         self._wire.client_left(self)
         self._wire.reading_resumed(self)
-        self._gone()
+        self._end_after_loss()
 
     def pause_writing(self) -> None:
         """Stop reading from both sides, to bound the buffers."""
@@ -130,7 +130,7 @@ class ClientConnection(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.pause()
         else:
-            self._read_no_more()
+            self._pause_reading()
 
     def resume_writing(self) -> None:
         """Resume the exchange or serve the next request."""
@@ -151,7 +151,7 @@ class ClientConnection(asyncio.Protocol):
         elif self.writable:
             self._rest(now)
         else:
-            self._read_no_more()
+            self._pause_reading()
 
     def break_off(self) -> None:
         self._leaving = True
@@ -174,20 +174,20 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._refuse_and_close(now, refusals.draining())
 
-    def part_if_idle(self, now: float) -> None:
+    def close_if_idle(self, now: float) -> None:
         if self._exchange is not None or self._leaving or not self.writable:
             return
-        if self._reader.state is ParserState.NOTHING and not polls(self._transport, select.POLLIN):
+        if self._reader.state is ParserState.NOTHING and not has_events(self._transport, select.POLLIN):
             self.leave(now)
 
     def abort(self) -> None:
         self._transport.abort()
 
     def expire(self, now: float) -> None:
-        if self._closing.still_delivers(now, self._transport):
+        if self._closing.has_undelivered(now, self._transport):
             self.deadline = now + self._wire.settings.linger_s
         elif self._leaving or self._exchange is not None or not self.writable:
-            self._gone()
+            self._end_after_loss()
             self._transport.abort()
         elif self._reader.state is ParserState.NOTHING:
             self.leave(now)
@@ -202,8 +202,8 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = now  # check at the next sweep
 
     def close_if_gone(self) -> None:
-        if polls(self._transport, CLOSED_EVENTS):
-            self._gone()
+        if has_events(self._transport, CLOSED_EVENTS):
+            self._end_after_loss()
             self._transport.abort()
 
     def _take_turns(self, now: float) -> None:
@@ -214,16 +214,16 @@ class ClientConnection(asyncio.Protocol):
         while ready and not self._answers() and self.writable and not self._leaving:
             request = ready.popleft()
             if self._reading_paused:
-                self._reader.waits_no_more(request)
+                self._reader.request_taken(request)
             self._answer(now, request)
             if ready and not self._answers():
                 self._wire.outbox.flush()  # updates `writable`
         self._taking = False
         if self._exchange is not None or self._leaving:
             if len(ready) > MAX_AHEAD_REQUESTS:
-                self._read_no_more()
+                self._pause_reading()
         elif not self.writable:
-            self._read_no_more()
+            self._pause_reading()
         elif self._final_refusal is not None:
             self._refuse_and_close(now, self._final_refusal)
         else:
@@ -235,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._waits_for = ParserState.NOTHING  # restarts its deadline
-        came_at = self._arrival.ended(now)
+        came_at = self._arrival.finish(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
@@ -260,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
             self.write(answer)
         self.done(now, keep_alive=keep_alive)
 
-    def _read_no_more(self) -> None:
+    def _pause_reading(self) -> None:
         self._waits_for = ParserState.NOTHING  # restarts its deadline
         if not self._reading_paused:
             self._reading_paused = True
@@ -272,7 +272,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reader.drop()
                 self._final_refusal = error.refusal
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if self._reading_paused:
             self._reading_paused = False
             self._wire.reading_resumed(self)
@@ -281,7 +281,7 @@ class ClientConnection(asyncio.Protocol):
     def _rest(self, now: float) -> None:
         """Wait for a request unless the router drains."""
         if self._wire.draining:
-            self.part_if_idle(now)
+            self.close_if_idle(now)
         if not self._leaving:
             self._listen(now)
 
@@ -289,7 +289,7 @@ class ClientConnection(asyncio.Protocol):
         """Read again, with the parser state's deadline."""
         reader, settings = self._reader, self._wire.settings
         if self._reading_paused:
-            self._read_on()
+            self._resume_reading()
         self._ahead = 0
         if reader.state is ParserState.HEAD:
             if self._waits_for is not ParserState.HEAD:
@@ -315,22 +315,22 @@ class ClientConnection(asyncio.Protocol):
         answer = refuse(refusal, None, keep_alive=False, request_id=request_id, path=path)
         self._wire.refused(refusal, answer)
         self._reader.drop()
-        self._read_on()
+        self._resume_reading()
         self.write(answer)
         self.deadline = now + self._wire.settings.linger_s
         self._wire.outbox.flush()
         if self._transport.can_write_eof():
             self._transport.write_eof()
 
-    def _gone(self) -> None:
+    def _end_after_loss(self) -> None:
         self._leaving = True
         self._reader.drop()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.gone(self._wire.clock())
+            exchange.client_left(self._wire.clock())
 
 
-def polls(transport: asyncio.Transport, events: int) -> bool:
+def has_events(transport: asyncio.Transport, events: int) -> bool:
     """Return True if a socket has one of these events."""
     if (raw := socket_of(transport)) is None:
         return False

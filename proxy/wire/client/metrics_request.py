@@ -60,12 +60,12 @@ class MetricsRequest:
     def resume(self, now: float) -> None:
         """Do nothing."""
 
-    def gone(self, now: float) -> None:  # noqa: ARG002
+    def client_left(self, now: float) -> None:  # noqa: ARG002
         if self._found is not None:
             self._found.cancel()
         self._wire.visit_over(self)
 
-    def cut(self, now: float) -> None:
+    def end_for_shutdown(self, now: float) -> None:
         """End the request because the router stops."""
-        self.gone(now)
+        self.client_left(now)
         self._client.break_off()

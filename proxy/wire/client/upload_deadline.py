@@ -22,13 +22,13 @@ class UploadDeadline:
         self._body_at = inf  # first byte of the body
         self._body_bytes = 0  # received since then
 
-    def got(self, size: int) -> None:
+    def record_bytes(self, size: int) -> None:
         self._body_bytes += size
 
     def reset(self) -> None:
         self._came_at = self._body_at = inf
 
-    def ended(self, now: float) -> float:
+    def finish(self, now: float) -> float:
         """Return when the request arrived, and reset."""
         came_at = min(self._came_at, now)
         self.reset()

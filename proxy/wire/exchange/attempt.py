@@ -15,11 +15,11 @@ from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
     is_silent,
-    leaves_failed,
+    continue_after_failure,
     move_stream,
     recover,
     rest_of,
-    take_up,
+    expect_rest,
 )
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
@@ -113,7 +113,7 @@ class Attempt:
             return
         owner.enter(SENT)
         self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
-        pool = wire.pools.of(lease.worker)
+        pool = wire.pools.pool_for(lease.worker)
         pool.send(now, self, to_worker(request, pool, timed_body(owner, now), request.id))
 
     def prefilled(self, now: float, answer: bytes) -> None:
@@ -128,16 +128,16 @@ class Attempt:
             refusal = owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT)
             if refusal is not None:
                 owner.refuse(now, refusal)
-        self._wire.settle(now)
+        self._wire.dispatch_queued(now)
 
     # From the worker
 
-    def begun(self, now: float, head: ResponseHead) -> None:
+    def response_begun(self, now: float, head: ResponseHead) -> None:
         """Start the response or a retry."""
         owner, status = self._owner, head.status
         self._head = self._error_body = None
         if status == OK and head.length is None and owner.begun is not None:
-            self.response = take_up(owner, owner.begun)
+            self.response = expect_rest(owner, owner.begun)
             if not owner.client.writable:
                 self.pause()
             return
@@ -196,15 +196,15 @@ class Attempt:
                 return
             body = rest
         if ended:
-            if owner.rest is not None or response.is_cut(owner.route.name, body):
-                self.lost(now, WorkerError.RESET)
+            if owner.rest is not None or response.is_truncated(owner.route.name, body):
+                self.connection_failed(now, WorkerError.RESET)
                 return
             self.connection = None
-        if leaves_failed(owner, self.lease, now, response, body):
+        if continue_after_failure(owner, self.lease, now, response, body):
             return
         handover = self.handover
         if handover is not None and handover.waits and response.status == OK:
-            first = handover.first_of(body, ended, self.connection)
+            first = handover.first_pieces(body, ended, self.connection)
             if first is None or (says_failed(first) and self._retry_failed_transfer(now)):
                 return
             body = first
@@ -291,23 +291,23 @@ class Attempt:
         lease, handover, owner, begun = self.lease, self.handover, self._owner, self.has_begun
         if lease is None or owner.last_refusal or (begun and not is_silent(owner, now)):
             return
-        if lease.under_way.worker not in workers:
+        if lease.running_leg.worker not in workers:
             return
         if begun:
             recover(owner, lease)
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection
-        if connection is not None and self._wire.router.may_go_over(lease, now, continues=begun):
+        if connection is not None and self._wire.router.may_retry(lease, now, continues=begun):
             connection.fail(now, WorkerError.TIMEOUT)
 
-    def lost(self, now: float, error: WorkerError) -> None:
+    def connection_failed(self, now: float, error: WorkerError) -> None:
         """Retry, or break off a response that has begun."""
         owner, wire = self._owner, self._wire
         connection, self.connection = self.connection, None
         if error is WorkerError.OURS:
             # No worker failed: this machine lacks resources.
-            wire.short_of_room(now)
+            wire.count_local_failure(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
         silent = not (self.handover or self._head or self.response)
@@ -334,12 +334,12 @@ class Attempt:
     def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
         self.stop(now, outcome)
         self._owner.refuse(now, refusal)
-        self._wire.settle(now)
+        self._wire.dispatch_queued(now)
 
     def end_complete_stream(self, now: float) -> bool:
         """End a stream if the client has its last event. Return whether it was ended."""
         response = self.response
-        if response is None or not response.is_whole:
+        if response is None or not response.is_complete:
             return False
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -360,7 +360,7 @@ class Attempt:
         wire = self._wire
         connection, self.connection = self.connection, None
         if self.handover is not None:
-            self.handover.left(now, connection)
+            self.handover.stop(now, connection)
             if outcome is Outcome.CLIENT_GONE and self.lease is not None:
                 wire.metrics.handover_left(self.lease)
         elif connection is not None:

@@ -82,12 +82,12 @@ def find_tokens(
         return Obstacle(OTHER_OUTPUT, other)
     if owner.begun is None and (field := why_not_continued(request.body)):
         return Obstacle(FIELD, field)
-    if response.is_torn:
+    if response.ends_inside_event:
         return Obstacle(TORN)
     tokens_of = owner.wire.router.fleet.roster.stream_tokens
     if tokens_of is None or sent.has_ended:
         return Obstacle(NO_TOKENS)
-    if request.head.id and owner.wire.has_twin(request):  # two streams of one name in a journal
+    if request.head.id and owner.wire.has_same_id(request):  # two streams of one name in a journal
         return Obstacle(NO_TOKENS)
     tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
     return Obstacle(NO_TOKENS) if tokens is None else tokens
@@ -127,7 +127,7 @@ def continued(attempts: Attempts) -> Attempts:
     return replace(attempts, whole="continued", continues=True)
 
 
-def has_gone_on(attempts: Attempts) -> Attempts:
+def reset_tried_workers(attempts: Attempts) -> Attempts:
     """Return the attempts of a stream that has new tokens; its first workers may run again."""
     return replace(
         attempts, tried=NO_WORKERS, paused=NO_WORKERS, earlier_failures=attempts.failures
@@ -166,7 +166,7 @@ def move_stream(
     return False
 
 
-def leaves_failed(
+def continue_after_failure(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
 ) -> bool:
     """Continue on another worker if this one reports a failure, as after a 500."""
@@ -174,7 +174,7 @@ def leaves_failed(
     if sent is None or lease is None or FAILED.search(response.partial_event + body) is None:
         return False
     router = owner.wire.router
-    if sent.is_empty and not router.may_go_over(lease, now, continues=True):
+    if sent.is_empty and not router.may_retry(lease, now, continues=True):
         not_continued(owner, now, Obstacle(NO_WORKER), lease.worker.name)
         return False  # the request may be at fault: its client gets to know at once
     return move_stream(owner, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
@@ -185,7 +185,7 @@ def is_silent(owner: AttemptOwner, now: float) -> bool:
     return owner.sent_text is not None and now - owner.record.last_token_at >= SILENT_S
 
 
-def take_up(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
+def expect_rest(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
     """Expect the other worker's text from its beginning."""
     owner.rest = None if owner.sent_text is None else owner.sent_text.rest()
     return begun
@@ -213,7 +213,7 @@ def rest_of(
         owner.wire.metrics.continued(failed)
         owner.enter(ANSWERING)
         if lease is not None:
-            lease.attempts = has_gone_on(lease.attempts)
+            lease.attempts = reset_tried_workers(lease.attempts)
             owner.record.left_workers += (failed,)
             owner.wire.continuations.continued(now, owner.record, failed, lease.worker.name)
             owner.wire.router.leases.first_token(lease, now)

@@ -89,7 +89,7 @@ class Exchange(AttemptOwner):
         if (refusal := self._collect(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
-            self._reader = wire.large_bodies.add(request.body, self._read, self.cut)
+            self._reader = wire.large_bodies.add(request.body, self._read, self.end_for_shutdown)
         else:
             self._read(now, request.body)
 
@@ -116,7 +116,7 @@ class Exchange(AttemptOwner):
             self._admit(now, self.ask)
         except Exception:  # others wait for the same answer
             logger.exception("cannot place a request: %r", self)
-            self.cut(now)
+            self.end_for_shutdown(now)
 
     def _admit(self, now: float, ask: RequestInfo) -> None:
         wire, request = self.wire, self.request
@@ -129,12 +129,12 @@ class Exchange(AttemptOwner):
             return
         self.enter(COUNTING)
         self._count = wire.count(now, self._counted)
-        pool = wire.pools.of(counter)
+        pool = wire.pools.pool_for(counter)
         self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
 
     def _collect(self, now: float) -> Refusal | None:
         wire, tenant = self.wire, self.request.head.tenant
-        if tenant is not None and (spent := wire.router.spent(tenant, now)) is not None:
+        if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
             return spent
         collecting, size = wire.collecting, len(self.request.body)
         self._account = collecting.account(tenant)
@@ -200,7 +200,7 @@ class Exchange(AttemptOwner):
         lease = None if attempt is None else attempt.lease
         if attempt is None or lease is None:
             return self.last_refusal
-        failed = lease.under_way
+        failed = lease.running_leg
         worker = failed.worker
         self.suspect = None
         if (handover := attempt.handover) is not None:
@@ -232,7 +232,7 @@ class Exchange(AttemptOwner):
                 self._wait(placed)
             else:
                 self.placed(now, placed)
-        wire.settle(now)
+        wire.dispatch_queued(now)
         return placed if isinstance(placed, Refusal) else None
 
     # Off a worker that is drained
@@ -240,7 +240,7 @@ class Exchange(AttemptOwner):
     def uses(self, worker: Worker) -> bool:
         """Return whether the worker has a part of the request."""
         lease = None if self._attempt is None else self._attempt.lease
-        return lease is not None and worker in (lease.worker, lease.under_way.worker)
+        return lease is not None and worker in (lease.worker, lease.running_leg.worker)
 
     def move(self, now: float) -> str:
         """Go to another worker if one has room; return why not, or nothing."""
@@ -282,13 +282,13 @@ class Exchange(AttemptOwner):
 
     # The end
 
-    def gone(self, now: float) -> None:
+    def client_left(self, now: float) -> None:
         """Stop: the client has left."""
         self._stop(now)
         self.close(now, CLIENT_GONE)
-        self.wire.settle(now)
+        self.wire.dispatch_queued(now)
 
-    def cut(self, now: float) -> None:
+    def end_for_shutdown(self, now: float) -> None:
         """End: the router stops."""
         attempt = self._attempt
         if attempt is not None and attempt.end_complete_stream(now):
@@ -310,7 +310,7 @@ class Exchange(AttemptOwner):
         response = None if attempt is None else attempt.response
         if response is None or not response.has_begun:
             self.refuse(now, refusal)
-            self.wire.settle(now)
+            self.wire.dispatch_queued(now)
         else:
             status, reason = refusal.status, refusal.reason
             break_off(self, now, response, refusal.message, "time_limit", status, reason)
@@ -330,7 +330,7 @@ class Exchange(AttemptOwner):
                 wire.router.leave(self.ask, now)
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
-            wire.unqueue(ticket)
+            wire.forget_ticket(ticket)
             wire.router.withdraw(ticket, now)
         if self._attempt is not None:
             self._attempt.stop(now, Outcome.CLIENT_GONE)

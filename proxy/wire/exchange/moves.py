@@ -43,7 +43,7 @@ MOVE_S = 3.0  # less than a process has for an answer
 
 def move(owner: AttemptOwner, now: float, lease: Lease, response: ResponseWriter | None) -> str:
     """Send a request to another worker if one has room; return why not, or nothing."""
-    if owner.last_refusal is not None or (response is not None and response.is_whole):
+    if owner.last_refusal is not None or (response is not None and response.is_complete):
         return ENDS
     if lease.ask.pinned:
         return PINNED

@@ -48,7 +48,7 @@ def first_bytes(
     if lease is None or response.status != OK:
         return
     if owner.suspect is not None:
-        owner.suspect.blame(now)
+        owner.suspect.record_failure(now)
     if not lease.ask.generates:
         router.leases.first_token(lease, now)
     elif lease.ask.tenant is not None:
@@ -81,7 +81,7 @@ def fast_path(
         owner.record,
         stream,
         owner.client.write,
-        recounts=response.recounts,
+        recounts=response.changes_usage,
         failures=() if owner.sent_text is None else owner.sent_text.failures,
     )
 
@@ -118,7 +118,7 @@ def pass_whole(
     client.write(data)  # last: after an error above, the retry's response must be the only one
     owner.close(now, OK)
     client.done(now, keep_alive=True)
-    wire.settle(now)
+    wire.dispatch_queued(now)
 
 
 def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter) -> None:
@@ -134,7 +134,7 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
         wire.router.leases.finish(lease, now, outcome, usage)
     owner.close(now, status)
     owner.client.done(now, keep_alive=response.keep_alive)
-    wire.settle(now)
+    wire.dispatch_queued(now)
 
 
 def end_stream(
@@ -159,7 +159,7 @@ def break_off(
 
     After an error event and the end of the framing, the connection can be reused.
     """
-    last_words = response.last_words(message, code)
+    last_words = response.final_error_event(message, code)
     owner.record.sent_bytes += len(last_words or b"")
     owner.close(now, status, reason)
     if last_words is None:
@@ -167,4 +167,4 @@ def break_off(
     else:
         owner.client.write(last_words)
         owner.client.done(now, keep_alive=response.keep_alive)
-    owner.wire.settle(now)
+    owner.wire.dispatch_queued(now)

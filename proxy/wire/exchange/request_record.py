@@ -99,7 +99,7 @@ class RequestRecord:
             head = request.head
             request.trace = metrics.begin_trace(traceparent := head.special.get(TRACE))
             if traceparent is not None:
-                head.keep_back((TRACE,))
+                head.withhold((TRACE,))
         if metrics.keeps_prompts:
             self.prompt = request.body
 

@@ -121,12 +121,12 @@ class ResponseWriter:
         self._tail = body[-TAIL:]
         return body
 
-    def is_cut(self, route: str, body: bytes) -> bool:
+    def is_truncated(self, route: str, body: bytes) -> bool:
         """Return True if an unframed stream ends before `[DONE]`; `body` is its last piece."""
         stream = self._stream
         if stream is None or not self._until_close or route not in ENDS_WITH_DONE:
             return False
-        return not stream.says_done(body)
+        return not stream.has_done(body)
 
     @property
     def flowing(self) -> EventStream | None:
@@ -140,7 +140,7 @@ class ResponseWriter:
         return stream.collect_text() if stream is not None and self._chunked else None
 
     @property
-    def is_torn(self) -> bool:
+    def ends_inside_event(self) -> bool:
         """True if half an event was sent."""
         return self._stream is None or self._stream.torn
 
@@ -155,21 +155,21 @@ class ResponseWriter:
             self._stream.drop_partial_event()
 
     @property
-    def recounts(self) -> bool:
+    def changes_usage(self) -> bool:
         """True if the usage changes."""
         return self._cached is not None or self._hides
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the client has the last event of a stream."""
-        return self._stream is not None and self._stream.is_whole
+        return self._stream is not None and self._stream.is_complete
 
     @property
     def end(self) -> bytes:
         """The framing that ends the body."""
         return LAST_CHUNK if self._chunked else b""
 
-    def last_words(self, message: str, code: str) -> bytes | None:
+    def final_error_event(self, message: str, code: str) -> bytes | None:
         """Return an error event that ends a failed stream; None if not possible."""
         stream = self._stream
         if stream is None or stream.torn:

@@ -62,7 +62,7 @@ def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> Re
             batch=head.batch, deadline=deadline,
         )  # fmt: skip
     if isinstance(ask, Refusal):
-        router.was_read(head.tenant, now)
+        router.charge_refused_read(head.tenant, now)
     return ask
 
 

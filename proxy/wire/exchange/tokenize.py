@@ -45,7 +45,7 @@ class TokenizeRequest:
         self.drop()
         self._done(now, None)
 
-    def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
+    def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         self._status = head.status
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
@@ -60,7 +60,7 @@ class TokenizeRequest:
         """Allow no extra time."""
         return 0.0
 
-    def lost(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
+    def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """Continue without a count."""
         self.connection = None
         self._done(now, None)

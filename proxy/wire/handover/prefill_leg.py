@@ -26,13 +26,13 @@ class PrefillOwner(Protocol):
     def prefilled(self, now: float, answer: bytes) -> None:
         """Handle the complete response."""
 
-    def begun(self, now: float, head: ResponseHead) -> None:
+    def response_begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head of an error."""
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of an error."""
 
-    def lost(self, now: float, error: WorkerError) -> None:
+    def connection_failed(self, now: float, error: WorkerError) -> None:
         """Handle a failure of the leg."""
 
 
@@ -66,7 +66,7 @@ class PrefillLeg:
     def leave_to(self, owner: PrefillOwner) -> None:
         self._owner = owner
 
-    def begun(self, now: float, head: ResponseHead) -> None:
+    def response_begun(self, now: float, head: ResponseHead) -> None:
         """Keep a successful response; pass on an error."""
         if head.status == OK:
             self._size = 0
@@ -75,7 +75,7 @@ class PrefillLeg:
             return
         self._passes = True
         self._owner.connection = self.connection
-        self._owner.begun(now, head)
+        self._owner.response_begun(now, head)
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         if self._passes:
@@ -88,7 +88,7 @@ class PrefillLeg:
             self._owner.prefilled(now, b"".join(self._pieces))
         elif self._size > MAX_RESPONSE_BYTES and self.connection is not None:
             self.connection.drop()
-            self.lost(now, WorkerError.BROKEN)
+            self.connection_failed(now, WorkerError.BROKEN)
         else:
             self._limit_rest()
 
@@ -100,9 +100,9 @@ class PrefillLeg:
     def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
-    def lost(self, now: float, error: WorkerError) -> None:
+    def connection_failed(self, now: float, error: WorkerError) -> None:
         self.connection = None
-        self._owner.lost(now, error)
+        self._owner.connection_failed(now, error)
 
     def drop(self) -> None:
         """Cancel the prefill."""

@@ -49,14 +49,14 @@ class BlockRelease:
         self._tried.append(decode)
         self._status = 0
         self.deadline = now + RELEASE_TIMEOUT_S
-        pool = wire.pools.of(decode)
+        pool = wire.pools.pool_for(decode)
         authorization = pool.authorization or self._authorization
         start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
         wire.release_began(self)
         pool.send(now, self, (start + framing + body,))
 
-    def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
+    def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         self._status = head.status
 
     def received(self, now: float, body: bytes, ended: bool) -> None:  # noqa: ARG002
@@ -72,7 +72,7 @@ class BlockRelease:
     def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
         return 0.0
 
-    def lost(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
+    def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         self.connection = None
         self.send_elsewhere(now, self._tried[-1])
 
@@ -124,7 +124,7 @@ class AbandonedPrefill:
         release_blocks(self._wire, now, self._decode, taken, self._authorization)
         self._wire.release_over(self)
 
-    def begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
+    def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         """End: a refused prefill holds no blocks."""
         self._leg.drop()
         self._wire.release_over(self)
@@ -132,7 +132,7 @@ class AbandonedPrefill:
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Ignore the body."""
 
-    def lost(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
+    def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
             self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
@@ -150,7 +150,7 @@ class AbandonedPrefill:
 def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
     return [
         worker
-        for worker in wire.router.fleet.roster.of(decode.model)
+        for worker in wire.router.fleet.roster.workers_of(decode.model)
         if worker.role is Role.DECODE and worker is not decode and worker.up and not worker.barred
     ]
 

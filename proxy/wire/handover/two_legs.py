@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core.fleet.kv_links import BARRED_S
 from proxy.core.model.types import Outcome
-from proxy.core.routing.handover_cost import is_well
+from proxy.core.routing.handover_cost import is_healthy
 from proxy.metrics.handovers import ANY
 from proxy.transfer.legs import IDS, decode_body, prefill_body
 from proxy.transfer.types import Pair, PrefillResult, usage_of
@@ -77,7 +77,7 @@ class TwoLegExchange:
         number = wire.new_id().decode()
         if lease.ask.route in IDS:  # stored under this id: make it hard to guess
             number += os.urandom(8).hex()
-        self._pair = Pair(wire.pools.of(first).side, wire.pools.of(lease.worker).side, number)
+        self._pair = Pair(wire.pools.pool_for(first).side, wire.pools.pool_for(lease.worker).side, number)
         self._leg: PrefillLeg | None = None
         self._taken: PrefillResult | None = None  # until fetched
         self._early = b""  # opening events
@@ -91,7 +91,7 @@ class TwoLegExchange:
 
     def prefill(self, now: float, exchange: PrefillOwner, body: bytes) -> None:
         wire, lease, request = self._wire, self._lease, self._request
-        pool = wire.pools.of(self._first)
+        pool = wire.pools.pool_for(self._first)
         body = prefill_body(self._connector, self._pair, lease.ask, body)
         settings = wire.settings
         within_s = prefill_timeout_s(lease, settings.prefill_s, settings.first_byte_s)
@@ -113,15 +113,15 @@ class TwoLegExchange:
         wire.metrics.handovers.prefilled(lease, now, bare=bare)
         wire.router.leases.prefilled(lease, now, usage_of(fields) if learns else None)
         if bare:
-            self._strike(now, None)
+            self._count_link_failure(now, None)
         else:
-            wire.router.placer.links.worked(self._first, None)
+            wire.router.placer.links.record_success(self._first, None)
         # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
         if not wire.router.leases.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
             return False
-        pool = wire.pools.of(lease.worker)
+        pool = wire.pools.pool_for(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
         late_s = decode_timeout_s(lease, connector.within_s if holds else inf) - spent_s
         exchange.timeout_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
@@ -169,7 +169,7 @@ class TwoLegExchange:
         """The cached tokens for the client's usage."""
         return None if self._taken is None else self._taken.cached_tokens
 
-    def first_of(
+    def first_pieces(
         self, body: bytes, ended: bool, connection: WorkerConnection | None
     ) -> bytes | None:
         """Return the first pieces of a response; None until they show a transfer's result."""
@@ -187,7 +187,7 @@ class TwoLegExchange:
 
     def fetched(self) -> None:
         if self._taken is not None:
-            self._wire.router.placer.links.worked(self._first, self._lease.worker)
+            self._wire.router.placer.links.record_success(self._first, self._lease.worker)
             self._taken = None
 
     # Failures
@@ -215,8 +215,8 @@ class TwoLegExchange:
             self._wire.metrics.handover_failed(lease, was_asked=was_sent)
         if self._taken is None:
             self.is_suspect = bool(self._refused)
-            return lease.under_way.worker, outcome
-        healthy = error is WorkerError.STATUS if was_sent else is_well(lease)
+            return lease.running_leg.worker, outcome
+        healthy = error is WorkerError.STATUS if was_sent else is_healthy(lease)
         self.give_back(now, healthy=healthy)
         erred = late or outcome is Outcome.ERRED
         if not (erred if was_sent else healthy):
@@ -227,19 +227,19 @@ class TwoLegExchange:
         whole = LATE_TRANSFER if late else FAILED_TRANSFER
         lease.attempts = replace(lease.attempts, whole=whole)
         if late and was_sent:
-            self._strike(now, lease.worker)
+            self._count_link_failure(now, lease.worker)
         self.is_suspect = was_sent and not late
         spared = late and self._wire.router.leases.has_another(lease)
         return lease.worker if spared else first, Outcome.MOOT
 
-    def blame(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         """Count the failure, after the request succeeded elsewhere."""
-        self._strike(now, None if self._refused else self._lease.worker)
+        self._count_link_failure(now, None if self._refused else self._lease.worker)
 
-    def _strike(self, now: float, second: Worker | None) -> None:
+    def _count_link_failure(self, now: float, second: Worker | None) -> None:
         """Count a failure of the link; without `second`, of the prefill worker."""
         first, wire = self._first, self._wire
-        if not wire.router.placer.links.failed(first, second, now):
+        if not wire.router.placer.links.record_failure(first, second, now):
             return
         wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
         if self._refused:
@@ -266,7 +266,7 @@ class TwoLegExchange:
                 BARRED_S,
             )
 
-    def left(self, now: float, connection: WorkerConnection | None) -> None:
+    def stop(self, now: float, connection: WorkerConnection | None) -> None:
         """Stop both legs; the connection is the decode leg's."""
         if self._leg is not None:
             self._abandon(now, self._leg)

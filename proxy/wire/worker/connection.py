@@ -47,7 +47,7 @@ class ResponseReceiver(Protocol):
     connection: WorkerConnection | None
     timeout_s: float  # until the response begins
 
-    def begun(self, now: float, head: ResponseHead) -> None:
+    def response_begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head."""
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
@@ -56,7 +56,7 @@ class ResponseReceiver(Protocol):
     def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds to wait after `timeout_s`."""
 
-    def lost(self, now: float, error: WorkerError) -> None:
+    def connection_failed(self, now: float, error: WorkerError) -> None:
         """Handle a failed connection."""
 
 
@@ -175,7 +175,7 @@ class WorkerConnection(asyncio.Protocol):
         caller, self.caller = self.caller, None
         self.drop()
         if caller is not None:
-            caller.lost(now, error)
+            caller.connection_failed(now, error)
 
     def open_fast_path(self, fast_path: StreamFastPath) -> None:
         """Use the fast path if possible."""
@@ -264,7 +264,7 @@ class WorkerConnection(asyncio.Protocol):
             logger.exception("cannot process a response from %s", self._pool.host.decode())
             self.drop()
             caller.connection = None
-            caller.lost(now, WorkerError.BROKEN)
+            caller.connection_failed(now, WorkerError.BROKEN)
 
     def _pass_parsed(self, now: float, caller: ResponseReceiver) -> None:
         """Pass on the parsed data; the caller may drop the connection."""
@@ -278,7 +278,7 @@ class WorkerConnection(asyncio.Protocol):
         if not self._begun:
             self._begun = True
             self._request = ()
-            caller.begun(now, head)
+            caller.response_begun(now, head)
             if self.caller is not caller:
                 return
         if ended:

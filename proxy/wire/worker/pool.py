@@ -118,7 +118,7 @@ class ConnectionPools:
         self._pools: dict[str, ConnectionPool] = {}
         self._retired: list[ConnectionPool] = []  # removed or moved, with requests in flight
 
-    def of(self, worker: Worker) -> ConnectionPool:
+    def pool_for(self, worker: Worker) -> ConnectionPool:
         """Return the worker's pool; replace it if the address or key has changed."""
         pool = self._pools.get(worker.name)
         spec = worker.spec

@@ -176,7 +176,7 @@ async def test_worker_states_are_shown(state: State, api: httpx.AsyncClient) -> 
     assert await state_of("s0") == "down"
     state.mark_up()
     assert await state_of("s0") == "up"
-    fleet.health.failed(state.worker("s0"), NOW, 5.0, busy=True, why="503")
+    fleet.health.record_failure(state.worker("s0"), NOW, 5.0, busy=True, why="503")
     assert await state_of("s0") == "resting"
     shown = (await api.get("/admin/workers")).json()[0]
     assert shown["why"] == "it returned 503; no requests for 5 s more"

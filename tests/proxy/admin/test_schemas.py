@@ -32,25 +32,25 @@ def test_explain_request_is_sized_like_a_chat(
 def test_worker_that_does_not_list_its_model_is_wrong_model() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
-    assert (state(worker), worker.why) == ("up", "")
+    assert (state(worker), worker.not_served_because) == ("up", "")
     fleet.roster.set_served("a", ("m", "adapter"))
-    assert (state(worker), worker.why) == ("up", "")
+    assert (state(worker), worker.not_served_because) == ("up", "")
     fleet.roster.set_served("a", ("b", "c", "d"))
-    assert (state(worker), worker.why) == ("wrong_model", "serves b, c, d, not m")
+    assert (state(worker), worker.not_served_because) == ("wrong_model", "serves b, c, d, not m")
     fleet.roster.set_served("a", ("b", "c", "d", "e", "f"))
     assert shown_worker(worker, 1.0).why == "serves b, c, d and 2 more, not m"
     fleet.roster.set_served("a", ())  # an empty list
-    assert (state(worker), worker.why) == ("up", "")
+    assert (state(worker), worker.not_served_because) == ("up", "")
 
 
 def test_down_worker_shows_the_last_probe_error() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
     for why in ("refused", "refused", "timed out"):
-        assert worker.why == ""  # still up
+        assert worker.not_served_because == ""  # still up
         fleet.health.probe_failed("a", 1.0, why)
-    assert (state(worker), worker.why) == ("down", "timed out")
+    assert (state(worker), worker.not_served_because) == ("down", "timed out")
     fleet.health.probe_ok("a", 2.0)
-    assert worker.why == "timed out"  # one good probe is not enough
+    assert worker.not_served_because == "timed out"  # one good probe is not enough
     fleet.health.probe_ok("a", 3.0)
-    assert (state(worker), worker.why) == ("up", "")
+    assert (state(worker), worker.not_served_because) == ("up", "")

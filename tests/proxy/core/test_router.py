@@ -101,14 +101,14 @@ def test_smaller_worker_may_try_after_the_larger_failed() -> None:
     assert lease.worker.name == "l"
     waits(router.submit(ask(8000, 50, error=500), 0.0))  # the request waits for the full worker
     assert placed(router.submit(info, 0.0, Attempts(workers_named(router, "l")))).worker.name == "s"
-    router.fleet.health.failed(lease.worker, 0.0, 60.0)
+    router.fleet.health.record_failure(lease.worker, 0.0, 60.0)
     assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
 
 
 def test_no_live_worker_is_503_with_retry_after() -> None:
     router = router_of(spec("a"), spec("b"), panic_threshold=0.0)
     for name, rest_s in (("a", 7.0), ("b", 9.0)):
-        router.fleet.health.failed(worker_of(router, name), 0.0, rest_s)
+        router.fleet.health.record_failure(worker_of(router, name), 0.0, rest_s)
     refusal = refused(router.submit(ask(), 2.0))
     assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 5.0)
     assert refused(Router(RouterSettings(), Fleet()).submit(ask(), 0.0)).status == 503
@@ -368,7 +368,7 @@ def test_success_of_an_older_request_does_not_close_a_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     old = placed(router.submit(ask(), 0.0))
-    router.fleet.health.failed(worker, 1.0, 60.0)
+    router.fleet.health.record_failure(worker, 1.0, 60.0)
     router.leases.finish(old, 2.0, Outcome.DONE)
     assert not worker.breaker.closed
 
@@ -376,7 +376,7 @@ def test_success_of_an_older_request_does_not_close_a_breaker() -> None:
 def test_success_of_a_trial_closes_the_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
-    router.fleet.health.failed(worker, 0.0, 1.0)
+    router.fleet.health.record_failure(worker, 0.0, 1.0)
     router.leases.finish(placed(router.submit(ask(stream=False), 1.0)), 2.0, Outcome.DONE)
     assert worker.breaker.closed
     assert router.fleet.roster.ejections.resting == set()
@@ -384,7 +384,7 @@ def test_success_of_a_trial_closes_the_breaker() -> None:
 
 def test_abandoned_trial_allows_another_trial() -> None:
     router = router_of(spec("a"), panic_threshold=0.0)
-    router.fleet.health.failed(worker_of(router, "a"), 0.0, 1.0)
+    router.fleet.health.record_failure(worker_of(router, "a"), 0.0, 1.0)
     lease = placed(router.submit(ask(), 1.0))
     assert refused(router.submit(ask(), 1.1)).status == 503
     router.leases.finish(lease, 1.2, Outcome.CLIENT_GONE)
@@ -462,7 +462,7 @@ def test_explain_notes_why_a_worker_is_excluded() -> None:
     decision = refused(router.placer.explain(ask(500), 0.0))
     assert decision.reason is Reason.FLEET_FULL
     assert scores(decision)["a"].note == "full"
-    router.fleet.health.failed(worker_of(router, "b"), 0.0, 9.0, busy=True)
+    router.fleet.health.record_failure(worker_of(router, "b"), 0.0, 9.0, busy=True)
     assert scores(router.placer.explain(ask(50), 0.0))["b"].note == "busy"
 
 
@@ -477,7 +477,7 @@ def test_explain_separates_reserved_from_costlier_workers() -> None:
     assert {score.note for name, score in decision.items() if name != "l"} == left_out
     for worker in router.fleet.roster:
         if worker.role is SHORT:
-            router.fleet.health.failed(worker, 1.0, 60.0)
+            router.fleet.health.record_failure(worker, 1.0, 60.0)
     assert scores(router.placer.explain(ask(10), 1.0))["l"].note == ""
     placed(router.submit(ask(20_000, long=True), 1.0))
     assert scores(router.placer.explain(ask(10), 1.0))["l"].note == "full"

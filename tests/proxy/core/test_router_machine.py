@@ -254,7 +254,7 @@ class RouterMachine(RuleBasedStateMachine):
             recent and decode.kv_capacity and decode.kv_held > lease.kv_tokens
         ):  # otherwise the cache was empty
             assert decode.kv_held <= decode.kv_capacity, "its decode has room"
-        assert lease.under_way is first
+        assert lease.running_leg is first
         assert not lease.sent
 
     @rule(wait=st.sampled_from([0.0, 0.01, 0.5, 3.0, 6.0]))
@@ -295,7 +295,7 @@ class RouterMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.leases))
         usage = None if cached is None else Usage(lease.ask.prompt_tokens, 1, cached)
         self.router.leases.prefilled(lease, self.now, usage)
-        assert lease.under_way is lease
+        assert lease.running_leg is lease
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), count=st.integers(0, 80))

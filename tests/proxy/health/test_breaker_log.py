@@ -29,11 +29,11 @@ def test_opening_and_closing_are_logged_once(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         now = 0.0
         for _ in range(30):
-            fleet.health.failed(worker, now, why="502")
+            fleet.health.record_failure(worker, now, why="502")
             now = max(worker.breaker.until, now)
-            worker.breaker.sent(now)
-        fleet.health.succeeded(worker)
-        fleet.health.failed(worker, now, 20.0, busy=True, why="503")
+            worker.breaker.record_sent(now)
+        fleet.health.record_success(worker)
+        fleet.health.record_failure(worker, now, 20.0, busy=True, why="503")
     messages = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert messages == [
         ("WARNING", f"worker a gets no requests for {MIN_OPEN_S:g} s: it returned 502"),
@@ -48,10 +48,10 @@ def test_often_busy_worker_is_logged_rarely(caplog: pytest.LogCaptureFixture) ->
     fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
         for second in range(100):
-            fleet.health.failed(busy_worker, second, 0.5, busy=True, why="429")
-            fleet.health.succeeded(busy_worker)
-            fleet.health.failed(other, second, 0.0, busy=True, why="429")  # without a pause
-            fleet.health.succeeded(other)
+            fleet.health.record_failure(busy_worker, second, 0.5, busy=True, why="429")
+            fleet.health.record_success(busy_worker)
+            fleet.health.record_failure(other, second, 0.0, busy=True, why="429")  # without a pause
+            fleet.health.record_success(other)
     messages = [record.getMessage() for record in caplog.records]
     line = "worker a gets no requests for 0.5 s: it returned 429"
     assert messages == [line, "worker a responds, and gets requests again"] * 2
@@ -67,9 +67,9 @@ def test_panic_and_its_end_are_logged_once_a_minute(caplog: pytest.LogCaptureFix
             now = float(second)
             for worker in fleet.roster:
                 for _ in range(FAILURES_TO_OPEN):
-                    fleet.health.failed(worker, now, why="502")
+                    fleet.health.record_failure(worker, now, why="502")
             for worker in fleet.roster:
-                fleet.health.succeeded(worker)
+                fleet.health.record_success(worker)
     messages = [(record.levelname, record.getMessage()) for record in caplog.records]
     panic = (
         "model m: requests fail on 2 of 3 workers; breakers are ignored until more workers "
@@ -84,7 +84,7 @@ def test_removed_worker_is_forgotten() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
     fleet.roster.ejections.listener = log = BreakerLog()
-    fleet.health.failed(worker, 0.0, 20.0)
+    fleet.health.record_failure(worker, 0.0, 20.0)
     assert worker in log._open
     fleet.roster.remove("a")
     assert not log._open
@@ -95,18 +95,18 @@ def test_reason_shows_the_time_of_the_next_request() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet.roster
     for _ in range(FAILURES_TO_OPEN):
-        fleet.health.failed(worker, 10.0, why="timeout")
+        fleet.health.record_failure(worker, 10.0, why="timeout")
     late = "it did not respond in time"
     assert describe_breaker(worker, 10.0) == f"{late}; no requests for 0.5 s more"
     assert describe_breaker(worker, 10.5) == f"{late}; the next request tries it"
-    worker.breaker.sent(11.0)
+    worker.breaker.record_sent(11.0)
     assert describe_breaker(worker, 11.5) == f"{late}; a request is trying it"
     assert describe_breaker(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
-    fleet.health.failed(worker, 14.0, MAX_OPEN_S)
+    fleet.health.record_failure(worker, 14.0, MAX_OPEN_S)
     assert describe_breaker(worker, 14.0) == "requests failed; no requests for 30 s more"
-    fleet.health.succeeded(worker)
-    fleet.health.failed(worker, 14.0, 250.0)
+    fleet.health.record_success(worker)
+    fleet.health.record_failure(worker, 14.0, 250.0)
     assert describe_breaker(worker, 14.0).endswith("no requests for 250 s more")
-    fleet.health.succeeded(worker)
-    fleet.health.failed(worker, 15.0, busy=True)
+    fleet.health.record_success(worker)
+    fleet.health.record_failure(worker, 15.0, busy=True)
     assert describe_breaker(worker, 15.0).startswith("it is busy; ")

@@ -112,10 +112,10 @@ async def test_adapter_loaded_at_run_time_is_found(probed: ProbedWorker) -> None
     await probed.probe_times(1)
     probed.double.models = models(("tiny", 4096), ("adapter", None))
     await probed.probe_times(1)
-    assert probed.fleet.roster.of("adapter") == []
+    assert probed.fleet.roster.workers_of("adapter") == []
     probed.prober.clock = lambda: time.monotonic() + MODELS_EVERY_S
     await probed.probe_times(1)
-    assert probed.fleet.roster.of("adapter") == [probed.worker]
+    assert probed.fleet.roster.workers_of("adapter") == [probed.worker]
 
 
 async def test_restart_between_two_probes_is_noticed(probed: ProbedWorker) -> None:
@@ -151,10 +151,10 @@ async def test_changed_model_after_a_restart_is_logged(
     probed: ProbedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     await probed.probe_times(1)
-    assert probed.fleet.roster.of("tiny") == [probed.worker]
+    assert probed.fleet.roster.workers_of("tiny") == [probed.worker]
     probed.double.restart(("other", 512))
     await probed.probe_times(1)
-    assert probed.fleet.roster.of("tiny") == []
+    assert probed.fleet.roster.workers_of("tiny") == []
     assert "worker s0 serves other, not tiny" in caplog.text
 
 

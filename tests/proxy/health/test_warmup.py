@@ -46,7 +46,7 @@ class WarmupSite:
 
     def are_warm(self, *pairs: tuple[str, str]) -> bool:
         links = self.router.placer.links
-        return all(links.knows(self.worker(p), self.worker(d)) for p, d in pairs)
+        return all(links.is_warm(self.worker(p), self.worker(d)) for p, d in pairs)
 
     def is_cold(self, prefill: str, decode: str) -> bool:
         """Return whether a prompt is served whole because the link is cold."""
@@ -149,14 +149,14 @@ async def test_failed_link_stays_cold_and_is_retried(
                 # Three tries at first, then single ones.
                 assert site.counts.warmups == {"failed": 2 + number}
                 assert site.is_cold("p0", "d0")
-                assert site.router.placer.links.note(prefill, 0.0) == note
+                assert site.router.placer.links.describe(prefill, 0.0) == note
                 assert "the first transfer failed: d0: status 500" in caplog.text
                 assert f"the next try is in {pause_s:g} s" in caplog.text
                 site.skip(pause_s)
             await eventually(lambda: site.are_warm(("p0", "d0")))
         assert site.counts.warmups == {"failed": 5, "done": 1}
         assert not site.is_cold("p0", "d0")
-        assert site.router.placer.links.note(prefill, 0.0) == ""
+        assert site.router.placer.links.describe(prefill, 0.0) == ""
         assert site.kv.ends() == ["released"] * 5 + ["read"]
 
 
@@ -298,16 +298,16 @@ async def test_link_without_fetches_is_barred(
         async with site.running():
             await eventually(lambda: site.counts.bars == {("p0", "d0"): 1}, within=30.0)
             await eventually(lambda: site.are_warm(("p0", "d1")), within=30.0)
-            assert links.is_shut(first, dead, now())
+            assert links.is_unusable(first, dead, now())
             assert not site.are_warm(("p0", "d0"))
             assert "p0 to d0: the decode worker computed the prompt itself" in caplog.text
             assert site.counts.warmups == {"recomputed": 3, "done": 1}
-            assert not links.is_shut(first, healthy, now())
+            assert not links.is_unusable(first, healthy, now())
             # A minute later, the link works.
             count_fetches(site.fakes["d0"], fetches=True)
             site.skip(RETRY_S)
             await eventually(lambda: site.are_warm(("p0", "d0")), within=30.0)
-        assert not links.is_shut(first, dead, now())
+        assert not links.is_unusable(first, dead, now())
 
 
 async def test_missing_fetch_count_is_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,12 +372,12 @@ async def test_warm_links_are_not_checked_again() -> None:
     nixl = connector(TransferConfig(connector="nixl"))
     warmup = Warmup(router, nixl, HandoverCounters(str))
     checked: list[object] = []
-    knows = router.placer.links.knows
-    router.placer.links.knows = lambda *pair: checked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
+    knows = router.placer.links.is_warm
+    router.placer.links.is_warm = lambda *pair: checked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
     pairs = [*warmup._cold(0.0)]
     assert len(pairs) == 400
     for pair in pairs:
-        router.placer.links.warm(*pair)
+        router.placer.links.set_warm(*pair)
     assert [*warmup._cold(0.0)] == []
     checked.clear()
     assert [*warmup._cold(0.0)] == []

@@ -404,6 +404,6 @@ async def test_tokens_of_a_removed_workers_streams_are_known_until_they_end(
     await eventually(lambda: list(journals.stream_tokens(worker, "x") or ()) == [5])
     assert held(roster.prefixes, text("a", "b")) == {}
     worker.requests = 0
-    roster.hand_down(worker)
+    roster.pass_to_successor(worker)
     journals.look(time.monotonic())
     assert journals.stream_tokens(worker, "x") is None

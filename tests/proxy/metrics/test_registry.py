@@ -203,7 +203,7 @@ def test_charges_and_states_are_read_from_the_fleet(metrics: Metrics, router: Ro
     router.fleet.charge(ask(expected_output=20), Decision(worker, Reason.SHORT_POOL), now=0.0)
     router.fleet.health.probe_ok("s0", now=0.0)
     router.fleet.roster.drain("l0")
-    router.fleet.health.failed(other, 0.0, busy=True)
+    router.fleet.health.record_failure(other, 0.0, busy=True)
     s0, l0 = labels_of(router, "s0"), labels_of(router, "l0")
     assert value(metrics, "proxy_worker_inflight_requests", **s0) == 1
     assert value(metrics, "proxy_worker_prefill_tokens", **s0) == 100
@@ -237,8 +237,8 @@ def test_breaker_states_and_openings_are_shown(
     assert states() == {}
     assert openings("s0", "failed") == openings("s0", "busy") == 0
     for _ in range(FAILURES_TO_OPEN):
-        router.fleet.health.failed(s0, 0.0)
-    router.fleet.health.failed(l0, 0.0, busy=True)
+        router.fleet.health.record_failure(s0, 0.0)
+    router.fleet.health.record_failure(l0, 0.0, busy=True)
     assert states() == {"s0": "open", "l0": "busy"}
     assert (openings("s0", "failed"), openings("s0", "busy")) == (1, 0)
     assert (openings("l0", "failed"), openings("l0", "busy")) == (0, 1)
@@ -439,7 +439,7 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     router.fleet.health.set_gauges("s0", gauges)
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
-    router.fleet.health.failed(lease.worker, 2.0, busy=True)
+    router.fleet.health.record_failure(lease.worker, 2.0, busy=True)
     metrics.continued("w0")
     metrics.not_continued("field")
     targets = AdmissionSettings({Rank.STANDARD: 2.0})

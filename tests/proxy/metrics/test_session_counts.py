@@ -11,7 +11,7 @@ from tests.proxy.metrics.scraped import scraped
 def test_turns_are_counted_from_zero() -> None:
     router = router_of(spec("w"))
     sessions = router.fleet.roster.sessions
-    sessions.open(1, 0.0)
+    sessions.get_or_create(1, 0.0)
     sessions.count("m", Turn.STAYED)
     page = scraped(Metrics(router))
     assert "\nproxy_sessions 1" in page

@@ -56,7 +56,7 @@ class TenantLoad:
             group.now = start + step / 1000
             if step % PUBLISH_STEPS == 0:
                 group.exchange_once()
-            group.sharings[step % len(group.sharings)].look(group.now)
+            group.sharings[step % len(group.sharings)].take_in_charges(group.now)
             for (index, name), wanted in self.waiting.items():
                 while self.tenant(index, name).waiting < wanted:
                     self.add_request(index, name)

@@ -153,7 +153,7 @@ def test_new_worker_with_an_old_name_is_a_new_worker(pair: tuple[Process, Proces
     for callback in other.callbacks:
         callback()
     leader.now += 1.0
-    leader.sharing.look(leader.now)
+    leader.sharing.take_in_charges(leader.now)
     assert leader.worker("a").requests == 3
 
 
@@ -226,7 +226,7 @@ def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
     send_changes(leader, other)
     p, d = other.worker("p"), other.worker("d")
     assert other.router.placer.links.are_cold(p, d)
-    leader.router.placer.links.warm(leader.worker("p"), leader.worker("d"))
+    leader.router.placer.links.set_warm(leader.worker("p"), leader.worker("d"))
     send_changes(leader, other)
     assert not other.router.placer.links.are_cold(p, d)
     with pytest.MonkeyPatch.context() as patch:  # without changes, no pair is checked
@@ -234,7 +234,7 @@ def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
         assert not send_changes(leader, other)
     leader.fleet.roster.remove("d")
     send_changes(leader, other)
-    assert not other.router.placer.links.knows(p, d)
+    assert not other.router.placer.links.is_warm(p, d)
     assert not leader.replica._warm
 
 

@@ -99,7 +99,7 @@ class VirtualGroup:
     def read_all(self) -> None:
         """Let every process read the table."""
         for sharing in self.sharings:
-            sharing.look(self.now)
+            sharing.take_in_charges(self.now)
 
     def submit(self, index: int, **fields: int) -> Lease:
         """Place a request in a process."""

@@ -79,7 +79,7 @@ def test_state_has_all_sections() -> None:
     metrics.retried("s0", "status")
     router.placer.decisions["m", Reason.SHORT_POOL] = 5
     router.placer.decisions["m", Reason.LONG_POOL] = 1
-    router.fleet.roster.sessions.open(1, 0.0)
+    router.fleet.roster.sessions.get_or_create(1, 0.0)
     router.fleet.roster.sessions.count("m", Turn.MOVED)
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
     shown = orjson.loads(orjson.dumps(state(130.0)))
@@ -121,7 +121,7 @@ def test_failing_workers_of_a_large_fleet_come_first(monkeypatch: pytest.MonkeyP
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet.roster
     for _ in range(FAILURES_TO_OPEN):
-        router.fleet.health.failed(w4, 1.0, why="reset")
+        router.fleet.health.record_failure(w4, 1.0, why="reset")
         router.fleet.health.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2
     shown = LiveState(Metrics(router))(2.0)

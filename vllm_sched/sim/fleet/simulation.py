@@ -233,7 +233,7 @@ class FleetSimulation:
                 del self._queued[flight.ticket]
                 flight.router.withdraw(flight.ticket, now)
             elif flight.lease is not None:
-                name = flight.lease.under_way.worker.name
+                name = flight.lease.running_leg.worker.name
                 self.engines[name].abort(flight.id, now)
                 self._plan(name)
                 self._let_go(flight, now)

@@ -19,37 +19,37 @@ from proxy.core.fleet.breaker import (
 def opened(now: float = 0.0) -> Breaker:
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN):
-        breaker.failed(now)
+        breaker.record_failure(now)
     return breaker
 
 
 def test_openings_are_counted_by_cause() -> None:
     breaker = opened()
     for _ in range(5):  # requests sent before it opened
-        breaker.failed(0.1)
+        breaker.record_failure(0.1)
     assert breaker.opened == {FAILED: 1, BUSY: 0}
-    breaker.sent(MIN_OPEN_S)
-    breaker.failed(MIN_OPEN_S, busy=True)  # a failed trial does not count: the breaker was open
+    breaker.record_sent(MIN_OPEN_S)
+    breaker.record_failure(MIN_OPEN_S, busy=True)  # a failed trial does not count: the breaker was open
     assert breaker.opened == {FAILED: 1, BUSY: 0}
-    breaker.succeeded()
-    breaker.failed(2.0, 1.0, busy=True)
-    breaker.succeeded()
-    breaker.failed(4.0, 1.0)
+    breaker.record_success()
+    breaker.record_failure(2.0, 1.0, busy=True)
+    breaker.record_success()
+    breaker.record_failure(4.0, 1.0)
     assert breaker.opened == {FAILED: 2, BUSY: 1}
 
 
 def test_why_is_the_cause_of_the_last_opening() -> None:
     breaker, other = Breaker(), Breaker()
     for why in ("reset", "timeout", "502"):
-        breaker.failed(0.0, why=why)
+        breaker.record_failure(0.0, why=why)
     assert breaker.why == "502"
-    breaker.failed(0.1, why="reset")  # a request sent before it opened
+    breaker.record_failure(0.1, why="reset")  # a request sent before it opened
     assert breaker.why == "502"
-    breaker.sent(MIN_OPEN_S)
-    breaker.failed(MIN_OPEN_S, why="connect")
-    other.take(breaker.snapshot())
+    breaker.record_sent(MIN_OPEN_S)
+    breaker.record_failure(MIN_OPEN_S, why="connect")
+    other.copy_state(breaker.snapshot())
     assert (other.why, other.snapshot()) == ("connect", breaker.snapshot())
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.why == ""
 
 
@@ -58,18 +58,18 @@ def test_one_successful_trial_closes_the_breaker() -> None:
     now = MIN_OPEN_S
     assert breaker.state(now) is BreakerState.HALF_OPEN
     assert breaker.lets_pass(now)
-    assert breaker.sent(now)
+    assert breaker.record_sent(now)
     assert not breaker.lets_pass(now)
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.lets_pass(now)
-    assert not breaker.sent(now)
+    assert not breaker.record_sent(now)
 
 
 def test_late_failures_do_not_lengthen_the_open_time() -> None:
     breaker = opened()
     for _ in range(8):
         now = breaker.until + 0.1
-        breaker.failed(now)
+        breaker.record_failure(now)
         assert breaker.until == now + 2 * MIN_OPEN_S
 
 
@@ -78,28 +78,28 @@ def test_late_failures_do_not_lengthen_the_open_time() -> None:
 )
 def test_retry_after_sets_the_open_time_up_to_a_limit(retry_after_s: float, open_s: float) -> None:
     breaker = Breaker()
-    breaker.failed(1.0, retry_after_s)
+    breaker.record_failure(1.0, retry_after_s)
     assert breaker.until == 1.0 + open_s
 
 
 def test_trial_without_result_blocks_one_interval() -> None:
     breaker = opened()
     now = MIN_OPEN_S
-    breaker.sent(now)
+    breaker.record_sent(now)
     assert not breaker.lets_pass(now + TRIAL_INTERVAL_S / 2)
     assert breaker.lets_pass(now + TRIAL_INTERVAL_S)
-    breaker.sent(now + TRIAL_INTERVAL_S)
-    breaker.abandoned()
+    breaker.record_sent(now + TRIAL_INTERVAL_S)
+    breaker.abandon_trial()
     assert breaker.lets_pass(now + TRIAL_INTERVAL_S)
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_opening_in_another_process_is_counted_once_by_cause(*, busy: bool) -> None:
     remote, local = Breaker(), Breaker()
-    local.take(remote.snapshot())
+    local.copy_state(remote.snapshot())
     assert local.opened == {FAILED: 0, BUSY: 0}
     for _ in range(FAILURES_TO_OPEN):
-        remote.failed(0.0, 5.0, busy=busy)
+        remote.record_failure(0.0, 5.0, busy=busy)
     for _ in range(2):
-        local.take(remote.snapshot())
+        local.copy_state(remote.snapshot())
     assert local.opened == {FAILED: int(not busy), BUSY: int(busy)}

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from proxy.core.fleet.charges import Fleet, _more
+from proxy.core.fleet.charges import Fleet, _estimate_remaining
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.lifecycle.feedback import update_breaker
 from proxy.core.model.role import Role
@@ -194,7 +194,7 @@ def test_short_waits_behind_longs_by_the_passing_share(fleet: Fleet) -> None:
 
 def test_first_token_of_a_trial_closes_the_breaker(fleet: Fleet) -> None:
     worker = members(fleet)[0]
-    fleet.health.failed(worker, 0.0, 1.0)
+    fleet.health.record_failure(worker, 0.0, 1.0)
     assert fleet.roster.ejections.resting == {worker}
     lease = charge(fleet, ask(), 1.0)
     assert lease.trial
@@ -249,4 +249,4 @@ def test_longer_answer_is_expected_to_double_up_to_its_limit(
 ) -> None:
     request = ask(100, limit, samples=samples)
     request.expected_output = 50
-    assert _more(request, seen) == extra
+    assert _estimate_remaining(request, seen) == extra

@@ -19,15 +19,15 @@ def test_link_is_cold_until_warmed() -> None:
     links = KvLinks()
     links.are_made = True
     assert links.are_cold(prefill, decode)
-    assert links.is_shut(prefill, decode, 1e6)
-    links.unmade(prefill, decode)
+    assert links.is_unusable(prefill, decode, 1e6)
+    links.set_unmade(prefill, decode)
     assert links.are_cold(prefill, decode)
-    assert "nothing for d0 yet" in links.note(prefill, 1.0)
-    links.warm(prefill, decode)
+    assert "nothing for d0 yet" in links.describe(prefill, 1.0)
+    links.set_warm(prefill, decode)
     assert not links.are_cold(prefill, decode)
-    assert not links.is_shut(prefill, decode, 1.0)
-    assert links.knows(prefill, decode)
-    assert links.note(prefill, 1.0) == ""
+    assert not links.is_unusable(prefill, decode, 1.0)
+    assert links.is_warm(prefill, decode)
+    assert links.describe(prefill, 1.0) == ""
 
 
 def test_prefill_worker_reaches_decode_workers_with_open_links() -> None:
@@ -37,23 +37,23 @@ def test_prefill_worker_reaches_decode_workers_with_open_links() -> None:
     prefill, first, second, general = members(fleet)
     links = KvLinks()
     links.are_made = True
-    assert not links.reaches(prefill, [first, second, general], 1.0)
-    links.warm(prefill, general)  # a general worker takes no hand-overs
-    assert not links.reaches(prefill, [first, second, general], 1.0)
-    links.warm(prefill, second)
-    assert links.reaches(prefill, [first, second, general], 1.0)
+    assert not links.can_reach(prefill, [first, second, general], 1.0)
+    links.set_warm(prefill, general)  # a general worker takes no hand-overs
+    assert not links.can_reach(prefill, [first, second, general], 1.0)
+    links.set_warm(prefill, second)
+    assert links.can_reach(prefill, [first, second, general], 1.0)
     for _ in range(3):
-        links.failed(prefill, second, 1.0)
-    assert not links.reaches(prefill, [first, second], 1.0)
-    assert links.reaches(prefill, [first, second], 1.0 + BARRED_S)
+        links.record_failure(prefill, second, 1.0)
+    assert not links.can_reach(prefill, [first, second], 1.0)
+    assert links.can_reach(prefill, [first, second], 1.0 + BARRED_S)
 
 
 def test_failed_warmup_before_a_restart_is_ignored() -> None:
     _, prefill, decode = prefill_and_decode()
     links = KvLinks()
-    links.unmade(prefill, decode)
+    links.set_unmade(prefill, decode)
     decode.up_since = 9.0
-    assert links.note(prefill, 10.0) == ""
+    assert links.describe(prefill, 10.0) == ""
 
 
 # Links that fail
@@ -62,24 +62,24 @@ def test_failed_warmup_before_a_restart_is_ignored() -> None:
 def test_three_failures_in_a_row_bar_a_link() -> None:
     _, prefill, decode = prefill_and_decode()
     links = KvLinks()
-    assert [links.failed(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
+    assert [links.record_failure(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
     assert links.is_barred(prefill, decode, 1.0)
     assert not links.is_barred(prefill, None, 1.0)
     assert links.barred(1.0) == [(prefill, decode)]
-    assert links.note(prefill, 1.0) == "prefills nothing for d0 for now: its transfers fail"
+    assert links.describe(prefill, 1.0) == "prefills nothing for d0 for now: its transfers fail"
     assert not links.is_barred(prefill, decode, 1.0 + BARRED_S)
-    assert links.note(prefill, 1.0 + BARRED_S) == ""
-    assert links.failed(prefill, decode, 100.0)  # one more failure is enough
+    assert links.describe(prefill, 1.0 + BARRED_S) == ""
+    assert links.record_failure(prefill, decode, 100.0)  # one more failure is enough
 
 
 def test_success_resets_the_failures_of_a_link() -> None:
     _, prefill, decode = prefill_and_decode()
     links = KvLinks()
-    links.worked(prefill, decode)
+    links.record_success(prefill, decode)
     for _ in range(2):
-        links.failed(prefill, decode, 1.0)
-    links.worked(prefill, decode)
-    assert not links.failed(prefill, decode, 1.0)
+        links.record_failure(prefill, decode, 1.0)
+    links.record_success(prefill, decode)
+    assert not links.record_failure(prefill, decode, 1.0)
     assert not links.is_barred(prefill, decode, 1.0)
 
 
@@ -87,9 +87,9 @@ def test_prefill_worker_without_kv_blocks_is_barred() -> None:
     fleet, prefill, _ = prefill_and_decode()
     links = KvLinks()
     for _ in range(3):
-        links.failed(prefill, None, 1.0)
+        links.record_failure(prefill, None, 1.0)
     assert links.is_barred(prefill, None, 1.0)
-    assert "name no KV blocks to fetch" in links.note(prefill, 1.0)
+    assert "name no KV blocks to fetch" in links.describe(prefill, 1.0)
     for _ in range(3):
         fleet.health.probe_failed("p0", 2.0)
     for _ in range(2):
@@ -100,12 +100,12 @@ def test_prefill_worker_without_kv_blocks_is_barred() -> None:
 def test_keep_forgets_links_of_removed_workers() -> None:
     _, prefill, decode = prefill_and_decode()
     links = KvLinks()
-    links.warm(prefill, decode)
+    links.set_warm(prefill, decode)
     for _ in range(3):
-        links.failed(prefill, decode, 1.0)
-    links.keep([prefill, decode])
-    assert links.knows(prefill, decode)
+        links.record_failure(prefill, decode, 1.0)
+    links.keep_only([prefill, decode])
+    assert links.is_warm(prefill, decode)
     assert links.barred(1.0)
-    links.keep([prefill])
-    assert not links.knows(prefill, decode)
+    links.keep_only([prefill])
+    assert not links.is_warm(prefill, decode)
     assert not links.barred(1.0)

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S, SHARING_LEARNING_RATE, learn, more
+from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S, SHARING_LEARNING_RATE, learn_from_page, uncharged_tokens
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
@@ -155,12 +155,12 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
     worker = set_page(router, 1.0, 0.05)
     assert worker.full
     charged = worker.kv_tokens
-    router.fleet.health.charged_elsewhere(
+    router.fleet.health.apply_remote_load(
         worker, WorkerLoad(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0
     )
     set_page(router, 2.0, 0.05)
     assert worker.kv_held == charged + 99_000
-    router.fleet.health.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
+    router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
 
 
 @pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])
@@ -256,18 +256,18 @@ def test_page_sets_spare_tokens_and_sharing(
     worker.kv_capacity, worker.kv_tokens, worker.sequences = 1000, 600, sequences
     worker.decode_tokens, worker.kv_coming = 50, 30
     worker.pace.missing, worker.kv_apart, worker.running_prefixes.saved = 0.25, 0.1, 1000
-    learn(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
-    assert (worker.kv_spare, worker.kv_more) == (spare, more)
+    learn_from_page(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
+    assert (worker.kv_spare, worker.kv_more) == (spare, uncharged_tokens)
     assert worker.kv_apart == pytest.approx(apart)
 
 
 def test_extra_tokens_of_a_page_expire() -> None:
     [worker] = members(fleet_of(spec("a")))
     worker.kv_more, worker.gauges = 7, Gauges(10.0)
-    assert [more(worker, 10.0 + late) for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)] == [
+    assert [uncharged_tokens(worker, 10.0 + late) for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)] == [
         7,
         7,
         0,
     ]
     worker.gauges = None
-    assert more(worker, 10.0) == 0
+    assert uncharged_tokens(worker, 10.0) == 0

@@ -25,7 +25,7 @@ def open_breaker(
 ) -> None:
     """Fail requests on a worker until its breaker opens."""
     for _ in range(times):
-        router.fleet.health.failed(worker_of(router, name), now, why="reset")
+        router.fleet.health.record_failure(worker_of(router, name), now, why="reset")
 
 
 def served_by(router: Router, now: float = 0.0, requests: int = 24) -> set[str]:
@@ -157,9 +157,9 @@ def test_begin_and_end_of_a_panic_are_reported_once() -> None:
     for name in "abc":
         open_breaker(router, name)
     assert recorder.events == [("panics", ("m", False), 3, 2)]
-    router.fleet.health.succeeded(worker_of(router, "a"))
+    router.fleet.health.record_success(worker_of(router, "a"))
     assert len(recorder.events) == 1
-    router.fleet.health.succeeded(worker_of(router, "b"))
+    router.fleet.health.record_success(worker_of(router, "b"))
     assert recorder.events[1:] == [("heeds", ("m", False), 3, 1)]
     assert router.fleet.roster.ejections.started == {("m", False): 1}
 
@@ -172,7 +172,7 @@ def test_explain_notes_an_ignored_breaker() -> None:
     assert isinstance(found, Decision)
     notes = {score.worker: score.note for score in found.scores}
     assert notes == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
-    router.fleet.health.succeeded(worker_of(router, "a"))
+    router.fleet.health.record_success(worker_of(router, "a"))
     found = router.placer.explain(ask(), 0.0)
     assert isinstance(found, Decision)
     assert {score.worker: score.note for score in found.scores}["b"] == "failed recently"

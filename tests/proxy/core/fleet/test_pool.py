@@ -14,7 +14,7 @@ def open_names(
     pool: Pool, request: RequestInfo, fleet: Fleet | None = None, now: float = 0.0
 ) -> list[str]:
     resting = fleet.roster.ejections.resting if fleet else ()
-    return sorted(worker.name for worker in pool.open_to(request, now, resting, ()))
+    return sorted(worker.name for worker in pool.available_workers(request, now, resting, ()))
 
 
 def charge(fleet: Fleet, worker: Worker, request: RequestInfo | None = None) -> Lease:
@@ -35,7 +35,7 @@ def test_down_draining_full_and_resting_workers_are_excluded() -> None:
         fleet.health.probe_failed("a", 0.0)
     fleet.roster.drain("b")
     charge(fleet, by_name["c"])
-    fleet.health.failed(by_name["d"], 0.0, 5.0)
+    fleet.health.record_failure(by_name["d"], 0.0, 5.0)
     assert open_names(fleet.roster.pool(MODEL), ask(), fleet) == ["e"]
     assert open_names(fleet.roster.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
 

@@ -33,7 +33,7 @@ class RecordingPeers:
         if self.fleet is None or worker not in self.full_when_chosen:
             return False
         self.full_when_chosen.remove(worker)
-        self.fleet.health.charged_elsewhere(worker, WorkerLoad(requests=worker.most), 0.0, now)
+        self.fleet.health.apply_remote_load(worker, WorkerLoad(requests=worker.most), 0.0, now)
         return True
 
 
@@ -42,9 +42,9 @@ def test_removed_worker_takes_no_remote_charges() -> None:
     router = router_of(spec("a", most=2))
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(), 1.0))
-    router.fleet.health.charged_elsewhere(worker, WorkerLoad(requests=1), 0.0, 1.0)
+    router.fleet.health.apply_remote_load(worker, WorkerLoad(requests=1), 0.0, 1.0)
     router.fleet.roster.remove("a")
-    router.fleet.health.charged_elsewhere(worker, WorkerLoad(requests=1), 0.0, 1.1)
+    router.fleet.health.apply_remote_load(worker, WorkerLoad(requests=1), 0.0, 1.1)
     router.fleet.release(lease)
     assert worker.requests == 0
     assert router.fleet.roster.add(spec("a")).requests == 0
@@ -58,13 +58,13 @@ def test_remote_charges_do_not_change_own_charges(times: int) -> None:
     before = own(worker)
     remote = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77)
     for _ in range(times):
-        router.fleet.health.charged_elsewhere(worker, remote, 0.0, 1.0)
+        router.fleet.health.apply_remote_load(worker, remote, 0.0, 1.0)
     assert own(worker) == before
     assert worker.requests == before.requests + 4
     assert worker.decoding == 2
     router.leases.finish(lease, 2.0, Outcome.DONE)
     assert own(worker) == NO_LOAD
-    router.fleet.health.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
+    router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
     assert idle([worker])
 
 
@@ -73,11 +73,11 @@ def test_remote_prefills_add_to_the_wait_until_done() -> None:
     worker = worker_of(router, "a")
     token_s = worker.pace.token_s
     due = 10.0 + token_s * 1000
-    router.fleet.health.charged_elsewhere(worker, WorkerLoad(1, 1, 1000), due, 10.0)
+    router.fleet.health.apply_remote_load(worker, WorkerLoad(1, 1, 1000), due, 10.0)
     assert worker.wait_s(10.0, for_long=True) == pytest.approx(token_s * 1000)
     half = 10.0 + token_s * 500
     assert worker.wait_s(half, for_long=True) == pytest.approx(token_s * 500)
-    router.fleet.health.charged_elsewhere(worker, NO_LOAD, due, half)
+    router.fleet.health.apply_remote_load(worker, NO_LOAD, due, half)
     assert worker.wait_s(half, for_long=True) == 0.0
 
 
@@ -85,20 +85,20 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
     local, remote = (router_of(spec("a"), panic_threshold=0.0) for _ in range(2))
     local_worker, remote_worker = worker_of(local, "a"), worker_of(remote, "a")
     for _ in range(3):
-        remote.fleet.health.failed(remote_worker, 5.0)
+        remote.fleet.health.record_failure(remote_worker, 5.0)
     local.fleet.health.take_breaker(local_worker, remote_worker.breaker.snapshot())
     assert not local_worker.breaker.closed
     assert local_worker in local.fleet.roster.ejections.resting
-    assert not local_worker.takes(5.1)
+    assert not local_worker.accepts(5.1)
     lease = placed(local.submit(ask(), 6.0))  # the trial
     assert lease.trial
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
-    assert not remote_worker.takes(6.0)  # no second trial from the other process
+    assert not remote_worker.accepts(6.0)  # no second trial from the other process
     local.leases.first_token(lease, 6.1)
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
     assert remote_worker.breaker.has_no_failures
     assert remote_worker not in remote.fleet.roster.ejections.resting
-    assert remote_worker.takes(6.1)
+    assert remote_worker.accepts(6.1)
 
 
 def test_peers_are_read_before_decisions_and_notified_of_changes() -> None:

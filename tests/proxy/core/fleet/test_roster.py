@@ -73,11 +73,11 @@ def test_models_listed_by_a_worker_replace_the_fleet_files() -> None:
     fleet = fleet_of(spec("a"))
     fleet.roster.set_served("a", ["other", "adapter"], 4096)
     assert members(fleet)[0].max_model_len == 4096
-    assert fleet.roster.of("adapter") == fleet.roster.of("other") == [members(fleet)[0]]
-    assert fleet.roster.of(MODEL) == []
+    assert fleet.roster.workers_of("adapter") == fleet.roster.workers_of("other") == [members(fleet)[0]]
+    assert fleet.roster.workers_of(MODEL) == []
     assert fleet.roster.serves(MODEL)  # the fleet file lists it: 503, not 404
     fleet.roster.set_served("a", [])
-    assert fleet.roster.of(MODEL) == [members(fleet)[0]]
+    assert fleet.roster.workers_of(MODEL) == [members(fleet)[0]]
 
 
 class UnlistedFleet:
@@ -208,7 +208,7 @@ def test_replace_of_many_workers_is_one_version() -> None:
     moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
     fleet.roster.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
     assert fleet.roster.version == before + 1
-    assert [worker.name for worker in fleet.roster.of(MODEL)] == [
+    assert [worker.name for worker in fleet.roster.workers_of(MODEL)] == [
         worker.name for worker in fleet.roster
     ]
     assert len(fleet.roster) == len(fleet.roster.by_index) == 25
@@ -220,23 +220,23 @@ def test_worker_works_while_its_token_totals_grow() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     fleet.health.set_gauges("a", Gauges(at=1.0, prompt_tokens_total=100.0))
-    assert not worker.works(1.0)  # the work may be old
+    assert not worker.shows_progress(1.0)  # the work may be old
     fleet.health.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
-    assert not worker.works(2.0)
+    assert not worker.shows_progress(2.0)
     fleet.health.set_gauges(
         "a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0)
     )
-    assert worker.works(3.0 + MAX_IDLE_PAGE_S)
-    assert not worker.works(3.1 + MAX_IDLE_PAGE_S)
+    assert worker.shows_progress(3.0 + MAX_IDLE_PAGE_S)
+    assert not worker.shows_progress(3.1 + MAX_IDLE_PAGE_S)
     fleet.health.set_gauges(
         "a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0)
     )
-    assert worker.works(40.0)
+    assert worker.shows_progress(40.0)
     fleet.health.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # a restart
-    assert not worker.works(80.0)
+    assert not worker.shows_progress(80.0)
     worker.worked_at = 80.0
     worker.up = False
-    assert not worker.works(80.0)
+    assert not worker.shows_progress(80.0)
 
 
 def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauges:
@@ -415,13 +415,13 @@ def test_begin_and_end_of_a_rest_are_reported_once() -> None:
     a, _ = fleet.roster
     recorder = BreakerRecorder(fleet)
     for at in range(10):
-        fleet.health.failed(a, float(at), why="reset")  # failed trials included
-        a.breaker.sent(at + 0.5)
+        fleet.health.record_failure(a, float(at), why="reset")  # failed trials included
+        a.breaker.record_sent(at + 0.5)
     assert recorder.events == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
-    fleet.health.succeeded(a)
-    fleet.health.succeeded(a)
+    fleet.health.record_success(a)
+    fleet.health.record_success(a)
     assert recorder.events[1:] == [("is back", "a", "")]
-    fleet.health.failed(a, 20.0, 60.0, busy=True, why="429")
+    fleet.health.record_failure(a, 20.0, 60.0, busy=True, why="429")
     assert recorder.events[2:] == [("rests", "a", "429 at 20")]
 
 
@@ -430,10 +430,10 @@ def test_remote_breaker_changes_are_reported() -> None:
     [a] = fleet.roster
     recorder = BreakerRecorder(fleet)
     other = Breaker()
-    other.failed(1.0, busy=True, why="503")
+    other.record_failure(1.0, busy=True, why="503")
     for _ in range(2):
         fleet.health.take_breaker(a, other.snapshot())
-    other.succeeded()
+    other.record_success()
     fleet.health.take_breaker(a, other.snapshot())
     assert recorder.events == [("rests", "a", "503 at 0"), ("is back", "a", "")]
 
@@ -441,10 +441,10 @@ def test_remote_breaker_changes_are_reported() -> None:
 def test_removed_worker_reports_no_breaker_events() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, b = fleet.roster
-    fleet.health.failed(b, 0.0, busy=True)
+    fleet.health.record_failure(b, 0.0, busy=True)
     recorder = BreakerRecorder(fleet)
     for worker in (a, b):
         fleet.roster.remove(worker.name)
-        fleet.health.failed(worker, 1.0, busy=True)
-        fleet.health.succeeded(worker)
+        fleet.health.record_failure(worker, 1.0, busy=True)
+        fleet.health.record_success(worker)
     assert recorder.events == []

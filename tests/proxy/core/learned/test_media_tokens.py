@@ -98,22 +98,22 @@ def test_cut_or_guessed_prompts_teach_no_media_size(body: dict[str, Any]) -> Non
 
 def test_copy_keeps_sizes_and_resets_observation_counts() -> None:
     sizes = MediaSizes()
-    sizes.take(0, 50.0)
+    sizes.set_mean(0, 50.0)
     sizes.seen[0] = 9.0
     copy = sizes.copy()
     assert (copy.tokens, copy.seen) == (sizes.tokens, [0.0, 0.0, 0.0])
-    copy.take(0, 70.0)
+    copy.set_mean(0, 70.0)
     assert sizes.tokens[0] == 50
 
 
 def test_single_outlier_moves_the_mean_little_and_widens_the_band() -> None:
     sizes, alone = MediaSizes(), (1, 0, 0)
     assert sizes.error((2, 0, 0)) == IMAGE_TOKENS
-    sizes.see(RequestMedia(alone, 0, 1000.0 * IMAGE_TOKENS), 5 * IMAGE_TOKENS)
+    sizes.learn(RequestMedia(alone, 0, 1000.0 * IMAGE_TOKENS), 5 * IMAGE_TOKENS)
     assert 1.05 < sizes.means[0] / IMAGE_TOKENS < 1.15
     sizes = MediaSizes()
-    sizes.see(RequestMedia(alone, 0, 0.0), 2 * IMAGE_TOKENS)
+    sizes.learn(RequestMedia(alone, 0, 0.0), 2 * IMAGE_TOKENS)
     wide = sizes.spreads[0]
     assert wide == pytest.approx(IMAGE_TOKENS, rel=0.01)
-    sizes.see(RequestMedia(alone, 0, 0.0), 2 * IMAGE_TOKENS)
+    sizes.learn(RequestMedia(alone, 0, 0.0), 2 * IMAGE_TOKENS)
     assert sizes.spreads[0] < 0.6 * wide

@@ -24,56 +24,56 @@ BYTES = COVERED[len(LONG)]
     ],
 )
 def test_what_was_written_later_evicts(capacity: int, written: int, left: int) -> None:
-    assert Visit(0, 0.0, 6000, 500).left(capacity, written) == left
+    assert Visit(0, 0.0, 6000, 500).cached_tokens(capacity, written) == left
 
 
 def test_prompt_of_a_session_begins_like_the_last_one() -> None:
     session = Session(1, 0.0)
-    assert session.goes_on(LONG)  # nothing is known
-    session.begin(LONG, BYTES)
-    assert session.goes_on((*LONG, 99))
-    assert session.goes_on((*LONG[:35], 77, 78))  # the last half may differ
-    assert session.goes_on(())  # too short to have hashes
-    assert not session.goes_on((7, *LONG))
-    assert not session.goes_on(LONG[:5])
+    assert session.may_extend(LONG)  # nothing is known
+    session.record_prompt(LONG, BYTES)
+    assert session.may_extend((*LONG, 99))
+    assert session.may_extend((*LONG[:35], 77, 78))  # the last half may differ
+    assert session.may_extend(())  # too short to have hashes
+    assert not session.may_extend((7, *LONG))
+    assert not session.may_extend(LONG[:5])
 
 
 def test_another_prompt_begins_anew() -> None:
     sessions = Sessions()
-    session = sessions.open(1, 0.0)
-    sessions.ended(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
-    sessions.ended(session, (*LONG, 99), BYTES, Visit(1, 0.0, 7000, 0), estimated=False)
+    session = sessions.get_or_create(1, 0.0)
+    sessions.record_turn(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
+    sessions.record_turn(session, (*LONG, 99), BYTES, Visit(1, 0.0, 7000, 0), estimated=False)
     assert ([v.worker for v in session.visits], session.visited) == ([0, 1], 1)
     other = tuple(range(101, 141))
-    sessions.ended(session, other, BYTES, Visit(2, 0.0, 300, 0), estimated=True)
+    sessions.record_turn(session, other, BYTES, Visit(2, 0.0, 300, 0), estimated=True)
     assert ([v.worker for v in session.visits], session.visited) == ([2], 4)
 
 
 def test_one_side_request_changes_nothing() -> None:
     sessions = Sessions()
-    session = sessions.open(1, 0.0)
+    session = sessions.get_or_create(1, 0.0)
     for _ in range(3):
-        sessions.ended(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
-        sessions.ended(session, (7, 8), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+        sessions.record_turn(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
+        sessions.record_turn(session, (7, 8), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
         assert [v.worker for v in session.visits] == [0]
-    sessions.ended(session, (7, 9), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+    sessions.record_turn(session, (7, 9), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
     assert [v.worker for v in session.visits] == [2], "the prompt was made shorter"
 
 
 def test_prompt_extends_the_last_one_only_with_nearly_all_of_it() -> None:
     session = Session(1, 0.0)
-    assert session.extends(LONG)  # nothing is known
-    session.begin(LONG, BYTES)
-    assert session.extends((*LONG, 99))
-    assert session.extends((*LONG[:38], 77))
-    assert not session.extends((*LONG[:25], 77, 78))
-    assert session.goes_on((*LONG[:33], 77, 78))
+    assert session.extends_nearly_all(LONG)  # nothing is known
+    session.record_prompt(LONG, BYTES)
+    assert session.extends_nearly_all((*LONG, 99))
+    assert session.extends_nearly_all((*LONG[:38], 77))
+    assert not session.extends_nearly_all((*LONG[:25], 77, 78))
+    assert session.may_extend((*LONG[:33], 77, 78))
 
 
 def test_only_the_last_visits_are_kept() -> None:
     session = Session(1, 0.0)
     for worker in (0, *range(MAX_VISITS + 1), 2):
-        session.visit(Visit(worker, 0.0, worker, 0))
+        session.add_visit(Visit(worker, 0.0, worker, 0))
     assert [v.worker for v in session.visits] == [1, 3, 4, 2]
     assert session.visited == 0b11111
 
@@ -81,16 +81,16 @@ def test_only_the_last_visits_are_kept() -> None:
 def test_idle_sessions_are_forgotten() -> None:
     sessions = Sessions(most=3)
     for key in (1, 2, 3, 1, 4):
-        sessions.open(key, 0.0)
+        sessions.get_or_create(key, 0.0)
     assert [key for key in range(9) if sessions.get(key)] == [1, 3, 4]
-    sessions.open(4, 1.0)
-    sessions.open(5, MAX_IDLE_S)
+    sessions.get_or_create(4, 1.0)
+    sessions.get_or_create(5, MAX_IDLE_S)
     assert [key for key in range(9) if sessions.get(key)] == [4, 5]
 
 
 def test_renamed_session_has_its_new_key_only() -> None:
     sessions = Sessions()
-    session = sessions.open(1, 0.0)
+    session = sessions.get_or_create(1, 0.0)
     sessions.rename(session, 2)
     assert (sessions.get(1), sessions.get(2), len(sessions)) == (None, session, 1)
 
@@ -99,9 +99,9 @@ def test_memory_of_a_session() -> None:
     tracemalloc.start()
     sessions, count = Sessions(), 2000
     for number in range(count):
-        session = sessions.open(number << 40, float(number))
+        session = sessions.get_or_create(number << 40, float(number))
         visit = Visit(3, float(number), 300_000 + number, 10**9 + number)
-        sessions.ended(session, (number << 41,), BYTES, visit, estimated=True)
+        sessions.record_turn(session, (number << 41,), BYTES, visit, estimated=True)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / count < 600

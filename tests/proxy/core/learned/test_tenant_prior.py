@@ -109,7 +109,7 @@ def test_median_is_recomputed_rarely() -> None:
     prior, before = sizer.prior("m", CHAT), None
     for number in range(2000):
         teach(sizer, tenant(f"t{number % 20}"), 2.0, 1)
-        common = prior.common()
+        common = prior.median()
         recomputed += common is not before
         before = common
     assert recomputed < 100

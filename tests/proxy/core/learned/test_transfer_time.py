@@ -55,12 +55,12 @@ def test_new_pair_uses_the_times_of_all_pairs() -> None:
     times = TransferTimes()
     for _ in range(100):
         times.saw("p0", "d0", 1000, 0.5)
-    assert times.of("p1", "d0") is times.all
+    assert times.estimate_for("p1", "d0") is times.all
     for _ in range(UNCLAMPED_TRANSFERS):
-        assert times.of("p1", "d0") is times.all
+        assert times.estimate_for("p1", "d0") is times.all
         times.saw("p1", "d0", 1000, 0.01)
-    assert times.of("p1", "d0").seconds(1000) == pytest.approx(0.01, rel=0.3)
-    assert times.of("p0", "d0").seconds(1000) == pytest.approx(0.5, rel=0.01)
+    assert times.estimate_for("p1", "d0").seconds(1000) == pytest.approx(0.01, rel=0.3)
+    assert times.estimate_for("p0", "d0").seconds(1000) == pytest.approx(0.5, rel=0.01)
 
 
 def test_number_of_pairs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,5 +69,5 @@ def test_number_of_pairs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("p0", "p1", "p2"):
         for _ in range(UNCLAMPED_TRANSFERS):
             times.saw(name, "d0", 1000, 0.5)
-    left = [name for name in ("p0", "p1", "p2") if times.of(name, "d0") is not times.all]
+    left = [name for name in ("p0", "p1", "p2") if times.estimate_for(name, "d0") is not times.all]
     assert left == ["p1", "p2"]

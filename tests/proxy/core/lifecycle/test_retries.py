@@ -63,28 +63,28 @@ def test_retries_earned_before_the_window_expire() -> None:
 
 def test_all_requests_of_a_failed_worker_are_spared() -> None:
     failures = WorkerFailureEvents()
-    assert not failures.spare(W0, 1.0, 9.0, beside=8)  # the first failure takes from the budget
-    assert all(failures.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
-    assert failures.spare(W0, 9.0, 9.0, beside=7)
-    assert not failures.spare(W0, 9.5, 9.6, beside=7)  # sent after the failure
+    assert not failures.take_free_retry(W0, 1.0, 9.0, beside=8)  # the first failure takes from the budget
+    assert all(failures.take_free_retry(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
+    assert failures.take_free_retry(W0, 9.0, 9.0, beside=7)
+    assert not failures.take_free_retry(W0, 9.5, 9.6, beside=7)  # sent after the failure
 
 
 def test_worker_fails_again_only_after_the_window() -> None:
     failures = WorkerFailureEvents()
     for at in (9.0, 9.0):
-        failures.spare(W0, 1.0, at, beside=8)
+        failures.take_free_retry(W0, 1.0, at, beside=8)
     for later in (9.0 + WINDOW_S, 9.1 + WINDOW_S):
-        assert not failures.spare(W0, 9.5, later, beside=8)
-    assert failures.spare(W0, 9.5, 9.2 + WINDOW_S, beside=8)
+        assert not failures.take_free_retry(W0, 9.5, later, beside=8)
+    assert failures.take_free_retry(W0, 9.5, 9.2 + WINDOW_S, beside=8)
 
 
 def test_single_failure_is_no_worker_failure() -> None:
     failures = WorkerFailureEvents()
-    failures.spare(W0, 1.0, 2.0, beside=2)
-    assert not failures.spare(W0, 3.0, 5.0, beside=2)
-    assert failures.spare(W0, 3.0, 5.0, beside=2)
-    assert not failures.spare(W1, 3.0, 5.0, beside=2)
-    assert not failures.spare(W1, 3.0, 5.0, beside=2)  # two of two workers: half of the fleet
+    failures.take_free_retry(W0, 1.0, 2.0, beside=2)
+    assert not failures.take_free_retry(W0, 3.0, 5.0, beside=2)
+    assert failures.take_free_retry(W0, 3.0, 5.0, beside=2)
+    assert not failures.take_free_retry(W1, 3.0, 5.0, beside=2)
+    assert not failures.take_free_retry(W1, 3.0, 5.0, beside=2)  # two of two workers: half of the fleet
 
 
 @pytest.mark.parametrize(("beside", "spared_workers"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
@@ -92,10 +92,10 @@ def test_failures_are_spared_for_half_of_the_fleet(beside: int, spared_workers: 
     failures = WorkerFailureEvents()
     workers = [Worker(spec(f"w{number}"), number) for number in range(beside)]
     for worker in workers:
-        failures.spare(worker, 1.0, 9.0, beside)
-    spared = [failures.spare(worker, 1.0, 9.0, beside) for worker in workers]
+        failures.take_free_retry(worker, 1.0, 9.0, beside)
+    spared = [failures.take_free_retry(worker, 1.0, 9.0, beside) for worker in workers]
     assert spared.count(True) == spared_workers
     # After the window, another failure counts again.
     for _ in range(2):
-        last = failures.spare(workers[0], 1.0, 9.0 + 2 * WINDOW_S, beside)
+        last = failures.take_free_retry(workers[0], 1.0, 9.0 + 2 * WINDOW_S, beside)
     assert last

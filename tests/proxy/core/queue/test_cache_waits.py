@@ -174,7 +174,7 @@ def drain(router: Router, name: str) -> None:
 
 def fail(router: Router, name: str) -> None:
     for _ in range(10):
-        router.fleet.health.failed(worker_of(router, name), 11.2)
+        router.fleet.health.record_failure(worker_of(router, name), 11.2)
 
 
 def go_down(router: Router, name: str) -> None:

@@ -70,7 +70,7 @@ class QueueBench:
                 self.served[info.tenant.name] += int(cost(info))
             return PLACED
 
-        gone = [ticket for ticket, _ in self.queue.leave(end, self.now)]
+        gone = [ticket for ticket, _ in self.queue.dispatch(end, self.now)]
         self.order += gone
         return gone
 
@@ -229,7 +229,7 @@ def test_blocked_long_lets_shorts_of_lower_classes_pass() -> None:
     def end(ticket: Ticket) -> End | None:
         return None if ticket.ask.long else PLACED
 
-    assert [ticket for ticket, _ in bench.queue.leave(end, 0.0)] == [short]
+    assert [ticket for ticket, _ in bench.queue.dispatch(end, 0.0)] == [short]
 
 
 @given(st.integers(1, 4), st.floats(0.2, 2.0), st.sampled_from([STANDARD, BATCH]))

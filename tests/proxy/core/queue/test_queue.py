@@ -28,7 +28,7 @@ def leave(queue: Queue, *tickets: Ticket) -> list[Ticket]:
     def end(ticket: Ticket) -> End | None:
         return END if ticket in tickets else None
 
-    return [ticket for ticket, _ in queue.leave(end)]
+    return [ticket for ticket, _ in queue.dispatch(end)]
 
 
 def test_smaller_request_may_pass_blocked_larger_ones() -> None:

@@ -101,7 +101,7 @@ def test_reserve_is_open_to_shorts_while_their_worker_rests(
     most: int | None, kv_usage: float
 ) -> None:
     router = router_with_reserve(most, kv_usage)
-    router.fleet.health.failed(worker_of(router, "s"), 1.5, 60.0)
+    router.fleet.health.record_failure(worker_of(router, "s"), 1.5, 60.0)
     assert placement(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
 
 
@@ -110,9 +110,9 @@ def test_reserve_is_closed_to_shorts_while_their_worker_is_busy(
     most: int | None, kv_usage: float
 ) -> None:
     router = router_with_reserve(most, kv_usage)
-    router.fleet.health.failed(worker_of(router, "s"), 1.5, 1.0, busy=True)
+    router.fleet.health.record_failure(worker_of(router, "s"), 1.5, 1.0, busy=True)
     waits(router.submit(ask(10, 1), 1.6))
-    router.fleet.health.succeeded(worker_of(router, "s"))
+    router.fleet.health.record_success(worker_of(router, "s"))
     [(_, end)] = router.due(2.6)
     assert placed(end).worker.name == "s"
 

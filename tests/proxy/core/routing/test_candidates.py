@@ -222,6 +222,6 @@ def test_chain_of_stored_responses_is_one_session() -> None:
 
 def test_workers_with_equally_many_tokens_are_all_kept_beside_a_session() -> None:
     router, session = three(), Session(5, 0.0)
-    session.visit(Visit(2, worker_of(router, "w2").up_since, 500, 0))
+    session.add_visit(Visit(2, worker_of(router, "w2").up_since, 500, 0))
     held = with_visits([(400, 0b001), (400, 0b010)], session, router.fleet.roster, ask(1000))
     assert held == [(500, 0b100), (400, 0b011)]

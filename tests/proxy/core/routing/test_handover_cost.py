@@ -270,7 +270,7 @@ def test_failed_link_is_counted_only_above_the_threshold() -> None:
     specs = spec("p0", P), spec("d0", D), spec("d1", D)
     router = router_of(*specs, transfer=True, disaggregate_above=LONG - 1)
     for _ in range(3):
-        router.placer.links.failed(worker_of(router, "p0"), worker_of(router, "d0"), 1.0)
+        router.placer.links.record_failure(worker_of(router, "p0"), worker_of(router, "d0"), 1.0)
     for size in (10, LONG):
         lease = placed(router.submit(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
         assert (lease.prefill, lease.worker.name) == (None, "d0")
@@ -310,7 +310,7 @@ def test_failed_prefills_are_retried_then_served_whole() -> None:
     names = []
     for attempt in range(3):
         lease = placed(router.submit(info, 0.0, Attempts(tried)))
-        leg = lease.under_way
+        leg = lease.running_leg
         names.append(leg.worker.name)
         if attempt < 2:
             router.leases.finish(lease, 0.0, Outcome.FAILED)
@@ -335,7 +335,7 @@ def test_failed_prefill_records_no_prefix_at_the_decode_worker(
     info = ask(LONG, prefix=blocks)
     lease = placed(router.submit(info, 0.0))
     tokens = present(lease.decision.handover).tokens
-    first = lease.under_way.worker
+    first = lease.running_leg.worker
     router.leases.finish(lease, 1.0, outcome)
     assert blocks_held(router, blocks, d0) == before
     again = placed(router.submit(info, 1.0, Attempts(frozenset([first]))))
@@ -580,7 +580,7 @@ def test_prefix_is_not_recorded_if_no_decode_worker_remains() -> None:
 def test_failed_link_is_not_used_for_a_while() -> None:
     router = make_router(disaggregate_above=1)
     first, second = worker_of(router, "p0"), worker_of(router, "d0")
-    assert [router.placer.links.failed(first, second, 1.0) for _ in range(3)] == [
+    assert [router.placer.links.record_failure(first, second, 1.0) for _ in range(3)] == [
         False,
         False,
         True,

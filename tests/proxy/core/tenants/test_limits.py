@@ -132,19 +132,19 @@ def test_ledgers_in_shared_memory_share_usage() -> None:
 
 def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
-    assert ledger.spent(0.0) is None
+    assert ledger.spent_limit(0.0) is None
     assert ledger.enter(0.0, 300, 0) is None  # more than the bucket holds: a debt
-    assert getattr(ledger.spent(0.0), "limit", None) is Limit.CONCURRENCY
+    assert getattr(ledger.spent_limit(0.0), "limit", None) is Limit.CONCURRENCY
     ledger.leave(0.0, 300, 300)
-    breach = present(ledger.spent(0.0))
+    breach = present(ledger.spent_limit(0.0))
     assert (breach.limit, breach.retry_after_s) == (Limit.TOKENS, pytest.approx(120))
-    assert ledger.spent(121.0) is None
+    assert ledger.spent_limit(121.0) is None
     ledger.was_read(121.0)
-    assert ledger.spent(121.0) is None
+    assert ledger.spent_limit(121.0) is None
     ledger.was_read(121.0)
-    breach = present(ledger.spent(121.0))
+    breach = present(ledger.spent_limit(121.0))
     assert (breach.limit, breach.retry_after_s) == (Limit.REQUESTS, pytest.approx(30))
-    assert ledger.spent(152.0) is None
+    assert ledger.spent_limit(152.0) is None
     assert ledger.running == 0
 
 

@@ -251,7 +251,7 @@ def test_clear_is_atomic_for_readers(
         def step(sheet: ProcessSheet, *numbers: object) -> None:
             write(sheet, *numbers)
             group.now += READ_INTERVAL_S
-            group.sharings[1].look(group.now)
+            group.sharings[1].take_in_charges(group.now)
             standings.extend(tenant(group, 1, name).standings[Rank.STANDARD] for name in "tu")
 
         return step
@@ -450,11 +450,11 @@ def test_only_changed_tenants_are_read(
     assert rows == []
     for name in ("t7", "t9", "t7"):
         placed(submit(group, 0, name))
-    group.sharings[1].look(group.now)
+    group.sharings[1].take_in_charges(group.now)
     assert len(rows) == 2 == len(set(rows))
     assert [tenant(group, 1, name).ledger.elsewhere for name in ("t7", "t9")] == [3, 1]
     group.now += FULL_READ_INTERVAL_S
-    group.sharings[1].look(group.now)
+    group.sharings[1].take_in_charges(group.now)
     assert len(rows) == 202, "a full read finds missed changes"
 
 

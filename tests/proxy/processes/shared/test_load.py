@@ -120,7 +120,7 @@ def test_restarted_process_sees_existing_load_and_breakers(
     group = make_group(2, spec("a"), spec("b"))
     group.submit(0)
     for _ in range(3):
-        group.routers[0].fleet.health.failed(group.worker(0, "a"), group.now)
+        group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now)
     group.end_turn()
     group.restart(1)
     assert [worker.requests for worker in group.routers[1].fleet.roster] == [1, 0]
@@ -131,7 +131,7 @@ def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     group = make_all(3, spec("a"), spec("b"))
     bad = group.worker(0, "a")
     for _ in range(3):
-        group.routers[0].fleet.health.failed(bad, group.now)
+        group.routers[0].fleet.health.record_failure(bad, group.now)
     group.end_turn()
     for index in (1, 2):
         assert group.submit(index).worker.name == "b"
@@ -140,7 +140,7 @@ def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     trial = next(lease for lease in (group.submit(1) for _ in range(4)) if lease.worker.name == "a")
     assert trial.trial
     group.read_all()
-    assert not group.worker(2, "a").takes(group.now)
+    assert not group.worker(2, "a").accepts(group.now)
     group.routers[1].leases.first_token(trial, group.now)
     group.end_turn()
     group.read_all()
@@ -154,7 +154,7 @@ def test_crash_seen_by_all_processes_counts_as_one_opening(
     group = make_all(3, spec("a"))
     for index in range(3):
         for _ in range(3):
-            group.routers[index].fleet.health.failed(group.worker(index, "a"), group.now)
+            group.routers[index].fleet.health.record_failure(group.worker(index, "a"), group.now)
     group.end_turn()
     group.read_all()
     assert [group.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
@@ -167,7 +167,7 @@ def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     pool = ("m", False)
     for name, process in (("a", 0), ("b", 1), ("c", 2)):
         for _ in range(3):
-            group.routers[process].fleet.health.failed(group.worker(process, name), group.now)
+            group.routers[process].fleet.health.record_failure(group.worker(process, name), group.now)
         group.end_turn()
         group.read_all()
     for index, router in enumerate(group.routers):
@@ -189,14 +189,14 @@ def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
 def test_load_is_read_once_per_interval(make_processes: Callable[..., VirtualGroup]) -> None:
     group = make_processes(2, spec("a"))
     group.submit(0)
-    group.sharings[1].look(group.now)
+    group.sharings[1].take_in_charges(group.now)
     before = group.now
     group.routers[0].submit(ask(), group.now)
     for callback in group.callbacks:
         callback()
-    group.sharings[1].look(before)
+    group.sharings[1].take_in_charges(before)
     assert group.worker(1, "a").requests == 1
-    group.sharings[1].look(before + READ_INTERVAL_S)
+    group.sharings[1].take_in_charges(before + READ_INTERVAL_S)
     assert group.worker(1, "a").requests == 2
 
 
@@ -386,7 +386,7 @@ def test_new_leader_continues_the_assignment_of_rows(
 def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup]) -> None:
     group = make_all(2, spec("a"), spec("b"))
     for _ in range(3):
-        group.routers[1].fleet.health.failed(group.worker(1, "a"), group.now)
+        group.routers[1].fleet.health.record_failure(group.worker(1, "a"), group.now)
     group.end_turn()
     group.now += ROW_REUSE_AFTER_S
     newcomer = group.routers[0].fleet.roster.add(spec("c"))
@@ -404,16 +404,16 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
     table.use_remote(1)
     other = table.sheet(1)
     for requests in (1, 2):
-        sharing.look(group.now)
+        sharing.take_in_charges(group.now)
         other.write_load(row, WorkerLoad(requests), 0.0)
         other.mark_changed(row)
         group.now += 1.1 * REMOTE_INTERVAL_S
-        sharing.look(group.now)
+        sharing.take_in_charges(group.now)
         assert worker.requests == requests - 1
         if requests == 1:
             table.mark_updated()
             group.now += 1.1 * REMOTE_INTERVAL_S
         else:
             group.now += LOOK_INTERVAL_S
-        sharing.look(group.now)
+        sharing.take_in_charges(group.now)
         assert worker.requests == requests

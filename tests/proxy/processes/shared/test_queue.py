@@ -374,4 +374,4 @@ def test_empty_queue_of_another_process_holds_nothing_back(make_all: MakeGroup) 
     group.end_turn()
     group.read_all()
     assert group.queues[1].length == 0
-    assert not group.queues[1].before(("m", "short"), 3)
+    assert not group.queues[1].has_higher_class(("m", "short"), 3)

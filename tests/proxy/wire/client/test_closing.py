@@ -28,7 +28,7 @@ def test_delivery_ends_after_two_checks_without_unsent_bytes() -> None:
         closing.begin(10.0)
         found = []
         for transport.unsent in (0, 0, 9, 0, 0):
-            found.append(closing.still_delivers(1.0, transport))
+            found.append(closing.has_undelivered(1.0, transport))
         assert found == [True, False, True, True, False]
         transport.unsent = 9
-        assert not closing.still_delivers(10.0, transport)
+        assert not closing.has_undelivered(10.0, transport)

@@ -54,7 +54,7 @@ async def test_client_that_left_gets_no_metrics_page(site: Site, leaves: bool, f
     await page_made.wait()
     if leaves:  # before the callback of the task runs
         assert client.written == []
-        request.gone(0.0)
+        request.client_left(0.0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     status = "HTTP/1.1 503 Se" if fails else "HTTP/1.1 200 OK"
@@ -72,7 +72,7 @@ async def test_client_that_leaves_cancels_the_metrics_page(site: Site) -> None:
 
     request, client = start_request(site, pages)
     await started.wait()
-    request.gone(0.0)
+    request.client_left(0.0)
     assert request._found is not None
     with pytest.raises(asyncio.CancelledError):
         await request._found

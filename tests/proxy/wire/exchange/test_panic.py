@@ -72,7 +72,7 @@ async def test_panic_shows_in_metrics_and_worker_state(start: Start) -> None:
     site.stand_still()
     for name in ("w0", "w1"):
         for _ in range(3):
-            site.fleet.health.failed(site.worker(name), site.clock(), why="502")
+            site.fleet.health.record_failure(site.worker(name), site.clock(), why="502")
     page = (await site.ask(get("/metrics"))).body.decode()
     assert 'proxy_pool_panic{model="tiny",pool="serve"} 1' in page
     assert 'proxy_pool_panics_total{model="tiny",pool="serve"} 1' in page
@@ -80,7 +80,7 @@ async def test_panic_shows_in_metrics_and_worker_state(start: Start) -> None:
     assert 'worker="w0",role="general",model="tiny",state="open"} 1' in page
     why = "it returned 502; breaker ignored, because too many workers of its pool fail"
     assert why_not(site.worker("w0"), site.clock()) == why
-    site.fleet.health.succeeded(site.worker("w0"))
+    site.fleet.health.record_success(site.worker("w0"))
     page = (await site.ask(get("/metrics"))).body.decode()
     assert 'proxy_pool_panic{model="tiny",pool="serve"} 0' in page
     assert 'proxy_worker_breaker_open{worker="w1",role="general",model="tiny"} 1' in page

@@ -148,7 +148,7 @@ async def test_error_in_one_queued_request_does_not_affect_others(
 
     monkeypatch.setattr(Exchange, "placed", placed)
     site.worker().most = 3  # room for both queued requests
-    site.wire.settle(site.clock())
+    site.wire.dispatch_queued(site.clock())
     assert (await clients[1].answer()).status == 503
     gate.set()
     assert (await clients[0].answer()).status == 200

@@ -435,7 +435,7 @@ async def test_other_400_errors_are_not_retried(start: Start) -> None:
 async def test_too_long_error_passes_without_a_healthy_larger_worker(start: Start) -> None:
     site = await short_and_long(start)
     site.fakes["short"].always(scripts.error(400, TOO_LONG_ERRORS[0]))
-    site.fleet.health.failed(site.worker("long"), site.clock(), 60.0)
+    site.fleet.health.record_failure(site.worker("long"), site.clock(), 60.0)
     answer = await site.ask(chat())
     assert (answer.status, answer.error()["message"]) == (400, TOO_LONG_ERRORS[0])
     assert len(site.served()) == 1

@@ -102,7 +102,7 @@ def test_http_1_0_gets_no_chunks() -> None:
 def test_failed_stream_ends_with_an_error_event() -> None:
     writer = writer_for(SSE)
     writer.take(EVENT + EVENT[:9], ended=False)
-    last = writer.last_words("gone", "worker_reset")
+    last = writer.final_error_event("gone", "worker_reset")
     assert last is not None
     size, event, end = last.split(b"\r\n", 2)
     assert int(size, 16) == len(event)
@@ -123,7 +123,7 @@ def test_failed_stream_ends_with_an_error_event() -> None:
 def test_other_failed_bodies_get_no_error_event(head: bytes) -> None:
     writer = writer_for(head)
     writer.take(b"a", ended=False)
-    assert writer.last_words("gone", "worker_reset") is None
+    assert writer.final_error_event("gone", "worker_reset") is None
 
 
 def test_usage_is_read_from_the_end_of_json() -> None:

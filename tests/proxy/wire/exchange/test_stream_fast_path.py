@@ -84,7 +84,7 @@ class Stream:
         self.metrics = Metrics(Router(RouterSettings(), fleet))
         wire = WireServer(self.metrics.router, WireSettings(), self.metrics, lambda: self.now)
         self.client = Client()
-        pool = wire.pools.of(next(iter(fleet.roster)))
+        pool = wire.pools.pool_for(next(iter(fleet.roster)))
         self.connection = WorkerConnection(pool)
         pool.open.add(self.connection)
         pool.idle.append(self.connection)
@@ -254,7 +254,7 @@ async def test_fast_path_is_off_for_http_1_0() -> None:
 async def test_fast_path_ends_when_the_client_leaves() -> None:
     stream = Stream()
     stream.receive(HEAD + scripts.chunk(TOKENS[0]))
-    stream.exchange.gone(stream.now)
+    stream.exchange.client_left(stream.now)
     got = stream.client.got
     stream.receive(scripts.chunk(TOKENS[1]))
     assert stream.client.got == got

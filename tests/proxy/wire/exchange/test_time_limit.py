@@ -113,7 +113,7 @@ async def test_time_limit_after_the_last_event_is_no_error(start: Start, how: st
         await exceed_limit(site)
     else:
         [exchange] = site.wire.exchanges
-        exchange.cut(site.clock())
+        exchange.end_for_shutdown(site.clock())
     while piece := await client.piece():
         assert b"error" not in piece
     await site.settled()

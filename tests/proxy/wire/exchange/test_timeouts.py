@@ -111,7 +111,7 @@ async def slow(start: Start) -> Slow:
 async def test_unbounded_response_of_a_computing_worker_gets_more_time(slow: Slow) -> None:
     await slow.begin(chat(max_tokens=None))
     slow.set_generated_tokens(2.0)
-    [connection] = slow.site.wire.pools.of(slow.site.worker(slow.busy)).open
+    [connection] = slow.site.wire.pools.pool_for(slow.site.worker(slow.busy)).open
     await eventually(lambda: connection.deadline > slow.site.clock())
     slow.gates[slow.busy].set()
     assert (await slow.asking).status == 200
@@ -183,7 +183,7 @@ async def ask_steadily(start: Start, *pieces: bytes) -> Answer:
     site.fake.always(send_pieces)
     asking = asyncio.create_task(site.ask(chat(stream=True)))
     await site.fake.got()
-    [connection] = site.wire.pools.of(site.worker()).open
+    [connection] = site.wire.pools.pool_for(site.worker()).open
     for _ in pieces:
         pass_time(site, 0.9 * idle_s)
         turns.release()
@@ -216,7 +216,7 @@ async def test_worker_that_does_not_read_its_request_times_out(start: Start) -> 
 async def test_worker_sockets_use_keepalive_and_user_timeout(start: Start) -> None:
     site = await start()
     await site.ask(chat())
-    [connection] = site.wire.pools.of(site.worker()).idle
+    [connection] = site.wire.pools.pool_for(site.worker()).idle
     assert connection._transport is not None
     raw = connection._transport.get_extra_info("socket")
     assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -33,7 +33,7 @@ class CountRequest:
         self.count.connection = cast("WorkerConnection", self.connection)
         head: Any = ResponseHead()
         head.status = status
-        self.count.begun(1.0, head)
+        self.count.response_begun(1.0, head)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_late_lost_and_dropped_requests_return_no_count() -> None:
     late, lost, dropped = CountRequest(), CountRequest(), CountRequest()
     assert late.count.extra_wait_s(9.0) == 0.0
     late.count.expire(9.0)
-    lost.count.lost(4.0, WorkerError.RESET)
+    lost.count.connection_failed(4.0, WorkerError.RESET)
     dropped.count.drop()
     assert (late.found, lost.found, dropped.found) == ([(9.0, None)], [(4.0, None)], [])
     assert [request.connection.dropped for request in (late, lost, dropped)] == [True, False, True]

@@ -65,7 +65,7 @@ async def test_for_a_worker_whose_breaker_is_open(start: Start) -> None:
     engines = Engines()
     with_journals(site, engines)
     client, busy = await begin(site, engines, engines.serve())
-    site.fleet.health.failed(site.worker(other(busy)), site.clock(), 5.0)
+    site.fleet.health.record_failure(site.worker(other(busy)), site.clock(), 5.0)
     lose(site, busy)
     await waits(site)
     site.skip(5.0)

@@ -22,7 +22,7 @@ Change = Callable[[Site, str], object]
 
 def break_worker(site: Site, name: str) -> None:
     for _ in range(3):
-        site.fleet.health.failed(site.worker(name), site.clock())
+        site.fleet.health.record_failure(site.worker(name), site.clock())
 
 
 CHANGES: dict[str, Change] = {

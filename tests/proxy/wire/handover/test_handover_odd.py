@@ -136,8 +136,8 @@ async def test_failed_prefill_leg_counts_as_no_attempt(start: Start, status: int
         body = chat_body()
         assert words(await ask(here, body)) == expected(body)
         for name in ("p0", "p1"):
-            here.site.fleet.health.succeeded(here.site.worker(name))
-            here.site.router.placer.links.worked(here.site.worker(name), None)
+            here.site.fleet.health.record_success(here.site.worker(name))
+            here.site.router.placer.links.record_success(here.site.worker(name), None)
     assert here.kinds() == ["prefill", "whole"] * 20
     here.kv.inject("prefill", Faults(before=scripts.error(status, "theirs")))
     here.kv.inject("decode", Faults(before=scripts.error(503, "mine")))
@@ -253,7 +253,7 @@ async def test_worker_that_also_fails_whole_requests_bars_no_link(start: Start) 
     here.kv.inject("d0", leg, release, whole)
     await here.check_served()
     assert here.legs()[-2:] == ["whole d0", "whole d1"]
-    assert not here.site.router.placer.links.bars
+    assert not here.site.router.placer.links.has_failures
 
 
 async def test_decode_error_passes_when_no_attempt_is_left(start: Start) -> None:

@@ -72,7 +72,7 @@ async def test_useless_prefill_worker_is_barred_and_logged(
     here.site.skip(BARRED_S)  # one success ends the bar
     await here.check_served(stream=stream)
     assert legs_of(here)[-2:] == ["prefill p0", "decode"]
-    assert not here.site.router.placer.links.bars
+    assert not here.site.router.placer.links.has_failures
 
 
 async def test_refusing_worker_does_not_attract_prefills(start: Start) -> None:
@@ -117,7 +117,7 @@ async def test_request_refused_everywhere_bars_no_worker(start: Start) -> None:
     for _ in range(FAILURES_TO_BAR + 1):
         assert (await ask(here, chat_body())).status == 400
     assert legs_of(here) == ["prefill p0", "whole"] * (FAILURES_TO_BAR + 1)
-    assert not here.site.router.placer.links.bars
+    assert not here.site.router.placer.links.has_failures
 
 
 async def test_occasional_refusals_bar_no_worker(start: Start) -> None:

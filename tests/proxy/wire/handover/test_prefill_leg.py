@@ -61,7 +61,7 @@ def test_successful_response_is_collected() -> None:
     owner = Owner()
     leg, _ = leg_of(owner)
     assert not leg.is_answering
-    leg.begun(1.0, head(200))
+    leg.response_begun(1.0, head(200))
     assert leg.is_answering
     leg.received(1.1, b"ab", ended=False)
     assert owner.calls == []
@@ -74,7 +74,7 @@ def test_successful_response_is_collected() -> None:
 def test_other_responses_are_passed_to_the_owner(status: int) -> None:
     owner = Owner()
     leg, connection = leg_of(owner)
-    leg.begun(1.0, head(status))
+    leg.response_begun(1.0, head(status))
     leg.received(1.1, b"no", ended=True)
     assert owner.calls == [(1.0, status), (1.1, b"no", True)]
     assert owner.connection is connection
@@ -83,7 +83,7 @@ def test_other_responses_are_passed_to_the_owner(status: int) -> None:
 def test_loss_is_passed_to_the_owner() -> None:
     owner = Owner()
     leg, _ = leg_of(owner)
-    leg.lost(2.0, WorkerError.RESET)
+    leg.connection_failed(2.0, WorkerError.RESET)
     assert owner.calls == [(2.0, WorkerError.RESET)]
     assert leg.connection is None
 
@@ -92,7 +92,7 @@ def test_oversized_response_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 10)
     owner = Owner()
     leg, connection = leg_of(owner)
-    leg.begun(1.0, head(200))
+    leg.response_begun(1.0, head(200))
     leg.received(1.1, b"x" * 11, ended=False)
     assert owner.calls == [(1.1, WorkerError.BROKEN)]
     assert connection.dropped
@@ -101,7 +101,7 @@ def test_oversized_response_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deadline_of_the_body_is_fixed_at_its_head() -> None:
     leg, connection = leg_of(Owner())
     connection.deadline = 9.0
-    leg.begun(1.0, head(200))
+    leg.response_begun(1.0, head(200))
     assert connection.deadline == 9.0
     for at in (1.1, 8.0):
         connection.deadline = at + 300.0  # as after each piece of a response
@@ -112,7 +112,7 @@ def test_deadline_of_the_body_is_fixed_at_its_head() -> None:
 def test_owner_may_change_during_the_response() -> None:
     first, second = Owner(), Owner()
     leg, _ = leg_of(first)
-    leg.begun(1.0, head(200))
+    leg.response_begun(1.0, head(200))
     leg.leave_to(second)
     leg.received(1.1, b"{}", ended=True)
     assert first.calls == []

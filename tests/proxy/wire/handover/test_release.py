@@ -157,10 +157,10 @@ async def test_broken_abandoned_response_leaves_blocks_to_expire(start: Start, b
     if begun:
         head = ResponseHead()
         head.status = 200
-        leg.begun(site.clock(), head)
+        leg.response_begun(site.clock(), head)
     abandoned.adopt(site.clock())
     assert site.wire.releases == {abandoned}
-    abandoned.lost(site.clock(), WorkerError.RESET)
+    abandoned.connection_failed(site.clock(), WorkerError.RESET)
     assert handover_ends(site) == ({LEFT_TO_EXPIRE: 1} if begun else {})
     assert site.wire.releases == set()
 

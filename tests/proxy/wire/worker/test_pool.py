@@ -354,7 +354,7 @@ def test_pool_of_an_old_key_is_kept_until_its_requests_end(pool: ImmediatePool) 
     _, _, used = pool.send_request()
     idle.data_received(HEAD + b"abc")
     keyed = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.GENERAL, "tiny", api_key="k"))
-    assert pools.of(keyed) is not pool
+    assert pools.pool_for(keyed) is not pool
     assert (unused.closed, used.closed) == (True, False)
     pools.close()
     assert used.closed
@@ -362,13 +362,13 @@ def test_pool_of_an_old_key_is_kept_until_its_requests_end(pool: ImmediatePool) 
 
 def test_pools_follow_the_fleet() -> None:
     fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, ImmediateWrites())
-    old = pools.of(fleet.roster.add(SPEC))
-    assert pools.of(fleet.roster.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
+    old = pools.pool_for(fleet.roster.add(SPEC))
+    assert pools.pool_for(fleet.roster.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
     fleet.roster.remove("w0")
     same = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny"))
-    assert pools.of(same) is old
+    assert pools.pool_for(same) is old
     fleet.roster.remove("w0")
     keyed = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny", api_key="k"))
-    assert pools.of(keyed) is not old
-    assert pools.of(keyed).authorization == b"Authorization: Bearer k\r\n"
-    assert pools.of(keyed).host == b"127.0.0.1:9\r\n"
+    assert pools.pool_for(keyed) is not old
+    assert pools.pool_for(keyed).authorization == b"Authorization: Bearer k\r\n"
+    assert pools.pool_for(keyed).host == b"127.0.0.1:9\r\n"
