@@ -54,13 +54,13 @@ class Engine:
         """Serve a request; return its cached tokens."""
         self._number += 1
         number, size = self._number, self._block
-        self._prefixes.named(number, name, len(prompt))
+        self._prefixes.add_name(number, name, len(prompt))
         cached, names = 0, self._names(prompt + output[:-1])
         while cached < (len(prompt) - 1) // size and names[cached] in self._blocks:
             cached += 1
-        self._prefixes.found(number, cached * size)
-        self._prefixes.resident(number, len(prompt) // size * size)
-        self._prefixes.resident(number, len(names) * size)
+        self._prefixes.record_found(number, cached * size)
+        self._prefixes.record_resident(number, len(prompt) // size * size)
+        self._prefixes.record_resident(number, len(names) * size)
         self._blocks.update(names)
         return cached * size
 

@@ -123,7 +123,7 @@ async def drain(site: Site, every_s: float, until: float, seed: int) -> list[flo
             break
         site.fleet.roster.drain(name)
         while site.worker(name).requests:
-            await site.wire.moves.leave(name)
+            await site.wire.moves.move_all(name)
         took.append(time.monotonic() - begun)
         site.fleet.roster.drain(name, draining=False)
     return took

@@ -278,7 +278,7 @@ class Figures:
         regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
         exact = Recursion(regime)
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
-        line = [(k, exact.at(k).throughput) for k in drawn]
+        line = [(k, exact.solve_for(k).throughput) for k in drawn]
         dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]
         self.values["deferred"] = {"recursion": line, "fluid engine": dots}
         print("deferred", json.dumps(self.values["deferred"]))

@@ -65,7 +65,7 @@ def rate(design: Design, burstiness: float | None) -> str:
         source=find("4000x500"), machine=design.machine, prefill_machine=design.prefill,
         targets=parse(["ttft:3000", f"tpot:{ITL_MS}"]), burstiness=burstiness,
     )  # fmt: skip
-    served = FleetSearch(question).judged(design.shape, 14.0)
+    served = FleetSearch(question).judge(design.shape, 14.0)
     return "-" if served is None else f"{served.rate:.3g}"
 
 

@@ -165,7 +165,7 @@ def test_wheel_has_compiled_modules_that_the_router_finds(clone: Path, tmp_path:
     }
     python = installed(wheel, tmp_path / "venv")
     assert run(python, KIND) == "compiled\n"
-    assert run(python, WHERE, NAMES=" ".join(locate.hot_names())) == f"{compiled.name}\n"
+    assert run(python, WHERE, NAMES=" ".join(locate.compiled_names())) == f"{compiled.name}\n"
     assert run(python, KIND, **{SWITCH: "0"}) == "plain (VLLM_SCHED_COMPILED is 0)\n"
     output = run(python, "from vllm_sched.cli.main import main; main(['compile'])")
     assert str(tmp_path / "venv") in output  # existing modules need no compiler

@@ -103,7 +103,7 @@ class SessionFleet(SimulatedFleet):
 
     def play_sessions(self, load: Load) -> None:
         queue = self._queue
-        queue.at(0.0, partial(self._look, self.router))
+        queue.at(0.0, partial(self._read_gauges, self.router))
         under_way, coming = sessions(load.at_once, load.count, load.seed)
         self._open = load.at_once
         for number, session in enumerate(under_way):
@@ -163,7 +163,7 @@ class SessionFleet(SimulatedFleet):
         targets = {"deadline_ms": (due - now) * 1000, "tpot_ms": TPOT_S * 1000}
         submit(replace(job, wishes=targets), now)
 
-    def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
+    def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         task, turn = self._under_way.pop(flight.number)
         outcome = flight.outcome
         failed = bool(outcome.error) or not outcome.ticks

@@ -93,7 +93,7 @@ class RecordingFleet(SimulatedFleet):
             request = replace(request, session="")
         super()._arrive(request, now, ended)
 
-    def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
+    def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         outcome, lease = flight.outcome, flight.lease
         if lease is None or outcome.error:
             self.failed += 1

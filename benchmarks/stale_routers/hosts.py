@@ -87,7 +87,7 @@ class StaleFleet(SimulatedFleet):
         self._queue.at(when, call)
 
     def settle(self, router: Router, now: float) -> None:
-        self._settle(router, now)
+        self._dispatch_queued(router, now)
 
     def _choose_router(self) -> Router:
         return self._random.choice(self.routers)

@@ -17,7 +17,7 @@ class AdminKey:
     def __init__(self) -> None:
         self._digest: bytes | None = None
 
-    def take(self, key: str | None) -> None:
+    def set(self, key: str | None) -> None:
         """Set a new key; None turns the check off."""
         self._digest = None if key is None else sha256(key.encode()).digest()
 

@@ -100,7 +100,7 @@ class StatusEventStream(Response):
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            while (message := await self._viewer.take()) is not None:
+            while (message := await self._viewer.get()) is not None:
                 async with asyncio.timeout(READ_TIMEOUT_S):
                     await send({"type": "http.response.body", "body": message, "more_body": True})
             async with asyncio.timeout(READ_TIMEOUT_S):

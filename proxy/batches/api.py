@@ -119,12 +119,12 @@ class BatchApiRequest:
         self._began = now
         if self._request.head.method != "POST":
             self._request.body = b""  # free the unused body
-        refusal = self._enter(now)
+        refusal = self._admit(now)
         self._api.wire.visits.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(refusal))
         self._task.add_done_callback(self._release)
 
-    def _enter(self, now: float) -> Refusal | None:
+    def _admit(self, now: float) -> Refusal | None:
         """Count the request and its body; return a refusal if a limit is reached.
 
         Requests that change something also count against the tenant's rate limits.
@@ -149,7 +149,7 @@ class BatchApiRequest:
         collecting, size = self._api.wire.collecting, len(self._request.body)
         self._part = collecting.account(self._request.head.tenant)
         try:
-            collecting.take(size, self._part)
+            collecting.reserve(size, self._part)
         except RefusedError as error:
             return error.refusal
         self._held = size
@@ -157,7 +157,7 @@ class BatchApiRequest:
 
     def _release(self, _: object) -> None:
         self._task = None  # a cancelled task's traceback keeps the body alive
-        self._api.wire.collecting.give(self._held, self._part)
+        self._api.wire.collecting.release(self._held, self._part)
 
     def _finish(self) -> None:
         wire = self._api.wire

@@ -61,6 +61,6 @@ class BatchProgress:
             request.drop(now)
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """True if every line has a saved result."""
         return self.read_all and not (self.ready or self.requests or self.unsaved)

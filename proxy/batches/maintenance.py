@@ -96,7 +96,7 @@ class Maintenance:
 
 def run_slice(store: Store, operation: BatchMaintenance, session: int) -> str | None:
     """Run one slice; return the summary after the last."""
-    if not store.backend.leads_in(session):
+    if not store.backend.has_led_since(session):
         raise DiskError("the connection to the database was lost")
     if operation.slices is None:
         operation.slices = operation.work(store)
@@ -115,9 +115,9 @@ def validate_input(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Sl
     check = InputFileCheck(file.bytes if file else 0, batch.endpoint, max_lines)
     while is_there:
         piece = store.input(batch, *check.wanted)
-        store.add_lines(batch, check.take(piece))
+        store.add_lines(batch, check.validate(piece))
         is_there = bool(piece)
-        if check.over:
+        if check.is_done:
             break
         yield
     problems = check.complaints

@@ -91,7 +91,7 @@ class BatchScheduler:
         self._next_poll = self._next_purge = self._paused_until = -inf
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True if this process validates and ends batches."""
         return self._claims.part.leads
 
@@ -164,7 +164,7 @@ class BatchScheduler:
                 self._resume()
                 return
             trusted = self._clock_guard.is_trusted()
-            more = self.leads and clock() >= self._next_purge
+            more = self.is_leader and clock() >= self._next_purge
             if more:  # first, because deletion may free space for the rest
                 self._next_purge = clock() + PURGE_INTERVAL_S
                 try:
@@ -212,7 +212,7 @@ class BatchScheduler:
 
     async def _read_batches(self) -> None:
         batches = await self._store(Store.active)
-        counted = batches if self.leads else ()
+        counted = batches if self.is_leader else ()
         self.counts.active = Counter(batch.status.value for batch in counted)
         known = {batch.id for batch in batches}
         for missing in self._running.keys() - known:
@@ -229,10 +229,10 @@ class BatchScheduler:
         elif batch.id in self._maintenance:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
-            if self.leads:
+            if self.is_leader:
                 most, wall = self.settings.max_lines, self._wall
                 self._maintenance.add(batch, lambda store: validate_input(store, batch, most, wall))
-        elif self.leads and batch.completed + batch.failed >= batch.total:
+        elif self.is_leader and batch.completed + batch.failed >= batch.total:
             await self._end(batch, Status.COMPLETED)
         elif batch.id not in self._running:
             self._running[batch.id] = BatchProgress(batch)
@@ -244,7 +244,7 @@ class BatchScheduler:
             return
         self._cancel_lines(batch.id)
         await self.save()
-        if self.leads:
+        if self.is_leader:
             self._maintenance.add(
                 batch, lambda store: end_batch(store, batch, status, self._wall), ends=True
             )
@@ -269,7 +269,7 @@ class BatchScheduler:
                 if jobs:
                     running.last = jobs[-1].number
                     running.active_at = self._wire.clock()
-            if running.over and self.leads and await self._store(Store.is_complete, running.batch):
+            if running.is_done and self.is_leader and await self._store(Store.is_complete, running.batch):
                 await self._end(running.batch, Status.COMPLETED)
 
     def _send(self) -> None:
@@ -282,7 +282,7 @@ class BatchScheduler:
             now = wire.clock()
             running = waiting.popleft()
             tenant = wire.router.tenants.get(running.batch.tenant)
-            if (job := self._next_of(now, running, tenant, shut)) is None:
+            if (job := self._next_line(now, running, tenant, shut)) is None:
                 continue
             running.turn = self._turns[running.batch.tenant] = next(self._numbers)
             running.ready.remove(job)
@@ -298,7 +298,7 @@ class BatchScheduler:
         turns = self._turns
         return deque(sorted(batches, key=lambda x: (turns.get(x.batch.tenant, 0), x.turn)))
 
-    def _next_of(
+    def _next_line(
         self, now: float, running: BatchProgress, tenant: Tenant | None, shut: dict[str, int]
     ) -> LineJob | None:
         """Return the first line whose model has capacity; `shut` has body sizes found too large."""
@@ -323,12 +323,12 @@ class BatchScheduler:
     def _send_one(
         self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None
     ) -> None:
-        over = partial(self._over, running)
+        over = partial(self._line_ended, running)
         request = LineRequest(self._wire, job, running.batch.endpoint, tenant, over)
         running.requests.add(request)
         request.start(now)
 
-    def _over(self, running: BatchProgress, request: LineRequest) -> None:
+    def _line_ended(self, running: BatchProgress, request: LineRequest) -> None:
         running.requests.discard(request)
         self.counts.in_flight = self.in_flight
         self._wakeup.set()

@@ -37,7 +37,7 @@ class Batches:
         settings: BatchesConfig,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.keeper = StoreThread(partial(_opened, settings), *_kept(settings))
+        self.keeper = StoreThread(partial(_open_backend, settings), *_open_store(settings))
         self.lane = BatchScheduler(wire, self.keeper, settings, wall)
         self._api = BatchApi(wire, self.keeper, self.lane, settings, wall)
         self._wire = wire
@@ -66,11 +66,11 @@ class Batches:
     def reconfigure(self, settings: BatchesConfig) -> None:
         """Apply new settings; the store cannot change."""
         self.lane.settings = self._api.settings = settings
-        self.keeper.keep_for(*_kept(settings))
+        self.keeper.keep_for(*_open_store(settings))
         self.lane.purge_soon()
 
 
-def _opened(settings: BatchesConfig) -> Backend:
+def _open_backend(settings: BatchesConfig) -> Backend:
     if settings.path is not None:
         from proxy.batches.storage.sqlite import SqliteBackend
 
@@ -80,7 +80,7 @@ def _opened(settings: BatchesConfig) -> Backend:
     return PostgresBackend(settings.database or "", settings.database_password_file)
 
 
-def _kept(settings: BatchesConfig) -> tuple[float, StoreLimits]:
+def _open_store(settings: BatchesConfig) -> tuple[float, StoreLimits]:
     bounds = StoreLimits(
         settings.max_bytes, settings.max_bytes_per_tenant, settings.max_active_per_tenant
     )

@@ -45,7 +45,7 @@ class InputFileCheck:
         self._ids: set[bytes] = set()
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """True if the file is read, or has too many errors to go on."""
         return self._at >= self._size or len(self.complaints) >= MAX_PROBLEMS
 
@@ -54,7 +54,7 @@ class InputFileCheck:
         """The next slice's offset and size in bytes."""
         return self._at, min(self._slice, self._size - self._at)
 
-    def take(self, piece: bytes) -> list[InputLine]:
+    def validate(self, piece: bytes) -> list[InputLine]:
         """Validate the lines that end in a slice and return the valid ones.
 
         If no line ends in the slice, the next slice is twice as large. A slice with many short
@@ -66,7 +66,7 @@ class InputFileCheck:
         self._slice = SLICE_BYTES if end else 2 * self._slice
         found: list[InputLine] = []
         at, last_number = 0, self._number + SLICE_LINES
-        while at < end and self._number < last_number and not self.over:
+        while at < end and self._number < last_number and not self.is_done:
             stop = piece.find(b"\n", at, end)
             raw = piece[at : stop if stop >= 0 else end]
             self._at = begun + at + len(raw) + 1
@@ -74,7 +74,7 @@ class InputFileCheck:
             at += len(raw) + 1
         if is_last and at >= end:
             self._at = self._size
-        if self.over and not self.total and not self.complaints:
+        if self.is_done and not self.total and not self.complaints:
             self.complaints.append(InputProblem("empty_file", "The input file is empty."))
         return found
 

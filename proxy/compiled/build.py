@@ -24,8 +24,8 @@ from proxy.compiled.locate import (
     PLATFORM,
     SWITCH,
     CompileError,
-    hot,
-    hot_names,
+    compiled_sources,
+    compiled_names,
     name,
 )
 
@@ -58,7 +58,7 @@ def build() -> Path:
         raise CompileError(f"{error}; run it as the user that installed vllm-sched") from None
     try:
         _run([sys.executable, "-m", __spec__.name, str(staging)], staging)
-        _run([sys.executable, "-c", LOAD_ALL, str(staging), *hot_names()], staging)
+        _run([sys.executable, "-c", LOAD_ALL, str(staging), *compiled_names()], staging)
         shutil.rmtree(staging / "temp")
         if BUILT / name() != folder:
             raise CompileError("sources changed during the build; compile again")
@@ -130,7 +130,7 @@ def _compile(folder: Path) -> None:
     # The result must not depend on installed packages or their stubs.
     options += ["--no-site-packages", "--ignore-missing-imports"]
     os.chdir(alone)  # mypy derives module names from relative paths
-    sources = [str(path.relative_to(PACKAGE.parent)) for path in hot()]
+    sources = [str(path.relative_to(PACKAGE.parent)) for path in compiled_sources()]
     modules: Any = mypycify(
         [*options, *sources],
         opt_level="1",
@@ -147,7 +147,7 @@ def _compile(folder: Path) -> None:
         ext_modules=modules,
         script_args=arguments,
     )
-    compiled = set(hot())
+    compiled = set(compiled_sources())
     for part in {folder.partition("/")[0] for folder in FOLDERS}:
         for path in (PACKAGE / part).rglob("*.*"):
             if path not in compiled and "__pycache__" not in path.parts:

@@ -27,15 +27,15 @@ class CompileError(ProxyError):
     """The modules can't be compiled."""
 
 
-def hot() -> list[Path]:
+def compiled_sources() -> list[Path]:
     """Return the modules to compile."""
     plain = {PACKAGE / module for module in PLAIN}
     found = (path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
     return sorted(path for path in found if path.stem != "__init__" and path not in plain)
 
 
-def hot_names() -> list[str]:
-    return [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in hot()]
+def compiled_names() -> list[str]:
+    return [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in compiled_sources()]
 
 
 def name() -> str:

@@ -25,11 +25,11 @@ class ProblemPaths:
         self._at = frozenset(places)
         self._above = frozenset(p[:n] for p in self._at for n in range(1, len(p) + 1))
 
-    def about(self, place: Place) -> bool:
+    def concerns(self, place: Place) -> bool:
         """Return whether a place, its contents or its surroundings have an error."""
         return place in self._above or any(place[:n] in self._at for n in range(1, len(place)))
 
-    def about_any(self, blocks: Place, fields: Collection[str]) -> bool:
+    def concerns_any(self, blocks: Place, fields: Collection[str]) -> bool:
         """Return whether one of these fields has an error in any block of a list."""
         size = len(blocks)
         for place in self._at:
@@ -79,11 +79,11 @@ class PartialConfig:
 
     def has_valid(self, place: Place, *fields: str) -> bool:
         """Return whether these fields of a block have no error."""
-        return not any(self.doubts.about((*place, name)) for name in fields)
+        return not any(self.doubts.concerns((*place, name)) for name in fields)
 
     def all_have_valid(self, *fields: str) -> bool:
         """Return whether these fields have no error in every worker and pool."""
-        about_any = self.doubts.about_any
+        about_any = self.doubts.concerns_any
         return not about_any(("workers",), fields) and not about_any(POOLS, fields)
 
     def model_of(self, worker: WorkerConfig | PoolConfig) -> str | None:

@@ -70,7 +70,7 @@ class Discovery:
             for pool in self.pools
         ]
 
-    def known(self) -> dict[str, Endpoints]:
+    def endpoints_by_pool(self) -> dict[str, Endpoints]:
         """Return the endpoints of each pool, for a process that takes over."""
         return {pool.config.name: pool.known for pool in self.pools}
 
@@ -78,7 +78,7 @@ class Discovery:
         """Take over endpoints and fleet from another process."""
         for pool in self.pools:
             pool.known = dict(known.get(pool.config.name, {}))
-        for name, (config, useful) in self._wanted().items():
+        for name, (config, useful) in self._discovered_workers().items():
             worker = self._roster.get(name)
             if worker is not None and worker.url == config.url:
                 self._mine[name] = worker
@@ -103,11 +103,11 @@ class Discovery:
         Pools with an unchanged source keep their workers. Raises `ProxyError` without any change.
         """
         self._configure(config, keys)
-        return [self._spec_of(worker, config) for worker, _ in self._wanted().values()]
+        return [self._spec_of(worker, config) for worker, _ in self._discovered_workers().values()]
 
     def reloaded(self) -> None:
         """Adopt the fleet after a reload, which has added all discovered workers."""
-        workers = {name: self._roster.get(name) for name in self._wanted()}
+        workers = {name: self._roster.get(name) for name in self._discovered_workers()}
         self._mine = {name: worker for name, worker in workers.items() if worker is not None}
         self._drained &= set(self._mine.values())
         self._refused.clear()
@@ -116,7 +116,7 @@ class Discovery:
     def _configure(self, config: FleetConfig, keys: Mapping[str, str | None]) -> None:
         taken = []
         if (discovery := config.discovery) is not None:
-            taken = [(pool, self._known(discovery, pool)) for pool in discovery.pools]
+            taken = [(pool, self._find_source(discovery, pool)) for pool in discovery.pools]
         # Nothing below can fail.
         for pool, (known, _) in taken:
             known.config, known.key = pool, keys[pool.name]
@@ -125,15 +125,15 @@ class Discovery:
         # Requests for a model of an empty pool get 503 instead of 404.
         self._roster.expect(pool.model or config.model for pool, _ in taken)
 
-    def _known(
+    def _find_source(
         self, discovery: DiscoveryConfig, pool: PoolConfig
     ) -> tuple[DiscoveredPool, AddressSource]:
         for known, made in self._sources.items():
-            if self._same(known.config, pool, discovery):
+            if self._is_same_source(known.config, pool, discovery):
                 return known, made
         return DiscoveredPool(pool, self.sync), self._source_of(discovery, pool)
 
-    def _same(self, old: PoolConfig, new: PoolConfig, discovery: DiscoveryConfig) -> bool:
+    def _is_same_source(self, old: PoolConfig, new: PoolConfig, discovery: DiscoveryConfig) -> bool:
         before = self._config.discovery
         return (
             before is not None
@@ -165,7 +165,7 @@ class Discovery:
 
     def sync(self) -> None:
         """Add, drain and remove workers as the pools require."""
-        wanted = self._wanted()
+        wanted = self._discovered_workers()
         for name, worker in list(self._mine.items()):
             if name in wanted and wanted[name][0].url == worker.url:
                 continue
@@ -204,7 +204,7 @@ class Discovery:
             self._drained.discard(worker)
             self._roster.drain(worker.name, draining=False)
 
-    def _wanted(self) -> dict[str, tuple[WorkerConfig, bool]]:
+    def _discovered_workers(self) -> dict[str, tuple[WorkerConfig, bool]]:
         """Return discovered workers, and whether they take requests; the file's workers win."""
         wanted: dict[str, tuple[WorkerConfig, bool]] = {}
         taken = {worker.url: worker.name for worker in self._config.workers}

@@ -87,7 +87,7 @@ class Balance:
         self._router = router
         self._seen: dict[str, SideLoad] = {}
 
-    def look(self, now: float) -> None:
+    def sample(self, now: float) -> None:
         """Take a sample."""
         for model, prefills, decodes in self._sides():
             seen = self._seen.setdefault(model, SideLoad(now))

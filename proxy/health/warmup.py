@@ -109,7 +109,7 @@ class Warmup:
             try:
                 while True:
                     tasks = {pair: task for pair, task in tasks.items() if not task.done()}
-                    for pair in self._cold(self.clock()):
+                    for pair in self._pairs_to_connect(self.clock()):
                         if pair not in tasks:
                             tasks[pair] = asyncio.create_task(self._warm(*pair, session))
                     await asyncio.sleep(CHECK_INTERVAL_S)
@@ -119,7 +119,7 @@ class Warmup:
                     await asyncio.wait(self._tries, timeout=FINISH_S)
                 await _cancelled(self._tries)
 
-    def _cold(self, now: float) -> Iterator[Link]:
+    def _pairs_to_connect(self, now: float) -> Iterator[Link]:
         """Yield the pairs to connect; list all pairs only when the pool changed."""
         fleet, links = self._router.fleet, self._router.placer.links
         if fleet.roster.version != self._version:
@@ -142,10 +142,10 @@ class Warmup:
 
     def _is_due(self, pair: Link, now: float) -> bool:
         again = self._again.get(pair)
-        return again is None or again.at <= now or again.lives != _lives(*pair)
+        return again is None or again.at <= now or again.lives != _start_times(*pair)
 
     async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
-        started, lives = self.clock(), _lives(prefill, decode)
+        started, lives = self.clock(), _start_times(prefill, decode)
         before = self._again.get((prefill, decode))
         if before is not None and before.lives != lives:
             before = None
@@ -155,7 +155,7 @@ class Warmup:
             why = ""
             async with self._room:  # per try, so that a hung worker blocks few others
                 try:
-                    outcome = await self._shielded(self._once(prefill, decode, session))
+                    outcome = await self._shielded(self._connect_pair(prefill, decode, session))
                 except NoKeyError as error:
                     outcome, why = NO_KEY, str(error)
                 except HARMLESS as error:
@@ -163,10 +163,10 @@ class Warmup:
                 except Exception as error:  # a bug in a connector
                     logger.exception("warm-up of a pair failed")
                     outcome, why = FAILED, type(error).__name__
-            self._counts.warmed(outcome)
+            self._counts.count_warmup(outcome)
             if outcome in (DONE, NO_KEY):
                 break
-        if _lives(prefill, decode) != lives:
+        if _start_times(prefill, decode) != lives:
             return  # a worker restarted during the try
         links = self._router.placer.links
         if outcome in (DONE, NO_KEY):
@@ -177,7 +177,7 @@ class Warmup:
             pause_s = RETRY_S if before is None else min(2 * before.pause_s, MAX_RETRY_S)
             self._again[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
             links.set_unmade(prefill, decode)
-            self._counts.barred(prefill.name, decode.name)
+            self._counts.count_barred(prefill.name, decode.name)
         self._log(prefill, decode, outcome, why, self.clock() - started)
 
     async def _shielded(self, once: Coroutine[Any, Any, str]) -> str:
@@ -214,7 +214,7 @@ class Warmup:
             self._again[prefill, decode].pause_s,
         )
 
-    async def _once(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> str:
+    async def _connect_pair(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> str:
         connector = self._connector
         mark = os.urandom(16).hex()  # so that no part of the prompt is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")
@@ -316,7 +316,7 @@ async def _post(
     return found
 
 
-def _lives(prefill: Worker, decode: Worker) -> tuple[float, float]:
+def _start_times(prefill: Worker, decode: Worker) -> tuple[float, float]:
     return prefill.up_since, decode.up_since
 
 

@@ -76,7 +76,7 @@ class BodyBudget:
             return None
         return ANONYMOUS_ACCOUNT if tenant is None else tenant.name
 
-    def take(self, size: int, account: str | None = None, before: int = 0) -> None:
+    def reserve(self, size: int, account: str | None = None, before: int = 0) -> None:
         """Add `size` bytes to the `before` of the same body, or raise `RefusedError`."""
         if account is None:
             common = self._common_held + size
@@ -96,7 +96,7 @@ class BodyBudget:
                 self._common_held = common
             self._held_by_account[account] = now
 
-    def give(self, size: int, account: str | None = None) -> None:
+    def release(self, size: int, account: str | None = None) -> None:
         if account is None:
             self._common_held -= size
         elif size:
@@ -140,11 +140,11 @@ class BodyCharge:
         """Count bytes, or raise `RefusedError`; the first decide the account."""
         if not self.size:
             self._account = self._budget.account(tenant)
-        self._budget.take(size, self._account, self.size)
+        self._budget.reserve(size, self._account, self.size)
         self.size += size
 
     def release(self, size: int) -> None:
-        self._budget.give(size, self._account)
+        self._budget.release(size, self._account)
         self.size -= size
 
 

@@ -27,22 +27,22 @@ class CacheListener(Protocol):
     def restart(self, block_tokens: int) -> None:
         """Forget all requests and blocks."""
 
-    def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
+    def add_name(self, number: int, name: bytes, prompt_tokens: int) -> None:
         """Note the name that a reader gave a request."""
 
-    def found(self, number: int, tokens: int) -> None:
+    def record_found(self, number: int, tokens: int) -> None:
         """Note how many first tokens of a request the cache held when it started."""
 
-    def resident(self, number: int, tokens: int) -> None:
+    def record_resident(self, number: int, tokens: int) -> None:
         """Note that the cache holds the first tokens of the request."""
 
-    def evicted(self, number: int, first: int, last: int) -> None:
+    def record_evicted(self, number: int, first: int, last: int) -> None:
         """Note that the blocks with these tokens of the request are gone."""
 
-    def cleared(self) -> None:
+    def clear(self) -> None:
         """Note that the cache holds nothing."""
 
-    def forgotten(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """Note that the request is not reported any more."""
 
 
@@ -97,16 +97,16 @@ class EngineJournal:
                 try:
                     self._apply(step)
                 except KeyError:  # a number that no message has introduced
-                    self.lose()
+                    self.mark_incomplete()
                 return self.exact
-            self.lose()
+            self.mark_incomplete()
         self.exact = False
         if self._kept and self._kept[-1][0].run != run:
             self._kept.clear()
         self._kept.append((position, step))
         return False
 
-    def lose(self) -> None:
+    def mark_incomplete(self) -> None:
         """Note that a step is missing."""
         self.gaps += self.exact
         self.exact = False
@@ -139,9 +139,9 @@ class EngineJournal:
         listener.restart(snapshot.block_tokens)
         for number, request in snapshot.requests.items():
             if request.name:
-                listener.named(number, request.name, request.prompt_tokens)
+                listener.add_name(number, request.name, request.prompt_tokens)
             if request.resident:
-                listener.resident(number, request.resident)
+                listener.record_resident(number, request.resident)
 
     def _add(self, number: int, request: JournalRequest) -> None:
         self.requests[number] = request
@@ -158,35 +158,35 @@ class EngineJournal:
             if self._own_names and listener is not None:
                 for request_id in request_ids(new.id):
                     if (name := self._own_names.pop(request_id, None)) is not None:
-                        listener.named(new.number, name, new.prompt_tokens)
+                        listener.add_name(new.number, name, new.prompt_tokens)
                         break
         for named in step.named:
             request = requests[named.number]
             request.name = named.name
             if listener is not None:
-                listener.named(named.number, named.name, request.prompt_tokens)
+                listener.add_name(named.number, named.name, request.prompt_tokens)
         if step.cleared:
             for request in requests.values():
                 request.resident = 0
             if listener is not None:
-                listener.cleared()
+                listener.clear()
         ranges = iter(step.evicted)
         for number, first, last in zip(ranges, ranges, ranges, strict=True):
             request = requests[number]
             request.resident = min(request.resident, first)
             if listener is not None:
-                listener.evicted(number, first, last)
+                listener.record_evicted(number, first, last)
         started = iter(step.found)
         for number, found in zip(started, started, strict=True):
             if number not in requests:
                 raise KeyError(number)
             if listener is not None:
-                listener.found(number, found)
+                listener.record_found(number, found)
         changes = iter(step.resident)
         for number, resident in zip(changes, changes, strict=True):
             requests[number].resident = resident
             if listener is not None:
-                listener.resident(number, resident)
+                listener.record_resident(number, resident)
         self._append_tokens(step)
         for ended in step.ended:
             self._end(ended.number, kept=ended.reason in FAILURES)
@@ -194,7 +194,7 @@ class EngineJournal:
             self._end(number)
             del requests[number]
             if listener is not None:
-                listener.forgotten(number)
+                listener.forget(number)
 
     def _append_tokens(self, step: JournalStep) -> None:
         requests, limit = self.requests, self.max_tokens

@@ -64,7 +64,7 @@ class Journals:
             for subscriber in subscribers:
                 subscriber.key = key
 
-    def of(self, worker: Worker) -> list[EngineJournal]:
+    def replicas_of(self, worker: Worker) -> list[EngineJournal]:
         """Return the replicas of a worker's engines."""
         return [subscriber.journal for subscriber in self._subscribers.get(worker, ())]
 
@@ -82,12 +82,12 @@ class Journals:
         """Read until cancelled."""
         try:
             while True:
-                self.look(self._clock())
+                self.update(self._clock())
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             self.close()
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Follow changes of the workers, and ask silent engines for snapshots."""
         if self._roster.version != self._version or self._leaving - self._roster.leaving:
             self._version = self._roster.version
@@ -95,10 +95,10 @@ class Journals:
         self._roster.prefixes.drop_ended()
         for worker, subscribers in self._subscribers.items():
             for subscriber in subscribers:
-                subscriber.look(now)
+                subscriber.check_silence(now)
             up = self._is_up(worker)
             if worker.reports_prefixes and not up:
-                self._lose(worker)
+                self._stop_claiming(worker)
             worker.reports_prefixes = up
 
     def close(self) -> None:
@@ -112,12 +112,12 @@ class Journals:
         subscribers = self._subscribers[worker]
         return len(subscribers) == len(self._endpoints[worker]) and all(s.up for s in subscribers)
 
-    def _lose(self, worker: Worker) -> None:
+    def _stop_claiming(self, worker: Worker) -> None:
         """Go on with expectations until the next snapshots."""
         for subscriber in self._subscribers[worker]:
-            subscriber.journal.lose()
+            subscriber.journal.mark_incomplete()
         for prefixes in self._prefixes[worker]:
-            prefixes.lost()
+            prefixes.stop_claiming()
 
     def _follow_workers(self) -> None:
         wanted = {worker: worker.spec.journal for worker in self._roster if worker.spec.journal}

@@ -125,7 +125,7 @@ class JournalSubscriber:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
 
-    def look(self, now: float) -> None:
+    def check_silence(self, now: float) -> None:
         """Note silence, and ask for a snapshot if one is needed."""
         if now - self._current_at > SILENCE_S:
             self.read()  # the loop may have been busy
@@ -238,7 +238,7 @@ class JournalSubscriber:
         if run != self._logged_run:
             self._logged_run = run
             logger.error("%s has a message that can't be read: %s", self._name, error)
-        self.journal.lose()
+        self.journal.mark_incomplete()
         return False
 
     def _note_bad_signature(self, now: float) -> None:

@@ -33,10 +33,10 @@ class HandoverCounters:
         self.predicted: dict[str, Histogram] = {}
         self._label = label
 
-    def ended(self, outcome: str) -> None:
+    def count_end(self, outcome: str) -> None:
         self.ends[outcome] = self.ends.get(outcome, 0) + 1
 
-    def barred(self, prefill: str, decode: str) -> None:
+    def count_barred(self, prefill: str, decode: str) -> None:
         """Count that a link or a prefill worker is excluded for a while."""
         key = prefill, decode
         self.bars[key] = self.bars.get(key, 0) + 1
@@ -54,10 +54,10 @@ class HandoverCounters:
             for model in gone & table.keys():
                 del table[model]
 
-    def warmed(self, outcome: str) -> None:
+    def count_warmup(self, outcome: str) -> None:
         self.warmups[outcome] = self.warmups.get(outcome, 0) + 1
 
-    def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
+    def count_prefill(self, lease: Lease, now: float, *, bare: bool) -> None:
         outcome = "prefilled_bare" if bare else "prefilled"
         self.ends[outcome] = self.ends.get(outcome, 0) + 1
         if (first := lease.prefill) is not None:
@@ -66,12 +66,12 @@ class HandoverCounters:
             name = first.worker.name
             self.legs[name] = self.legs.get(name, 0) + 1
 
-    def transferred(self, lease: Lease, now: float) -> None:
+    def observe_transfer(self, lease: Lease, now: float) -> None:
         """Count a decode leg's first token and observe the transfer time.
 
         The transfer time is the time to the first token minus one decode step.
         """
-        handover = self.arrived(lease)
+        handover = self.count_transfer(lease)
         if handover is None:
             return
         step_s = lease.worker.pace.step_s(lease.worker.decoding)
@@ -79,7 +79,7 @@ class HandoverCounters:
         self._of(self.transfers, lease).observe(seconds)
         self._of(self.predicted, lease).observe(handover.transfer_s)
 
-    def arrived(self, lease: Lease) -> HandoverDecision | None:
+    def count_transfer(self, lease: Lease) -> HandoverDecision | None:
         """Count a transfer.
 
         Without a stream its duration is unknown.
@@ -89,7 +89,7 @@ class HandoverCounters:
             return None
         model = self._label(lease.ask.model)
         self.tokens[model] = self.tokens.get(model, 0) + handover.tokens
-        self.ended("transferred")
+        self.count_end("transferred")
         return handover
 
     def _of(self, table: dict[str, Histogram], lease: Lease) -> Histogram:
@@ -108,7 +108,7 @@ class FallbackLog:
         self._logged = 0
         self._next = 0.0
 
-    def look(self, now: float) -> None:
+    def log_new(self, now: float) -> None:
         """Log new fallbacks since the last log line."""
         if now < self._next:
             return

@@ -47,7 +47,7 @@ class NoFirstToken:
         self._workers = workers
         self._next_cleanup = 0.0
 
-    def gone(
+    def observe_disconnect(
         self, worker: str, pool: str, model: str, size: str, seconds: float, *, stream: bool
     ) -> None:
         """Observe a client that left without a token."""
@@ -58,7 +58,7 @@ class NoFirstToken:
             # Creates the series, so that a share of such responses has a divisor.
             self._whole(pool, model, size)
 
-    def answered(self, pool: str, model: str, size: str, seconds: float) -> None:
+    def observe_unstreamed(self, pool: str, model: str, size: str, seconds: float) -> None:
         """Observe a response that was not streamed."""
         self._whole(pool, model, size).observe(seconds)
 

@@ -29,7 +29,7 @@ class Phases:
     def __init__(self) -> None:
         self.seen: dict[str, Histogram] = {}
 
-    def ended(
+    def observe(
         self,
         placed_s: float,
         queue_s: float,

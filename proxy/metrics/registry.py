@@ -153,15 +153,15 @@ class Metrics:
             if (tpot_s := done.tpot_s) is not None:
                 series.tpot.observe(tpot_s)
             if (placed_s := done.placed_s) is not None:
-                series.phases.ended(
+                series.phases.observe(
                     placed_s, queue_s, done.leg_s, ttft_s, duration_s, fetched=done.fetched
                 )
         elif (stream := done.stream) is not None:
             if status == CLIENT_GONE:
                 worker, pool = done.leg or (worker, pool)
-                self.unseen.gone(worker, pool, series.model, size, duration_s, stream=stream)
+                self.unseen.observe_disconnect(worker, pool, series.model, size, duration_s, stream=stream)
             elif not stream and status < FAULTY:
-                self.unseen.answered(pool, series.model, size, duration_s)
+                self.unseen.observe_unstreamed(pool, series.model, size, duration_s)
 
     def traced(self, done: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
@@ -191,14 +191,14 @@ class Metrics:
         `was_asked` is True if the request was sent to the decode worker.
         """
         after = "decode_failed" if was_asked else "given_up"
-        self.handovers.ended(after if lease.sent else "prefill_failed")
+        self.handovers.count_end(after if lease.sent else "prefill_failed")
 
     def handover_left(self, lease: Lease) -> None:
-        self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
+        self.handovers.count_end("client_left_decode" if lease.sent else "client_left_prefill")
 
     def handover_ended(self, outcome: str) -> None:
         """Count the outcome of a hand-over or of abandoned blocks. `outcome` is a label."""
-        self.handovers.ended(outcome)
+        self.handovers.count_end(outcome)
 
     def model_label(self, model: str) -> str:
         """Return the label of a model; `other` for models that no worker serves."""

@@ -31,7 +31,7 @@ class TargetCounts:
     def __init__(self) -> None:
         self._results: Counter[tuple[str, str, str]] = Counter()
 
-    def ended(
+    def count(
         self,
         ask: RequestInfo,
         done: FinishedRequest,

@@ -78,7 +78,7 @@ class TenantCounts:
         self._names.add(name)
         return name
 
-    def ended(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
+    def count(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
         name, rank = self.name(tenant.name), tenant.spec.rank.name.lower()
         self._requests[name, rank, status] += 1
         key = name, rank

@@ -106,7 +106,7 @@ class Resolver:
         """Return the addresses from a new look-up."""
         return await asyncio.wrap_future(self._begin(host, time.monotonic()).answer)
 
-    def doubt(self, host: str) -> None:
+    def expire(self, host: str) -> None:
         """Expire cached addresses after a failed connection."""
         known = self._known.get(host)
         if known is not None:
@@ -119,7 +119,7 @@ class Resolver:
         answer: Future[Addresses] = Future()
         answer.set_running_or_notify_cancel()  # waiters can't cancel it
         look_up = self._under_way[host] = PendingLookup(now, answer)
-        answer.add_done_callback(lambda answer: self._learn(host, answer))
+        answer.add_done_callback(lambda answer: self._cache_result(host, answer))
         with self._lock:
             self._waiting.append((host, answer))
             if self._threads >= MAX_THREADS:
@@ -155,7 +155,7 @@ class Resolver:
             else:
                 answer.set_result(found)
 
-    def _learn(self, host: str, answer: Future[Addresses]) -> None:
+    def _cache_result(self, host: str, answer: Future[Addresses]) -> None:
         """Cache a result. Runs in the look-up's thread, so a cancelled waiter does not lose it."""
         error, known = answer.exception(), self._known.get(host)
         if known is None and len(self._known) >= MAX_CACHED_NAMES:
@@ -198,9 +198,9 @@ async def connect(
         except OSError as error:
             errors.append(error)
         except asyncio.CancelledError:  # the caller's timeout
-            RESOLVER.doubt(host)
+            RESOLVER.expire(host)
             raise
-    RESOLVER.doubt(host)
+    RESOLVER.expire(host)
     raise errors[0] if len(errors) == 1 else NoAddressAnswersError(errors)
 
 
@@ -212,7 +212,7 @@ async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.s
         while left or attempts:
             if left:
                 address = left.popleft()
-                attempts[loop.create_task(_reach(address, port))] = address
+                attempts[loop.create_task(_connect_to(address, port))] = address
             done, _ = await asyncio.wait(
                 attempts,
                 timeout=NEXT_ADDRESS_DELAY_S if left else None,
@@ -232,7 +232,7 @@ async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.s
     return None
 
 
-async def _reach(address: str, port: int) -> socket.socket:
+async def _connect_to(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     raw = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

@@ -67,9 +67,9 @@ class Channel(asyncio.Protocol):
             # Sent by the router's own process.
             message = pickle.loads(buffer[LENGTH.size : end])  # noqa: S301
             del buffer[:end]
-            self.take(message)
+            self.handle(message)
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Handle a message; an error in its handler must not close the channel."""
         try:
             self._handle(message)

@@ -73,7 +73,7 @@ class FleetReplica:
             worker for worker in self._places if self._fleet.roster.get(worker.name) is not worker
         ]
         for worker in gone:
-            self._rows.leave(worker)
+            self._rows.release(worker)
             self._leave(worker)
         known = []
         for worker in self._fleet.roster:
@@ -85,7 +85,7 @@ class FleetReplica:
                 known.append(self._known(worker))
         warm = self._warmed()
         send_all, self._full = self._full, False
-        found = self._discovery.known()
+        found = self._discovery.endpoints_by_pool()
         discovered = None if found == self._found else found
         self._found = found
         if not (known or gone or warm or send_all or discovered):
@@ -111,7 +111,7 @@ class FleetReplica:
         )
 
     def _give(self, worker: Worker) -> None:
-        place = self._rows.of(worker)
+        place = self._rows.row_of(worker)
         if place is None:
             logger.error(
                 "worker %s: more than %d workers; its charges are not shared between processes",
@@ -160,7 +160,7 @@ class FleetReplica:
 
     # Followers
 
-    def take(self, changes: WorkersChanged) -> None:
+    def apply(self, changes: WorkersChanged) -> None:
         """Apply the leader's changes."""
         gone = set(changes.gone)
         if changes.all:
@@ -233,7 +233,7 @@ class FleetReplica:
     def _leave(self, worker: Worker) -> None:
         self._places.pop(worker, None)
         self._sent.pop(worker, None)
-        self._sharing.leave(worker)
+        self._sharing.forget_worker(worker)
 
 
 def _place(known: KnownWorker) -> Place:

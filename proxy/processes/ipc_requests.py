@@ -26,7 +26,7 @@ class PendingQuestion:
     answers: dict[int, Any] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def without(self, index: int) -> None:
+    def stop_waiting_for(self, index: int) -> None:
         """Stop waiting for a process."""
         self.missing.discard(index)
         if not self.missing:
@@ -39,7 +39,7 @@ class PendingQuestions:
     def __init__(self) -> None:
         self._pending: dict[int, PendingQuestion] = {}
 
-    async def put(self, question: IpcQuestion, children: Sequence[Child]) -> dict[int, Any]:
+    async def ask(self, question: IpcQuestion, children: Sequence[Child]) -> dict[int, Any]:
         """Ask these processes and return the answers in time, by process index.
 
         Each question needs a unique number.
@@ -60,22 +60,22 @@ class PendingQuestions:
         answers = pending.answers
         return {child.index: answers[child.index] for child in children if child.index in answers}
 
-    def answered(self, index: int, number: int, found: object) -> None:
+    def record_answer(self, index: int, number: int, found: object) -> None:
         """Record an answer."""
         if (pending := self._pending.get(number)) is not None:
             pending.answers[index] = found
-            pending.without(index)
+            pending.stop_waiting_for(index)
 
-    def unanswered(self, index: int, number: int) -> None:
+    def record_no_answer(self, index: int, number: int) -> None:
         """Record that a process cannot answer."""
         if (pending := self._pending.get(number)) is not None:
-            pending.without(index)
+            pending.stop_waiting_for(index)
 
-    def gone(self, index: int) -> None:
+    def remove_process(self, index: int) -> None:
         """Drop an exited process and its answers.
 
         Its last counters are already part of the totals of exited processes.
         """
         for pending in self._pending.values():
             pending.answers.pop(index, None)
-            pending.without(index)
+            pending.stop_waiting_for(index)

@@ -25,14 +25,14 @@ class MetricsTotals:
         self._question_of: dict[int, int] = {}  # question number of each page
         self._past: metrics_merge.Page = {}
 
-    def gone(self, index: int) -> None:
+    def keep_counters(self, index: int) -> None:
         """Keep the final counters of an exited process."""
         self._question_of.pop(index, None)
         last = self._pages.pop(index, None)
         if last is not None:
             self._past = metrics_merge.add_up([self._past, metrics_merge.permanent(last)])
 
-    def page(
+    def merge(
         self,
         found: Mapping[int, str],
         *,

@@ -33,7 +33,7 @@ class Ports:
         """The addresses that each process listens on."""
         return tuple((sock.family, sock.getsockname()) for sock in self._shared)
 
-    async def take(self, router: RouterConfig) -> None:
+    async def reserve(self, router: RouterConfig) -> None:
         """Reserve the ports; raise `OSError` if one is in use."""
         try:
             await self._take(router)

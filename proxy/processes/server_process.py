@@ -77,7 +77,7 @@ class ServerProcess:
         )
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
-        self.app.drained = self._drained
+        self.app.drained = self._drain_elsewhere
         self.app.wire.pages = self.page
         self.app.live.collect_all = self.minute
         self.app.logs.change_all = self.change_logs
@@ -146,7 +146,7 @@ class ServerProcess:
             case WorkersChanged():
                 if not self.app.leads:
                     self.app.hide_keys(known.spec for known in message.known)
-                    self._replica.take(message)
+                    self._replica.apply(message)
                     self._start_listening()
             case Joined():
                 self._replica.forget()
@@ -158,7 +158,7 @@ class ServerProcess:
                 self._run_in_background(reload(self.app))
             case ConfigReloaded(config, keys):
                 try:
-                    self.app.take(config, keys)
+                    self.app.apply_config(config, keys)
                 except ProxyError as error:
                     logger.error("process %d keeps its configuration:\n%s", self._index, error)
             case WorkerDrained(name, draining, now):
@@ -180,7 +180,7 @@ class ServerProcess:
     def drain(self) -> None:
         self._run_in_background(self._drain())
 
-    def orphaned(self) -> None:
+    def drain_without_supervisor(self) -> None:
         """Drain because the supervisor is gone; release the ports at once for the next one."""
         if not self.ended.is_set():
             logger.warning("the supervisor exited; draining")
@@ -212,7 +212,7 @@ class ServerProcess:
         """Change the log settings of all processes."""
         await self._ask("logs", (requests, dict(levels)))
 
-    def _drained(self, name: str, draining: bool, now: bool) -> None:
+    def _drain_elsewhere(self, name: str, draining: bool, now: bool) -> None:
         """Have the routers on other hosts drain or undrain a worker too."""
         self._channel.send(WorkerDrained(name, draining, now))
 
@@ -251,12 +251,12 @@ class ServerProcess:
             page, _ = await write_page(self.app.metrics)
             return page.decode()
         if what == "minute":
-            return self.app.live.notes.part(self._clock(), given)
+            return self.app.live.notes.update(self._clock(), given)
         if what == "logs":
             self.app.logs.change(*given)
             return None
         if what == "move":
-            return await self.app.wire.moves.leave(given)
+            return await self.app.wire.moves.move_all(given)
         limit, filters = given
         return list(self.app.recent.newest(limit, **filters))
 
@@ -370,7 +370,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
 
     def lost() -> None:
         if member is not None:
-            member.orphaned()
+            member.drain_without_supervisor()
         elif not begun.done():
             begun.set_result(None)
 
@@ -384,7 +384,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     member = ServerProcess(begin, index, table, channel)
     loop.add_signal_handler(signal.SIGTERM, member.drain)
     for message in early:
-        channel.take(message)
+        channel.handle(message)
     await member.run(admin)
     channel.close()
     return EXIT_FAILURE if member.failed else 0

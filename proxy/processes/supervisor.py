@@ -156,7 +156,7 @@ class Supervisor:
     async def _take_ports(self) -> None:
         router = self._config.router
         try:
-            await retry_until_free(lambda: self._ports.take(router), router.drain_notice_s)
+            await retry_until_free(lambda: self._ports.reserve(router), router.drain_notice_s)
         except OSError as error:
             raise ProxyError(
                 f"the router cannot listen: {error}; choose another host or port under `router`"
@@ -199,7 +199,7 @@ class Supervisor:
         pause_s = FIRST_PAUSE_S
         while not self._ending:
             try:
-                child = await self._begin(index)
+                child = await self._start_child(index)
             except OSError as error:  # no memory, processes or files; may be temporary
                 if not self._all_serve.is_set():
                     raise
@@ -209,7 +209,7 @@ class Supervisor:
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)
                 continue
             status = await child.process.wait()
-            self._gone(child)
+            self._remove_child(child)
             if self._ending:
                 return
             if not (child.serving or self._all_serve.is_set()):
@@ -223,7 +223,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
-    async def _begin(self, index: int) -> Child:
+    async def _start_child(self, index: int) -> Child:
         own_end, child_end = socket.socketpair()
         given = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
         command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
@@ -256,19 +256,19 @@ class Supervisor:
             child.channel.send(Stop())
         return child
 
-    def _gone(self, child: Child) -> None:
+    def _remove_child(self, child: Child) -> None:
         child.channel.close()
         del self._children[child.index]
         self._table.clear(child.index)
-        self._totals.gone(child.index)
-        self._questions.gone(child.index)
+        self._totals.keep_counters(child.index)
+        self._questions.remove_process(child.index)
         if self.replication is not None:
             self.replication.process_ended(child.index)
         if self._leader is child:
             self._leader = None
-            self._elect()
+            self._appoint_leader()
 
-    def _elect(self) -> None:
+    def _appoint_leader(self) -> None:
         """Appoint a leader: a process that serves if possible, otherwise the first that joined."""
         if self._leader is not None or self._ending:
             return
@@ -286,7 +286,7 @@ class Supervisor:
         match message:
             case Joined():
                 child.joined = True
-                self._elect()
+                self._appoint_leader()
                 if self._leader not in (None, child):
                     self._to_leader(message)
             case Serving():
@@ -296,7 +296,7 @@ class Supervisor:
             case WorkersChanged():
                 for other in self._children.values():
                     if other is not child and other.joined:
-                        self._pass_on(other, message)
+                        self._forward(other, message)
             case StoredResponses():
                 self._send_all(message, but=child)
             case ConfigReloaded(config, keys):
@@ -304,16 +304,16 @@ class Supervisor:
                 self._send_all(message, but=child)
             case IpcQuestion():
                 if message.what == "logs":
-                    self._note_logs(message)
+                    self._remember_log_settings(message)
                 task = asyncio.create_task(self._ask(child, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case IpcAnswer(number, found):
-                self._questions.answered(child.index, number, found)
+                self._questions.record_answer(child.index, number, found)
             case IpcNoAnswer(number):
-                self._questions.unanswered(child.index, number)
+                self._questions.record_no_answer(child.index, number)
 
-    def _pass_on(self, child: Child, message: WorkersChanged) -> None:
+    def _forward(self, child: Child, message: WorkersChanged) -> None:
         """Forward changes of workers, unless the process has too much unread."""
         if child.channel.unsent >= MAX_UNSENT_BYTES:
             child.missed = True
@@ -340,7 +340,7 @@ class Supervisor:
         found = await self.gather(IpcQuestion(number, question.what, question.given))
         answer: object = [*found.values()]
         if question.what == "page":
-            answer = self._totals.page(
+            answer = self._totals.merge(
                 found,
                 number=number,
                 serving=self._serving,
@@ -350,7 +350,7 @@ class Supervisor:
             )
         child.channel.send(IpcAnswer(question.number, answer))
 
-    def _note_logs(self, change: IpcQuestion) -> None:
+    def _remember_log_settings(self, change: IpcQuestion) -> None:
         """Remember log settings for processes that start later; send them to starting processes."""
         requests, levels = change.given
         if self._logs is not None:
@@ -365,7 +365,7 @@ class Supervisor:
         """Ask all serving processes, the leader first; late answers are left out."""
         children = [child for child in self._children.values() if child.serving]
         children.sort(key=lambda child: (child is not self._leader, child.index))
-        return await self._questions.put(question, children)
+        return await self._questions.ask(question, children)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -124,7 +124,7 @@ class App:
         self.leads = False
         self.objects_frozen = False  # true once garbage collection skips what the start made
         self.admin_key = AdminKey()
-        self.admin_key.take(keys.admin)
+        self.admin_key.set(keys.admin)
         check_tls(config, str(source))
         own, admin = config.router.tls, config.router.admin.tls
         self._tls = ServedContext(own) if own else None
@@ -197,13 +197,13 @@ class App:
 
     async def _watch_balance(self) -> None:
         while True:
-            self.balance.look(self.wire.clock())
+            self.balance.sample(self.wire.clock())
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _log_fallbacks(self) -> None:
         fallbacks = FallbackLog(self.router)
         while True:
-            fallbacks.look(self.wire.clock())
+            fallbacks.log_new(self.wire.clock())
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     @property
@@ -243,7 +243,7 @@ class App:
         """Move a drained worker's requests to others, and return after a few seconds."""
         if self.siblings is not None:
             return await self.siblings.move_requests(name)
-        return await self.wire.moves.leave(name)
+        return await self.wire.moves.move_all(name)
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker until the next reload."""
@@ -254,7 +254,7 @@ class App:
 
     def hide_keys(self, workers: Iterable[WorkerSpec]) -> None:
         """Hide workers' keys that are not in the fleet file from the log."""
-        self.logs.hide(spec.api_key for spec in workers if spec.api_key is not None)
+        self.logs.hide_keys(spec.api_key for spec in workers if spec.api_key is not None)
 
     def remove_worker(self, name: str) -> None:
         """Remove a worker until the next reload; its requests in flight finish."""
@@ -269,7 +269,7 @@ class App:
         if self.source is None:
             raise ProxyError("the router was not started from a file; there is nothing to reload")
         async with self._reloading:
-            changed = self.take(await asyncio.to_thread(self._read_again, self.source))
+            changed = self.apply_config(await asyncio.to_thread(self._read_again, self.source))
             if self.siblings is not None:
                 self.siblings.reloaded(self.config, self._keys)
         logger.info("reloaded %s: %d workers", self.source, len(self.fleet.roster))
@@ -277,7 +277,7 @@ class App:
             logger.warning("%s: the change needs a restart", ", ".join(changed))
         return changed
 
-    def take(self, config: FleetConfig, keys: SecretKeys | None = None) -> list[str]:
+    def apply_config(self, config: FleetConfig, keys: SecretKeys | None = None) -> list[str]:
         """Apply a fleet file and return the settings that need a restart.
 
         `keys` are the file's keys if they are already read.
@@ -304,7 +304,7 @@ class App:
         workers = [w.spec for w in self.fleet.roster] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys.tenants)
-        self.admin_key.take(keys.admin)
+        self.admin_key.set(keys.admin)
         self.journals.set_key(keys.journal)
         for shown, tls in (
             (self._tls, config.router.tls),

@@ -45,11 +45,11 @@ class Viewer:
         """True if the viewer has not read its last message."""
         return self._slot is not None
 
-    def give(self, message: bytes) -> None:
+    def put(self, message: bytes) -> None:
         self._slot = message
         self._filled.set()
 
-    async def take(self) -> bytes | None:
+    async def get(self) -> bytes | None:
         """Wait for a message; return None at the end."""
         await self._filled.wait()
         self._filled.clear()
@@ -97,7 +97,7 @@ class LiveView:
         viewer.taken_at = self._clock()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
-            self.notes.begin(self._clock())
+            self.notes.start(self._clock())
             self._task = asyncio.get_running_loop().create_task(self._run(), name="live")
         return viewer
 
@@ -116,12 +116,12 @@ class LiveView:
     async def _run(self) -> None:
         try:
             while self._viewers:
-                await self.beat()
+                await self.send_updates()
                 await asyncio.sleep(BEAT_INTERVAL_S)
         finally:
             self.notes.end()
 
-    async def beat(self) -> None:
+    async def send_updates(self) -> None:
         now = self._clock()
         whole = any(viewer.behind and not viewer.busy for viewer in self._viewers)
         update_request = UpdateRequest(
@@ -134,7 +134,7 @@ class LiveView:
         if self.collect_all is not None:
             with suppress(TimeoutError):  # this process's own part is better than nothing
                 return await self.collect_all(update_request)
-        return [self.notes.part(now, update_request)]
+        return [self.notes.update(now, update_request)]
 
     def _check_gaps(self, now: float, parts: list[LiveUpdate]) -> None:
         """Mark all viewers for the full state if an update may be lost, at limited frequency."""
@@ -168,11 +168,11 @@ class LiveView:
                 continue
             viewer.taken_at = now
             if not viewer.behind:
-                viewer.give(message)
+                viewer.put(message)
             elif all(part.whole is not None for part in parts):
                 full_state = full_state or self._full_state(now, parts, figures)
                 viewer.behind = False
-                viewer.give(full_state)
+                viewer.put(full_state)
 
     def _full_state(self, now: float, parts: list[LiveUpdate], figures: list[LiveCounts]) -> bytes:
         data = {

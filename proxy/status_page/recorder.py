@@ -105,7 +105,7 @@ class LiveRecorder:
 
     # Called by the viewers' side
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         self._recording_since = now
         self._metrics.live = self
 
@@ -115,19 +115,19 @@ class LiveRecorder:
         self._ended.clear()
         self._rows.clear()
 
-    def part(self, now: float, update_request: UpdateRequest) -> LiveUpdate:
+    def update(self, now: float, update_request: UpdateRequest) -> LiveUpdate:
         """Return this process's update; recording starts if it is off."""
         if update_request.zero != self._zero:
             self._zero = update_request.zero
             self._rows.clear()
             self._ended.clear()
         if self._metrics.live is None:
-            self.begin(now)
+            self.start(now)
             asyncio.get_running_loop().call_later(STOP_AFTER_S, self._stop_if_unused)
         self._last_update_at = now
         rows, ticks = self._changes()
         dropped, self._dropped = self._dropped, 0
-        whole = self._whole(now) if update_request.whole else None
+        whole = self._full_update(now) if update_request.whole else None
         figures = self._figures(now) if update_request.figures else None
         self._parts += 1
         return LiveUpdate(self._source, self._parts, rows, ticks, dropped, whole, figures)
@@ -159,7 +159,7 @@ class LiveRecorder:
                 ticks.append([seen.number, *passed])
         return rows, ticks
 
-    def _whole(self, now: float) -> list[Row]:
+    def _full_update(self, now: float) -> list[Row]:
         since = now - WINDOW_S
         while self._rows and self._rows[0][-1] < self.ms(since):
             self._rows.popleft()

@@ -75,7 +75,7 @@ class Logs:
         """
         self.settings = config.router.logs
         self._secrets = ()
-        self.hide([*secrets_in(config.model_dump(mode="json")), *keys])
+        self.hide_keys([*secrets_in(config.model_dump(mode="json")), *keys])
         self.log_requests(self.settings.requests)
         for name in self.levels():
             if name:
@@ -83,7 +83,7 @@ class Logs:
         if self._handler is not None:
             self._set_level(self.settings.level)
 
-    def hide(self, keys: Iterable[str]) -> None:
+    def hide_keys(self, keys: Iterable[str]) -> None:
         """Remove these keys from lines too, until the next reload."""
         secrets = {*self._secrets, *long_enough(keys)}
         if len(secrets) == len(self._secrets):

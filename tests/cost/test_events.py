@@ -22,7 +22,7 @@ def test_throughput_is_within_one_percent_of_the_recursion(
 ) -> None:
     regime = paper(decodes_pause=decodes_pause)
     played = play(regime, threshold, requests=20_000, seed=seed)
-    exact = Recursion(regime).at(threshold)
+    exact = Recursion(regime).solve_for(threshold)
     assert played.throughput == pytest.approx(exact.throughput, rel=0.01)
 
 
@@ -32,7 +32,7 @@ def test_small_systems_are_within_one_percent_of_the_recursion(decodes_pause: bo
     for threshold in (1, 3, 8):
         played = play(regime, threshold, requests=60_000)
         assert played.throughput == pytest.approx(
-            Recursion(regime).at(threshold).throughput, rel=0.01
+            Recursion(regime).solve_for(threshold).throughput, rel=0.01
         )
 
 
@@ -46,7 +46,7 @@ def test_runs_of_few_long_rounds_count_whole_rounds(
     exact = Recursion(regime)
     for threshold in (1, 75, 256):
         played = play(regime, threshold, requests=10_000)
-        assert played.throughput == pytest.approx(exact.at(threshold).throughput, rel=0.01)
+        assert played.throughput == pytest.approx(exact.solve_for(threshold).throughput, rel=0.01)
 
 
 def test_itl_p99_grows_with_the_threshold_as_published() -> None:
@@ -81,5 +81,5 @@ def test_free_prefill_still_admits_prompts(decodes_pause: bool) -> None:
     for threshold in (1, 4):
         played = play(regime, threshold)
         assert played.throughput == pytest.approx(
-            Recursion(regime).at(threshold).throughput, rel=0.01
+            Recursion(regime).solve_for(threshold).throughput, rel=0.01
         )

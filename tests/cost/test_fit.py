@@ -263,9 +263,9 @@ def test_fixed_prefill_cost_without_pure_prefill_steps_is_decode_plus_mixing() -
 def test_impossible_times_are_ignored(seconds: float) -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 200)
-    before = fit.seen("decode")
+    before = fit.count_of("decode")
     fit.observe(StepShape(decodes=8, context_tokens=800), seconds)
-    assert fit.seen("decode") == before
+    assert fit.count_of("decode") == before
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -33,12 +33,12 @@ def test_binomial_distribution_is_exact(trials: int, chance: float) -> None:
 def test_two_slots_match_a_calculation_by_hand() -> None:
     # From two active: two depart (1/4), one (1/2) or none (1/4), in a step of 10 ms + 1 ms each.
     system = Regime(2, 2.0, 0.010, 0.001, 0.008, 0.005, decodes_pause=True)
-    at_one = Recursion(system).at(1)
+    at_one = Recursion(system).solve_for(1)
     assert at_one.steps == pytest.approx(4 / 3)
     assert at_one.batch == pytest.approx(4 / 3)
     seconds = 4 / 3 * 0.012 + 0.008 + 4 / 3 * 0.005
     assert at_one.throughput == pytest.approx(4 / 3 / seconds)
-    at_two = Recursion(system).at(2)
+    at_two = Recursion(system).solve_for(2)
     assert at_two.batch == pytest.approx(2.0)
     # With one left, two more steps on average; that happens in 2 of 3 cases.
     assert at_two.steps == pytest.approx(4 / 3 + 2 / 3 * 2)
@@ -48,7 +48,7 @@ def test_two_slots_match_a_calculation_by_hand() -> None:
 @pytest.mark.parametrize("threshold", [1, 4, 16, 32])
 def test_departures_follow_littles_law(decodes_pause: bool, threshold: int) -> None:
     system = regime(decodes_pause=decodes_pause)
-    found = Recursion(system).at(threshold)
+    found = Recursion(system).solve_for(threshold)
     # Little's law: departures per step are active slots over the mean output.
     steps = found.steps + (0 if decodes_pause else 1)
     assert found.batch == pytest.approx(steps * found.active / system.mean_output, rel=1e-6)
@@ -57,12 +57,12 @@ def test_departures_follow_littles_law(decodes_pause: bool, threshold: int) -> N
 @pytest.mark.parametrize("decodes_pause", [True, False])
 def test_best_threshold_is_the_maximum_over_all(decodes_pause: bool) -> None:
     exact = Recursion(regime(decodes_pause=decodes_pause))
-    rates = [exact.at(k).throughput for k in range(1, 33)]
+    rates = [exact.solve_for(k).throughput for k in range(1, 33)]
     assert exact.best() == 1 + rates.index(max(rates))
 
 
 def test_outputs_of_one_token_depart_together() -> None:
-    found = Recursion(regime(decodes_pause=True, mean_output=1.0)).at(5)
+    found = Recursion(regime(decodes_pause=True, mean_output=1.0)).solve_for(5)
     assert found.batch == 32
     assert found.steps == 1
 

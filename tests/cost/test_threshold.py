@@ -56,7 +56,7 @@ def test_paper_regime_gains_thirteen_percent() -> None:
     regime = paper(prefill_fixed_s=0.011)
     exact = Recursion(regime)
     best = closed_form(regime)
-    gain = exact.at(best).throughput / exact.at(1).throughput
+    gain = exact.solve_for(best).throughput / exact.solve_for(1).throughput
     assert gain == pytest.approx(1.130, abs=0.002)
     assert regime.gain(best) == pytest.approx(gain, abs=0.005)
 
@@ -66,11 +66,11 @@ def test_example_of_the_theory() -> None:
     assert closed_form(regime) == 26
     assert asymptotic(regime) == pytest.approx(26, abs=0.5)
     exact = Recursion(regime)
-    assert exact.at(1).throughput == pytest.approx(21.1, abs=0.05)
-    assert exact.at(26).throughput == pytest.approx(24.1, abs=0.05)
+    assert exact.solve_for(1).throughput == pytest.approx(21.1, abs=0.05)
+    assert exact.solve_for(26).throughput == pytest.approx(24.1, abs=0.05)
     assert regime.at_once == pytest.approx(1.77, abs=0.01)
     # Half of the best keeps 99.5 %.
-    assert exact.at(13).throughput > 0.994 * exact.at(26).throughput
+    assert exact.solve_for(13).throughput > 0.994 * exact.solve_for(26).throughput
     assert to_run(regime) == 13
 
 
@@ -94,7 +94,7 @@ def test_closed_form_loses_at_most_one_percent(
     exact = Recursion(regime)
     best, found = exact.best(), closed_form(regime)
     assert abs(found - best) <= 1 or (
-        exact.at(found).throughput >= 0.99 * exact.at(best).throughput
+        exact.solve_for(found).throughput >= 0.99 * exact.solve_for(best).throughput
     )
     assert abs(asymptotic(regime) - found) <= 1.0
 
@@ -106,10 +106,10 @@ def test_free_mixed_steps_defer_nothing() -> None:
     assert to_run(regime) == 1
     exact = Recursion(regime)
     assert exact.best() == 1
-    assert exact.at(64).throughput < 0.98 * exact.at(1).throughput
-    assert exact.at(128).throughput < 0.94 * exact.at(1).throughput
+    assert exact.solve_for(64).throughput < 0.98 * exact.solve_for(1).throughput
+    assert exact.solve_for(128).throughput < 0.94 * exact.solve_for(1).throughput
     assert regime.gain(64) == pytest.approx(
-        exact.at(64).throughput / exact.at(1).throughput, abs=0.005
+        exact.solve_for(64).throughput / exact.solve_for(1).throughput, abs=0.005
     )
 
 
@@ -157,7 +157,7 @@ def test_floor_acts_as_a_fixed_cost_of_small_batches() -> None:
     regime = paper(floor_s=0.050)
     exact = Recursion(regime)
     found, best = closed_form(regime), exact.best()
-    assert exact.at(found).throughput >= 0.99 * exact.at(best).throughput
+    assert exact.solve_for(found).throughput >= 0.99 * exact.solve_for(best).throughput
     # In mixed steps whose decodes take longer the floor costs nothing.
     time = StepTime(decode_fixed_s=0.03, decode_s=1e-4, floor_s=0.05, prefill_s=1e-4)
     riding = Regime.of(time, slots=256, mean_output=200, mean_prompt=220)
@@ -200,12 +200,12 @@ def test_closed_form_with_a_floor_loses_at_most_one_percent(
     exact = Recursion(regime)
     best, found = exact.best(), closed_form(regime)
     assert abs(found - best) <= 1 or (
-        exact.at(found).throughput >= 0.99 * exact.at(best).throughput
+        exact.solve_for(found).throughput >= 0.99 * exact.solve_for(best).throughput
     )
 
 
 def test_floor_with_short_answers_gives_the_best_threshold() -> None:
     regime = Regime.of(LINEAR_70B, slots=16, mean_output=13, mean_prompt=100)
     exact = Recursion(regime)
-    assert exact.at(3).throughput > 1.05 * exact.at(1).throughput
+    assert exact.solve_for(3).throughput > 1.05 * exact.solve_for(1).throughput
     assert closed_form(regime) == exact.best() == 3

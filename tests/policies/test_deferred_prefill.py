@@ -323,7 +323,7 @@ def test_paper_regime_reaches_nine_tenths_of_the_theoretical_gain(
         time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=decodes_pause
     )
     exact = Recursion(regime)
-    theory = exact.at(exact.best()).throughput / exact.at(1).throughput - 1
+    theory = exact.solve_for(exact.best()).throughput / exact.solve_for(1).throughput - 1
     rates = {
         departures: loop(
             time,
@@ -610,5 +610,5 @@ def test_step_that_waits_for_another_rank_is_not_learned_as_decode() -> None:
     other = StepShape(1_000, 5e5, 8, 4_000, 1)
     for _ in range(8):
         policy.observe(StepResult(0.1, [], 8, 8, 4_000, others=[other]))
-    assert policy.fit.seen("mixed") == 8
-    assert policy.fit.seen("decode") == 0
+    assert policy.fit.count_of("mixed") == 8
+    assert policy.fit.count_of("decode") == 0

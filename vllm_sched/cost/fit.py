@@ -134,7 +134,7 @@ class OnlineFit:
     def model(self) -> StepTime | None:
         return self._model
 
-    def seen(self, kind: Kind) -> int:
+    def count_of(self, kind: Kind) -> int:
         return self._seen[kind]
 
     def slowest(self, shape: StepShape, others: Sequence[StepShape]) -> StepShape:

@@ -33,7 +33,7 @@ class Recursion:
         self._rows: dict[int, tuple[int, list[float]]] = {}
         self._found: dict[int, ThresholdResult] = {}
 
-    def at(self, threshold: int) -> ThresholdResult:
+    def solve_for(self, threshold: int) -> ThresholdResult:
         if threshold not in self._found:
             self._found[threshold] = self._solve(threshold)
         return self._found[threshold]
@@ -43,11 +43,11 @@ class Recursion:
         while high - low > 2:
             third = (high - low) // 3
             left, right = low + third, high - third
-            if self.at(left).throughput < self.at(right).throughput:
+            if self.solve_for(left).throughput < self.solve_for(right).throughput:
                 low = left + 1
             else:
                 high = right
-        return max(range(low, high + 1), key=lambda k: self.at(k).throughput)
+        return max(range(low, high + 1), key=lambda k: self.solve_for(k).throughput)
 
     def _solve(self, threshold: int) -> ThresholdResult:
         regime = self.regime

@@ -54,7 +54,7 @@ class Backend(Protocol):
     def take_part(self) -> Part:
         """Return this process's part, and keep its claims."""
 
-    def leads_in(self, session: int) -> bool:
+    def has_led_since(self, session: int) -> bool:
         """Return True if this process has led since this session."""
 
     def lines(self, batch: str, after: int, limit: int, max_bytes: int) -> list[Row]:

@@ -68,7 +68,7 @@ def no_room(folder: Path) -> StoreFullError:
     )
 
 
-def gone(folder: Path) -> DiskError:
+def moved_or_removed(folder: Path) -> DiskError:
     """Return the error for a database that was moved or removed."""
     return DiskError(
         f"{SETTING}: {folder}: the folder or its database was removed or replaced while the router "
@@ -122,7 +122,7 @@ class DiskRoom:
             raise no_room(self._folder)
 
     @contextmanager
-    def spared(self, give_back: Callable[[], bool]) -> Iterator[None]:
+    def free_pages(self, give_back: Callable[[], bool]) -> Iterator[None]:
         """Keep the block's writes small, then call `give_back` until no pages are left.
 
         SQLite may be built to overwrite deleted data. An automatic checkpoint could use up the

@@ -34,7 +34,7 @@ class FolderLock:
         except OSError:
             return True
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Try to take the lock; return True if this process holds it.
 
         Raises `OSError`.

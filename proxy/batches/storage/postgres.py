@@ -121,7 +121,7 @@ class PostgresBackend:
 
     def check(self) -> None:
         if not self._is_connected():
-            self._hang_up()
+            self._disconnect()
             if monotonic() < self._retry_at:
                 raise self._failed
             try:
@@ -207,15 +207,15 @@ class PostgresBackend:
             if state == DISK_FULL:
                 raise StoreFullError(text) from None
             if not state and isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-                self._hang_up()
+                self._disconnect()
                 raise ServerDownError(text) from None
             if not state.startswith(SERVER_ERRORS) and state not in MORE_ERRORS:
                 raise
             if state in (NO_TABLE, NO_SCHEMA):
-                self._hang_up()  # the tables are created at the next connection
+                self._disconnect()  # the tables are created at the next connection
             raise DiskError(text) from None
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self._leads = False
         if self._connection is not None:
             self._connection.close()
@@ -290,7 +290,7 @@ class PostgresBackend:
         lost, self._lost = self._lost, False
         return Part(runs=True, leads=self._leads, session=self._session, lost=lost)
 
-    def leads_in(self, session: int) -> bool:
+    def has_led_since(self, session: int) -> bool:
         return self._leads and session == self._session
 
     def _renew(self) -> None:

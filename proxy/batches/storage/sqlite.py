@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.batches.storage.backend import Part, Row
-from proxy.batches.storage.disk import DATABASE, SETTING, DiskRoom, disk_errors, gone, place_of
+from proxy.batches.storage.disk import DATABASE, SETTING, DiskRoom, disk_errors, moved_or_removed, place_of
 from proxy.batches.storage.lock import FolderLock
 from proxy.batches.storage.rows import placeholders
 from proxy.batches.storage.schema import TABLES, VERSION, sqlite_usage
@@ -72,7 +72,7 @@ class SqliteBackend:
 
     def check(self) -> None:
         if not self.is_in_place:
-            raise gone(self._path)
+            raise moved_or_removed(self._path)
 
     def _reopen(self) -> bool:
         """Open the database anew if the file was replaced; return True if it was.
@@ -82,7 +82,7 @@ class SqliteBackend:
         if self.is_in_place:
             return False
         if not self._path.is_dir():  # a mount may be missing; the folder is created only at startup
-            raise gone(self._path)
+            raise moved_or_removed(self._path)
         before = self.connection
         self._open()
         before.close()
@@ -95,10 +95,10 @@ class SqliteBackend:
             self._lock.release()
         if not self._lock.is_held:
             self._session += 1
-        leads = self._lock.take()
+        leads = self._lock.acquire()
         return Part(leads, leads, self._session, lost, replaced)
 
-    def leads_in(self, session: int) -> bool:
+    def has_led_since(self, session: int) -> bool:
         return self._lock.is_held and session == self._session
 
     def lines(self, batch: str, after: int, limit: int, max_bytes: int) -> list[Row]:
@@ -138,7 +138,7 @@ class SqliteBackend:
         if not self.room.is_short:
             with suppress(StoreFullError):
                 return do()
-        with self.room.spared(self.give_back):
+        with self.room.free_pages(self.give_back):
             return self.room.retry_when_full(do)
 
     def give_back(self) -> bool:

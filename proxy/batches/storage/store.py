@@ -130,13 +130,13 @@ class Store(FileStore):
 
     def begin(self, batch: Batch, total: int, now: float) -> bool:
         """Start a validated batch; return False if it was cancelled."""
-        return self._settle(batch, Status.IN_PROGRESS, now, total=total)
+        return self._finish_batch(batch, Status.IN_PROGRESS, now, total=total)
 
     def refuse(self, batch: Batch, complaints: list[InputProblem], now: float) -> bool:
         """Fail a batch with an invalid input; return False if it was cancelled."""
-        return self._settle(batch, Status.FAILED, now, complaints=complaints)
+        return self._finish_batch(batch, Status.FAILED, now, complaints=complaints)
 
-    def _settle(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
+    def _finish_batch(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
         with self.backend.writing():
             found = self._batches("id = ?", (batch.id,))
             if not found or found[0].status is not Status.VALIDATING:

@@ -32,11 +32,11 @@ class StoreThread:
     @property
     def is_shared(self) -> bool:
         """True if several processes run lines."""
-        return self._opened().backend.is_shared
+        return self._open_store().backend.is_shared
 
     async def take_part(self) -> Part:
         """Return this process's part; open the database anew if it was replaced or lost."""
-        backend = self._opened().backend
+        backend = self._open_store().backend
 
         def do() -> Part:
             with backend.errors():
@@ -44,7 +44,7 @@ class StoreThread:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, do)
 
-    def _opened(self) -> Store:
+    def _open_store(self) -> Store:
         if self._store is None:
             raise ProxyError("the batch store is closed")
         return self._store
@@ -69,12 +69,12 @@ class StoreThread:
         **named: Given.kwargs,
     ) -> Got:
         """Run an operation: `await store(Store.add_file, tenant, ...)`; raises `DiskError`."""
-        self._opened()
+        self._open_store()
         loop = asyncio.get_running_loop()
         todo = [lambda store: what(store, *args, **named)]
 
         def do() -> Got:
-            store = self._opened()
+            store = self._open_store()
             with store.backend.errors():
                 store.backend.check()
                 got = todo.pop()(store)

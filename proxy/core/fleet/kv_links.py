@@ -75,7 +75,7 @@ class KvLinks:
 
     def record_failure(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
         """Count a failure of a link or prefill worker; True if it becomes barred."""
-        lives = _lives(prefill, decode)
+        lives = _start_times(prefill, decode)
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or strikes.lives != lives:
             strikes = self._strikes[prefill, decode] = LinkFailures(lives)
@@ -98,7 +98,7 @@ class KvLinks:
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or now >= strikes.until:
             return False
-        return strikes.lives == _lives(prefill, decode)
+        return strikes.lives == _start_times(prefill, decode)
 
     def barred(self, now: float) -> list[Link]:
         return [link for link in self._strikes if self.is_barred(*link, now)]
@@ -120,7 +120,7 @@ class KvLinks:
         return self._unmade.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
 
-def _lives(prefill: Worker, decode: Worker | None) -> Lives:
+def _start_times(prefill: Worker, decode: Worker | None) -> Lives:
     return prefill.up_since, 0.0 if decode is None else decode.up_since
 
 

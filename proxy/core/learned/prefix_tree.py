@@ -60,7 +60,7 @@ class PrefixTree:
                 return below, found
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
-                at = _alike(below.blocks, blocks, depth + 1, min(end, last))
+                at = _common_length(below.blocks, blocks, depth + 1, min(end, last))
                 below = below.split(node, at)
             below.holders += 1
             found += below.tokens
@@ -74,7 +74,7 @@ class PrefixTree:
         while depth < last and (below := node.below.get(blocks[depth])) is not None:
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
-                return found + below.share(_alike(below.blocks, blocks, depth + 1, min(end, last)))
+                return found + below.share(_common_length(below.blocks, blocks, depth + 1, min(end, last)))
             found += below.tokens
             node, depth = below, end
         return found
@@ -91,7 +91,7 @@ class PrefixTree:
             node = above
 
 
-def _alike(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
+def _common_length(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
     """Return the common length of two chains."""
     while low < high:
         middle = (low + high) // 2

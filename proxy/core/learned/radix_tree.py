@@ -48,7 +48,7 @@ class RadixTree:
             end = depth + len(part)
             whole = end <= last and part[-1] == hashes[end - 1]
             if not whole:
-                end = depth + _alike(part, hashes, depth)
+                end = depth + _common_length(part, hashes, depth)
             if found and found[-1][1] == workers:
                 found.pop()
             found.append((end, workers))
@@ -73,7 +73,7 @@ class RadixTree:
             part = below.hashes
             end = depth + len(part)
             if end > last or part[-1] != hashes[end - 1]:
-                at = _alike(part, hashes, depth)
+                at = _common_length(part, hashes, depth)
                 end = depth + at
                 if end < last or not below.workers & bit:
                     below = self._split(below, at)
@@ -135,7 +135,7 @@ class RadixTree:
         self.nodes -= 1
 
 
-def _alike(part: array[int], hashes: tuple[int, ...], depth: int) -> int:
+def _common_length(part: array[int], hashes: tuple[int, ...], depth: int) -> int:
     """Return the common length of a node and of the prompt's rest, at least 1."""
     low, high = 1, min(len(part), len(hashes) - depth)
     while low < high:

@@ -75,14 +75,14 @@ class ResidentPrefixes:
 
     def restart(self, block_tokens: int) -> None:
         """Forget all requests and blocks."""
-        self.cleared()
+        self.clear()
         self._prompts.clear()
         self.block_tokens = block_tokens
         self._index.follow(self._worker)
         self._index.expect_no_longer(self._lost, self._worker)
         self._lost = ()
 
-    def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
+    def add_name(self, number: int, name: bytes, prompt_tokens: int) -> None:
         """Note the hashes of a request once; a name that is not ours is ignored."""
         if number in self._prompts:
             return
@@ -91,11 +91,11 @@ class ResidentPrefixes:
             return
         self._prompts[number] = prompt
         if (found := self._found.pop(number, -1)) >= 0:
-            self.found(number, found)
+            self.record_found(number, found)
         if resident := self._resident.pop(number, 0):
-            self.resident(number, resident)
+            self.record_resident(number, resident)
 
-    def found(self, number: int, tokens: int) -> None:
+    def record_found(self, number: int, tokens: int) -> None:
         """Note how many tokens of a request the cache held when it started."""
         if (prompt := self._prompts.get(number)) is None:
             self._found[number] = tokens
@@ -109,7 +109,7 @@ class ResidentPrefixes:
         if earlier is None or not self._goes_on(earlier, prompt, tokens):
             self._index.fork(last, self._worker, tokens)
 
-    def resident(self, number: int, tokens: int) -> None:
+    def record_resident(self, number: int, tokens: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
             self._resident[number] = tokens
             return
@@ -147,7 +147,7 @@ class ResidentPrefixes:
         found = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
         self._index.end_prompt(last, self._worker, found)
 
-    def evicted(self, number: int, first: int, last: int) -> None:
+    def record_evicted(self, number: int, first: int, last: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
             self._resident[number] = min(self._resident.get(number, 0), first)
             return
@@ -156,13 +156,13 @@ class ResidentPrefixes:
         for at in prompt.touched_blocks(first, last, self.block_tokens):
             self._drop(prompt.hashes[at])
 
-    def cleared(self) -> None:
+    def clear(self) -> None:
         self._resident.clear()
         self._found.clear()
         for block in [*self._blocks]:
             self._drop(block)
 
-    def lost(self) -> None:
+    def stop_claiming(self) -> None:
         """Only expect what the cache held last, because the journal is not read any more."""
         blocks = self._lost + tuple(self._blocks)
         self._lost = ()
@@ -177,7 +177,7 @@ class ResidentPrefixes:
         self._index.unfollow(self._worker)
         self._index = PrefixIndex()
 
-    def forgotten(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """Drop what only this request's bytes stand for; no later report would name them."""
         self._resident.pop(number, None)
         self._found.pop(number, None)

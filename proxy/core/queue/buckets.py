@@ -76,7 +76,7 @@ class Buckets:
         self._numbers = count()
 
     def buckets(self) -> Mapping[tuple[Place, Rank], Bucket]:
-        for tenant in self._watch.take():
+        for tenant in self._watch.pop_all():
             for fifo in self._by_tenant.get(tenant, ()):
                 self._sort(fifo)
         return self._buckets
@@ -132,7 +132,7 @@ class Buckets:
 
     def remove(self, ticket: Ticket) -> None:
         fifo = self.by_key[key_of(ticket)]
-        fifo.take(ticket)
+        fifo.remove(ticket)
         bucket = self._buckets[fifo.place, fifo.rank]
         bucket.longer_than[len(fifo.tickets)] -= 1
         del bucket.tickets[ticket]
@@ -159,7 +159,7 @@ class Buckets:
         if entry == before:
             return
         if before is not None:
-            order.take(before)
+            order.remove(before)
         if entry is not None:
             order.put(entry)
         fifo.entry = entry

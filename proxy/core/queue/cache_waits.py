@@ -51,7 +51,7 @@ class CacheWaits:
         tickets = (ticket for tickets in self._tickets.values() for ticket in tickets)
         return max(min((ticket.cache_due for ticket in tickets), default=inf) - now, 0.0)
 
-    def ended(self, now: float) -> list[Ticket]:
+    def pop_ended(self, now: float) -> list[Ticket]:
         """Return the tickets that wait no longer."""
         ended: list[Ticket] = []
         for worker, tickets in self._tickets.items():

@@ -158,7 +158,7 @@ class ShareCounters:
             del self._elsewhere[tenant]
 
     def _lowest(self, rank: Rank) -> float:
-        for tenant in self._watch.take():
+        for tenant in self._watch.pop_all():
             for floor_rank, floor in self._floors.items():
                 if tenant in floor:
                     floor.put(tenant, tenant.settled(floor_rank))

@@ -287,7 +287,7 @@ class Queue:
         self, end: Callable[[Ticket], Found | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, End]]:
         """Remove and yield the tickets that `end` places or refuses."""
-        for ticket in self.cache_waits.ended(now):
+        for ticket in self.cache_waits.pop_ended(now):
             self._move(ticket, None, now)
         ages, elsewhere = self.fairness.ages, self.elsewhere
         turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)

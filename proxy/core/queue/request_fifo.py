@@ -41,7 +41,7 @@ class RequestFifo:
     def put(self, ticket: Ticket) -> None:
         self.tickets.insert(self.index(ticket.key), ticket)
 
-    def take(self, ticket: Ticket) -> None:
+    def remove(self, ticket: Ticket) -> None:
         tickets = self.tickets
         del tickets[tickets.index(ticket, bisect_left(tickets, ticket.key, key=KEY))]
 

@@ -61,7 +61,7 @@ class SortedBuckets:
             entries = segment.entries
             segments[at : at + 1] = Segment(entries[:half]), Segment(entries[half:])
 
-    def take(self, entry: Entry) -> None:
+    def remove(self, entry: Entry) -> None:
         segments = self._segments
         at = self._find(entry)
         entries = segments[at].entries

@@ -71,7 +71,7 @@ class TokenBucket:
         self._cells = array("d", [0.0]) if cells is None else cells
         self._at = at
 
-    def left(self, now: float) -> float:
+    def remaining(self, now: float) -> float:
         """Return the rest; may be negative."""
         return self.per_minute - self.reset_s(now) / self._each_s
 
@@ -95,7 +95,7 @@ class TokenBucket:
         cells[at] = max(cells[at], now) + amount * self._each_s
 
     def shown(self, now: float) -> State:
-        return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
+        return self.per_minute, max(int(self.remaining(now)), 0), self.reset_s(now)
 
 
 class RemoteUsage(Protocol):
@@ -284,10 +284,10 @@ class TenantUsage:
         return LimitExceeded(Limit.PROMPT, most) if most is not None and prompt > most else None
 
     def _exceeded(self, now: float, limit: Limit, most: int, wait: float) -> LimitExceeded:
-        requests, tokens = self.left(now)
+        requests, tokens = self.remaining(now)
         return LimitExceeded(limit, most, wait, requests, tokens)
 
-    def left(self, now: float) -> tuple[State | None, State | None]:
+    def remaining(self, now: float) -> tuple[State | None, State | None]:
         requests, tokens = self._requests, self._tokens
         return (
             None if requests is None else requests.shown(now),

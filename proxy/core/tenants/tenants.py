@@ -59,7 +59,7 @@ class ChangedTenants:
     def __init__(self) -> None:
         self.changed: set[Tenant] = set()
 
-    def take(self) -> set[Tenant]:
+    def pop_all(self) -> set[Tenant]:
         changed, self.changed = self.changed, set()
         return changed
 

@@ -222,7 +222,7 @@ class SharedLimiter:
                     if self._connection is None:
                         connection.close()
         except Exception as error:  # requests go on after any error
-            self._went_down(error)
+            self._note_down(error)
 
     def _call_soon(self) -> None:
         """Call the server for all requests of this turn, a moment after the last call."""
@@ -285,10 +285,10 @@ class SharedLimiter:
                 limits.waiting = waiting + limits.waiting
                 self._changed[limits] = None
             self._disconnect()
-            self._went_down(error)
+            self._note_down(error)
             return
         self._next_at = asyncio.get_running_loop().time() + PACE_S
-        self._came_up()
+        self._note_up()
         try:
             for (limits, _, waiting), answer in zip(asked, answers, strict=True):
                 limits.unsure = None
@@ -342,7 +342,7 @@ class SharedLimiter:
 
     # Without the server
 
-    def _went_down(self, error: Exception) -> None:
+    def _note_down(self, error: Exception) -> None:
         if self.is_up:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, TimeoutError):
@@ -362,7 +362,7 @@ class SharedLimiter:
                     ledger = limits.tenant.ledger
                     request.done(ledger.decide(self.clock(), request.tokens))
 
-    def _came_up(self) -> None:
+    def _note_up(self) -> None:
         if not self.is_up:
             logger.info("router.shared: connected; tenant limits are decided on the server")
             self.is_up = True

@@ -44,7 +44,7 @@ class Notices:
                     self._keep(response)
                     self._new_responses.append(response)
             case WorkerDrained():
-                self._drained(message)
+                self._drain_elsewhere(message)
             case Joined():
                 self._send(StoredResponses(tuple(self._responses.values())))
             case Serving():
@@ -63,7 +63,7 @@ class Notices:
             responses = [*(found for found in responses if found not in newest), *newest]
         update.responses, self._new_drains = responses, {}
 
-    def take(self, update: Update) -> None:
+    def apply(self, update: Update) -> None:
         """Drain workers as other hosts did, where the last change counts; keep responses."""
         for name, state in update.drains.items():
             at, draining, now = state
@@ -76,7 +76,7 @@ class Notices:
         if new:
             self._send(StoredResponses(tuple(new)))
 
-    def _drained(self, message: WorkerDrained) -> None:
+    def _drain_elsewhere(self, message: WorkerDrained) -> None:
         """Have other hosts drain or undrain a worker, as the admin API of this one did."""
         known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
         # Later than the change that it follows, even if another host's time of day is ahead.

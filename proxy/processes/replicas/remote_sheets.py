@@ -119,8 +119,8 @@ class RemoteSheets:
         member.number = update.number
         if update.whole:
             member.is_lost = False
-            self._take_folded(update.folded, update.folded_names)
-            self._take_history(update.history)
+            self._learn_folded(update.folded, update.folded_names)
+            self._add_history(update.history)
             running = {part.index for part in update.processes}
             for index in member.processes.keys() - running:
                 self._end(member, index)
@@ -269,7 +269,7 @@ class RemoteSheets:
         """Move a process's charges into the history, and free its sheet."""
         self._clear(member, index)
         process = member.processes.pop(index)
-        self._take_history({f"{member.name}/{index}": process.usage})
+        self._add_history({f"{member.name}/{index}": process.usage})
         sheet = self._table.sheet(process.index)
         for mark in process.usage:
             if (row := self._table.tenant_row(mark)) is not None:
@@ -282,7 +282,7 @@ class RemoteSheets:
             self._end(member, index)
         del self.members[member.name]
 
-    def _take_history(self, found: dict[str, Settled]) -> None:
+    def _add_history(self, found: dict[str, Settled]) -> None:
         """Add processes that ended, each once."""
         marks: set[int] = set()
         for name, settled in found.items():
@@ -307,7 +307,7 @@ class RemoteSheets:
                 self.folded[mark] = d, e, f
         self._write_history(marks)
 
-    def _take_folded(self, folded: Settled, names: list[str]) -> None:
+    def _learn_folded(self, folded: Settled, names: list[str]) -> None:
         """Learn what others have folded, as a new host."""
         if self._folded_names or not names:
             return

@@ -117,7 +117,7 @@ class Replication:
         """Take what other hosts must know from a message of a process."""
         match message:
             case WorkersChanged():
-                self.sheets.place(self.workers.take(message))
+                self.sheets.place(self.workers.apply(message))
                 self._reserve(self._now())
             case UrgentChange():
                 self._times.wake()
@@ -157,7 +157,7 @@ class Replication:
                 async with self._open_channel(self._receive) as channel:
                     await self._exchange(channel)
             except Exception as error:  # replicas must find each other again after any error
-                self._lost(error)
+                self._note_error(error)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
@@ -179,7 +179,7 @@ class Replication:
                     await channel.drain()
             raise
 
-    def _lost(self, error: Exception) -> None:
+    def _note_error(self, error: Exception) -> None:
         self.errors += 1
         if not isinstance(error, redis_server.server_errors()):
             logger.error("router.shared: an update failed", exc_info=error)
@@ -276,7 +276,7 @@ class Replication:
 
     def _receive(self, message: bytes) -> None:
         if message.startswith(self._own):
-            self._echoed(self._now())
+            self._note_echo(self._now())
             return
         now = self._now()
         try:
@@ -289,7 +289,7 @@ class Replication:
         else:
             self.handle(update, now)
 
-    def _echoed(self, now: float) -> None:
+    def _note_echo(self, now: float) -> None:
         """Note that a message of this replica came back."""
         self._echo_at = now
         if not self.connected:
@@ -299,7 +299,7 @@ class Replication:
     def handle(self, update: Update, now: float) -> None:
         """Apply an update, of this replica too."""
         if update.member == self.name:
-            self._echoed(now)
+            self._note_echo(now)
             return
         if update.member not in self.sheets.members and not update.leaves:
             logger.info("router.shared: replica %s joined", update.member)
@@ -314,7 +314,7 @@ class Replication:
         changed = workers_of(update)
         if self.workers.limits.keys() & changed:
             self._owes_answer = True
-        self._notices.take(update)
+        self._notices.apply(update)
         if self._whole or self._owes_answer or self.sheets.waits:
             self._times.wake()
         concerns_all = update.whole or update.gone or update.leaves

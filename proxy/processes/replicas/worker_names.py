@@ -17,7 +17,7 @@ class WorkerNames:
         self.limits: dict[str, int] = {}  # max_requests
         self._by_name: dict[str, str] = {}  # by the name in the fleet file
 
-    def take(self, changes: WorkersChanged) -> list[str]:
+    def apply(self, changes: WorkersChanged) -> list[str]:
         """Apply the leader's changes; return the names that have new rows."""
         known = {worker.spec.name for worker in changes.known}
         for gone in [*changes.gone, *(self._by_name.keys() - known if changes.all else ())]:

@@ -102,7 +102,7 @@ class SharedLimits:
     def publish(self) -> None:
         if self._edition != self._tenants.edition:
             self._arrange()
-        for tenant in self._watch.take():
+        for tenant in self._watch.pop_all():
             taken = _row_of(tenant)
             if tenant in self._rows and self._written[tenant] != taken:
                 self._write(tenant, self._rows[tenant], taken)
@@ -117,7 +117,7 @@ class SharedLimits:
         self._sheet.write_usage(row, taken)
         self._sheet.mark_changed(row, TENANT_CHANGES)
 
-    def take(self, now: float) -> None:
+    def read_peers(self, now: float) -> None:
         if self._edition != self._tenants.edition:
             self._arrange()
         if now < self._next:

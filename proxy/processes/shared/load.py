@@ -51,7 +51,7 @@ class SharedPart(Protocol):
     def publish(self) -> None:
         """Write changes; called at the end of a turn with changes."""
 
-    def take(self, now: float) -> None:
+    def read_peers(self, now: float) -> None:
         """Read the other processes' changes; called at each look."""
 
 
@@ -104,7 +104,7 @@ class SharedLoad:
     def row(self, worker: Worker) -> int | None:
         return self._rows.get(worker)
 
-    def leave(self, worker: Worker) -> None:
+    def forget_worker(self, worker: Worker) -> None:
         """Stop reading a removed worker; its own charges are still written until they end."""
         row = self._rows.get(worker)
         if row is not None and self._workers.get(row) is worker:
@@ -202,7 +202,7 @@ class SharedLoad:
         if not self.peers.may_have_news(now):
             return
         for part in self.parts:
-            part.take(now)
+            part.read_peers(now)
         rows: set[int] = set()
         read_all = breakers = now >= self._next_full_read
         for peer in self.peers:
@@ -298,10 +298,10 @@ class WorkerRows:
         self._left: dict[int, float] = {}
         self._unused = 0
 
-    def of(self, worker: Worker) -> tuple[int, float] | None:
+    def row_of(self, worker: Worker) -> tuple[int, float] | None:
         """Return a worker's row and when it was assigned; None if none is left."""
         assigned = self._assigned.get(worker)
-        if assigned is None and (row := self._find()) is not None:
+        if assigned is None and (row := self._find_free_row()) is not None:
             assigned = self._assigned[worker] = row, self._clock()
         return assigned
 
@@ -313,12 +313,12 @@ class WorkerRows:
         now = self._clock()
         self._left = {row: now for row in range(self._unused) if row not in rows}
 
-    def leave(self, worker: Worker) -> None:
+    def release(self, worker: Worker) -> None:
         """Release the row of a removed worker."""
         if (assigned := self._assigned.pop(worker, None)) is not None:
             self._left[assigned[0]] = self._clock()
 
-    def _find(self) -> int | None:
+    def _find_free_row(self) -> int | None:
         if self._unused < self._max_rows:
             self._unused += 1
             return self._unused - 1

@@ -97,7 +97,7 @@ class SharedPrefixes:
             self._sharing.sheet.write_log(self._new.tobytes())
             self._new = array("Q")
 
-    def take(self, now: float) -> None:
+    def read_peers(self, now: float) -> None:
         turns, self._turns = self._turns, []
         for mark, entry in turns:
             if (worker := self._sharing.marks.worker(mark)) is not None:

@@ -157,7 +157,7 @@ class SharedQueues:
                 sheet.write_last(place_of((model, "")), last)
         sheet.write_count(WAITING, queue.length)
 
-    def take(self, now: float) -> None:  # noqa: ARG002
+    def read_peers(self, now: float) -> None:  # noqa: ARG002
         self._hold_s = REMOTE_HOLD_S if self._sharing.table.remote_in_use else HOLD_S
         self.waits = any(sheet.count(WAITING) for sheet in self._sheets)
         sheets = self._sheets.local

@@ -49,7 +49,7 @@ class SharedTraffic:
     def publish(self) -> None:
         """Do nothing: `take` also writes."""
 
-    def take(self, now: float) -> None:
+    def read_peers(self, now: float) -> None:
         """Write this process's traffic and add the growth in other processes."""
         if now < self._next:
             return

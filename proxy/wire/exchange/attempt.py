@@ -214,7 +214,7 @@ class Attempt:
                 return
             body = whole
         had_begun = response.has_begun
-        data = response.take(body, ended)
+        data = response.feed(body, ended)
         if not had_begun and response.has_begun:
             if not owner.client.writable:
                 self.pause()  # paused before the connection existed

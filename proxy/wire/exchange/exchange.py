@@ -139,7 +139,7 @@ class Exchange(AttemptOwner):
         collecting, size = wire.collecting, len(self.request.body)
         self._account = collecting.account(tenant)
         try:
-            collecting.take(size, self._account)
+            collecting.reserve(size, self._account)
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
@@ -338,7 +338,7 @@ class Exchange(AttemptOwner):
     def forget_body(self) -> None:
         self.request.body = b""
         if self._held_bytes:
-            self.wire.collecting.give(self._held_bytes, self._account)
+            self.wire.collecting.release(self._held_bytes, self._account)
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:

@@ -108,7 +108,7 @@ class Moves:
         self._clock = clock
         self._of: dict[Worker, WorkerMoves] = {}
 
-    async def leave(self, name: str, within_s: float = MOVE_S) -> MovedRequests:
+    async def move_all(self, name: str, within_s: float = MOVE_S) -> MovedRequests:
         """Move requests off a drained worker; return when all have moved that can, or later."""
         worker = self._roster.get(name)
         if worker is None:

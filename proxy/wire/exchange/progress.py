@@ -64,7 +64,7 @@ def saw_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int
     if lease is not None:
         if record.first_token_at is None:
             if lease.prefill is not None:
-                wire.metrics.handovers.transferred(lease, now)
+                wire.metrics.handovers.observe_transfer(lease, now)
             wire.router.leases.first_token(lease, now)
         wire.router.leases.tokens(lease, tokens)
     record.saw_tokens(now, wire.metrics, tokens)
@@ -127,7 +127,7 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
     if lease is not None:
         done = status < BAD_REQUEST
         if done and lease.sent and lease.prefill and owner.record.first_token_at is None:
-            wire.metrics.handovers.arrived(lease)
+            wire.metrics.handovers.count_transfer(lease)
         outcome = Outcome.DONE if done else Outcome.REFUSED
         # Reading the usage costs 1-2 us.
         usage = response.usage() if wire.router.leases.wants_usage(lease, now) else None

@@ -147,9 +147,9 @@ class RequestRecord:
         if ask is not None:
             settings = metrics.router.settings.admission
             if settings is not None or ask.deadline < inf or ask.tenant is not None:
-                done.target_s = metrics.targets.ended(ask, done, settings, self.started)
+                done.target_s = metrics.targets.count(ask, done, settings, self.started)
         if (tenant := self.tenant) is not None:
-            metrics.tenants.ended(tenant, status, done.ttft_s, self.queue_s)
+            metrics.tenants.count(tenant, status, done.ttft_s, self.queue_s)
         if (trace := self.trace) is not None and trace.sampled and done.ttft_s is not None:
             metrics.traced(done, trace.id)
         if (live := metrics.live) is not None:

@@ -75,7 +75,7 @@ class ResponseWriter:
             elif kind.startswith(JSON):
                 self._tail = b""
 
-    def take(self, body: bytes, ended: bool) -> bytes:
+    def feed(self, body: bytes, ended: bool) -> bytes:
         """Return the bytes to send; may be empty."""
         stream = self._stream
         if stream is not None:

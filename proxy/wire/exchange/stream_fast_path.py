@@ -75,7 +75,7 @@ class StreamFastPath:
         self._tail = b""  # of the last piece
         self._failures = failures  # reports after which another worker may continue
 
-    def take(self, now: float, data: bytes) -> bool:
+    def pass_on(self, now: float, data: bytes) -> bool:
         """Pass on one chunk; False if the parser must read it."""
         begin = size_line(len(data))
         if not begin or not data.startswith(begin) or not data.endswith(CHUNK_END):

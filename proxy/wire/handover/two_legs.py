@@ -110,7 +110,7 @@ class TwoLegExchange:
         bare = connector.needs_params and taken.params is None
         if bare and halves is not None:
             halves.tokens = 0  # nothing to transfer
-        wire.metrics.handovers.prefilled(lease, now, bare=bare)
+        wire.metrics.handovers.count_prefill(lease, now, bare=bare)
         wire.router.leases.prefilled(lease, now, usage_of(fields) if learns else None)
         if bare:
             self._count_link_failure(now, None)
@@ -241,7 +241,7 @@ class TwoLegExchange:
         first, wire = self._first, self._wire
         if not wire.router.placer.links.record_failure(first, second, now):
             return
-        wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
+        wire.metrics.handovers.count_barred(first.name, second.name if second is not None else ANY)
         if self._refused:
             logger.warning(
                 "%s refuses prefills that other workers serve, the last with status %d; it gets no "

@@ -201,7 +201,7 @@ class WorkerConnection(asyncio.Protocol):
         if (fast_path := self.fast_path) is not None:
             if not self._paused:
                 self.deadline = now + self._pool.settings.idle_s
-            if fast_path.take(now, data):
+            if fast_path.pass_on(now, data):
                 return
             self.fast_path = None
         if caller is None:

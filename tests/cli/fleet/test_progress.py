@@ -32,7 +32,7 @@ def printed(*news: KeeperNews, terminal: bool = False, width: int = 200) -> str:
     with Progress(console, LOGS, clock) as progress:
         for item in news:
             clock.now += 1
-            progress.tell(item)
+            progress.show(item)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -111,4 +111,4 @@ def test_closed_output_is_not_an_error(error: BaseException) -> None:
             raise error
 
     progress = Progress(Console(file=Gone(), force_terminal=False), LOGS)
-    progress.tell(KeeperNews("a", KeeperState.STARTING))
+    progress.show(KeeperNews("a", KeeperState.STARTING))

@@ -448,7 +448,7 @@ async def test_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> No
     for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
         state.router.fleet.roster.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
     state.mark_up()
-    state.balance.look(NOW)
+    state.balance.sample(NOW)
     [shown] = (await api.get("/admin/balance")).json()
     assert shown["model"] == "tiny"
     assert shown["prefill"] == {

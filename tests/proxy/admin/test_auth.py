@@ -47,7 +47,7 @@ async def test_configured_host_is_accepted() -> None:
 async def test_key_allows_any_host_and_is_required() -> None:
     key = AdminKey()
     assert await status([("Host", "router.example.com")], key=key) == 403  # no key is set yet
-    key.take(secret := "a-key-of-many-letters-0123456789")
+    key.set(secret := "a-key-of-many-letters-0123456789")
     authorization = ("Authorization", f"Bearer {secret}")
     host = ("Host", "router.example.com")
     assert await status([host, authorization], key=key) == 200

@@ -44,7 +44,7 @@ def basic(password: str, user: str = "admin") -> str:
 )
 async def test_key_is_required(headers: list[str], expected: bool) -> None:
     key = AdminKey()
-    key.take(KEY)
+    key.set(KEY)
     app = HostCheck(PlainTextResponse("in"), "127.0.0.1", key)
     all_headers = [(b"Host", b"127.0.0.1"), *((b"Authorization", x.encode()) for x in headers)]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
@@ -59,8 +59,8 @@ async def test_key_is_required(headers: list[str], expected: bool) -> None:
 def test_new_key_replaces_the_old_one() -> None:
     key = AdminKey()
     assert key.admits(None)
-    key.take(KEY)
-    key.take("another-key-of-20-letters")
+    key.set(KEY)
+    key.set("another-key-of-20-letters")
     assert not key.admits(f"Bearer {KEY}")
     assert key.admits("Bearer another-key-of-20-letters")
     assert KEY not in repr(vars(key))

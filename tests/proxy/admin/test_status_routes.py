@@ -163,7 +163,7 @@ async def test_viewer_that_does_not_read_is_dropped(
     while app.live.watched:  # until all buffers are full
         assert app.wire.clock() < give_up
         record_requests(app, 2000)
-        await app.live.beat()
+        await app.live.send_updates()
         await asyncio.sleep(0.01)
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
     client.close()
@@ -216,7 +216,7 @@ async def test_stuck_viewers_delay_no_one_and_buffer_nothing(
         while not all(viewer.busy and viewer.behind for viewer in stuck):
             assert app.wire.clock() < give_up  # all buffers must be full by then
             record_requests(app, 2000)
-            await app.live.beat()
+            await app.live.send_updates()
             await asyncio.sleep(0.01)
 
         before, beats = {id(viewer): viewer._slot for viewer in stuck}, app.live._beats

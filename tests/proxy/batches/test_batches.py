@@ -446,10 +446,10 @@ async def test_free_pages_are_returned_while_the_clock_is_distrusted(harness: Ba
 async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
     second = StoreThread(lambda: SqliteBackend(harness.path), 1.0, StoreLimits())
     await second.open()
-    await eventually(lambda: harness.batches.lane.leads)
+    await eventually(lambda: harness.batches.lane.is_leader)
     assert not (await second.take_part()).runs
     await harness.reopen()
-    await eventually(lambda: harness.batches.lane.leads)
+    await eventually(lambda: harness.batches.lane.is_leader)
     await harness.close()
     assert (await second.take_part()).runs
     await second.close()

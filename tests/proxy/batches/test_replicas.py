@@ -44,7 +44,7 @@ async def replicas(
     harnesses = [BatchHarness(await start(), tmp_path, url, concurrency=8) for _ in range(2)]
     for harness in harnesses:
         await harness.open()
-        await eventually(lambda: harnesses[0].batches.lane.leads)
+        await eventually(lambda: harnesses[0].batches.lane.is_leader)
     yield harnesses
     for harness in harnesses:
         await harness.close()
@@ -64,7 +64,7 @@ async def check_results(harness: BatchHarness, batch: Batch, count: int) -> None
 
 async def test_replicas_run_one_batch(replicas: list[BatchHarness]) -> None:
     first, second = replicas
-    assert not second.batches.lane.leads
+    assert not second.batches.lane.is_leader
     opening = asyncio.Event()
     for harness in replicas:
         harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
@@ -98,7 +98,7 @@ async def test_lines_of_a_dead_replica_run_elsewhere(
     await asyncio.wait([task])
     await first.batches.keeper(die)
     await check_results(second, batch, 100)
-    assert second.batches.lane.leads
+    assert second.batches.lane.is_leader
     assert set(texts(first.site.served())) <= set(texts(second.site.served()))
 
 
@@ -148,7 +148,7 @@ async def test_router_starts_without_the_server(
     await eventually(lambda: "router.batches.database" in harness.batches.lane.paused)
     assert PASSWORD not in harness.batches.lane.paused
     await asyncio.to_thread(postgres.start)
-    await eventually(lambda: harness.batches.lane.leads)
+    await eventually(lambda: harness.batches.lane.is_leader)
     await check_results(harness, await harness.begin(lines(1)), 1)
     await harness.close()
 

@@ -18,14 +18,14 @@ def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[I
     found: list[InputLine] = []
     while True:
         found += read_slice(check, content)
-        if check.over:
+        if check.is_done:
             return found, check.complaints
 
 
 def read_slice(check: InputFileCheck, content: bytes) -> list[InputLine]:
     """Read a slice."""
     at, size = check.wanted
-    return check.take(content[at : at + size])
+    return check.validate(content[at : at + size])
 
 
 def test_body_is_located_as_written() -> None:
@@ -99,10 +99,10 @@ def test_file_is_read_in_slices_without_loss() -> None:
     content = b"\n".join(json.dumps(line(f"r{n}", "x" * 999)).encode() for n in range(700))
     check = InputFileCheck(len(content), CHAT, 1000)
     first = read_slice(check, content)
-    assert not check.over
+    assert not check.is_done
     assert SLICE_BYTES // 1300 < len(first) < 700
     found = list(first)
-    while not check.over:
+    while not check.is_done:
         found += read_slice(check, content)
     assert [entry.custom_id for entry in found] == [f"r{n}" for n in range(700)]
 

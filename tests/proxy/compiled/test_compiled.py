@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.compiled.locate import SWITCH, hot_names
+from proxy.compiled.locate import SWITCH, compiled_names
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, Score, WorkerSpec
 from tests.proxy.processes.router_group import RouterGroup
@@ -72,7 +72,7 @@ def run(*command: str, compiled: bool = True) -> str:
 
 
 def test_hot_modules_are_compiled() -> None:
-    run("-c", CHECK_COMPILED, *hot_names())
+    run("-c", CHECK_COMPILED, *compiled_names())
 
 
 async def test_router_reports_compiled_modules_and_serves(

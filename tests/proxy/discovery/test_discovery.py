@@ -158,7 +158,7 @@ def test_discovery_adopts_workers_of_another_process(site: DiscoverySite) -> Non
     other.discovery = Discovery(
         other.fleet.roster, config, keys_of(config), worker_spec, other._source
     )
-    other.discovery.adopt(site.discovery.known())
+    other.discovery.adopt(site.discovery.endpoints_by_pool())
     workers = list(other.fleet.roster)
     other.update("s-1", "s-2")  # the other pool is not reported yet
     assert list(other.fleet.roster) == workers

@@ -45,7 +45,7 @@ def watch(router: Router, seconds: int) -> Balance:
     """Return a balance that has watched the router for some seconds."""
     found = Balance(router)
     for at in range(4 * seconds):
-        found.look(at / 4)
+        found.sample(at / 4)
     return found
 
 
@@ -92,8 +92,8 @@ def test_waiting_work_counts_in_seconds() -> None:
         for _ in range(3):
             placed(router.submit(ask(1000), 0.0))
         side = Balance(router)
-        side.look(0.0)
-        side.look(1e6)  # a long time at the same load
+        side.sample(0.0)
+        side.sample(1e6)  # a long time at the same load
         [shown] = side.shown()
         wanted[token_s] = shown.prefill.wanted
     assert wanted[1e-4] < 1.5
@@ -146,7 +146,7 @@ def test_decode_worker_with_a_queue_is_busy(waiting: int, short: str, wanted: fl
     found = Balance(router)
     for at in range(300):
         router.fleet.health.set_gauges("d0", Gauges(float(at), running=16, waiting=waiting))
-        found.look(float(at))
+        found.sample(float(at))
     [shown] = found.shown()
     assert shown.short == short
     assert shown.decode.busy == pytest.approx(1.0 if waiting else 0.0, abs=0.01)
@@ -212,7 +212,7 @@ def test_side_that_is_down_is_shown(down: str, short: str, advice: str) -> None:
         if worker.name[0] in down:
             for _ in range(3):
                 router.fleet.health.probe_failed(worker.name, 40.0)
-    found.look(41.0)
+    found.sample(41.0)
     [shown] = found.shown()
     assert (shown.short, shown.advice) == (short, advice)
     assert shown.prefill.workers == (0 if "p" in down else 2)

@@ -20,12 +20,12 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r
 
 def test_budget_counts_held_bytes() -> None:
     budget = BodyBudget(100)
-    budget.take(60)
+    budget.reserve(60)
     with pytest.raises(RefusedError) as error:
-        budget.take(41)
+        budget.reserve(41)
     assert error.value.refusal.status == 503
-    budget.take(40)
-    budget.give(100)
+    budget.reserve(40)
+    budget.release(100)
     assert budget.held == 0
 
 
@@ -45,14 +45,14 @@ def test_bodies_stay_only_while_they_exclude_no_request() -> None:
     budget = BodyBudget(160, tenants_named("a", "b", "c"))  # 10 each, strangers too; 120 shared
     for account, amount in (("a", 39), ("b", 35)):
         assert budget.may_be_kept(account)
-        budget.take(amount, account)
+        budget.reserve(amount, account)
     assert budget.may_be_kept("a")
-    budget.take(1, "a")
+    budget.reserve(1, "a")
     assert not budget.may_be_kept("a")  # a quarter of the shared part beyond its share
     assert budget.may_be_kept("b")
-    budget.take(5, "b")
+    budget.reserve(5, "b")
     assert not budget.may_be_kept("c")  # half of the shared part is used
-    budget.give(40, "a")
+    budget.release(40, "a")
     assert budget.may_be_kept("a")
     assert BodyBudget(100).may_be_kept(None)
 
@@ -61,66 +61,66 @@ def test_tenant_takes_at_most_half_of_the_shared_budget() -> None:
     budget = BodyBudget(160, tenants_named("a", "b", "c"))  # 10 each, strangers too; 120 shared
     for owner, amount in (("a", 70), ("b", 40), ("c", 25)):
         for _ in range(amount):
-            budget.take(1, owner)
+            budget.reserve(1, owner)
         with pytest.raises(RefusedError) as error:
-            budget.take(1, owner)
+            budget.reserve(1, owner)
         assert error.value.refusal.status == 429
     assert budget.held == 135
-    budget.give(65, "a")
-    budget.take(20, "b")
+    budget.release(65, "a")
+    budget.reserve(20, "b")
     assert budget.held == 90
-    budget.give(60, "b")
-    budget.give(25, "c")
-    budget.give(5, "a")
+    budget.release(60, "b")
+    budget.release(25, "c")
+    budget.release(5, "a")
     assert budget.held == 0
-    budget.take(70, "a")
+    budget.reserve(70, "a")
 
 
 def test_one_large_body_leaves_the_reserved_parts_of_others() -> None:
     budget = BodyBudget(160, tenants_named("a", "b", "c"))
-    budget.take(10, "a")
+    budget.reserve(10, "a")
     for before in range(0, 120, 20):
-        budget.take(20, "a", before)
-    budget.take(10, "b")
+        budget.reserve(20, "a", before)
+    budget.reserve(10, "b")
     with pytest.raises(RefusedError) as error:
-        budget.take(1, "b")
+        budget.reserve(1, "b")
     assert error.value.refusal.status == 503
-    budget.take(10, "c")
-    budget.take(10, ANONYMOUS_ACCOUNT)
+    budget.reserve(10, "c")
+    budget.reserve(10, ANONYMOUS_ACCOUNT)
     assert budget.held == 160
-    budget.give(10, "b")
-    budget.give(120, "a")
-    budget.take(60, "b")
+    budget.release(10, "b")
+    budget.release(120, "a")
+    budget.reserve(60, "b")
 
 
 def test_parts_are_recomputed_when_tenants_change() -> None:
     tenants = tenants_named("a")
     budget = BodyBudget(160, tenants)
-    budget.take(100, "a")  # 20 of its own and 80 shared
+    budget.reserve(100, "a")  # 20 of its own and 80 shared
     replace(tenants, "a", "b", "c")
     budget.account(None)
-    budget.take(30, "a", 100)
+    budget.reserve(30, "a", 100)
     with pytest.raises(RefusedError):
-        budget.take(1, "a", 130)
+        budget.reserve(1, "a", 130)
     replace(tenants)
     budget.account(None)
-    budget.take(30)
+    budget.reserve(30)
     assert budget.held == 160
-    budget.give(130, "a")
-    budget.give(30)
+    budget.release(130, "a")
+    budget.release(30)
     assert budget.held == 0
 
 
 def test_largest_body_always_fits() -> None:
     tenants = tenants_named("a", "b")
     budget = BodyBudget(160, tenants, 160)
-    budget.take(160, "a")
-    budget.give(160, "a")
+    budget.reserve(160, "a")
+    budget.release(160, "a")
     budget.limit(160, 145)
-    budget.take(5, "b")
-    budget.take(145, "a")
+    budget.reserve(5, "b")
+    budget.reserve(145, "a")
     with pytest.raises(RefusedError):
-        budget.take(6, "a", 145)
+        budget.reserve(6, "a", 145)
 
 
 def test_no_tenants_share_the_whole_budget() -> None:
@@ -129,9 +129,9 @@ def test_no_tenants_share_the_whole_budget() -> None:
     assert [budget.account(owner) for owner in (tenants.get("a"), None)] == ["a", ""]
     replace(tenants)
     assert budget.account(None) is None
-    budget.take(60)
-    budget.take(60)
-    budget.give(120)
+    budget.reserve(60)
+    budget.reserve(60)
+    budget.release(120)
 
 
 @pytest.fixture

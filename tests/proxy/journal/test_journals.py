@@ -124,7 +124,7 @@ async def until_up(journals: Journals, *names: str) -> None:
     """Wait until the journals of exactly these workers are read."""
 
     def are_up() -> bool:
-        journals.look(0.0)
+        journals.update(0.0)
         return {count.worker for count in journals.counts() if count.up} == set(names)
 
     await eventually(are_up)
@@ -138,23 +138,23 @@ async def test_each_rank_has_a_replica(
     await until_up(journals, "a")
     for engine in engines:
         engine.step(20)
-    first, second = journals.of(worker)
+    first, second = journals.replicas_of(worker)
     for replica, engine in zip((first, second), engines, strict=True):
         await eventually(
             lambda replica=replica, engine=engine: replica_of(replica) == engine.engine.requests()
         )
     known = sum(len(engine.engine.known) for engine in engines)
     assert list(journals.counts()) == [JournalCount("a", True, 0, 0, known)]
-    assert journals.of(present(roster.get("b"))) == []
+    assert journals.replicas_of(present(roster.get("b"))) == []
 
 
 async def test_a_worker_is_up_only_with_all_ranks(
     journals: Journals, roster: Roster, engines: list[PublishingEngine]
 ) -> None:
     roster.add(with_journal("a", engines[0].endpoint, "ipc:///nowhere/journal"))
-    journals.look(0.0)
+    journals.update(0.0)
     (worker,) = roster
-    await eventually(lambda: journals.of(worker)[0].exact)
+    await eventually(lambda: journals.replicas_of(worker)[0].exact)
     assert [count.up for count in journals.counts()] == [False]
 
 
@@ -165,17 +165,17 @@ async def test_journals_follow_the_workers(
     roster.add(with_journal("a", one))
     await until_up(journals, "a")
     worker = present(roster.get("a"))
-    replica = journals.of(worker)
+    replica = journals.replicas_of(worker)
     roster.add(with_journal("b", two))
     await until_up(journals, "a", "b")
-    assert journals.of(worker) == replica
+    assert journals.replicas_of(worker) == replica
     roster.replace([with_journal("a", two)])
     await until_up(journals, "a")
     assert present(roster.get("a")) is worker
-    assert journals.of(worker) != replica
+    assert journals.replicas_of(worker) != replica
     roster.replace([spec("a")])
     await until_up(journals)
-    assert journals.of(worker) == []
+    assert journals.replicas_of(worker) == []
     roster.replace([])
     await until_up(journals)
 
@@ -239,7 +239,7 @@ async def test_router_reads_and_reloads_journals(
         fleet_file(tmp_path, f"[{two.endpoint}]", more=key)
         assert await app.reload() == []
         (worker,) = app.fleet.roster
-        await eventually(lambda: [j.run for j in app.journals.of(worker)] == [two.engine.run])
+        await eventually(lambda: [j.run for j in app.journals.replicas_of(worker)] == [two.engine.run])
         await shows('up{worker="a"} 1')
         two.publisher.key = b"another key of the engine"
         two.step(3)
@@ -345,7 +345,7 @@ async def test_own_prefixes_are_known_before_the_engine_reports_their_names(
         roster.prefixes.expect_no_longer(ask.prefix, worker.index)
     await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
     assert held(roster.prefixes, text("c", "d")) == {}
-    assert {request.name for request in journals.of(worker)[0].requests.values()} == {b""}
+    assert {request.name for request in journals.replicas_of(worker)[0].requests.values()} == {b""}
 
 
 async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_truth(
@@ -360,7 +360,7 @@ async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_trut
     await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
     engine.silent = True
     engine.evict(number, 128, 256)
-    journals.look(time.monotonic() + 10.0)
+    journals.update(time.monotonic() + 10.0)
     assert not worker.reports_prefixes
     assert held(roster.prefixes, text("a", "b")) == {0: 2}
     roster.prefixes.expect_no_longer(ask.prefix, worker.index)
@@ -368,7 +368,7 @@ async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_trut
     engine.silent = False
 
     def is_read_again() -> bool:
-        journals.look(time.monotonic())
+        journals.update(time.monotonic())
         return worker.reports_prefixes
 
     await eventually(is_read_again)
@@ -396,7 +396,7 @@ async def test_tokens_of_a_removed_workers_streams_are_known_until_they_end(
     await until_up(journals, "a")
     worker.requests = 1
     roster.remove("a")
-    journals.look(time.monotonic())
+    journals.update(time.monotonic())
     other = roster.add(with_journal("b", engines[1].endpoint))
     assert other.index != worker.index
     number = engine.arrive("chatcmpl-x-00000001", 256, b"")
@@ -405,5 +405,5 @@ async def test_tokens_of_a_removed_workers_streams_are_known_until_they_end(
     assert held(roster.prefixes, text("a", "b")) == {}
     worker.requests = 0
     roster.pass_to_successor(worker)
-    journals.look(time.monotonic())
+    journals.update(time.monotonic())
     assert journals.stream_tokens(worker, "x") is None

@@ -81,7 +81,7 @@ class JournalSite:
 
     def look(self, after_s: float) -> None:
         self.now += after_s
-        self.subscriber.look(self.now)
+        self.subscriber.check_silence(self.now)
 
 
 @contextmanager

@@ -15,17 +15,17 @@ def test_missing_prefill_workers_are_logged_once_a_minute(caplog: pytest.LogCapt
     router = router_of(spec("g0"))
     log = FallbackLog(router)
     with caplog.at_level(logging.WARNING):
-        log.look(0.0)
+        log.log_new(0.0)
         assert not caplog.messages
         router.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 3
-        log.look(1.0)
+        log.log_new(1.0)
         router.placer.handovers[MODEL, HandoverVerdict.NO_PREFILL] = 5
-        log.look(2.0)
+        log.log_new(2.0)
         assert caplog.messages == [
             "no prefill worker is up: 3 requests were served without a hand-over"
         ]
-        log.look(1.0 + LOG_INTERVAL_S)
-        log.look(9 * LOG_INTERVAL_S)
+        log.log_new(1.0 + LOG_INTERVAL_S)
+        log.log_new(9 * LOG_INTERVAL_S)
     assert caplog.messages[1:] == [
         "no prefill worker is up: 2 requests were served without a hand-over"
     ]
@@ -34,7 +34,7 @@ def test_missing_prefill_workers_are_logged_once_a_minute(caplog: pytest.LogCapt
 def test_counters_of_removed_workers_are_dropped() -> None:
     counts = HandoverCounters(str)
     for prefill, decode in (("p0", "d0"), ("p0", ANY), ("gone", "d0"), ("p0", "gone")):
-        counts.barred(prefill, decode)
+        counts.count_barred(prefill, decode)
     counts.legs |= {"p0": 3, "gone": 2}
     counts.forget({"p0", "d0"})
     assert counts.bars == {("p0", "d0"): 1, ("p0", ANY): 1}

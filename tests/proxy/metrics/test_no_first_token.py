@@ -122,7 +122,7 @@ def test_series_of_removed_workers_are_merged(
     counts = metrics.unseen
 
     def leave(worker: str) -> None:
-        counts.gone(worker, "general", "m", SHORT, 5.0, stream=True)
+        counts.observe_disconnect(worker, "general", "m", SHORT, 5.0, stream=True)
 
     for worker in ("gone-0", "gone-1", "a", "b"):
         leave(worker)

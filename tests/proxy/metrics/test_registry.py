@@ -430,11 +430,11 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     router.placer.decisions["tiny", Reason.PREFIX] = 3
     router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
     lease = charge_handover(router)
-    metrics.handovers.prefilled(lease, 1.5, bare=False)
+    metrics.handovers.count_prefill(lease, 1.5, bare=False)
     router.leases.prefilled(lease, 1.5, None)
-    metrics.handovers.transferred(lease, 1.75)
-    metrics.handovers.warmed("done")
-    metrics.handovers.barred("s0", "l0")
+    metrics.handovers.observe_transfer(lease, 1.75)
+    metrics.handovers.count_warmup("done")
+    metrics.handovers.count_barred("s0", "l0")
     gauges = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
     router.fleet.health.set_gauges("s0", gauges)
     metrics.discovered = lambda: [("shorts", True, 3)]
@@ -443,7 +443,7 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     metrics.continued("w0")
     metrics.not_continued("field")
     targets = AdmissionSettings({Rank.STANDARD: 2.0})
-    metrics.targets.ended(ask(), finished(ttft_s=1.0), targets, 0.0)
+    metrics.targets.count(ask(), finished(ttft_s=1.0), targets, 0.0)
     metrics.journals = lambda: [JournalCount("w0", up=True, gaps=0, bad_signatures=0, requests=1)]
 
 

@@ -27,7 +27,7 @@ SETTINGS = AdmissionSettings({Rank.STANDARD: 2.0}, {Rank.STANDARD: 0.1})
 def test_results_by_target(fields: dict[str, object], results: set[tuple[str, str]]) -> None:
     counts = TargetCounts()
     done = finished(**{"stream": True, "status": 200, "duration_s": 5.0, **fields})  # type: ignore[arg-type]
-    assert counts.ended(ask(), done, SETTINGS, 100.0) == 2.0
+    assert counts.count(ask(), done, SETTINGS, 100.0) == 2.0
     assert {(target, result) for _, target, result in counts._results} == results
 
 
@@ -35,11 +35,11 @@ def test_clients_deadline_replaces_the_target() -> None:
     counts, info = TargetCounts(), ask()
     info.deadline = 107.0
     done = finished(ttft_s=6.0, status=200)
-    assert counts.ended(info, done, SETTINGS, 100.0) == 7.0
+    assert counts.count(info, done, SETTINGS, 100.0) == 7.0
     assert counts._results == {("standard", "deadline", "met"): 1}
 
 
 def test_requests_without_targets_are_not_counted() -> None:
     counts = TargetCounts()
-    assert counts.ended(ask(), finished(ttft_s=6.0), None, 0.0) is None
+    assert counts.count(ask(), finished(ttft_s=6.0), None, 0.0) is None
     assert not counts._results

@@ -32,7 +32,7 @@ def test_no_tenants_show_no_metrics() -> None:
 def test_requests_are_counted_by_tenant_class_and_status() -> None:
     tenants, counts = counts_of(TenantSpec("a", Rank.INTERACTIVE), TenantSpec("b"))
     for status in (200, 200, 429):
-        counts.ended(tenant_named(tenants, "a"), status, 0.3 if status == 200 else None, 0.02)
+        counts.count(tenant_named(tenants, "a"), status, 0.3 if status == 200 else None, 0.02)
     found = shown(counts)
     labels = 'tenant="a",class="interactive"'
     assert found[f'proxy_tenant_requests_total{{{labels},status="200"}}'] == 2
@@ -61,7 +61,7 @@ def test_counters_outlive_a_removed_tenant() -> None:
     tenants, counts = counts_of(TenantSpec("a"))
     a = tenant_named(tenants, "a")
     a.totals.prompt_tokens = 70
-    counts.ended(a, 200, 0.1, 0.0)
+    counts.count(a, 200, 0.1, 0.0)
     tenants.replace([], {})
     found = shown(counts)
     assert found['proxy_tenant_tokens_total{tenant="a",kind="prompt"}'] == 70
@@ -73,7 +73,7 @@ def test_tenants_above_the_limit_are_counted_as_other() -> None:
     tenants, counts = counts_of(*(TenantSpec(f"t{number}") for number in range(MAX_TENANTS + 50)))
     for tenant in tenants:
         tenant.totals.prompt_tokens = tenant.waiting = 1
-        counts.ended(tenant, 200, 0.1, 0.0)
+        counts.count(tenant, 200, 0.1, 0.0)
     found = shown(counts)
     assert found['proxy_tenant_queue_requests{tenant="other"}'] == 50
     assert found['proxy_tenant_tokens_total{tenant="other",kind="prompt"}'] == 50

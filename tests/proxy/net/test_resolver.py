@@ -72,7 +72,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
 
 def expire(host: str) -> None:
     """Make a cached name too old."""
-    RESOLVER.doubt(host)
+    RESOLVER.expire(host)
 
 
 async def look_up_briefly(host: str) -> None:

@@ -71,7 +71,7 @@ def send_changes(leader: Process, *others: Process) -> bool:
     changes = leader.replica.changes()
     if changes is not None:
         for other in others:
-            other.replica.take(changes)
+            other.replica.apply(changes)
     return changes is not None
 
 
@@ -212,7 +212,7 @@ def test_new_leader_continues(pair: tuple[Process, Process]) -> None:
     changes = other.replica.changes()
     assert changes is not None
     assert {known.spec.name: known.row for known in changes.known} == {**rows, "c": 2}
-    leader.replica.take(changes)  # as a new process would
+    leader.replica.apply(changes)  # as a new process would
     assert leader.sharing.row(leader.worker("c")) == 2
 
 

@@ -35,7 +35,7 @@ class RecordingChildren:
     ) -> asyncio.Task[dict[int, Any]]:
         """Put a question to all processes."""
         asking = asyncio.create_task(
-            questions.put(IpcQuestion(number, "page", True), self.children)
+            questions.ask(IpcQuestion(number, "page", True), self.children)
         )
         await eventually(lambda: len(self.messages) >= len(self.children))
         return asking
@@ -47,33 +47,33 @@ async def test_answers_are_in_the_order_of_processes() -> None:
     (number,) = {message.number for _, message in children.messages}
     assert all((m.what, m.given) == ("page", True) for _, m in children.messages)
     for index in range(3):
-        questions.answered(index, number, f"of {index}")
+        questions.record_answer(index, number, f"of {index}")
     assert list((await asking).items()) == [(2, "of 2"), (0, "of 0"), (1, "of 1")]
 
 
 async def test_concurrent_questions_are_distinguished() -> None:
     questions, first, second = PendingQuestions(), RecordingChildren(0), RecordingChildren(0)
     one, other = await first.start(questions, 1), await second.start(questions, 2)
-    questions.answered(0, second.messages[0][1].number, "second")
-    questions.answered(0, first.messages[0][1].number, "first")
+    questions.record_answer(0, second.messages[0][1].number, "second")
+    questions.record_answer(0, first.messages[0][1].number, "first")
     assert (await one, await other) == ({0: "first"}, {0: "second"})
 
 
 async def test_question_ends_when_a_process_is_gone() -> None:
     questions, children = PendingQuestions(), RecordingChildren(0, 1)
     asking = await children.start(questions)
-    questions.answered(1, children.messages[0][1].number, "here")
-    questions.gone(0)
+    questions.record_answer(1, children.messages[0][1].number, "here")
+    questions.remove_process(0)
     assert await asking == {1: "here"}
 
 
 async def test_question_ends_when_a_process_cannot_answer() -> None:
     questions, children = PendingQuestions(), RecordingChildren(0, 1)
     asking = await children.start(questions)
-    questions.unanswered(0, 77)
-    questions.answered(1, 77, "here")
+    questions.record_no_answer(0, 77)
+    questions.record_answer(1, 77, "here")
     assert await asyncio.wait_for(asking, 1.0) == {1: "here"}
-    questions.unanswered(0, 77)  # after the end of the question
+    questions.record_no_answer(0, 77)  # after the end of the question
 
 
 async def test_answer_of_a_dead_process_is_dropped() -> None:
@@ -83,10 +83,10 @@ async def test_answer_of_a_dead_process_is_dropped() -> None:
     summed(totals, pages)
     asking = await children.start(questions)
     number = children.messages[0][1].number
-    questions.answered(1, number, pages[1])
-    totals.gone(1)
-    questions.gone(1)
-    questions.answered(0, number, pages[0])
+    questions.record_answer(1, number, pages[1])
+    totals.keep_counters(1)
+    questions.remove_process(1)
+    questions.record_answer(0, number, pages[0])
     assert summed(totals, await asking)['proxy_requests_total{worker="a"}'] == "3"
 
 
@@ -98,15 +98,15 @@ async def test_late_process_is_left_out_and_logged(
     number = 77
 
     def answer_in_time(_: Any) -> None:
-        questions.answered(1, number, "in time")
+        questions.record_answer(1, number, "in time")
 
     children.children[1].channel = cast("Any", SimpleNamespace(send=answer_in_time))
     with caplog.at_level(logging.WARNING):
-        found = await questions.put(IpcQuestion(number, "page", True), children.children)
+        found = await questions.ask(IpcQuestion(number, "page", True), children.children)
     assert found == {1: "in time"}
     assert "no answer from process 0, 2" in caplog.text
-    questions.answered(0, number, "too late")  # no effect
+    questions.record_answer(0, number, "too late")  # no effect
 
 
 async def test_question_to_no_process_returns_at_once() -> None:
-    assert await PendingQuestions().put(IpcQuestion(1, "page"), []) == {}
+    assert await PendingQuestions().ask(IpcQuestion(1, "page"), []) == {}

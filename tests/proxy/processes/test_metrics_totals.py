@@ -20,7 +20,7 @@ NUMBERS = count(1)
 def summed(totals: MetricsTotals, found: dict[int, str], number: int = 0) -> dict[str, str]:
     """Return the samples of the totals of these pages."""
     number = number or next(NUMBERS)
-    written, _ = totals.page(found, number=number, serving=2, restarts=4, openmetrics=False)
+    written, _ = totals.merge(found, number=number, serving=2, restarts=4, openmetrics=False)
     lines = written.decode().splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
@@ -42,7 +42,7 @@ def test_late_process_counts_with_its_last_page() -> None:
 def test_dead_process_keeps_counts_but_no_gauges() -> None:
     totals = MetricsTotals()
     summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
-    totals.gone(1)
+    totals.keep_counters(1)
     found = summed(totals, {0: page({"a": 1}, 1, 1)})
     assert float(found['proxy_requests_total{worker="a"}']) == 3
     assert float(found["proxy_client_connections"]) == 1
@@ -58,8 +58,8 @@ def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     for _ in range(times):
         counts.request_done(finished(model="m", worker=worker, ttft_s=0.1))
     counts.retried(worker, "reset")
-    counts.unseen.gone(worker, "general", "m", "short", 1.0, stream=True)
-    counts.handovers.barred(worker, "any")
+    counts.unseen.observe_disconnect(worker, "general", "m", "short", 1.0, stream=True)
+    counts.handovers.count_barred(worker, "any")
 
 
 def page_of(counts: Metrics) -> str:
@@ -72,7 +72,7 @@ def test_series_of_removed_workers_end_with_dead_processes() -> None:
     for worker in ("pod-1", "none", "other"):
         serve(before, worker)
     summed(totals, {0: page_of(before), 1: page_of(process("pod-1"))})
-    totals.gone(0)
+    totals.keep_counters(0)
     before_removal = summed(totals, {1: page_of(process("pod-1"))})
     assert sum("pod-1" in series for series in before_removal) > 10
     gone = summed(totals, {1: page_of(process("pod-2"))})
@@ -90,7 +90,7 @@ def test_counts_of_a_dead_process_stay_while_another_shows_the_worker() -> None:
     serve(dead, "pod-1", 100)
     serve(alive, "pod-1", 50)
     summed(totals, {0: page_of(dead), 1: page_of(alive)})
-    totals.gone(0)
+    totals.keep_counters(0)
     alive.router.fleet.roster.remove("pod-1")
     alive.router.fleet.roster.add(spec("pod-2"))
     found = summed(totals, {1: page_of(alive)})
@@ -102,7 +102,7 @@ def test_counts_stay_while_no_process_lists_workers() -> None:
     totals, dead = MetricsTotals(), process("pod-1")
     serve(dead, "pod-1")
     summed(totals, {0: page_of(dead)})
-    totals.gone(0)
+    totals.keep_counters(0)
     summed(totals, {})
     summed(totals, {0: page_of(process())})
     found = summed(totals, {0: page_of(process("pod-1"))})
@@ -114,7 +114,7 @@ def test_counts_stay_while_a_late_process_lists_the_worker() -> None:
     serve(dead, "pod-1")
     old = page_of(process("listed", "pod-1"))
     summed(totals, {0: page_of(dead), 1: old})
-    totals.gone(0)
+    totals.keep_counters(0)
     for _ in range(2):
         found = summed(totals, {0: page_of(process("listed"))})
         assert sum("pod-1" in series for series in found) > 10
@@ -125,7 +125,7 @@ def test_worker_name_with_quotes_is_recognised() -> None:
     dead = process(name)
     serve(dead, name)
     summed(totals, {0: page_of(dead)})
-    totals.gone(0)
+    totals.keep_counters(0)
     found = summed(totals, {0: page_of(process(name))})
     assert any("requests_total" in series for series in found if "a,worker" in series)
 
@@ -165,7 +165,7 @@ def test_series_ends_when_the_last_process_drops_it(at_once: bool) -> None:
 
     totals = MetricsTotals()
     summed(totals, {0: page_of("m"), 1: page_of("m"), 2: page_of("m")})
-    totals.gone(2)
+    totals.keep_counters(2)
     if not at_once:
         assert counts_of(summed(totals, {0: page_of("n"), 1: page_of("m")}), '"m"') == [21]
     found = summed(totals, {0: page_of("n"), 1: page_of("n")})

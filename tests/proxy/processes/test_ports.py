@@ -25,7 +25,7 @@ def ports() -> Iterator[Ports]:
 
 
 async def test_processes_share_the_port(ports: Ports) -> None:
-    await ports.take(config())
+    await ports.reserve(config())
     ((family, address),) = ports.addresses
     assert address == ("127.0.0.1", ports.port)
     listening = []
@@ -49,13 +49,13 @@ async def test_address_families_share_a_port(ports: Ports, monkeypatch: pytest.M
         return [*found, found[0]]
 
     monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", resolve_both)
-    await ports.take(config("localhost"))
+    await ports.reserve(config("localhost"))
     assert [family for family, _ in ports.addresses] == [socket.AF_INET, socket.AF_INET6]
     assert {address[1] for _, address in ports.addresses} == {ports.port}
 
 
 async def test_port_of_another_router_is_not_shared(ports: Ports) -> None:
-    await ports.take(config())
+    await ports.reserve(config())
     ((family, address),) = ports.addresses
     with socket.socket(family, socket.SOCK_STREAM) as serving:
         serving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -63,12 +63,12 @@ async def test_port_of_another_router_is_not_shared(ports: Ports) -> None:
         serving.listen()
         other = Ports()
         with pytest.raises(OSError, match=f"127.0.0.1 port {ports.port}"):
-            await other.take(config(port=ports.port))
+            await other.reserve(config(port=ports.port))
         other.close()
 
 
 async def test_released_ports_can_be_bound(ports: Ports) -> None:
-    await ports.take(config())
+    await ports.reserve(config())
     admin = ports.admin_port
     ports.close()
     socket.create_server(("127.0.0.1", admin)).close()

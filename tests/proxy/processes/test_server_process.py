@@ -129,7 +129,7 @@ async def test_failing_message_handler_does_not_end_the_process(
     there = await Channel.open(ours, ignore, ignore_end)
     here = await Channel.open(theirs, record_and_fail, ignore_end)
     with caplog.at_level(logging.ERROR):
-        here.take(Stop())
+        here.handle(Stop())
         there.send(Drain())
         there.send(Stop())
         await eventually(lambda: len(handled) == 3)

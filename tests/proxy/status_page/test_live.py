@@ -65,7 +65,7 @@ class Site:
     async def beat(self, seconds: float = 0.25) -> None:
         """Let time pass and send updates."""
         self.now += seconds
-        await self.live.beat()
+        await self.live.send_updates()
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def join(live: LiveView) -> Viewer:
 async def read_update(viewer: Viewer) -> tuple[str, dict[str, Any]]:
     """Read the viewer's message."""
     assert viewer.busy
-    message = await viewer.take()
+    message = await viewer.get()
     assert message is not None
     name, data, *rest = message.decode().split("\n")
     assert rest == ["", ""]
@@ -206,7 +206,7 @@ async def test_number_of_viewers_is_limited(site: Site, viewer: Viewer) -> None:
 
 async def test_close_ends_all_viewers(site: Site, viewer: Viewer) -> None:
     site.live.close()
-    assert await viewer.take() is None
+    assert await viewer.get() is None
     assert site.live.join() is None
 
 
@@ -307,7 +307,7 @@ async def test_leader_merges_updates_of_all_processes(monkeypatch: pytest.Monkey
     leader = sites[0].live
 
     async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
-        return [site.live.notes.part(site.now, wanted) for site in sites]
+        return [site.live.notes.update(site.now, wanted) for site in sites]
 
     leader.collect_all = collect_all
     for site in sites:
@@ -340,7 +340,7 @@ async def processes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list
     leader = sites[0].live
 
     async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
-        return [site.live.notes.part(sites[0].now, wanted) for site in sites]
+        return [site.live.notes.update(sites[0].now, wanted) for site in sites]
 
     leader.collect_all = collect_all
     viewer = join(leader)
@@ -386,7 +386,7 @@ async def test_lost_part_causes_a_new_full_state(processes: tuple[list[Sibling],
     await read_update(viewer)
     sites[1].end(record)
     lost = UpdateRequest(sites[0].live._zero, whole=False, figures=False)
-    assert len(sites[1].live.notes.part(sites[0].now, lost).rows) == 1
+    assert len(sites[1].live.notes.update(sites[0].now, lost).rows) == 1
     await sites[0].beat()
     assert (await rows_of_full_state(viewer, sites[0]))["l0"]["status"] == 200
 
@@ -395,7 +395,7 @@ async def test_full_state_is_sent_at_most_once_a_second(site: Site, viewer: View
     names = []
     lost = UpdateRequest(site.live._zero, whole=False, figures=False)
     for _ in range(20):
-        site.live.notes.part(site.now, lost)
+        site.live.notes.update(site.now, lost)
         await site.beat(0.125)
         if viewer.busy:
             names.append((await read_update(viewer))[0])

@@ -66,7 +66,7 @@ def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> N
     first, last = count // 10, count - 2 * slots
     throughput = (last - first) / (done[last] - done[first])
     regime = Regime.of(time, slots=slots, mean_output=mean, mean_prompt=prompt)
-    assert throughput == pytest.approx(Recursion(regime).at(departures).throughput, rel=0.05)
+    assert throughput == pytest.approx(Recursion(regime).solve_for(departures).throughput, rel=0.05)
 
 
 def test_arrival_during_a_step_is_seen_at_its_end() -> None:

@@ -312,7 +312,7 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause:
     regime = Regime.of(
         time, slots=slots, mean_output=mean, mean_prompt=prompt, decodes_pause=decodes_pause
     )
-    assert throughput == pytest.approx(Recursion(regime).at(threshold).throughput, rel=0.03)
+    assert throughput == pytest.approx(Recursion(regime).solve_for(threshold).throughput, rel=0.03)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -23,33 +23,33 @@ def blocks_of(tokens: int) -> KvBlocks:
 def test_shared_prefix_takes_room_once() -> None:
     room = blocks_of(2000)
     first, others = task(1000, ("system", 800)), [task(1000, ("system", 800)) for _ in range(3)]
-    room.take(first)
+    room.allocate(first)
     assert (room.used, room.fits(others[0])) == (1000, True)
     room.computed(first)
     for number, other in enumerate(others, 1):
         assert room.fits(other)
-        room.take(other)
+        room.allocate(other)
         room.computed(other)
         assert room.used == 1000 + 200 * number
     assert not room.fits(task(1000))
-    room.give(first)
+    room.free(first)
     assert room.used == 800 + 3 * 200
     for other in others:
-        room.give(other)
+        room.free(other)
     assert room.used == 0
     assert room.prefixes.held((("system", 800),)) == 800
 
 
 def test_prefix_not_yet_computed_is_not_shared() -> None:
     room = blocks_of(1500)
-    room.take(task(1000, ("system", 800)))
+    room.allocate(task(1000, ("system", 800)))
     assert not room.fits(task(1000, ("system", 800)))
 
 
 def test_prefix_is_not_shared_without_prefix_caching() -> None:
     room = KvBlocks(1500, CachedPrefixes(0))
     first = task(1000, ("system", 800))
-    room.take(first)
+    room.allocate(first)
     room.computed(first)
     assert not room.fits(task(1000, ("system", 800)))
 
@@ -58,14 +58,14 @@ def test_prefix_of_a_running_task_is_not_evicted() -> None:
     room = blocks_of(2000)
     runs, done = task(700, ("runs", 600)), task(700, ("done", 600))
     for job in (runs, done):
-        room.take(job)
+        room.allocate(job)
         room.computed(job)
-    room.give(done)
+    room.free(done)
     room.computed(large := take_room(room, task(1200)))
     assert room.prefixes.held((("runs", 600),)) == 600
     assert room.prefixes.held((("done", 600),)) == 0
     assert room.used == 1900
-    room.give(large)
+    room.free(large)
 
 
 def test_prefix_of_the_last_finished_task_is_evicted_last() -> None:
@@ -73,10 +73,10 @@ def test_prefix_of_the_last_finished_task_is_evicted_last() -> None:
     room = blocks_of(2000)
     stays, leaves = task(700, ("stays", 600)), task(700, ("leaves", 600))
     for job in (stays, leaves):
-        room.take(job)
+        room.allocate(job)
         room.computed(job)
-    room.give(leaves)
-    room.give(stays)
+    room.free(leaves)
+    room.free(stays)
     room.computed(take_room(room, task(1200)))
     assert room.prefixes.held((("stays", 600),)) == 600
     assert room.prefixes.held((("leaves", 600),)) == 0
@@ -99,8 +99,8 @@ def test_random_tasks_free_all_room(crowd: Sequence[tuple[int, tuple[Piece, ...]
     for need, shared, computed in crowd:
         job = task(need, *shared)
         while not room.fits(job):
-            room.give(inside.pop(0))
-        room.take(job)
+            room.free(inside.pop(0))
+        room.allocate(job)
         inside.append(job)
         if computed:
             room.computed(job)
@@ -108,10 +108,10 @@ def test_random_tasks_free_all_room(crowd: Sequence[tuple[int, tuple[Piece, ...]
         needs = [job.need for job in inside]
         assert max(needs) <= room.used <= sum(needs) + 20
     for job in inside:
-        room.give(job)
+        room.free(job)
     assert room.used == 0
 
 
 def take_room(room: KvBlocks, job: Task) -> Task:
-    room.take(job)
+    room.allocate(job)
     return job

@@ -72,7 +72,7 @@ def assert_no_split_is_better(search: FleetSearch, best: ServedRate, *splits: Fl
     """Check that no split of the workers, searched or not, is much better than the best."""
     for each in splits:
         split = replace(each, policy=best.shape.policy)
-        served = search.judged(split, best.rate, least=best.rate)
+        served = search.judge(split, best.rate, least=best.rate)
         assert served is None or served.rate <= 1.06 * best.rate, split
 
 
@@ -202,7 +202,7 @@ def test_returned_rate_holds_for_other_draws() -> None:
     # One prompt in twenty makes most of the work, so draws differ by half.
     asked = question(LONGS, "ttft:500", draws=6)
     shape, search = FleetShape(general=2), FleetSearch(asked)
-    found = present(search.judged(shape, 4.0))
+    found = present(search.judge(shape, 4.0))
     assert len(found.shares) == 6
     assert 0.9 <= found.spread[0] < found.spread[1]
 
@@ -235,11 +235,11 @@ def test_search_for_one_more_worker_requires_a_higher_rate(monkeypatch: pytest.M
 
     monkeypatch.setattr(FleetSearch, "rate_of", served)
     monkeypatch.setattr(FleetSearch, "judged", served)
-    found = present(search.more(best, (0.0, 1.0)))
+    found = present(search.with_one_more(best, (0.0, 1.0)))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
     assert tried[:2] == ["2 prefill + 1 decode", "1 prefill + 2 decode"]
     rates[1, 2] = 10.0
-    assert search.more(best, (0.0, 1.0)) is None
+    assert search.with_one_more(best, (0.0, 1.0)) is None
 
 
 def test_few_long_prompts_are_judged_with_tolerance() -> None:
@@ -410,7 +410,7 @@ def test_exact_run_uses_fresh_requests_and_reports_progress(
         return schedule(asked, rate, count, draw)
 
     monkeypatch.setattr(PlanQuestion, "schedule", drawn)
-    search.tell("before", 0.7)
+    search.report("before", 0.7)
     run = exact_check.play_exactly(search, FleetShape(general=1), 10.0)
     assert run.all.done == 300
     assert draws == [search.question.draws + 1]  # neither a search draw nor a judging draw
@@ -640,11 +640,11 @@ def test_returned_rate_stays_below_the_compute_bound(targets: str) -> None:
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.trials.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
-    served = present(search.judged(shape, 2 * allowed))
+    served = present(search.judge(shape, 2 * allowed))
     assert 0.8 * allowed < served.rate <= allowed
     # No run is played if the required rate exceeds the bound.
     runs = search.trials.runs
-    assert search.judged(shape, allowed, least=1.01 * allowed) is None
+    assert search.judge(shape, allowed, least=1.01 * allowed) is None
     assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
     assert search.trials.runs == runs
 

@@ -52,7 +52,7 @@ class Progress:
         self._lock = threading.Lock()
         self._live: Live | None = None
 
-    def tell(self, news: KeeperNews) -> None:
+    def show(self, news: KeeperNews) -> None:
         with self._lock, suppress(*READER_ERRORS):
             row = self._rows[news.worker]
             row.state, row.since = news.state, self._clock()

@@ -85,7 +85,7 @@ def up(path: Path, log_dir: Path | None) -> int:
         files = {worker.name: worker.log for worker in workers}
         with (
             Progress(Console(stderr=True), files) as progress,
-            Supervisor(workers, progress.tell, devices=devices),
+            Supervisor(workers, progress.show, devices=devices),
         ):
             for worker, wiring in zip(workers, wired, strict=True):
                 if wiring.said:

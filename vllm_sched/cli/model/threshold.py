@@ -240,10 +240,10 @@ def _find(
         best,
         run,
         tuple(
-            Row(role, k, exact.at(k).throughput, play(regime, k, seed=args.seed))
+            Row(role, k, exact.solve_for(k).throughput, play(regime, k, seed=args.seed))
             for k, role in sorted(rows.items())
         ),
-        tuple((k, exact.at(k).throughput) for k in _drawn(regime.largest, list(rows))),
+        tuple((k, exact.solve_for(k).throughput) for k in _drawn(regime.largest, list(rows))),
     )
 
 

@@ -60,7 +60,7 @@ class DepartureThreshold:
 
     def begin_step(self, index: int, running_full: int) -> None:
         """Update K when an estimate is due; `running_full` requests fill the engine."""
-        batches = self._fit.seen(self._batch_kind)
+        batches = self._fit.count_of(self._batch_kind)
         if index < self._next_estimate and not (self._checking and batches >= self._check_until):
             return
         self._update(running_full)

@@ -54,20 +54,20 @@ class Deferral:
             and self._admitted % UPDATE_EVERY_ADMISSIONS == 0
             and self._ended
         ):
-            self.threshold = self._reckon()
+            self.threshold = self._compute_threshold()
 
     def departed(self, task: Task) -> None:
         self._departed += 1
         self._ended += 1
         self._outputs += task.job.output_tokens
 
-    def look(self, now: float, filling: EngineLoad) -> None:
+    def update(self, now: float, filling: EngineLoad) -> None:
         if not self.on:
             if self._full and self.threshold > 1 and filling.waiting:
                 self.on, self._since, self._departed = True, now, 0
             else:
                 return
-        wanted = self._wanted(now)
+        wanted = self._departures_needed(now)
         free = self._model.max_num_seqs - filling.running
         left = free if self._slots_full else self._departed
         if not filling.running or not wanted or filling.waiting < wanted or left >= wanted:
@@ -90,13 +90,13 @@ class Deferral:
             due = now + self._hold.max_s / 8
         return max(math.ceil((due - now) / seconds), 1) if seconds else 1
 
-    def _wanted(self, now: float) -> int:
+    def _departures_needed(self, now: float) -> int:
         progress = (now - self._since) / self._hold.max_s
         if progress >= 1:
             return 0
         return math.ceil(self.threshold * min(2 * (1 - progress), 1.0))
 
-    def _reckon(self) -> int:
+    def _compute_threshold(self) -> int:
         model = self._model
         regime = Regime.of(
             model.time,

@@ -66,15 +66,15 @@ class ExactEngine:
 
     def submit(self, job: Job, now: float) -> None:
         self._arrived.append(job)
-        self._look(now)
+        self._check_at(now)
 
     def abort(self, job_id: str, now: float) -> None:
         self._left.append(job_id)
-        self._look(now)
+        self._check_at(now)
 
     def release(self, job_id: str, now: float) -> None:
         self._released.append(job_id)
-        self._look(now)
+        self._check_at(now)
 
     def next_at(self) -> float:
         if self._under_way:
@@ -85,7 +85,7 @@ class ExactEngine:
         events: list[Event] = []
         while (at := self.next_at()) <= now:
             began = time.perf_counter()
-            self._turn(at, events)
+            self._run_step(at, events)
             self.scheduler_s += time.perf_counter() - began
         return events
 
@@ -121,15 +121,15 @@ class ExactEngine:
 
     # A turn of vLLM's loop
 
-    def _look(self, now: float) -> None:
+    def _check_at(self, now: float) -> None:
         self._look_at = min(self._look_at, now)
 
-    def _turn(self, now: float, events: list[Event]) -> None:
+    def _run_step(self, now: float, events: list[Event]) -> None:
         scheduler = self.scheduler
         self._look_at = inf
         if self._under_way and self._under_way[0][1] <= now:
             self._finish(self._under_way.popleft()[0], now, events)
-        self._hear(now, events)
+        self._deliver_arrivals(now, events)
         while len(self._under_way) < self._depth and scheduler.unfinished:
             begun = scheduler.schedule(now)
             for job_id, tokens in scheduler.fetches_begun().items():
@@ -161,7 +161,7 @@ class ExactEngine:
     def step_s(self, step: SimulatedStep) -> float:
         return self.model.time.seconds(step.shape)
 
-    def _hear(self, now: float, events: list[Event]) -> None:
+    def _deliver_arrivals(self, now: float, events: list[Event]) -> None:
         scheduler = self.scheduler
         for job in self._arrived:
             scheduler.add(_request(job), now)
@@ -185,7 +185,7 @@ class ExactEngine:
                 f"none was admitted for {STUCK_S:g} s while idle; give it more kv_tokens, "
                 "or other policies"
             )
-        self._look(now + max(IDLE_POLL_S, IDLE_POLL_SHARE * (now - self._held_since)))
+        self._check_at(now + max(IDLE_POLL_S, IDLE_POLL_SHARE * (now - self._held_since)))
 
 
 def _request(job: Job) -> NewRequest:

@@ -90,7 +90,7 @@ class FluidEngine:
             filling.left_decode(task, self._decode_steps)
             self._run.decodes = min(self._run.decodes, filling.decoding)
         elif task.fetching:
-            self._room.give(task)
+            self._room.free(task)
         elif task.job.leg is DECODE and not task.holds:
             self._transfers.waiting.remove(task)  # not queued yet
             self._transfers.start(now)
@@ -101,7 +101,7 @@ class FluidEngine:
     def release(self, job_id: str, now: float) -> None:
         task = self._kept.pop(job_id, None)
         if task is not None:
-            self._room.give(task)
+            self._room.free(task)
             self._wake(now)
 
     def next_at(self) -> float:
@@ -267,6 +267,6 @@ class FluidEngine:
         if job.leg is PREFILL:
             self._kept[job.id] = task
             return
-        self._room.give(task)
+        self._room.free(task)
         if self._ended is not None:
             self._ended(job, 0.0)

@@ -126,22 +126,22 @@ class FluidSteps:
         return task.since + self._learned.prefill_s * task.left
 
     def drop(self, task: Task) -> None:
-        self._settle(task, task.left)
+        self._count_computed(task, task.left)
         if task in self._prefills:
             self._prefills.remove(task)
-            self.room.give(task)
+            self.room.free(task)
         else:
             self.waiting -= 1
             if task.holds:
-                self.room.give(task)
+                self.room.free(task)
 
     def computed(self, task: Task, tokens: int) -> bool:
         """Count computed prompt tokens; return True if the prompt is done."""
-        self._settle(task, tokens)
+        self._count_computed(task, tokens)
         task.left -= tokens
         return not task.left
 
-    def _settle(self, task: Task, tokens: int) -> None:
+    def _count_computed(self, task: Task, tokens: int) -> None:
         self.backlog -= tokens
         if task.long:
             self.backlog_long -= tokens
@@ -159,7 +159,7 @@ class FluidSteps:
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
-        self.room.give(task)
+        self.room.free(task)
         self._hold.departed(task)
 
     def disturbs(self, task: Task) -> bool:
@@ -187,7 +187,7 @@ class FluidSteps:
         if effects.batches and not self.decoding and not self._prefills:
             self._forming, self._members = True, 0
         if self._may_hold:
-            self._hold.look(now, self)
+            self._hold.update(now, self)
         since = self._paused_since
         pausing = pause_s > 0 and self.decoding > 0
         pausing = pausing and (since is None or now - since < pause_s)
@@ -290,7 +290,7 @@ class FluidSteps:
             if not self.room.fits(task):
                 self._refused = True
                 return None
-            self.room.take(task)
+            self.room.allocate(task)
         queue.popleft()
         self.waiting -= 1
         self._members += 1

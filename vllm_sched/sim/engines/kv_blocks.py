@@ -81,7 +81,7 @@ class CachedPrefixes:
             found += tokens
         return found
 
-    def left(self, name: int | str) -> None:
+    def release(self, name: int | str) -> None:
         """Mark a piece as used when its last running request leaves."""
         if name in self._held:
             self._held.move_to_end(name)
@@ -137,7 +137,7 @@ class KvBlocks:
         )
         return task.need - saved <= free
 
-    def take(self, task: Task) -> None:
+    def allocate(self, task: Task) -> None:
         task.begins = self.prefixes.beginning(task.job.shared)
         own = task.need
         for name, tokens in task.begins:
@@ -150,7 +150,7 @@ class KvBlocks:
         task.own = max(own, 0)
         self._own += task.own
 
-    def give(self, task: Task) -> None:
+    def free(self, task: Task) -> None:
         self._own -= task.own
         for name, _ in reversed(task.begins):
             users = self._users[name]
@@ -158,15 +158,15 @@ class KvBlocks:
             if not users[0]:
                 self._shared -= users[1]
                 del self._users[name]
-                self.prefixes.left(name)
+                self.prefixes.release(name)
         task.own, task.begins = 0, ()
 
     def computed(self, task: Task) -> None:
-        self.give(task)
+        self.free(task)
         shared = task.job.shared
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)
         self.prefixes.keep(shared, self.tokens - self._own - alone, self._users)
-        self.take(task)
+        self.allocate(task)
 
 
 class KvTransfers:
@@ -188,7 +188,7 @@ class KvTransfers:
             if not task.gone:
                 if not room.fits(task):
                     return
-                room.take(task)
+                room.allocate(task)
                 cached = min(room.prefixes.held(task.job.shared), task.job.prompt_tokens)
                 seconds = self._model.transfer_s(task.job.prompt_tokens - cached)
                 self._link_free = max(self._link_free, now) + seconds

@@ -85,7 +85,7 @@ class AggregateFlow(FleetSimulation):
         class beyond the tolerated time. The first `warm` requests are not counted.
         """
         self._warm, self._most_late, self._most_lost = warm, most_late, most_lost or {}
-        self._queue.at(0.0, partial(self._look, self.router))
+        self._queue.at(0.0, partial(self._read_gauges, self.router))
         arrivals = Arrivals(self._queue, self._arrive)
         arrivals.open(iter(requests))
         while (arrivals.more or self._flights) and not self._failed:
@@ -107,7 +107,7 @@ class AggregateFlow(FleetSimulation):
     def _gap_seen(self, job: Job, longest: float) -> None:
         self._flights[job.id].longest_gap = longest
 
-    def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
+    def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         super()._over(flight, now, pause_s=pause_s)
         if flight.number < self._warm:
             return

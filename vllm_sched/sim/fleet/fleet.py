@@ -105,7 +105,7 @@ class SimulatedFleet(FleetSimulation):
         """
         queue = self._queue
         for index, router in enumerate(self.routers):
-            queue.at(self._probe_s * index / len(self.routers), partial(self._look, router))
+            queue.at(self._probe_s * index / len(self.routers), partial(self._read_gauges, router))
         flow = SessionFlow(queue, self._arrive, limit=self.longest, end=schedule.ends_after_s)
         arrivals = Arrivals(queue, flow.begin if schedule.source.has_sessions else self._arrive)
         arrivals.play(schedule)

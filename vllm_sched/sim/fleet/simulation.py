@@ -96,11 +96,11 @@ class FleetSimulation:
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
-            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S))
+            self._end_request(flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S))
         elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
-            settle = partial(self._settle, flight.router)
+            settle = partial(self._dispatch_queued, flight.router)
             self._queue.at(answer.deadline, settle, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
@@ -112,7 +112,7 @@ class FleetSimulation:
             else:
                 self._send(flight, first.worker.name, Leg.PREFILL, now)
 
-    def _settle(self, router: Router, now: float) -> None:
+    def _dispatch_queued(self, router: Router, now: float) -> None:
         if not self._queued:
             return
         for ticket, answer in list(router.due(now)):  # a placement can free more slots
@@ -157,17 +157,17 @@ class FleetSimulation:
         for event in self.engines[name].advance(now):
             flight = self._flights.get(event.job_id)
             if flight is not None and flight.lease is not None:
-                self._happened(flight, flight.lease, event, now)
+                self._report_event(flight, flight.lease, event, now)
         self._plan(name)
 
-    def _happened(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
+    def _report_event(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
         if first is not None and not first.released:
             if event.finished:
-                self._handed_over(flight, lease, event, now)
+                self._start_decode(flight, lease, event, now)
             return
         if event.fetched:
-            self._let_go(flight, now)
+            self._release_prefill(flight, now)
         outcome, router = flight.outcome, flight.router
         if event.tokens:
             if not outcome.ticks:
@@ -179,14 +179,14 @@ class FleetSimulation:
             outcome.completed += event.tokens
             router.leases.tokens(lease, event.tokens)
         if event.finished:
-            self._let_go(flight, now)
+            self._release_prefill(flight, now)
             usage = core.Usage(
                 flight.request.prompt_tokens, outcome.completed, flight.cached_tokens
             )
             router.leases.finish(lease, now, core.Outcome.DONE, usage)
-            self._over(flight, now)
+            self._end_request(flight, now)
 
-    def _handed_over(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
+    def _start_decode(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
         if first is None:
             return
@@ -199,14 +199,14 @@ class FleetSimulation:
             self._transfers[pair] += 1
             self._send(flight, lease.worker.name, Leg.DECODE, now)
         else:  # no decode worker is available: restart the request
-            self._let_go(flight, now)
+            self._release_prefill(flight, now)
             avoid = lease.worker if router.leases.has_another(lease) else first.worker
             outcome = core.Outcome.MOOT
             anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
             self._placed(flight, anew, now)
-        self._settle(router, now)
+        self._dispatch_queued(router, now)
 
-    def _let_go(self, flight: RequestFlight, now: float) -> None:
+    def _release_prefill(self, flight: RequestFlight, now: float) -> None:
         if flight.held_by:
             self.engines[flight.held_by].release(flight.id, now)
             self._plan(flight.held_by)
@@ -214,14 +214,14 @@ class FleetSimulation:
 
     # Ends
 
-    def _over(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
+    def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         del self._flights[flight.id]
         self._last = max(self._last, now)
         if flight.ended is not None:
             # Scheduled, so that this request is removed before the next arrives. Without a pause
             # after a refusal, time would stand still.
             self._queue.at(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
-        self._settle(flight.router, now)
+        self._dispatch_queued(flight.router, now)
 
     def _give_up(self, now: float) -> None:
         """Abort requests after the client timeout."""
@@ -236,13 +236,13 @@ class FleetSimulation:
                 name = flight.lease.running_leg.worker.name
                 self.engines[name].abort(flight.id, now)
                 self._plan(name)
-                self._let_go(flight, now)
+                self._release_prefill(flight, now)
                 flight.router.leases.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
-            self._over(flight, now)
+            self._end_request(flight, now)
 
     # Probes
 
-    def _look(self, router: Router, now: float) -> None:
+    def _read_gauges(self, router: Router, now: float) -> None:
         for name, engine in self.engines.items():
             model, seen = engine.model, engine.gauges(now)
             extra: dict[str, float] = {QUEUED_GAUGE: seen.waiting - seen.fetching}
@@ -262,5 +262,5 @@ class FleetSimulation:
                 ),
             )
         self._give_up(now)
-        self._settle(router, now)
-        self._queue.at(now + self._probe_s, partial(self._look, router), rank=STEP_RANK)
+        self._dispatch_queued(router, now)
+        self._queue.at(now + self._probe_s, partial(self._read_gauges, router), rank=STEP_RANK)

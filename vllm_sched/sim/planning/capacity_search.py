@@ -69,7 +69,7 @@ class CapacitySearch:
         self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
     ) -> CapacityVerdict | None:
         """Return the highest rate, searched from `start`; None if below `least`."""
-        bottom, top = _rung(max(least, MIN_RATE)), _rung(min(most, MAX_RATE))
+        bottom, top = _rate_step(max(least, MIN_RATE)), _rate_step(min(most, MAX_RATE))
         while rate_at(top) > most:
             top -= 1
         if top < bottom:
@@ -81,7 +81,7 @@ class CapacitySearch:
                 played[rung, draw] = self._play(shape, rate_at(rung), draw)
             return played[rung, draw]
 
-        first, begin = self._order[0], min(max(_rung(max(start, MIN_RATE)), bottom), top)
+        first, begin = self._order[0], min(max(_rate_step(max(start, MIN_RATE)), bottom), top)
         rung, failed, stride = begin, top + 1, 1
         while play(rung, first) is None:
             if rung == bottom:
@@ -132,7 +132,7 @@ def _margin(run: FlowResult) -> float:
     return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
 
 
-def _rung(rate: float) -> int:
+def _rate_step(rate: float) -> int:
     rung = math.ceil(math.log(rate) / math.log(RUNG_RATIO))
     return rung - 1 if rate_at(rung - 1) >= rate else rung
 

@@ -51,7 +51,7 @@ def rank_exactly(
     again: list[ServedRate] = []
     for at, served in enumerate(ranking):
         done = progress[0] + (progress[1] - progress[0]) * at / len(ranking)
-        search.tell(f"exactly: {served.shape}", done)
+        search.report(f"exactly: {served.shape}", done)
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):

@@ -96,7 +96,7 @@ def rate_on(gpus: int) -> Callable[[FleetSearch], float]:
         rough = [
             served.rate
             for family in search.question.families
-            for served in search.roughly(family, gpus, (0.0, 1.0))
+            for served in search.rough_rates(family, gpus, (0.0, 1.0))
         ]
         if not rough:
             raise UsageError("it serves no rate in time")

@@ -185,7 +185,7 @@ def plan(
             part_done = SEARCH_DONE, EXACT_DONE
             known.exactly = rank_exactly(known.search, known.plainly, known.proofs, part_done)
         _find_others(known, gpus)
-        known.search.tell("done", 1.0)
+        known.search.report("done", 1.0)
     except KeyboardInterrupt:
         if not any(each.plainly for each in found):
             raise
@@ -203,11 +203,11 @@ def _find(known: _Known, gpus: int) -> None:
     question = search.question
     _check_size(search, gpus)
     try:
-        search.tell("an idle worker", 0.0)
+        search.report("an idle worker", 0.0)
         search.check()
         known.plainly = search.best(gpus, (0.02, 1.0))
     except KeyboardInterrupt:
-        known.plainly = search.so_far(gpus)
+        known.plainly = search.best_so_far(gpus)
         raise
     if not known.plainly:
         raise UsageError(
@@ -220,15 +220,15 @@ def _find_others(known: _Known, gpus: int) -> None:
     """Find fleets of other sizes."""
     search, plain = known.search, known.plain
     workers, each = plain.shape.workers, search.question.machine.gpus
-    known.more = search.more(plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE))
-    known.fewer = search.fewer(plain, (MORE_DONE, FEWER_DONE))
+    known.more = search.with_one_more(plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE))
+    known.fewer = search.with_one_fewer(plain, (MORE_DONE, FEWER_DONE))
     if known.fewer is None and workers > 1 and search.question.prefill_machine is None:
         # Two pools need two workers.
         fewer = search.family(ONE_POOL, gpus - each, (MORE_DONE, FEWER_DONE))
         known.fewer = next(iter(fewer), None)
     sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
     for size in sorted(sizes):
-        search.tell(format_count(size, "worker"), FEWER_DONE)
+        search.report(format_count(size, "worker"), FEWER_DONE)
         if (served := search.at_size(plain, size - workers)) is not None:
             known.smaller.append(served)
 
@@ -297,7 +297,7 @@ def _smallest(chosen: Sequence[Candidate], rate: float, tell: Tell) -> tuple[lis
     found: list[tuple[int, Candidate]] = []
     for at, each in enumerate(chosen):
         search = FleetSearch(each.question, tell)
-        search.tell("an idle worker", at / len(chosen))
+        search.report("an idle worker", at / len(chosen))
         search.check()
         found.append((fewest_gpus(search, rate, int(each.result)), each))
     gpus, best = min(found, key=lambda pair: pair[0])

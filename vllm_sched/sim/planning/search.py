@@ -63,7 +63,7 @@ class FleetSearch:
         self._judged: list[ServedRate] = []
         self._judge = CapacitySearch(question.draws, self._served_of, self.trials.enough)
 
-    def tell(self, what: str, share: float) -> None:
+    def report(self, what: str, share: float) -> None:
         self._done = share
         self.told(what, share)
 
@@ -108,7 +108,7 @@ class FleetSearch:
                 high = rate
         return ServedRate(shape, low, best)
 
-    def judged(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
+    def judge(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
         """Return the rate by all judging draws; None if below `least`."""
         most = self._most(shape)
         if least > most:
@@ -134,7 +134,7 @@ class FleetSearch:
     def check(self) -> None:
         check_feasible(self.trials)
 
-    def seen(self) -> TrafficHints:
+    def traffic_seen(self) -> TrafficHints:
         traffic, machine = self.trials.traffic, self.question.machine
         prompt_machine = self.question.prompt_machine
         time, prompt_time = (
@@ -167,20 +167,20 @@ class FleetSearch:
     def family(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
         """Return the judged fleets of a family, best first; `share` is the range of progress."""
         half = (share[0] + share[1]) / 2
-        rough = self.roughly(family, gpus, (share[0], half))
+        rough = self.rough_rates(family, gpus, (share[0], half))
         return self._judge_family(rough, (half, share[1]))
 
-    def roughly(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
+    def rough_rates(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
         """Return the rough rates of a family's fleets.
 
         Each split is tried with the last policy, and the best splits with the others.
         """
-        splits = list(shapes(family, gpus, self.seen(), self._itl_ms()))
+        splits = list(shapes(family, gpus, self.traffic_seen(), self._itl_ms()))
         # This family has many shapes and is rarely the best: drop it early.
         floor = self._roughly.get(gpus, 0.0) if family == SHORT_APART else 0.0
         *others, last = self.question.policies
         half = (share[0] + share[1]) / 2
-        found = self._tried(
+        found = self._keep_best(
             [replace(each, policy=last) for each in splits], (share[0], half), floor
         )
         best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
@@ -188,15 +188,15 @@ class FleetSearch:
             best = splits  # none serves anything with that policy
         again = [replace(shape, policy=policy) for policy in others for shape in best]
         floor = _most(found) or floor
-        return found + self._tried(again, (half, share[1]), floor)
+        return found + self._keep_best(again, (half, share[1]), floor)
 
-    def _tried(
+    def _keep_best(
         self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
     ) -> list[ServedRate]:
         """Return rough rates, without those of fleets below `floor` or the best of them."""
         found: list[ServedRate] = []
         for at, shape in enumerate(tried):
-            self.tell(str(shape), share[0] + at * (share[1] - share[0]) / len(tried))
+            self.report(str(shape), share[0] + at * (share[1] - share[0]) / len(tried))
             least = max(_most(found), floor) * (1 - SAME)
             start = least or self.trials.worker_rate * shape.workers * 0.5
             if (served := self.rate_of(shape, start, least=least)) is not None:
@@ -205,7 +205,7 @@ class FleetSearch:
                 self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
         return found
 
-    def _judged_of(
+    def _judge_finalists(
         self, rough: list[ServedRate], share: tuple[float, float], floor: float = 0.0
     ) -> list[ServedRate]:
         """Judge the finalists above `floor`, by falling rough rate.
@@ -215,12 +215,12 @@ class FleetSearch:
         finalists, judged = _finalists(rough), list[ServedRate]()
         best: ServedRate | None = None
         for at, each in enumerate(finalists):
-            self.tell(str(each.shape), share[0] + (share[1] - share[0]) * at / len(finalists))
+            self.report(str(each.shape), share[0] + (share[1] - share[0]) * at / len(finalists))
             least = floor
             if best is not None:
-                simpler = _plainness(each)[:2] < _plainness(best)[:2]
+                simpler = _order_by_simplicity(each)[:2] < _order_by_simplicity(best)[:2]
                 least = best.rate * (1 - SAME if simpler else 1 + SAME)
-            again = self.judged(each.shape, least or each.rate * MAX_ROUGH_RATIO, least=least)
+            again = self.judge(each.shape, least or each.rate * MAX_ROUGH_RATIO, least=least)
             if again is not None:
                 judged.append(again)
                 best = rank_fleets(judged)[0]
@@ -229,7 +229,7 @@ class FleetSearch:
     def _judge_family(
         self, rough: list[ServedRate], share: tuple[float, float]
     ) -> list[ServedRate]:
-        found = self._judged_of(rough, share)
+        found = self._judge_finalists(rough, share)
         return rank_fleets(
             [*found, *(each for best in found[:1] for each in self._thresholds(best))]
         )
@@ -241,7 +241,7 @@ class FleetSearch:
         for above in sorted({1, half}):
             shape = replace(served.shape, disaggregate_above=above)
             least = served.rate * (1 + SAME)
-            if (better := self.judged(shape, least, least=least)) is not None:
+            if (better := self.judge(shape, least, least=least)) is not None:
                 yield better
 
     def _itl_ms(self) -> int:
@@ -260,29 +260,29 @@ class FleetSearch:
         rough: list[list[ServedRate]] = []
         for at, family in enumerate(families):
             start = share[0] + at * width
-            rough.append(self.roughly(family, gpus, (start, start + width)))
+            rough.append(self.rough_rates(family, gpus, (start, start + width)))
         promising = sorted(filter(None, rough), key=lambda found: -_most(found))
         judged: list[ServedRate] = []
         far: list[ServedRate] = []
         for at, found in enumerate(promising):
             start = half + at * width
             if _most(found) * MAX_ROUGH_RATIO < _most(judged) * (1 - SAME):
-                far += self._judged_quickly(found)
+                far += self._judge_quickly(found)
             else:
                 judged += self._judge_family(found, (start, start + width))[:1]
         return rank_fleets(judged) + rank_fleets(far)
 
-    def so_far(self, gpus: int) -> list[ServedRate]:
+    def best_so_far(self, gpus: int) -> list[ServedRate]:
         best: dict[str, ServedRate] = {}
         for each in rank_fleets([each for each in self._judged if self._gpus(each.shape) <= gpus]):
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
-    def fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
+    def with_one_fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker fewer."""
         return next(iter(self._of_size(served, -1, share, 0.0)), None)
 
-    def more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
+    def with_one_more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
         found = self._of_size(served, 1, share, served.rate)
         return next((each for each in found if each.rate > served.rate), None)
@@ -291,13 +291,13 @@ class FleetSearch:
         self, served: ServedRate, change: int, share: tuple[float, float], floor: float
     ) -> list[ServedRate]:
         half = (share[0] + share[1]) / 2
-        rough = self._tried(self._alike(served.shape, change), (share[0], half), floor)
-        return self._judged_of(rough, (half, share[1]), floor)
+        rough = self._keep_best(self._similar_fleets(served.shape, change), (share[0], half), floor)
+        return self._judge_finalists(rough, (half, share[1]), floor)
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
-        rough = self._quick._tried(self._alike(served.shape, change), (self._done, self._done))
-        return next(iter(self._judged_quickly(rough)), None)
+        rough = self._quick._keep_best(self._similar_fleets(served.shape, change), (self._done, self._done))
+        return next(iter(self._judge_quickly(rough)), None)
 
     @cached_property
     def _quick(self) -> FleetSearch:
@@ -307,29 +307,29 @@ class FleetSearch:
         quick = replace(question, effort=question.effort * QUICK_EFFORT, draws=draws)
         return FleetSearch(quick, lambda what, _share: self.note(what))
 
-    def _judged_quickly(self, rough: list[ServedRate]) -> list[ServedRate]:
+    def _judge_quickly(self, rough: list[ServedRate]) -> list[ServedRate]:
         """Judge the fleet with the highest rough rate."""
         best = max(rough, key=lambda each: each.rate, default=None)
-        found = best and self._quick.judged(best.shape, best.rate)
+        found = best and self._quick.judge(best.shape, best.rate)
         return [found] if found else []
 
     def serving(self, gpus: int, rate: float) -> ServedRate | None:
         """Return a fleet that serves a rate, with the last policy; None if no split does."""
         policy = self.question.policies[-1]
         for family in self.question.families:
-            for split in shapes(family, gpus, self.seen(), self._itl_ms()):
+            for split in shapes(family, gpus, self.traffic_seen(), self._itl_ms()):
                 shape = replace(split, policy=policy)
                 self.note(f"{gpus} GPUs: {shape}")
                 if rate > self._most(shape) or self.trials.serves(shape, rate) is None:
                     continue
-                if (served := self.judged(shape, rate, least=rate)) is not None:
+                if (served := self.judge(shape, rate, least=rate)) is not None:
                     return served
         return None
 
-    def _alike(self, shape: FleetShape, change: int) -> list[FleetShape]:
+    def _similar_fleets(self, shape: FleetShape, change: int) -> list[FleetShape]:
         """Return fleets of the same kind with `change` more workers, the nearest shapes first."""
         gpus = self._gpus(shape) + change * self.question.machine.gpus
-        seen, limit = self.seen(), shape.short_limit
+        seen, limit = self.traffic_seen(), shape.short_limit
         if limit in seen.boundaries:
             seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
         nearest = [
@@ -350,7 +350,7 @@ def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
     while left:
         most = max(each.rate for each in left)
         equal = [each for each in left if each.rate >= most * (1 - SAME)]
-        first = min(equal, key=_plainness)
+        first = min(equal, key=_order_by_simplicity)
         left.remove(first)
         best_first.append(first)
     return best_first
@@ -372,7 +372,7 @@ def _finalists(found: list[ServedRate]) -> list[ServedRate]:
     return chosen
 
 
-def _plainness(served: ServedRate) -> tuple[int, int, float]:
+def _order_by_simplicity(served: ServedRate) -> tuple[int, int, float]:
     shape = served.shape
     return FAMILIES.index(shape.family), POLICIES.index(shape.policy), -served.rate
 

@@ -111,7 +111,7 @@ async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> B
 
 def lock_of(harness: BatchHarness) -> FolderLock:
     """Return the lock of a router's folder."""
-    backend = harness.batches.keeper._opened().backend
+    backend = harness.batches.keeper._open_store().backend
     assert isinstance(backend, SqliteBackend)
     return backend._lock
 
@@ -460,7 +460,7 @@ async def test_folder_restored_from_a_copy_is_reopened(
     opening.set()
     done = await harness.until(batch)
     assert len(await harness.lines_of(done.output_file_id)) == 2
-    assert harness.batches.lane.leads
+    assert harness.batches.lane.is_leader
     assert not lock_of(harness).is_lost
 
 
@@ -482,10 +482,10 @@ async def test_write_during_removal_of_the_folder_gets_503(
 async def test_removed_lock_is_taken_again(harness: BatchHarness) -> None:
     """Otherwise another router would take a new lock, and both would run lines."""
     lane = harness.batches.lane
-    await eventually(lambda: lane.leads)
+    await eventually(lambda: lane.is_leader)
     (harness.path / "lane.lock").unlink()
     await lane.turn()
-    assert lane.leads
+    assert lane.is_leader
     assert not lock_of(harness).is_lost
 
 
@@ -495,7 +495,7 @@ async def test_router_without_the_lock_also_notices_a_removed_folder(
     monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     first = BatchHarness(await start(), tmp_path / "batches")
     await first.open()
-    await eventually(lambda: first.batches.lane.leads)
+    await eventually(lambda: first.batches.lane.is_leader)
     second = BatchHarness(await start(), tmp_path / "batches")
     await second.open()
     away = first.path.rename(tmp_path / "away")
@@ -505,6 +505,6 @@ async def test_router_without_the_lock_also_notices_a_removed_folder(
     away.rename(first.path)
     for harness in (first, second):
         await wait_for_resume(harness)
-    assert not second.batches.lane.leads
+    assert not second.batches.lane.is_leader
     await second.close()
     await first.close()

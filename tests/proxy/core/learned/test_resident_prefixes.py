@@ -31,14 +31,14 @@ class Engine:
 
     def serve(self, number: int, *letters: str, found: int, response: int = 0) -> None:
         self.name(number, *letters)
-        self.prefixes.found(number, found)
+        self.prefixes.record_found(number, found)
         for tokens in (0, response):
-            self.prefixes.resident(number, TOKENS * len(letters) + tokens)
+            self.prefixes.record_resident(number, TOKENS * len(letters) + tokens)
 
     def name(self, number: int, *letters: str) -> None:
         body = text(*letters)
         name = name_of(self.index.hashes("m", body), len(body))
-        self.prefixes.named(number, name, TOKENS * len(letters))
+        self.prefixes.add_name(number, name, TOKENS * len(letters))
 
 
 def test_resident_tokens_are_whole_blocks_of_bytes() -> None:
@@ -46,7 +46,7 @@ def test_resident_tokens_are_whole_blocks_of_bytes() -> None:
     engine.name(1, "a", "b", "c")
     blocks = []
     for tokens in (0, TOKENS - 16, TOKENS, 2 * TOKENS, 3 * TOKENS - 16, 3 * TOKENS):
-        engine.prefixes.resident(1, tokens)
+        engine.prefixes.record_resident(1, tokens)
         blocks.append(held(engine.index, text("a", "b", "c")).get(0, 0))
     # The last tokens of a prompt may not fill a block of the engine.
     assert blocks == [0, 0, 1, 2, 2, 3]
@@ -56,20 +56,20 @@ def test_the_rest_of_a_prompt_that_fills_no_block_counts_as_resident() -> None:
     engine = Engine()
     body = text("a", "b")
     name = name_of(engine.index.hashes("m", body), len(body))
-    engine.prefixes.named(1, name, 2 * TOKENS + 5)
-    engine.prefixes.resident(1, 2 * TOKENS)
+    engine.prefixes.add_name(1, name, 2 * TOKENS + 5)
+    engine.prefixes.record_resident(1, 2 * TOKENS)
     assert held(engine.index, body) == {0: 2}
 
 
 def test_evicted_tokens_drop_every_block_that_has_some() -> None:
     engine = Engine()
     engine.name(1, "a", "b", "c", "d")
-    engine.prefixes.resident(1, 4 * TOKENS)
-    engine.prefixes.evicted(1, 3 * TOKENS + 16, 4 * TOKENS)
+    engine.prefixes.record_resident(1, 4 * TOKENS)
+    engine.prefixes.record_evicted(1, 3 * TOKENS + 16, 4 * TOKENS)
     assert held(engine.index, text("a", "b", "c", "d")) == {0: 3}
-    engine.prefixes.evicted(1, TOKENS, TOKENS + 16)  # in the middle
+    engine.prefixes.record_evicted(1, TOKENS, TOKENS + 16)  # in the middle
     assert held(engine.index, text("a", "b", "c", "d")) == {0: 1}
-    engine.prefixes.resident(1, 2 * TOKENS)
+    engine.prefixes.record_resident(1, 2 * TOKENS)
     assert held(engine.index, text("a", "b", "c", "d")) == {0: 3}
     assert len(engine.prefixes) == 3
 
@@ -77,15 +77,15 @@ def test_evicted_tokens_drop_every_block_that_has_some() -> None:
 def test_evicted_output_is_no_part_of_the_prompt() -> None:
     engine = Engine()
     engine.name(1, "a")
-    engine.prefixes.resident(1, 4 * TOKENS)
-    engine.prefixes.evicted(1, 2 * TOKENS, 3 * TOKENS)
+    engine.prefixes.record_resident(1, 4 * TOKENS)
+    engine.prefixes.record_evicted(1, 2 * TOKENS, 3 * TOKENS)
     assert held(engine.index, text("a")) == {0: 1}
 
 
 def test_a_name_may_come_after_the_report() -> None:
     engine = Engine()
-    engine.prefixes.resident(1, 2 * TOKENS)
-    engine.prefixes.evicted(1, TOKENS, 2 * TOKENS)
+    engine.prefixes.record_resident(1, 2 * TOKENS)
+    engine.prefixes.record_evicted(1, TOKENS, 2 * TOKENS)
     assert len(engine.prefixes) == 0
     engine.name(1, "a", "b")
     assert held(engine.index, text("a", "b")) == {0: 1}
@@ -96,7 +96,7 @@ def test_an_expected_prefix_ends_with_its_request_unless_it_is_resident() -> Non
     hashes = engine.index.hashes("m", text("a", "b"))
     engine.index.record(hashes, 0)
     engine.name(1, "a", "b")
-    engine.prefixes.resident(1, TOKENS)
+    engine.prefixes.record_resident(1, TOKENS)
     engine.index.end(hashes, 0)
     for depth in (2, 1):  # the last report may come a moment after the response
         engine.index.drop_ended()
@@ -108,8 +108,8 @@ def test_an_eviction_ends_an_expectation() -> None:
     engine.index.record(engine.index.hashes("m", text("a", "b")), 0)
     engine.index.record(engine.index.hashes("m", text("a", "b")), 7)
     engine.name(1, "a", "b")
-    engine.prefixes.resident(1, 2 * TOKENS)
-    engine.prefixes.evicted(1, 0, 2 * TOKENS)
+    engine.prefixes.record_resident(1, 2 * TOKENS)
+    engine.prefixes.record_evicted(1, 0, 2 * TOKENS)
     assert held(engine.index, text("a", "b")) == {7: 2}
 
 
@@ -118,10 +118,10 @@ def test_a_prompt_is_expected_again_after_its_beginning_was_evicted() -> None:
     hashes = engine.index.hashes("m", text("a", "b"))
     engine.index.record(hashes, 0)
     engine.name(1, "a")
-    engine.prefixes.resident(1, TOKENS)
+    engine.prefixes.record_resident(1, TOKENS)
     engine.name(2, "x")
-    engine.prefixes.resident(2, TOKENS)
-    engine.prefixes.evicted(1, 0, TOKENS)
+    engine.prefixes.record_resident(2, TOKENS)
+    engine.prefixes.record_evicted(1, 0, TOKENS)
     engine.index.record(hashes, 0)
     assert held(engine.index, text("a", "b")) == {0: 2}
 
@@ -131,11 +131,11 @@ def test_a_reset_drops_only_the_engines_own_blocks() -> None:
     engines = [Engine(index, worker) for worker in (0, 1)]
     for engine in engines:
         engine.name(1, "a", "b")
-        engine.prefixes.resident(1, 2 * TOKENS)
-    engines[0].prefixes.cleared()
+        engine.prefixes.record_resident(1, 2 * TOKENS)
+    engines[0].prefixes.clear()
     assert held(index, text("a", "b")) == {1: 2}
     assert len(engines[0].prefixes) == 0
-    engines[0].prefixes.resident(1, TOKENS)
+    engines[0].prefixes.record_resident(1, TOKENS)
     assert held(index, text("a", "b")) == {0: 1, 1: 2}
 
 
@@ -145,21 +145,21 @@ def test_a_block_is_held_while_one_of_a_workers_engines_holds_it() -> None:
     for engine, other in (engines, engines[::-1]):
         engine.prefixes.others = [other.prefixes]
         engine.name(1, "a")
-        engine.prefixes.resident(1, TOKENS)
-    engines[0].prefixes.evicted(1, 0, TOKENS)
+        engine.prefixes.record_resident(1, TOKENS)
+    engines[0].prefixes.record_evicted(1, 0, TOKENS)
     assert held(index, text("a")) == {0: 1}
-    engines[1].prefixes.evicted(1, 0, TOKENS)
+    engines[1].prefixes.record_evicted(1, 0, TOKENS)
     assert held(index, text("a")) == {}
 
 
 def test_a_lost_journal_leaves_an_expectation() -> None:
     engine = Engine()
     engine.name(1, "a", "b")
-    engine.prefixes.resident(1, 2 * TOKENS)
-    engine.prefixes.lost()
+    engine.prefixes.record_resident(1, 2 * TOKENS)
+    engine.prefixes.stop_claiming()
     assert held(engine.index, text("a", "b")) == {0: 2}
     assert len(engine.prefixes) == 0
-    engine.prefixes.lost()
+    engine.prefixes.stop_claiming()
     engine.prefixes.restart(ENGINE_BLOCK)  # a snapshot of an empty cache
     assert held(engine.index, text("a", "b")) == {}
 
@@ -167,7 +167,7 @@ def test_a_lost_journal_leaves_an_expectation() -> None:
 def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
     engine = Engine()
     engine.name(1, "a", "b")
-    engine.prefixes.resident(1, TOKENS)
+    engine.prefixes.record_resident(1, TOKENS)
     engine.index.forget(0)
     assert held(engine.index, text("a", "b")) == {0: 1}
 
@@ -175,10 +175,10 @@ def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
 def test_a_forgotten_request_leaves_the_blocks_of_others() -> None:
     engine = Engine()
     engine.name(1, "a", "b")
-    engine.prefixes.resident(1, 2 * TOKENS)
+    engine.prefixes.record_resident(1, 2 * TOKENS)
     engine.name(2, "a", "b")
-    engine.prefixes.resident(2, 2 * TOKENS)
-    engine.prefixes.forgotten(2)
+    engine.prefixes.record_resident(2, 2 * TOKENS)
+    engine.prefixes.forget(2)
     assert held(engine.index, text("a", "b")) == {0: 2}
 
 
@@ -186,8 +186,8 @@ def test_blocks_of_other_bytes_with_the_same_tokens_go_with_their_request() -> N
     engine = Engine()
     for number, letter in ((1, "a"), (2, "b")):
         engine.name(number, letter)
-        engine.prefixes.resident(number, TOKENS)
-    engine.prefixes.forgotten(2)  # it reused the blocks that the first request computed
+        engine.prefixes.record_resident(number, TOKENS)
+    engine.prefixes.forget(2)  # it reused the blocks that the first request computed
     assert held(engine.index, text("a")) == {0: 1}
     assert held(engine.index, text("b")) == {}
     assert len(engine.prefixes) == 1
@@ -201,9 +201,9 @@ def test_tokens_that_were_found_at_a_fork_are_expected_there_again() -> None:
     assert engine.cached("a", "z") == TOKENS + 16
     assert engine.cached("a", "z", prompt_tokens=40) == 40
     assert engine.cached("a", "x", "z") == TOKENS + 16 + (2 * TOKENS - 16) // 2
-    engine.prefixes.evicted(1, 0, TOKENS)
+    engine.prefixes.record_evicted(1, 0, TOKENS)
     engine.name(3, "a")
-    engine.prefixes.resident(3, TOKENS)
+    engine.prefixes.record_resident(3, TOKENS)
     assert engine.cached("a", "z") == TOKENS
 
 
@@ -211,9 +211,9 @@ def test_prompt_that_begins_with_another_finds_its_response_until_it_is_evicted(
     engine = Engine()
     engine.serve(1, "a", "b", found=0, response=48)
     assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
-    engine.prefixes.evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
+    engine.prefixes.record_evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
     assert engine.cached("a", "b", "c") == 2 * TOKENS + 16
-    engine.prefixes.evicted(1, 0, 2 * TOKENS)
+    engine.prefixes.record_evicted(1, 0, 2 * TOKENS)
     assert held(engine.index, text("a", "b", "c")) == {}
 
 
@@ -239,12 +239,12 @@ def test_other_prompts_teach_nothing_of_responses() -> None:
 def test_a_name_may_come_after_what_its_request_found() -> None:
     engine = Engine()
     engine.serve(1, "a", "b", "c", found=0)
-    engine.prefixes.found(2, TOKENS + 16)
-    engine.prefixes.resident(2, 3 * TOKENS)
+    engine.prefixes.record_found(2, TOKENS + 16)
+    engine.prefixes.record_resident(2, 3 * TOKENS)
     engine.name(2, "a", "x", "y")
     assert engine.cached("a", "z") == TOKENS + 16
-    engine.prefixes.found(3, 16)
-    engine.prefixes.forgotten(3)
+    engine.prefixes.record_found(3, 16)
+    engine.prefixes.forget(3)
     engine.name(3, "a", "x", "y")
     assert engine.cached("a", "z") == TOKENS + 16
 
@@ -254,9 +254,9 @@ def test_tokens_after_a_known_beginning_follow_its_exact_size() -> None:
     engine.serve(1, "a", found=0)
     body = text("a", "b", "c")
     dense = name_of(engine.index.hashes("m", body), len(body))
-    engine.prefixes.named(2, dense, 5 * TOKENS)  # two tokens for each in the first block
-    engine.prefixes.found(2, TOKENS)
-    engine.prefixes.resident(2, 5 * TOKENS)
+    engine.prefixes.add_name(2, dense, 5 * TOKENS)  # two tokens for each in the first block
+    engine.prefixes.record_found(2, TOKENS)
+    engine.prefixes.record_resident(2, 5 * TOKENS)
     assert engine.cached("a", "b", "z") == 3 * TOKENS
 
 
@@ -264,9 +264,9 @@ def test_bytes_of_images_do_not_size_the_text_before_them() -> None:
     engine = Engine()
     body = text("a", *"b" * 40)
     name = name_of(engine.index.hashes("m", body), len(body))
-    engine.prefixes.named(1, name, 3 * TOKENS)
-    engine.prefixes.found(1, 0)
-    engine.prefixes.resident(1, 3 * TOKENS)
+    engine.prefixes.add_name(1, name, 3 * TOKENS)
+    engine.prefixes.record_found(1, 0)
+    engine.prefixes.record_resident(1, 3 * TOKENS)
     assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS
     engine.serve(2, "a", "y", found=TOKENS + 16)
     assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS + 16
@@ -276,20 +276,20 @@ def test_tools_in_the_template_are_tokens_before_the_prompt() -> None:
     engine = Engine()
     body = text("a", "b")
     name = name_of(engine.index.hashes("m", body), len(body), 2 * BLOCK)
-    engine.prefixes.named(1, name, 4 * TOKENS)
-    engine.prefixes.resident(1, 2 * TOKENS)
+    engine.prefixes.add_name(1, name, 4 * TOKENS)
+    engine.prefixes.record_resident(1, 2 * TOKENS)
     assert held(engine.index, body) == {}
-    engine.prefixes.resident(1, 3 * TOKENS)
+    engine.prefixes.record_resident(1, 3 * TOKENS)
     assert engine.cached("a", "z") == 3 * TOKENS
 
 
 @pytest.mark.parametrize("name", [b"", b"other", b"\x02" + bytes(12), b"\x01" + bytes(4), b"\x01"])
 def test_a_name_that_is_not_ours_is_ignored(name: bytes) -> None:
     engine = Engine()
-    engine.prefixes.named(1, name, 100)
-    engine.prefixes.resident(1, 100)
-    engine.prefixes.evicted(1, 0, 100)
-    engine.prefixes.forgotten(1)
+    engine.prefixes.add_name(1, name, 100)
+    engine.prefixes.record_resident(1, 100)
+    engine.prefixes.record_evicted(1, 0, 100)
+    engine.prefixes.forget(1)
     assert len(engine.prefixes) == 0
 
 
@@ -327,9 +327,9 @@ def test_a_response_that_one_worker_evicts_is_expected_on_the_other() -> None:
     engines = [Engine(index, worker) for worker in (0, 1)]
     for engine in engines:
         engine.serve(1, "a", "b", found=0, response=48)
-    engines[0].prefixes.evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
+    engines[0].prefixes.record_evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
     assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 16, 1: 2 * TOKENS + 48}
-    engines[1].prefixes.evicted(1, TOKENS, 2 * TOKENS + 48)
+    engines[1].prefixes.record_evicted(1, TOKENS, 2 * TOKENS + 48)
     assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 16, 1: TOKENS}
 
 

@@ -41,7 +41,7 @@ def of(owner: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> Req
 
 
 def tokens_left(owner: Tenant) -> int:
-    _, tokens = owner.ledger.left(0.0)
+    _, tokens = owner.ledger.remaining(0.0)
     return present(tokens)[1]
 
 

@@ -36,7 +36,7 @@ def test_order_equals_a_sorted_list(steps: list[tuple[int, int, bool]], limit: i
     for standing, least, goes in steps:
         if goes and plain:
             gone = plain.pop(standing * least % len(plain))
-            order.take(gone)
+            order.remove(gone)
         else:
             added = entry(float(standing), least)
             plain.append(added)
@@ -76,7 +76,7 @@ def test_remaining_entries_are_merged_into_few_segments() -> None:
         order.put(item)
     for number, item in enumerate(entries):
         if number % 30:
-            order.take(item)
+            order.remove(item)
     assert sum(len(entries) for entries, _ in segments(order)) == 100
     assert len(list(segments(order))) <= 15
 
@@ -98,7 +98,7 @@ def test_take_removes_one_entry(index: int) -> None:
     entries = [entry(float(number)) for number in range(200)]
     for item in entries:
         order.put(item)
-    order.take(entries[index])
+    order.remove(entries[index])
     assert [item for segment, _ in segments(order) for item in segment] == [
         item for item in entries if item is not entries[index]
     ]

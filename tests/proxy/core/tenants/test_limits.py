@@ -51,18 +51,18 @@ def test_wait_is_sufficient_and_minimal(steps: list[tuple[float, int]], per_minu
 
 def test_bucket_starts_full_and_refills_steadily() -> None:
     bucket = TokenBucket(60)
-    assert bucket.left(0.0) == 60
+    assert bucket.remaining(0.0) == 60
     assert [bucket.take(0.0, 20) for _ in range(3)] == [0, 0, 0]
     assert bucket.take(0.0, 1) == pytest.approx(1.0)
-    assert bucket.left(10.0) == pytest.approx(10)
+    assert bucket.remaining(10.0) == pytest.approx(10)
     assert bucket.reset_s(10.0) == pytest.approx(50)
-    assert bucket.left(1e6) == 60
+    assert bucket.remaining(1e6) == 60
 
 
 def test_amount_above_capacity_passes_a_full_bucket() -> None:
     bucket = TokenBucket(60)
     assert bucket.take(0.0, 200) == 0
-    assert bucket.left(0.0) == -140  # a debt
+    assert bucket.remaining(0.0) == -140  # a debt
     assert bucket.take(0.0, 1) == pytest.approx(141)
     assert bucket.take(150.0, 200) > 0
 
@@ -152,5 +152,5 @@ def test_prompt_above_the_limit_takes_one_request() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
     assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
     assert ledger.running == 0
-    assert ledger.left(0.0)[1] == (100, 100, 0.0)
+    assert ledger.remaining(0.0)[1] == (100, 100, 0.0)
     assert getattr(ledger.enter(0.0, 5, 5), "limit", None) is Limit.REQUESTS

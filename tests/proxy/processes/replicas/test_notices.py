@@ -43,11 +43,11 @@ def test_responses_stored_while_the_server_is_away_are_sent_in_slices() -> None:
     host, other = Host(), Host()
     stored = [(f"resp_{number}", "a", "t") for number in range(3 * MAX_RESPONSES_SENT)]
     host.notices.report(StoredResponses(tuple(stored)))
-    other.notices.take(host.update(whole=True))
+    other.notices.apply(host.update(whole=True))
     while host.notices.has_new:
         update = host.update()
         assert len(update.responses) <= MAX_RESPONSES_SENT
-        other.notices.take(update)
+        other.notices.apply(update)
     other.notices.report(Joined())
     assert isinstance(known := other.sent[-1], StoredResponses)
     assert sorted(known.responses) == sorted(stored)
@@ -57,11 +57,11 @@ def test_the_last_change_of_a_worker_counts() -> None:
     host, other = Host(), Host()
     host.notices.report(WorkerDrained("a", draining=True))
     early = host.update()
-    other.notices.take(early)
+    other.notices.apply(early)
     other.notices.report(WorkerDrained("a", draining=False))
-    host.notices.take(other.update())
+    host.notices.apply(other.update())
     assert host.sent == [WorkerDrained("a", draining=False)]
-    other.notices.take(early)
+    other.notices.apply(early)
     assert len(other.sent) == 1
 
 
@@ -69,7 +69,7 @@ def test_drains_of_others_are_bounded() -> None:
     host = Host()
     for number in range(MAX_DRAINS + 1):
         drains = {f"w{number}": (float(number), True, False)}
-        host.notices.take(Update("n", number, 0.0, drains=drains))
+        host.notices.apply(Update("n", number, 0.0, drains=drains))
     assert len(host.update(whole=True).drains) == MAX_DRAINS
 
 

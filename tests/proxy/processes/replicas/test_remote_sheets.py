@@ -34,7 +34,7 @@ class Receiver:
     def __init__(self) -> None:
         self.table = SharedTable.make(1, MAX_REMOTE)
         self.workers = WorkerNames()
-        self.workers.take(WorkersChanged((known(),)))
+        self.workers.apply(WorkersChanged((known(),)))
         self.sheets = RemoteSheets(self.table, self.workers)
         self.numbers: dict[str, int] = {}
 
@@ -213,24 +213,24 @@ def test_restarted_process_is_read_anew(receiver: Receiver) -> None:
 
 
 def test_worker_that_this_host_finds_later_has_its_load(receiver: Receiver) -> None:
-    receiver.workers.take(WorkersChanged((), gone=("a",)))
+    receiver.workers.apply(WorkersChanged((), gone=("a",)))
     receiver.receive(1.0, loaded(), whole=True)
     assert not receiver.table.sheet(FIRST).has(8)
-    receiver.sheets.place(receiver.workers.take(WorkersChanged((known(row=8),))))
+    receiver.sheets.place(receiver.workers.apply(WorkersChanged((known(row=8),))))
     assert receiver.table.sheet(FIRST).read_load(8)[0] == LOAD
 
 
 def test_names_follow_the_leader() -> None:
     workers = WorkerNames()
     name = next(iter(WORKERS))
-    assert workers.take(WorkersChanged((known(most=4),))) == [name]
-    assert workers.take(WorkersChanged((known(most=None),))) == []
+    assert workers.apply(WorkersChanged((known(most=4),))) == [name]
+    assert workers.apply(WorkersChanged((known(most=None),))) == []
     assert (workers.rows, workers.names, workers.limits) == ({name: 5}, {5: name}, {})
-    assert workers.take(WorkersChanged((known("b", 5, 2),))) == [f"b {spec('b').url}"]  # reused
+    assert workers.apply(WorkersChanged((known("b", 5, 2),))) == [f"b {spec('b').url}"]  # reused
     assert workers.names == {5: f"b {spec('b').url}"}
-    assert workers.take(WorkersChanged((known("c", 6),), all=True)) == [f"c {spec('c').url}"]
+    assert workers.apply(WorkersChanged((known("c", 6),), all=True)) == [f"c {spec('c').url}"]
     assert workers.names == {6: f"c {spec('c').url}"}
-    assert workers.take(WorkersChanged((known("c", None),))) == []
+    assert workers.apply(WorkersChanged((known("c", None),))) == []
     assert (workers.rows, workers.limits) == ({}, {})
 
 

@@ -73,7 +73,7 @@ def test_host_that_reconnects_first_takes_only_its_part(host: Host) -> None:
     shared = host.hear("m", "n")
     assert shared == LIMIT - 3
     host.now += LEASE_S + 1.0
-    host.replication._lost(OSError())
+    host.replication._note_error(OSError())
     assert host.table.reserved(ROW) == shared
     assert host.hear() == shared
     host.now += 0.5
@@ -85,7 +85,7 @@ def test_host_that_reconnects_first_takes_only_its_part(host: Host) -> None:
 def test_host_whose_others_do_not_return_takes_all_slots(host: Host) -> None:
     host.hear("m", "n")
     host.now += LEASE_S + 1.0
-    host.replication._lost(OSError())
+    host.replication._note_error(OSError())
     host.hear()
     host.now += LEASE_S + 0.1
     assert host.hear() == 0
@@ -157,7 +157,7 @@ def test_host_that_was_stopped_keeps_its_part(host: Host) -> None:
         host.replication._publish(lost, small=True)
     for _ in range(4):  # but others that stay silent are taken for dead
         host.now += 0.9
-        host.replication._echoed(host.now)
+        host.replication._note_echo(host.now)
         host.replication._publish(Channel(), small=True)
     assert host.table.reserved(ROW) == 0
 
@@ -173,16 +173,16 @@ def test_host_that_starts_without_the_server_takes_the_configured_part() -> None
     table = SharedTable.make(1, MAX_REMOTE)
     host = Host(table, replicas=4)
     assert (table.hosts, table.reserved(ROW)) == (4, LIMIT - LIMIT // 4)
-    host.replication._lost(OSError())
+    host.replication._note_error(OSError())
     assert (table.hosts, table.reserved(ROW)) == (4, LIMIT - LIMIT // 4)
     # With the server, the number of hosts that are heard counts.
     host.hear("m")
     host.now += LEASE_S + 0.1
     host.hear("m")
     assert table.reserved(ROW) == LIMIT - LIMIT // 2
-    host.replication._lost(OSError())
+    host.replication._note_error(OSError())
     host.now += LEASE_S + 0.1
-    host.replication._lost(OSError())
+    host.replication._note_error(OSError())
     assert (table.hosts, table.reserved(ROW)) == (4, LIMIT - LIMIT // 4)
     table.close()
 

@@ -340,7 +340,7 @@ def test_row_of_a_removed_worker_is_kept_until_its_last_request(
     for index in range(2):
         worker = group.worker(index, "a")
         group.routers[index].fleet.roster.remove("a")
-        group.sharings[index].leave(worker)
+        group.sharings[index].forget_worker(worker)
     assert not group.sharings[1].is_free(0)
     assert group.sharings[1].row(lease.worker) is None
     assert group.sharings[0].row(lease.worker) == 0
@@ -355,18 +355,18 @@ def test_rows_are_reused_when_no_process_uses_them(
     group = make_processes(2, spec("a"), spec("b"), spec("c"))
     a, b, c = members(group.routers[0].fleet)
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=2)
-    first = rows.of(a)
+    first = rows.row_of(a)
     assert first == (0, group.now)
-    assert rows.of(b) == (1, group.now)
-    assert rows.of(a) == first
-    assert rows.of(c) is None
-    rows.leave(a)
-    assert rows.of(c) is None
+    assert rows.row_of(b) == (1, group.now)
+    assert rows.row_of(a) == first
+    assert rows.row_of(c) is None
+    rows.release(a)
+    assert rows.row_of(c) is None
     group.sharings[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
     group.now += ROW_REUSE_AFTER_S
-    assert rows.of(c) is None
+    assert rows.row_of(c) is None
     group.sharings[1].sheet.write_load(0, WorkerLoad(), 0.0)
-    assert rows.of(c) == (0, group.now)
+    assert rows.row_of(c) == (0, group.now)
 
 
 def test_new_leader_continues_the_assignment_of_rows(
@@ -376,11 +376,11 @@ def test_new_leader_continues_the_assignment_of_rows(
     a, b, c, d = members(group.routers[0].fleet)
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=4)
     rows.adopt({a: (2, 0.5), b: (0, 0.7)})
-    assert rows.of(a) == (2, 0.5)
-    assert rows.of(c) == (3, group.now)
-    assert rows.of(d) is None
+    assert rows.row_of(a) == (2, 0.5)
+    assert rows.row_of(c) == (3, group.now)
+    assert rows.row_of(d) is None
     group.now += ROW_REUSE_AFTER_S
-    assert rows.of(d) == (1, group.now)
+    assert rows.row_of(d) == (1, group.now)
 
 
 def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup]) -> None:

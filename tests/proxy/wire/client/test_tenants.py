@@ -355,7 +355,7 @@ async def test_request_counted_as_too_long_gets_its_tokens_back(start: Start) ->
         assert (refused.status, refused.error()["code"]) == (400, "context_length_exceeded")
     tenant = site.tenant()
     assert tenant.ledger.running == 0
-    _, tokens = tenant.ledger.left(site.clock())
+    _, tokens = tenant.ledger.remaining(site.clock())
     assert tokens is not None
     assert tokens[1] == 100_000
 

@@ -20,7 +20,7 @@ from tests.proxy.wire.site import Fake, Site, eventually
 
 async def drain(site: Site, name: str, within_s: float = 5.0) -> tuple[int, Mapping[str, int]]:
     site.fleet.roster.drain(name)
-    return await site.wire.moves.leave(name, within_s)
+    return await site.wire.moves.move_all(name, within_s)
 
 
 class Paced(Engines):

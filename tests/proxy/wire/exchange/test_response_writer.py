@@ -47,9 +47,9 @@ def writer_for(
 
 def test_content_length_is_kept() -> None:
     writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nX: y\r\n\r\n")
-    assert writer.take(b"", ended=False) == b""
+    assert writer.feed(b"", ended=False) == b""
     assert not writer.has_begun
-    assert writer.take(b"a", ended=False) == (
+    assert writer.feed(b"a", ended=False) == (
         b"HTTP/1.1 200 OK\r\nX: y\r\nX-Request-Id: id-1\r\nContent-Length: 3\r\n\r\na"
     )
     assert writer.has_begun
@@ -59,15 +59,15 @@ def test_content_length_is_kept() -> None:
 @pytest.mark.parametrize("head", [CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_body_is_framed_in_new_chunks(head: bytes) -> None:
     writer = writer_for(head)
-    assert writer.take(b"a" * 17, ended=False).endswith(
+    assert writer.feed(b"a" * 17, ended=False).endswith(
         b"\r\nTransfer-Encoding: chunked\r\n\r\n11\r\n" + b"a" * 17 + b"\r\n"
     )
-    assert writer.take(b"b", ended=True) == b"1\r\nb\r\n0\r\n\r\n"
+    assert writer.feed(b"b", ended=True) == b"1\r\nb\r\n0\r\n\r\n"
 
 
 def test_empty_body_is_written() -> None:
-    assert writer_for(CHUNKED).take(b"", ended=True).endswith(b"\r\n\r\n0\r\n\r\n")
-    none = writer_for(b"HTTP/1.1 204 No Content\r\n\r\n").take(b"", ended=True)
+    assert writer_for(CHUNKED).feed(b"", ended=True).endswith(b"\r\n\r\n0\r\n\r\n")
+    none = writer_for(b"HTTP/1.1 204 No Content\r\n\r\n").feed(b"", ended=True)
     assert none == b"HTTP/1.1 204 No Content\r\nX-Request-Id: id-1\r\n\r\n"
 
 
@@ -78,7 +78,7 @@ def test_empty_body_is_written() -> None:
 def test_204_has_no_framing(framing: bytes, http_1_0: bool) -> None:
     """RFC 9110, 8.6: a client may read a Content-Length as a body's length."""
     writer = writer_for(b"HTTP/1.1 204 No Content\r\n%b\r\n\r\n" % framing, http_1_0=http_1_0)
-    data = writer.take(b"", ended=True)
+    data = writer.feed(b"", ended=True)
     assert b"Content-Length" not in data
     assert b"Transfer-Encoding" not in data
     assert data.endswith(b"\r\n\r\n")
@@ -87,21 +87,21 @@ def test_204_has_no_framing(framing: bytes, http_1_0: bool) -> None:
 
 def test_304_keeps_its_content_length() -> None:
     writer = writer_for(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n")
-    assert writer.take(b"", ended=True).endswith(b"\r\nContent-Length: 5\r\n\r\n")
+    assert writer.feed(b"", ended=True).endswith(b"\r\nContent-Length: 5\r\n\r\n")
 
 
 def test_http_1_0_gets_no_chunks() -> None:
     writer = writer_for(CHUNKED, http_1_0=True)
-    assert writer.take(b"a", ended=False).endswith(b"\r\nConnection: close\r\n\r\na")
+    assert writer.feed(b"a", ended=False).endswith(b"\r\nConnection: close\r\n\r\na")
     assert not writer.keep_alive
-    assert writer.take(b"", ended=True) == b""
+    assert writer.feed(b"", ended=True) == b""
     kept = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", http_1_0=True)
-    assert b"Connection: keep-alive\r\n" in kept.take(b"", ended=True)
+    assert b"Connection: keep-alive\r\n" in kept.feed(b"", ended=True)
 
 
 def test_failed_stream_ends_with_an_error_event() -> None:
     writer = writer_for(SSE)
-    writer.take(EVENT + EVENT[:9], ended=False)
+    writer.feed(EVENT + EVENT[:9], ended=False)
     last = writer.final_error_event("gone", "worker_reset")
     assert last is not None
     size, event, end = last.split(b"\r\n", 2)
@@ -122,20 +122,20 @@ def test_failed_stream_ends_with_an_error_event() -> None:
 )
 def test_other_failed_bodies_get_no_error_event(head: bytes) -> None:
     writer = writer_for(head)
-    writer.take(b"a", ended=False)
+    writer.feed(b"a", ended=False)
     assert writer.final_error_event("gone", "worker_reset") is None
 
 
 def test_usage_is_read_from_the_end_of_json() -> None:
     writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n\r\n")
-    writer.take(b'{"usage":{"prompt_', ended=False)
-    writer.take(b'tokens":7,"completion_tokens":2}}', ended=True)
+    writer.feed(b'{"usage":{"prompt_', ended=False)
+    writer.feed(b'tokens":7,"completion_tokens":2}}', ended=True)
     assert writer.usage() == Usage(7, 2)
 
 
 def test_explain_writes_the_route_header() -> None:
     writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", explain=True)
-    data = writer.take(b"", ended=True)
+    data = writer.feed(b"", ended=True)
     assert b"\r\nX-Route: s0; reason=short_pool; s0=0.5000\r\n" in data
 
 
@@ -161,8 +161,8 @@ def test_cached_tokens_of_json_are_corrected(cut: int) -> None:
     length = b"Content-Length: %d\r\n" % len(WITH_USAGE)
     kind = b"Content-Type: application/json\r\n"
     writer = writer_for(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n", cached=64)
-    assert writer.take(WITH_USAGE[:cut], ended=False) == b""
-    head, _, body = writer.take(WITH_USAGE[cut:], ended=True).partition(b"\r\n\r\n")
+    assert writer.feed(WITH_USAGE[:cut], ended=False) == b""
+    head, _, body = writer.feed(WITH_USAGE[cut:], ended=True).partition(b"\r\n\r\n")
     assert body == CORRECTED
     assert head.count(b"\r\nContent-Length: ") == 1
     assert head.endswith(b"\r\nContent-Length: %d" % len(CORRECTED))
@@ -172,25 +172,25 @@ def test_cached_tokens_of_json_are_corrected(cut: int) -> None:
 def test_response_too_long_to_buffer_passes_unchanged() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9999999\r\n\r\n"
     writer = writer_for(head, cached=64)
-    sent = b"".join(writer.take(b"x" * 100_000, ended=False) for _ in range(30))
+    sent = b"".join(writer.feed(b"x" * 100_000, ended=False) for _ in range(30))
     assert sent.endswith(b"x" * 3_000_000)
-    assert writer.take(WITH_USAGE, ended=True) == WITH_USAGE
+    assert writer.feed(WITH_USAGE, ended=True) == WITH_USAGE
 
 
 def test_cached_tokens_of_a_stream_are_corrected() -> None:
     writer = writer_for(SSE, cached=64)
-    assert writer.take(EVENT, ended=False).endswith(EVENT + b"\r\n")
+    assert writer.feed(EVENT, ended=False).endswith(EVENT + b"\r\n")
     last = b"data: " + WITH_USAGE + b"\n\n"
-    sent = writer.take(last, ended=True)
+    sent = writer.feed(last, ended=True)
     assert b'"cached_tokens":64}' in sent
     assert sent.startswith(b"%x\r\n" % (len(last) - 2))
 
 
 def test_route_header_names_both_workers_of_a_handover() -> None:
-    data = writer_for(CHUNKED, explain=True, handover=True).take(b"x", ended=False)
+    data = writer_for(CHUNKED, explain=True, handover=True).feed(b"x", ended=False)
     assert b"X-Route: s0; prefill=p0; reason=short_pool; s0=0.5000\r\n" in data
 
 
 def test_route_header_names_the_reason_against_a_handover() -> None:
-    data = writer_for(CHUNKED, explain=True, whether="not_worth_it").take(b"x", ended=False)
+    data = writer_for(CHUNKED, explain=True, whether="not_worth_it").feed(b"x", ended=False)
     assert b"X-Route: s0; handover=not_worth_it; reason=short_pool; s0=0.5000\r\n" in data
