@@ -34,13 +34,13 @@ from benchmarks.policies import promise
 from benchmarks.policies.promise import Promise
 from benchmarks.router.processes import cpu_seconds, tree
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
-from vllm_sched.bench.client.endpoint import Endpoint, EndpointOptions, learn
+from vllm_sched.bench.client.endpoint import Endpoint, EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import PlayedRun, play
 from vllm_sched.bench.compare.compare import PAUSE_BETWEEN_SIDES_S, ProgressReporter, running
 from vllm_sched.bench.traffic.fixed import Fixed
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.demo import router_of
-from vllm_sched.cli.fleet.up import described, placed
+from vllm_sched.cli.fleet.up import make_worker, assign_ports
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.workers.launch import Worker
 
@@ -103,7 +103,7 @@ def fleet(cpus: Sequence[int]) -> FleetConfig:
         )
         for role, cpu in zip(ROLES, cpus, strict=False)
     )
-    return placed(FleetConfig(model="tiny", workers=workers))
+    return assign_ports(FleetConfig(model="tiny", workers=workers))
 
 
 def sides(config: FleetConfig, folder: Path) -> list[Side]:
@@ -166,12 +166,12 @@ async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="both-pools-") as name:
         folder = Path(name)
         config = fleet(sorted(os.sched_getaffinity(0)))
-        workers = [described(config, worker, folder, folder) for worker in config.workers]
+        workers = [make_worker(config, worker, folder, folder) for worker in config.workers]
         measured_sides = sides(config, folder)
         routers = [side.router for side in measured_sides if side.router]
         async with running(workers, narrator), running(routers, narrator):
             endpoints = {
-                side.name: [await learn(EndpointOptions(url, explain=True)) for url in side.urls]
+                side.name: [await probe_endpoint(EndpointOptions(url, explain=True)) for url in side.urls]
                 for side in measured_sides
             }
             for number in range(rounds + 1):

@@ -79,7 +79,7 @@ class Run:
                 self.submit(now, name)
             else:
                 self.finish(now, lease)
-            for ticket, answer in self.router.due(now):
+            for ticket, answer in self.router.pop_due(now):
                 self.start_or_refuse(now, ticket.ask, answer, now - ticket.since)
 
     def schedule(self, at: float, name: str, lease: Lease | None = None) -> None:
@@ -107,14 +107,14 @@ class Run:
             return
         self.waits[name].append(wait)
         first = now + PREFILL_S * request.prompt_tokens
-        self.router.leases.first_token(answer, first)
+        self.router.leases.record_first_token(answer, first)
         self.schedule(first + STEP_S * (request.output_tokens or 0), name, answer)
 
     def finish(self, now: float, lease: Lease) -> None:
         """Finish a request."""
         request = lease.ask
         output = request.output_tokens or 0
-        self.router.leases.tokens(lease, output)
+        self.router.leases.record_tokens(lease, output)
         self.router.leases.finish(lease, now, Outcome.DONE, Usage(request.prompt_tokens, output))
         self.tokens[self.load_of[request.id]] += request.prompt_tokens + output
 

@@ -187,7 +187,7 @@ class Figures:
         schedule = self._schedule(rate, seed)
         outcomes = self._one(machine, given).play(schedule).outcomes
         counted = outcomes[len(outcomes) // 10 :]
-        met = sum(map(_targets().met_by, counted))
+        met = sum(map(_targets().is_met_by, counted))
         return rate * met / len(counted), [gap for each in counted for gap in each.itls]
 
     def steps(self) -> None:
@@ -237,7 +237,7 @@ class Figures:
         figures, gaps = run.all, run.gaps
         found = (
             figures.share, run.goodput, figures.ttft.quantile(0.5), figures.ttft.quantile(0.99),
-            gaps.quantile(0.99), gaps.most, figures.longest.at_most(STALL_S),
+            gaps.quantile(0.99), gaps.most, figures.longest.share_at_most(STALL_S),
         )  # fmt: skip
         self.values["reference"][name] = [round(each, 4) for each in found]
         print(f"  {name:<22}", " ".join(f"{each:9.3f}" for each in found))
@@ -247,7 +247,7 @@ class Figures:
         # Refuse requests that would be late.
         settings = RouterSettings(queue_wait_s=2.0)
         if isinstance(design, FleetShape):
-            placed = design.placed(machine)
+            placed = design.place_workers(machine)
             settings = replace(design.settings(), queue_wait_s=2.0)
         else:
             models = [replace(machine, name=f"w{i}", policies=design) for i in range(6)]
@@ -275,7 +275,7 @@ class Figures:
     def deferred(self) -> None:
         """Draw throughput against K, 8B on an A100 as in the paper: recursion and fluid engine."""
         time = profiles.find("a100-8b").time
-        regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
+        regime = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
         exact = Recursion(regime)
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.solve_for(k).throughput) for k in drawn]

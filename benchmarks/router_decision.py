@@ -89,7 +89,7 @@ def request_us(requests: int, tenant: Tenant | None = None) -> float:
             now += 0.001
             ask = read(router, route, bodies[i % 512], tenant)
             running.append(placed(router, ask, now))
-            router.leases.first_token(running[-1], now + 0.02)
+            router.leases.record_first_token(running[-1], now + 0.02)
             if len(running) == 32:
                 router.leases.finish(running.pop(0), now + 0.03, Outcome.DONE, usage)
         for lease in running:
@@ -121,7 +121,7 @@ def decision(workers: int, decisions: int) -> float:
     for i in range(workers * 8):
         now += 0.0001
         lease = placed(router, read(router, route, chat_body(i, 640)), now)
-        router.leases.first_token(lease, now + 0.02)
+        router.leases.record_first_token(lease, now + 0.02)
     asks = [read(router, route, chat_body(i, 640)) for i in range(512)]
 
     def work() -> int:
@@ -156,7 +156,7 @@ def dequeue_us(tenants: int, waiting: int, turns: int) -> float:
         for _ in range(turns):
             now += 0.0001
             router.leases.finish(lease, now, Outcome.DONE)
-            ((_, answer),) = router.due(now)
+            ((_, answer),) = router.pop_due(now)
             assert isinstance(answer, Lease)
             lease = answer
             number += 1

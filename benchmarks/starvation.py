@@ -88,7 +88,7 @@ class Scene:
         settings = {name: dict(given) for name, given in self.policies.items()}
         for policy, key in self.bounds:
             settings[policy][key] = bound_s
-        return Side.of(settings)
+        return Side.from_policies(settings)
 
 
 # A running long prefill gets two tokens of each step, so it outlasts the scene on any machine.

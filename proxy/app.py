@@ -14,8 +14,8 @@ import uvloop
 from proxy.compiled import locate
 from proxy.config import FleetConfig, load
 from proxy.processes.child import freeze_objects
-from proxy.processes.signals import serve_until_told
-from proxy.processes.size import how_many
+from proxy.processes.signals import serve_until_signal
+from proxy.processes.size import process_count
 from proxy.processes.supervisor import Supervisor
 from proxy.setup.app import App
 from proxy.setup.settings import router_settings, specs, wire_settings
@@ -56,7 +56,7 @@ async def serve(
         if on_ready is not None:
             on_ready(app)
 
-    return await serve_until_told(app, ready)
+    return await serve_until_signal(app, ready)
 
 
 async def supervise(
@@ -69,7 +69,7 @@ async def supervise(
     """Run several router processes until a signal stops them; return the exit status."""
     allow_connections()  # child processes inherit the limit
     supervisor = Supervisor(config, source, read=read)
-    return await serve_until_told(supervisor, partial(on_ready or _nothing, supervisor))
+    return await serve_until_signal(supervisor, partial(on_ready or _nothing, supervisor))
 
 
 def _nothing(_: Supervisor) -> None:
@@ -106,7 +106,7 @@ def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig
             print(message, file=sys.stderr, flush=True)  # noqa: T201
 
     try:
-        if how_many(config) == 1 and config.router.shared is None:
+        if process_count(config) == 1 and config.router.shared is None:
             return uvloop.run(serve(config, source=source, read=read, on_ready=announce))
         return uvloop.run(supervise(config, source=source, read=read, on_ready=announce))
     finally:

@@ -103,12 +103,12 @@ class SessionFleet(SimulatedFleet):
 
     def play_sessions(self, load: Load) -> None:
         queue = self._queue
-        queue.at(0.0, partial(self._read_gauges, self.router))
+        queue.schedule(0.0, partial(self._read_gauges, self.router))
         under_way, coming = sessions(load.at_once, load.count, load.seed)
         self._open = load.at_once
         for number, session in enumerate(under_way):
             resume = partial(self._begin, chain([session], coming))
-            queue.at(START_S * number, resume, rank=ARRIVAL_RANK)
+            queue.schedule(START_S * number, resume, rank=ARRIVAL_RANK)
         while self._open:
             queue.step()
 
@@ -142,7 +142,7 @@ class SessionFleet(SimulatedFleet):
                 over(now)
             else:
                 again = partial(self._send_turn, task, turns, at + 1, over)
-                self._queue.at(now + turns[at + 1].think_s, again, rank=ARRIVAL_RANK)
+                self._queue.schedule(now + turns[at + 1].think_s, again, rank=ARRIVAL_RANK)
 
         def answered(now: float) -> None:
             for fork in turn.forks:
@@ -173,7 +173,7 @@ class SessionFleet(SimulatedFleet):
                 outcome.tpot or 0.0, flight.cached_tokens, failed, outcome.worker or "",
             )
         )  # fmt: skip
-        super()._over(flight, now, pause_s=pause_s)
+        super()._end_release(flight, now, pause_s=pause_s)
 
 
 def fleet_of(side: Side, load: Load) -> SessionFleet:

@@ -35,7 +35,7 @@ class Alone:
 
     def turn_s(self, request: Request) -> float:
         context = request.prompt_tokens + request.output_tokens // 2
-        step_s = self._model.time.seconds(StepShape.of([], 1, context))
+        step_s = self._model.time.seconds(StepShape.from_chunks([], 1, context))
         return self.ttft_s(request) + (request.output_tokens - 1) * step_s
 
     def ttft_limit_s(self, request: Request) -> float:

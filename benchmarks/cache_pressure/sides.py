@@ -41,7 +41,7 @@ class VirtualPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def publish_step(self, outputs: Outputs) -> None:
-        if (message := self.journal.take(outputs)) is not None:
+        if (message := self.journal.pop_step(outputs)) is not None:
             self._number += 1
             self._send(Position(RUN, self._number), decode_step(self._encode(message)))
 
@@ -66,7 +66,7 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
             def apply(now: float) -> None:  # noqa: ARG001
                 assert replica.apply_step(position, step)
 
-            fleet._queue.at(fleet._queue.now + delay_s, apply)
+            fleet._queue.schedule(fleet._queue.now + delay_s, apply)
 
         engine.scheduler.scheduler._publisher = VirtualPublisher(journal, send)
         worker.reports_prefixes = True

@@ -24,7 +24,7 @@ def prefill_s(model: WorkerModel, tokens: int, context: int = 0) -> float:
     seconds, done = 0.0, context
     while done < context + tokens:
         chunk = Chunk(min(model.max_num_batched_tokens, context + tokens - done), done)
-        seconds += model.time.seconds(StepShape.of([chunk], 0, 0))
+        seconds += model.time.seconds(StepShape.from_chunks([chunk], 0, 0))
         done += chunk.tokens
     return seconds
 

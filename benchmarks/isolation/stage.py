@@ -31,7 +31,7 @@ from vllm_sched.bench.compare.workloads import (
     Workload,
 )
 from vllm_sched.cli.fleet.demo import router_of
-from vllm_sched.cli.fleet.up import described, placed
+from vllm_sched.cli.fleet.up import make_worker, assign_ports
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import Worker
@@ -86,7 +86,7 @@ def fleet(options: HandoverOptions | None = None) -> FleetConfig:
         )
         for number, role in enumerate(ROLES)
     ]
-    return placed(
+    return assign_ports(
         FleetConfig(
             model="tiny",
             workers=tuple(workers),
@@ -97,7 +97,7 @@ def fleet(options: HandoverOptions | None = None) -> FleetConfig:
 
 def workers(config: FleetConfig, folder: Path) -> list[Worker]:
     """Return the worker processes as `vllm-sched up` starts them."""
-    return [described(config, worker, folder, folder) for worker in config.workers]
+    return [make_worker(config, worker, folder, folder) for worker in config.workers]
 
 
 def token_bytes() -> int:

@@ -13,7 +13,7 @@ import yaml
 from benchmarks.processes import env_without_proxies
 from benchmarks.router.load import HOST
 from tests.redis_server import RedisServer
-from vllm_sched.cli.fleet.key import hashed
+from vllm_sched.cli.fleet.key import hash_key
 from vllm_sched.workers.launch import Worker, free_port
 
 READY_S, GRACE_S = 60.0, 5.0
@@ -48,7 +48,7 @@ def make_router(
             "queue": {"max_requests": 4096},
         },
         "tenants": [
-            {"name": name, "key_hashes": [hashed(key_of(name))], **more}
+            {"name": name, "key_hashes": [hash_key(key_of(name))], **more}
             for name, more in tenants.items()
         ],
     }

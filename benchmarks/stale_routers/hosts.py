@@ -84,7 +84,7 @@ class StaleFleet(SimulatedFleet):
         return self._queue.now
 
     def at(self, when: float, call: Callable[[float], Any]) -> None:
-        self._queue.at(when, call)
+        self._queue.schedule(when, call)
 
     def settle(self, router: Router, now: float) -> None:
         self._dispatch_queued(router, now)

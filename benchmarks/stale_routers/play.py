@@ -93,7 +93,7 @@ def play(job: tuple[Side, Load, int]) -> Figures:
     for each in good:
         ttfts[each.prompt_tokens + each.completed > limit].append(each.ttft)
     tpots = [each.tpot for each in good if each.tpot is not None]
-    in_time = sum(map(TARGETS.met_by, good))
+    in_time = sum(map(TARGETS.is_met_by, good))
     return Figures(
         in_time / len(outcomes),
         in_time / load.seconds,

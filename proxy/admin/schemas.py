@@ -203,5 +203,5 @@ def request_info_of(
         expected_output=usual_output if limit is None else min(limit, usual_output),
         counted=True,
     )
-    info.long = info.budget > short_limit
+    info.long = info.expected_tokens > short_limit
     return info

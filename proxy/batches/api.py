@@ -14,7 +14,7 @@ import orjson
 
 from proxy.batches import request_parsing
 from proxy.batches.request_parsing import RefusedRequestError
-from proxy.batches.schemas import batch_shown, file_shown, listed
+from proxy.batches.schemas import batch_json, file_json, list_json
 from proxy.batches.storage.store import Store
 from proxy.batches.types import (
     INPUT,
@@ -161,7 +161,7 @@ class BatchApiRequest:
 
     def _finish(self) -> None:
         wire = self._api.wire
-        wire.visit_over(self)
+        wire.remove_visit(self)
         if self._entered:
             self._entered = False
             self._api.in_progress[self._tenant] -= 1
@@ -189,7 +189,7 @@ class BatchApiRequest:
             return
         self._write(refuse(refusals.draining(), self._request, keep_alive=False))
         self._count(503, Reason.DRAINING)
-        self._client.done(now, keep_alive=False)
+        self._client.end_response(now, keep_alive=False)
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -218,10 +218,10 @@ class BatchApiRequest:
             self._refuse(RefusedRequestError(500, message).refusal)
         else:
             if body is not None:
-                self._end(200, answer(200, body, headers=self._headers, keep_alive=self._keeps))
+                self._end(200, answer(200, body, headers=self._headers, keep_alive=self._is_kept_alive))
 
     @property
-    def _keeps(self) -> bool:
+    def _is_kept_alive(self) -> bool:
         return self._keep_alive and not self._api.wire.leaving
 
     @property
@@ -231,7 +231,7 @@ class BatchApiRequest:
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
         wire = self._api.wire
-        wire.answered(noun.name, status, reason, self._request, self._began, self._sent)
+        wire.count_answered(noun.name, status, reason, self._request, self._began, self._sent)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._begun:
@@ -239,14 +239,14 @@ class BatchApiRequest:
             self._finish()
             self._client.break_off()
             return
-        data = refuse(refusal, self._request, keep_alive=self._keeps)
+        data = refuse(refusal, self._request, keep_alive=self._is_kept_alive)
         self._end(refusal.status, data, refusal.reason)
 
     def _end(self, status: int, data: bytes, reason: Reason = Reason.OWN) -> None:
         self._finish()
         self._write(data)
         self._count(status, reason)
-        self._client.done(self._api.wire.clock(), keep_alive=self._keeps)
+        self._client.end_response(self._api.wire.clock(), keep_alive=self._is_kept_alive)
 
     def _write(self, data: bytes) -> None:
         self._sent += len(data)
@@ -260,42 +260,42 @@ class BatchApiRequest:
         if name is None:
             return await self._collection(noun)
         if noun == "files":
-            return await self._one_file(name, action)
-        return await self._one_batch(name, action)
+            return await self._serve_file(name, action)
+        return await self._serve_batch(name, action)
 
     async def _collection(self, noun: str) -> bytes:
         if self._request.head.method == "POST":
             making: dict[str, Callable[[], Awaitable[Json]]] = {
-                "files": self._take_file,
-                "batches": self._take_batch,
+                "files": self._create_file,
+                "batches": self._create_batch,
             }
             return orjson.dumps(await making[noun]())
         store = self._api.store
-        page, purpose = request_parsing.page(self._request, of_files=noun == "files")
+        page, purpose = request_parsing.parse_page(self._request, of_files=noun == "files")
         if noun == "files":
             files = await store(Store.files, self._tenant, page, purpose)
-            return listed([file_shown(item) for item in files], page.limit)
+            return list_json([file_json(item) for item in files], page.limit)
         batches = await store(Store.batches, self._tenant, page)
-        return listed([batch_shown(item) for item in batches], page.limit)
+        return list_json([batch_json(item) for item in batches], page.limit)
 
-    async def _take_file(self) -> Json:
+    async def _create_file(self) -> Json:
         api = self._api
-        name, content = request_parsing.upload(self._request, api.settings)
+        name, content = request_parsing.parse_upload(self._request, api.settings)
         self._request.body = b""
-        return file_shown(
+        return file_json(
             await api.store(Store.add_file, self._tenant, name, INPUT, content, api.wall())
         )
 
-    async def _take_batch(self) -> Json:
+    async def _create_batch(self) -> Json:
         api = self._api
-        batch = request_parsing.new_batch(self._request, self._tenant, api.settings, api.wall())
+        batch = request_parsing.parse_batch(self._request, self._tenant, api.settings, api.wall())
         file = await self._file(batch.input)
         if file.purpose != INPUT:
             message = f"{file.id} has the purpose {file.purpose!r}; it must be 'batch'."
             raise RefusedRequestError(400, message, "input_file_id")
         await api.store(Store.add_batch, batch)
         api.scheduler.wake()
-        return batch_shown(batch)
+        return batch_json(batch)
 
     async def _file(self, file_id: str) -> File:
         file = await self._api.store(Store.file, self._tenant, file_id)
@@ -303,7 +303,7 @@ class BatchApiRequest:
             raise RefusedRequestError(404, f"No such File object: {file_id[:200]}", "id")
         return file
 
-    async def _one_file(self, file_id: str, action: str | None) -> bytes | None:
+    async def _serve_file(self, file_id: str, action: str | None) -> bytes | None:
         file = await self._file(file_id)
         if action is not None:
             await self._send(file)
@@ -314,9 +314,9 @@ class BatchApiRequest:
                 last = after
             gone = await store(Store.delete_file, self._tenant, file_id)
             return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
-        return orjson.dumps(file_shown(file))
+        return orjson.dumps(file_json(file))
 
-    async def _one_batch(self, batch_id: str, action: str | None) -> bytes:
+    async def _serve_batch(self, batch_id: str, action: str | None) -> bytes:
         api = self._api
         if action is None:
             batch = await api.store(Store.batch, self._tenant, batch_id)
@@ -328,16 +328,16 @@ class BatchApiRequest:
         if action is not None and not batch.active:
             message = f"Cannot cancel a batch with status '{batch.status}'."
             raise RefusedRequestError(409, message)
-        return orjson.dumps(batch_shown(batch))
+        return orjson.dumps(batch_json(batch))
 
     async def _send(self, file: File) -> None:
         wire = self._api.wire
         head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
         head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
         head.append(
-            b"Connection: keep-alive\r\n\r\n" if self._keeps else b"Connection: close\r\n\r\n"
+            b"Connection: keep-alive\r\n\r\n" if self._is_kept_alive else b"Connection: close\r\n\r\n"
         )
-        keeps, left, at = self._keeps, file.bytes, 0
+        keeps, left, at = self._is_kept_alive, file.bytes, 0
         while left > 0:
             piece, at = await self._api.store(Store.piece, file, at)
             if not piece or len(piece) > left:
@@ -352,7 +352,7 @@ class BatchApiRequest:
             await self._writable.wait()
         self._count(200)
         self._finish()
-        self._client.done(wire.clock(), keep_alive=keeps)
+        self._client.end_response(wire.clock(), keep_alive=keeps)
 
 
 def _disk_refusal(error: DiskError) -> Refusal:

@@ -47,6 +47,6 @@ class Claims:
             return
         running.read_all = wire.draining
         is_idle = wire.draining or wire.clock() >= running.active_at + IDLE_CLAIM_S
-        if is_idle and (idle := running.take_idle(everything=wire.draining)):
+        if is_idle and (idle := running.pop_idle(everything=wire.draining)):
             running.read_all = True  # others may claim them first
             await self._store(Store.release, running.batch, [job.number for job in idle])

@@ -50,7 +50,7 @@ class BatchProgress:
         """The lines read that have no result."""
         return [*self.ready, *(request.job for request in self.requests)]
 
-    def take_idle(self, *, everything: bool) -> list[LineJob]:
+    def pop_idle(self, *, everything: bool) -> list[LineJob]:
         """Return and forget unsent lines, except lines that failed once."""
         idle = [job for job in self.ready if everything or job.number not in self.tries]
         self.ready = deque(job for job in self.ready if job not in idle)

@@ -71,7 +71,7 @@ class LineRequest:
         if self.too_large:
             self._reader.pieces = []
 
-    def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
+    def end_response(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
         """Handle the end of a complete response."""
         self._exchange = None
         self._over(self)

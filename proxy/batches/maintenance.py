@@ -43,7 +43,7 @@ class Maintenance:
     def __contains__(self, batch_id: str) -> bool:
         return batch_id in self._operations
 
-    def ends(self, batch_id: str) -> bool:
+    def is_ending(self, batch_id: str) -> bool:
         return batch_id in self._operations and self._operations[batch_id].ends
 
     def add(self, batch: Batch, work: Work, *, ends: bool = False) -> None:
@@ -58,7 +58,7 @@ class Maintenance:
     def clear(self) -> None:
         self._operations.clear()
 
-    def waiting(self, full: Collection[str]) -> BatchMaintenance | None:
+    def next_operation(self, full: Collection[str]) -> BatchMaintenance | None:
         """Return the next operation, or None.
 
         New validations are skipped for tenants without storage left (`full`).
@@ -74,12 +74,12 @@ class Maintenance:
         turn = self._turns.get(operation.batch.tenant, 0)
         return turn, not operation.ends, operation.slices is None
 
-    async def turn(self, full: Collection[str]) -> str | None:
+    async def run_next_slice(self, full: Collection[str]) -> str | None:
         """Run one slice of the next operation; return a log message when it completes.
 
         Raises `DiskError` if another process may have led since the session began.
         """
-        if (operation := self.waiting(full)) is None:
+        if (operation := self.next_operation(full)) is None:
             return None
         batch = operation.batch
         self._turns[batch.tenant] = next(self._numbers)
@@ -114,7 +114,7 @@ def validate_input(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Sl
     is_there = file is not None and file.purpose == INPUT
     check = InputFileCheck(file.bytes if file else 0, batch.endpoint, max_lines)
     while is_there:
-        piece = store.input(batch, *check.wanted)
+        piece = store.input(batch, *check.next_slice)
         store.add_lines(batch, check.validate(piece))
         is_there = bool(piece)
         if check.is_done:
@@ -134,10 +134,10 @@ def validate_input(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Sl
 
 
 def end_batch(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
-    last = store.give_up(batch, status, 0)
+    last = store.fail_lines(batch, status, 0)
     while last is not None:
         yield
-        last = store.give_up(batch, status, last)
+        last = store.fail_lines(batch, status, last)
     yield from forget_lines(store, batch)
     store.end(batch.id, status, wall())
     return status

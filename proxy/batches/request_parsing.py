@@ -35,7 +35,7 @@ class RefusedRequestError(Exception):
         self.refusal = Refusal(status, reason, message, code, param)
 
 
-def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
+def parse_upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
     try:
         parts = read_form(request.body, request.head.special.get(b"content-type", b""))
     except FormError as error:
@@ -57,7 +57,7 @@ def upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
     return (file.file_name or "upload.jsonl")[:MAX_NAME_CHARS], file.value
 
 
-def new_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:
+def parse_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:
     fields = _fields(request.body)
     for name in ("input_file_id", "endpoint", "completion_window"):
         if type(fields.get(name)) is not str:
@@ -124,7 +124,7 @@ def _metadata(given: object) -> dict[str, str] | None:
     return given
 
 
-def page(request: Request, *, of_files: bool) -> tuple[ListPage, str | None]:
+def parse_page(request: Request, *, of_files: bool) -> tuple[ListPage, str | None]:
     """Return the requested page of a list, and for files the purpose filter."""
     query = request.head.target.partition(b"?")[2].decode("latin-1")
     try:

@@ -139,7 +139,7 @@ class BatchScheduler:
 
     async def _take_part(self) -> bool:
         """Return True if this process may send lines."""
-        part = self._claims.part = await self._store.take_part()
+        part = self._claims.part = await self._store.renew_part()
         if part.lost or part.replaced:
             self.stop()
         if part.replaced:
@@ -171,7 +171,7 @@ class BatchScheduler:
                     if trusted:
                         more = await self._store(Store.purge, self._wall())
                     else:
-                        more = await self._store(Store.give_back)
+                        more = await self._store(Store.shrink)
                 finally:
                     if more:
                         self._next_purge = -inf
@@ -180,13 +180,13 @@ class BatchScheduler:
                 self._next_poll = clock() + POLL_INTERVAL_S
                 await self._read_batches()
             self._full = await self._store(Store.full)
-            if (message := await self._maintenance.turn(self._full)) is not None:
+            if (message := await self._maintenance.run_next_slice(self._full)) is not None:
                 logger.info("%s", message)
                 await self._read_batches()
             await self._fetch()
             self._resume()
             self._send()
-            self._has_more_work = more or self._maintenance.waiting(self._full) is not None
+            self._has_more_work = more or self._maintenance.next_operation(self._full) is not None
         except DiskError as error:
             self._pause(str(error))
         except Exception as error:  # the scheduler must survive any error
@@ -240,7 +240,7 @@ class BatchScheduler:
             await self._claims.share(self._running[batch.id], self._wire)
 
     async def _end(self, batch: Batch, status: Status) -> None:
-        if self._maintenance.ends(batch.id):
+        if self._maintenance.is_ending(batch.id):
             return
         self._cancel_lines(batch.id)
         await self.save()
@@ -275,7 +275,7 @@ class BatchScheduler:
     def _send(self) -> None:
         """Send as many lines as allowed: tenants in turn, and each tenant's batches in turn."""
         wire = self._wire
-        waiting = self._in_turn(x for x in self._running.values() if x.ready)
+        waiting = self._sort_by_turn(x for x in self._running.values() if x.ready)
         room = self.settings.concurrency - self.in_flight
         shut: dict[str, int] = {}
         while waiting and room > 0 and not wire.draining:
@@ -287,14 +287,14 @@ class BatchScheduler:
             running.turn = self._turns[running.batch.tenant] = next(self._numbers)
             running.ready.remove(job)
             running.active_at = now
-            self._send_one(now, running, job, tenant)
+            self._send_line(now, running, job, tenant)
             room -= 1
             if running.ready:
                 waiting.append(running)
-            waiting = self._in_turn(waiting)
+            waiting = self._sort_by_turn(waiting)
         self.counts.in_flight = self.in_flight
 
-    def _in_turn(self, batches: Iterable[BatchProgress]) -> deque[BatchProgress]:
+    def _sort_by_turn(self, batches: Iterable[BatchProgress]) -> deque[BatchProgress]:
         turns = self._turns
         return deque(sorted(batches, key=lambda x: (turns.get(x.batch.tenant, 0), x.turn)))
 
@@ -320,7 +320,7 @@ class BatchScheduler:
                 shut[job.model] = size
         return None
 
-    def _send_one(
+    def _send_line(
         self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None
     ) -> None:
         over = partial(self._line_ended, running)

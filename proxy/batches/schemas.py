@@ -20,7 +20,7 @@ TIMES = {
 }
 
 
-def file_shown(file: File) -> Json:
+def file_json(file: File) -> Json:
     return {
         "id": file.id,
         "object": "file",
@@ -33,7 +33,7 @@ def file_shown(file: File) -> Json:
     }
 
 
-def batch_shown(batch: Batch) -> Json:
+def batch_json(batch: Batch) -> Json:
     times = {name: batch.at.get(status) for status, name in TIMES.items()}
     return {
         "id": batch.id,
@@ -72,7 +72,7 @@ def _errors(complaints: Sequence[InputProblem]) -> Json | None:
     return {"object": "list", "data": data}
 
 
-def listed(shown: Sequence[Json], limit: int) -> bytes:
+def list_json(shown: Sequence[Json], limit: int) -> bytes:
     """Return one page of a list; `shown` may have one item more than `limit`."""
     data = shown[:limit]
     page = {

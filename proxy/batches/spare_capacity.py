@@ -35,7 +35,7 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
         model = known[0]
     if not fleet.roster.serves(model):
         return fleet.roster.all_listed(model)
-    if router.queue.has(model):
+    if router.queue.has_waiting_for(model):
         return False
     fair, pool = router.settings.fairness, fleet.roster.pool(model)
     free = [w for w in pool.all if w.accepts(now) and leaves_room(w, MINIMAL_REQUEST, now, fair)]

@@ -50,7 +50,7 @@ class InputFileCheck:
         return self._at >= self._size or len(self.complaints) >= MAX_PROBLEMS
 
     @property
-    def wanted(self) -> tuple[int, int]:
+    def next_slice(self) -> tuple[int, int]:
         """The next slice's offset and size in bytes."""
         return self._at, min(self._slice, self._size - self._at)
 

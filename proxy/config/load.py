@@ -80,7 +80,7 @@ def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:
 def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     """Return the configuration in a text; errors name `source`."""
     try:
-        data = _loaded(text)
+        data = _load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(source, [_bad_yaml(error)]) from None
     if not isinstance(data, dict):
@@ -95,7 +95,7 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     problems = [*map(_problem, errors)]
     places = [*map(_place_of, errors)]
     reported = {problem.path for problem in problems} | {*map(_path, places)}
-    draft = _draft(data, ProblemPaths(places))
+    draft = _make_draft(data, ProblemPaths(places))
     for check in (*CHECKS, *TENANT_CHECKS, *also):
         problems += (problem for problem in check(draft) if problem.path not in reported)
     if problems or config is None:
@@ -105,7 +105,7 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     return config
 
 
-def _loaded(text: str) -> object:
+def _load_yaml(text: str) -> object:
     if len(text) > MAX_FILE_CHARS:
         raise yaml.YAMLError(
             f"it has {len(text):,} characters; at most {MAX_FILE_CHARS:,} are allowed"
@@ -128,20 +128,20 @@ def _size(data: object, known: dict[int, float]) -> float:
     return size
 
 
-def _draft(data: Mapping[str, Any], doubts: ProblemPaths) -> PartialConfig:
+def _make_draft(data: Mapping[str, Any], doubts: ProblemPaths) -> PartialConfig:
     discovery = data.get("discovery")
-    workers, legible_workers = _legible_list(WorkerConfig, data.get("workers"))
+    workers, legible_workers = _parse_blocks(WorkerConfig, data.get("workers"))
     pools = discovery.get("pools") if isinstance(discovery, dict) else None
     return PartialConfig(
         workers=workers,
         legible_workers=legible_workers,
-        router=_legible(RouterConfig, data.get("router", {})),
-        routing=_legible(RoutingConfig, data.get("routing", {})),
-        pools=_legible_list(PoolConfig, pools)[1],
+        router=_parse_block(RouterConfig, data.get("router", {})),
+        routing=_parse_block(RoutingConfig, data.get("routing", {})),
+        pools=_parse_blocks(PoolConfig, pools)[1],
         transfer=_transfer(data.get("transfer")),
-        worker_tls=_legible(WorkerTlsConfig, data.get("worker_tls")),
+        worker_tls=_parse_block(WorkerTlsConfig, data.get("worker_tls")),
         has_transfer=data.get("transfer") is not None,
-        tenants=_legible_list(TenantConfig, data.get("tenants"))[1],
+        tenants=_parse_blocks(TenantConfig, data.get("tenants"))[1],
         has_tenants=bool(data.get("tenants")),
         model=model if isinstance(model := data.get("model"), str) else None,
         doubts=doubts,
@@ -149,17 +149,17 @@ def _draft(data: Mapping[str, Any], doubts: ProblemPaths) -> PartialConfig:
 
 
 def _transfer(raw: object) -> TransferConfig | None:
-    return _legible(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
+    return _parse_block(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
 
 
-def _legible_list(
+def _parse_blocks(
     kind: type[BlockType], given: object
 ) -> tuple[dict[int, BlockType], dict[int, BlockType]]:
     """Return the blocks of a list by index: blocks with valid shared fields, and all blocks."""
     valid, legible = {}, {}
     for index, raw in enumerate(given) if isinstance(given, list) else ():
         errors: list[ErrorDetails] = []
-        block = _legible(kind, raw, f"nameless-{index}", errors)
+        block = _parse_block(kind, raw, f"nameless-{index}", errors)
         if block is not None:
             legible[index] = block
             if not any(map(_is_shared, errors)):
@@ -167,7 +167,7 @@ def _legible_list(
     return valid, legible
 
 
-def _legible(
+def _parse_block(
     kind: type[BlockType], raw: object, name: str = "", errors: list[ErrorDetails] | None = None
 ) -> BlockType | None:
     """Return a block without its invalid fields, or None; add their errors to `errors`."""
@@ -179,7 +179,7 @@ def _legible(
         if errors is not None:
             errors += found
         for detail in found:
-            raw = _without(raw, detail["loc"])
+            raw = _remove_field(raw, detail["loc"])
         if name and isinstance(raw, dict):
             raw = {"name": name} | raw
     return None
@@ -202,13 +202,13 @@ def _is_shared(error: ErrorDetails) -> bool:
     return not SHARED_FIELDS.isdisjoint(parts)
 
 
-def _without(raw: object, location: Sequence[int | str]) -> object:
+def _remove_field(raw: object, location: Sequence[int | str]) -> object:
     """Return a copy of a tree without the innermost field of a location; lists go as a whole."""
     if not location or not isinstance(raw, dict) or location[0] not in raw:
         return raw
     key, inner = location[0], raw[location[0]]
     if isinstance(inner, dict) and len(location) > 1 and location[1] in inner:
-        return raw | {key: _without(inner, location[1:])}
+        return raw | {key: _remove_field(inner, location[1:])}
     return {k: v for k, v in raw.items() if k != key}
 
 
@@ -237,9 +237,9 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise _wrong("a list or a block can't be a key", key_node)
+                raise _yaml_error("a list or a block can't be a key", key_node)
             if key in seen:
-                raise _wrong(f"{key!r} is given twice; remove one", key_node)
+                raise _yaml_error(f"{key!r} is given twice; remove one", key_node)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -249,21 +249,21 @@ class _Loader(yaml.SafeLoader):
         except yaml.YAMLError:
             raise
         except Exception:  # constructors raise ValueError, KeyError, AttributeError and others
-            raise _wrong(f"can't be read as {node.tag.removeprefix(TAG)}", node) from None
+            raise _yaml_error(f"can't be read as {node.tag.removeprefix(TAG)}", node) from None
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise _wrong(f"a number of more than {MAX_INT_BITS} bits", node)
+            raise _yaml_error(f"a number of more than {MAX_INT_BITS} bits", node)
         if isinstance(value, str) and "\0" in value:
-            raise _wrong("a text with a NUL character", node)
+            raise _yaml_error("a text with a NUL character", node)
         return value
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
         self.merged += len(node.value)
         if self.merged > MAX_VALUES:
-            raise _wrong(f"merges of more than {MAX_VALUES:,} values", node)
+            raise _yaml_error(f"merges of more than {MAX_VALUES:,} values", node)
 
 
-def _wrong(what: str, node: yaml.Node) -> yaml.YAMLError:
+def _yaml_error(what: str, node: yaml.Node) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
 
@@ -334,18 +334,18 @@ def _shown(location: Sequence[int | str], value: object) -> str:
     text = _written(value)
     if "//" in text or not URL_FIELDS.isdisjoint(location[-1:]):
         text = without_password(text)
-    return _cut(text)
+    return _shorten(text)
 
 
 def _value(value: object) -> str:
-    return _cut(_written(value))
+    return _shorten(_written(value))
 
 
 def _written(value: object) -> str:
     return repr(value) if isinstance(value, str) else yaml_text(value)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
 

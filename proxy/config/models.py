@@ -21,7 +21,7 @@ from proxy.config.workers import DiscoveryConfig, WorkerConfig
 MAX_PROCESSES = 64
 
 
-def _some_workers(
+def _require_workers(
     workers: tuple[WorkerConfig, ...], info: ValidationInfo
 ) -> tuple[WorkerConfig, ...]:
     # Not min_length: it counts only valid workers. Discovery makes an empty list valid.
@@ -253,7 +253,7 @@ class FleetConfig(Block):
     # Before `workers`: `_some_workers` reads it.
     discovery: DiscoveryConfig | None = None
     """How to discover workers that come and go; none if not given"""
-    workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_some_workers)]
+    workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_require_workers)]
     """The vLLM servers; with discovery the list may be left out"""
     tenants: Annotated[tuple[TenantConfig, ...], LIST] = ()
     """Tenants and their API keys; without tenants no key is required"""

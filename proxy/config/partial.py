@@ -61,7 +61,7 @@ class PartialConfig:
     doubts: ProblemPaths = field(default_factory=ProblemPaths)
 
     @classmethod
-    def of(cls, config: FleetConfig) -> PartialConfig:
+    def from_config(cls, config: FleetConfig) -> PartialConfig:
         workers = dict(enumerate(config.workers))
         return cls(
             workers=workers,

@@ -84,7 +84,7 @@ def _dns_name(name: str) -> str:
     return name
 
 
-def _some_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
+def _require_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
     if not pools:
         raise ValueError("at least one pool is required; leave out discovery if there is none")
     return pools
@@ -289,7 +289,7 @@ class KubernetesConfig(Block):
 class DiscoveryConfig(Block):
     """Workers that the router discovers."""
 
-    pools: Annotated[tuple[PoolConfig, ...], LIST, AfterValidator(_some_pools)]
+    pools: Annotated[tuple[PoolConfig, ...], LIST, AfterValidator(_require_pools)]
     """Pools of discovered workers"""
     kubernetes: KubernetesConfig = KubernetesConfig()
     dns_every_s: Seconds = 5.0

@@ -64,7 +64,7 @@ class Router:
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = WorkerFailureEvents()
-        self._split(settings)
+        self._pass_on_settings(settings)
 
     @property
     def settings(self) -> RouterSettings:
@@ -116,8 +116,8 @@ class Router:
         """End an admitted request after a disconnect."""
         billing.leave(ask, now)
 
-    def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        self._reader.counted(ask, prompt_tokens)
+    def apply_count(self, ask: RequestInfo, prompt_tokens: int) -> None:
+        self._reader.apply_count(ask, prompt_tokens)
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self._reader.remember(response_id, worker, tenant)
@@ -130,7 +130,7 @@ class Router:
         if owner is not None or not tenant:
             self._reader.remember(response_id, worker, owner)
 
-    def remembered(self) -> Iterator[tuple[str, str, str]]:
+    def stored_responses(self) -> Iterator[tuple[str, str, str]]:
         for response_id, worker, owner in self._reader.stored:
             yield response_id, worker, "" if owner is None else owner.name
 
@@ -154,7 +154,7 @@ class Router:
         if self.draining and not again:
             billing.leave(ask, now)
             return self.placer.count_refusal(ask.model, refusals.draining())
-        self.fleet.settle(now)
+        self.fleet.start_due_decodes(now)
         if again:
             if (refusal := self._refuse_retry(ask, now, attempts, after, free=free)) is not None:
                 return refusal
@@ -197,13 +197,13 @@ class Router:
             attempts = replace(attempts, erred_on=(*before.erred_on, lease.running_leg.worker.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
-            ledger.hold()
+            ledger.keep_place()
         try:
             self.leases.finish(lease, now, outcome, None, retry_after_s, why)
             return self.submit(ask, now, attempts, after=after, free=free, explain=explain)
         finally:
             if ledger is not None:
-                ledger.let_go()
+                ledger.release_place()
 
     def _submit(
         self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
@@ -224,7 +224,7 @@ class Router:
         if refusal is None and not queue.make_room(amounts(ask), self.placer.place_queued, now):
             give_way = queue.choose_evicted(ask)
             if not give_way:
-                refusal = self._no_room(ask, now)
+                refusal = self._refuse_full(ask, now)
         due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
         urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
         if refusal is None and not again and wait is None:
@@ -236,7 +236,7 @@ class Router:
         self.placer.count_decision(ask.model, reason)
         return queue.push(ask, now, attempts, explain=explain, urgency=urgency, cache_wait=wait)
 
-    def _no_room(self, ask: RequestInfo, now: float) -> Refusal:
+    def _refuse_full(self, ask: RequestInfo, now: float) -> Refusal:
         if self._roster.pool(ask.model).all:
             return refusals.queue_full(self.queue.retry_after_s(now))
         return refusals.no_worker(ask.model)  # not probed yet
@@ -254,18 +254,18 @@ class Router:
         elif isinstance(answer := self.queue.ended.pop(ticket, None), Lease):
             self.leases.finish(answer, now, Outcome.MOOT)
 
-    def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
+    def pop_due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Remove and return the tickets that are placed, refused or expired."""
         queue = self.queue
         if not queue.length and not queue.ended:
             return []
-        self.fleet.settle(now)
+        self.fleet.start_due_decodes(now)
         if queue.elsewhere is not None:  # which needs the room
             queue.make_room(queue.usual, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
         queue.ended.clear()
-        for ticket in queue.expired(now):
+        for ticket in queue.pop_expired(now):
             refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
 
@@ -332,7 +332,7 @@ class Router:
         spared = self._falls.take_free_retry(after.worker, after.charged_at, now, live_workers)
         return spared and len(attempts.failed_on) == 1
 
-    def _split(self, settings: RouterSettings) -> None:
+    def _pass_on_settings(self, settings: RouterSettings) -> None:
         self._roster.ejections.set_threshold(settings.panic_threshold)
         self._reader.splits = settings.transfer
         self._reader.passes_priority = settings.pass_priority
@@ -343,7 +343,7 @@ class Router:
 
     def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
         """Apply a new fleet file; remaining workers keep what was learned."""
-        self._split(settings)
+        self._pass_on_settings(settings)
         self._reader.short_limit = settings.short_limit
         self._retries.share = settings.retry_budget
         self.placer.reconfigure(settings)

@@ -105,9 +105,9 @@ def describe_failure(worker: Worker) -> str:
 def describe_breaker(worker: Worker, now: float) -> str:
     """Return why a worker's breaker is open, and when it is tried again."""
     breaker, failure = worker.breaker, describe_failure(worker)
-    if not worker.barred:
+    if not worker.is_barred:
         return f"{failure}; breaker ignored, because too many workers of its pool fail"
     if (left_s := breaker.until - now) > 0:
         return f"{failure}; no requests for {_short(left_s)} s more"
-    trial = "the next request tries it" if breaker.lets_pass(now) else "a request is trying it"
+    trial = "the next request tries it" if breaker.may_send(now) else "a request is trying it"
     return f"{failure}; {trial}"

@@ -55,18 +55,18 @@ class Prober:
                 watches = {w: task for w, task in watches.items() if not task.done()}
                 for worker in self.fleet.roster:
                     if worker not in watches:
-                        watches[worker] = asyncio.create_task(self._watch(worker))
+                        watches[worker] = asyncio.create_task(self._probe_until_removed(worker))
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             for task in watches.values():
                 task.cancel()
             await asyncio.gather(*watches.values(), return_exceptions=True)
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _probe_until_removed(self, worker: Worker) -> None:
         with closing(WorkerProbe(self, worker)) as watch:
             while watch.is_in_fleet:
                 started = self.clock()
-                await watch.once()
+                await watch.probe()
                 # Jitter spreads the parsing of pages on the event loop.
                 pause = self.settings.interval_s * random.uniform(0.9, 1.1)
                 await asyncio.sleep(max(pause - (self.clock() - started), 0))
@@ -94,13 +94,13 @@ class WorkerProbe:
         """Whether this worker, not another one of the same name, is in the fleet."""
         return self._fleet.roster.get(self._worker.name) is self._worker
 
-    async def once(self) -> None:
+    async def probe(self) -> None:
         """Probe the worker and report to the fleet."""
         why = None
         try:
-            models, gauges = await self._ask()
+            models, gauges = await self._fetch()
         except SilentError as error:
-            if self._writes():
+            if self._has_written():
                 return  # it sends tokens, so it is busy, not down
             why = str(error)
         except ProbeError as error:
@@ -111,11 +111,11 @@ class WorkerProbe:
         if not self.is_in_fleet:
             return
         if why is not None:
-            self._failed(why)
+            self._report_failure(why)
             return
-        self._succeeded(models, gauges)
+        self._report_success(models, gauges)
 
-    def _writes(self) -> bool:
+    def _has_written(self) -> bool:
         before, self._written = self._written, self._worker.written
         return self._written != before
 
@@ -123,7 +123,7 @@ class WorkerProbe:
         if self._questions is not None:
             self._questions.close()
 
-    def _to_ask(self) -> ProbeClient:
+    def _current_client(self) -> ProbeClient:
         spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
         if self._questions is None or spec is not self._spec:
             self.close()
@@ -132,9 +132,9 @@ class WorkerProbe:
         self._questions.timeout_s = timeout_s
         return self._questions
 
-    async def _ask(self) -> tuple[Models | None, Gauges | None]:
+    async def _fetch(self) -> tuple[Models | None, Gauges | None]:
         """Return models, None if they are up to date, and gauges."""
-        questions = self._to_ask()
+        questions = self._current_client()
         await questions.health()
         gauges = await self._read_gauges(questions)
         if restarted(self._gauges, gauges):
@@ -143,7 +143,7 @@ class WorkerProbe:
             self._fleet.roster.prefixes.forget(self._worker.index)
             self._worker.up_since = self._prober.clock()
         known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
-        return (None if known else await questions.served()), gauges
+        return (None if known else await questions.served_models()), gauges
 
     async def _read_gauges(self, questions: ProbeClient) -> Gauges | None:
         try:
@@ -153,23 +153,23 @@ class WorkerProbe:
             logger.debug("worker %s: %s", self._worker.name, error)
             return None
 
-    def _succeeded(self, models: Models | None, gauges: Gauges | None) -> None:
+    def _report_success(self, models: Models | None, gauges: Gauges | None) -> None:
         name = self._worker.name
         if models is not None:
             self._models_known_at = self._prober.clock()
-            self._take(models)
+            self._apply_models(models)
             self._compare_contexts()
         if gauges:
             self._gauges = gauges
             self._fleet.health.set_gauges(name, gauges)
         else:
-            self._fleet.health.no_gauges(name, self._prober.clock())
+            self._fleet.health.drop_old_gauges(name, self._prober.clock())
         if self._fleet.health.probe_ok(name, self._prober.clock()):
             logger.info("worker %s is up", name)
             self._been_up = True
             self._logged_reason = None
 
-    def _take(self, models: Models) -> None:
+    def _apply_models(self, models: Models) -> None:
         worker = self._worker
         if models == self._models:
             return
@@ -204,7 +204,7 @@ class WorkerProbe:
             )
         self._contexts = contexts
 
-    def _failed(self, why: str) -> None:
+    def _report_failure(self, why: str) -> None:
         # It may come back with other models.
         self._models_known_at = -math.inf
         self._fleet.health.probe_failed(

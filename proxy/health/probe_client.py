@@ -64,7 +64,7 @@ class ProbeClient:
             raise ProbeError(f"GET /metrics: status {status}")
         return page
 
-    async def served(self) -> Models:
+    async def served_models(self) -> Models:
         """Return the models of /v1/models; empty if the worker refuses to list them."""
         status, body = await self._get("/v1/models")
         if status in NO_MODEL_LIST:

@@ -114,10 +114,10 @@ class Warmup:
                             tasks[pair] = asyncio.create_task(self._warm(*pair, session))
                     await asyncio.sleep(CHECK_INTERVAL_S)
             finally:
-                await _cancelled(tasks.values())
+                await _cancel_tasks(tasks.values())
                 if self._tries:
                     await asyncio.wait(self._tries, timeout=FINISH_S)
-                await _cancelled(self._tries)
+                await _cancel_tasks(self._tries)
 
     def _pairs_to_connect(self, now: float) -> Iterator[Link]:
         """Yield the pairs to connect; list all pairs only when the pool changed."""
@@ -222,7 +222,7 @@ class Warmup:
         fields = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
         # If the first token ended the sequence, there would be no blocks to fetch.
         body = orjson.dumps({**fields, "ignore_eos": True})
-        ask = _ask(prefill.model)
+        ask = _make_request_info(prefill.model)
         first = prefill_body(connector, pair, ask, body)
         taken = connector.taken(pair, await _post(session, prefill, first, request_id))
         if taken.params is None and connector.needs_params:
@@ -257,7 +257,7 @@ class Warmup:
             return  # a refusal is expected; otherwise the blocks expire
 
 
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     tasks = [*tasks]
     for task in tasks:
         task.cancel()
@@ -324,5 +324,5 @@ def _side(worker: Worker) -> Side:
     return Side(worker.name, urlsplit(worker.url).hostname or "")
 
 
-def _ask(model: str) -> RequestInfo:
+def _make_request_info(model: str) -> RequestInfo:
     return RequestInfo("warmup", ROUTE, model, 0, 1, 0, 1, 1)

@@ -107,7 +107,7 @@ def tokens(value: bytes) -> list[bytes]:
     return [token.strip().lower() for token in value.split(b",")]
 
 
-def without(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
+def remove_headers(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
     """Remove headers, each of four pieces: name, colon, value, CRLF."""
     drop = frozenset(names)
     kept = [at for at in range(0, len(lines), 4) if lines[at].lower() not in drop]

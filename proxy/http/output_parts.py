@@ -84,7 +84,7 @@ class OutputReader:
         if self._messages:
             for start, texts_of in BLOCK_TYPES:
                 if (count := events.count(start)) and count == events.count(BLOCK_EVENTS):
-                    return {BLOCKS: unescaped(texts_of.findall(events))}
+                    return {BLOCKS: unescape(texts_of.findall(events))}
             return self._read(events)
         if any(key in events for key in OTHER_KEYS):
             start = b'"tool_calls":[{"index":%d,"function":{"arguments":"' % self.call
@@ -95,18 +95,18 @@ class OutputReader:
                 and 2 * count == events.count(INDEX)
                 and not any(key in events for key in BESIDE_ARGUMENTS)
             ):
-                return {TOOL_CALLS: unescaped(ARGUMENTS.findall(events))}
+                return {TOOL_CALLS: unescape(ARGUMENTS.findall(events))}
             return self._read(events)
         texts: dict[str, str] = {}
         for channel, key, texts_of in CHAT_TEXTS:
             if key in events and (found := texts_of.findall(events)):
-                texts[channel] = unescaped(found)
+                texts[channel] = unescape(found)
         return texts
 
     def _read(self, events: bytes) -> dict[str, str]:
         found: dict[str, list[str]] = {}
         for data in DATA.findall(events):
-            for part in self.parts(parsed(data)):
+            for part in self.parts(parse_event(data)):
                 found.setdefault(part.channel, []).append(part.text)
         return {channel: "".join(texts) for channel, texts in found.items()}
 
@@ -176,7 +176,7 @@ def parts_of_message(event: dict[str, Any]) -> list[OutputPart]:
     return []
 
 
-def parsed(data: bytes) -> dict[str, Any]:
+def parse_event(data: bytes) -> dict[str, Any]:
     try:
         event = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -186,7 +186,7 @@ def parsed(data: bytes) -> dict[str, Any]:
     return event
 
 
-def unescaped(texts: list[bytes]) -> str:
+def unescape(texts: list[bytes]) -> str:
     """Return JSON strings, without their quotes, as one text."""
     try:
         text: str = orjson.loads(b'"%b"' % b"".join(texts))
@@ -195,7 +195,7 @@ def unescaped(texts: list[bytes]) -> str:
     return text
 
 
-def without_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
+def remove_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
     """Return an event's JSON without the known characters of each part."""
     for part, known in parts:
         if not part.key:

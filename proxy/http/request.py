@@ -8,7 +8,7 @@ import httptools
 
 from proxy.core.model.types import Refusal
 from proxy.http.head_cache import MAX_DIGITS
-from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, tokens, without
+from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, tokens, remove_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,7 +101,7 @@ class RequestHead:
         if (connection := special.get(b"connection")) is not None:
             named = set(tokens(connection)) - HANDLED_CONNECTION
             if named:
-                self.pieces = without(self.pieces, named)
+                self.pieces = remove_headers(self.pieces, named)
         self.lines = b"".join(self.pieces)
         if (authorization := special.get(b"authorization")) is not None:
             self.authorization = b"Authorization: %b\r\n" % authorization
@@ -110,7 +110,7 @@ class RequestHead:
 
     def withhold(self, names: Iterable[bytes]) -> None:
         """Do not forward these headers."""
-        self.pieces = without(self.pieces, names)
+        self.pieces = remove_headers(self.pieces, names)
         self.lines = b"".join(self.pieces)
 
     def _check_framing(self, max_body: int) -> None:

@@ -172,7 +172,7 @@ class HttpRequestParser:
         self._ready_charge.release(self._ready_charge.size)
         self._discard_body()
 
-    def wait(self) -> None:
+    def charge_ready(self) -> None:
         """Count `ready` in the budget, or raise `RefusedError`."""
         if (ready := self.ready) and not self._ready_charge.size:
             size = sum(PIPELINED_REQUEST_BYTES + len(request.body) for request in ready)

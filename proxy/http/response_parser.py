@@ -5,7 +5,7 @@ from __future__ import annotations
 import httptools
 
 from proxy.http.head_cache import MAX_DIGITS, KnownHead, learn_head
-from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, without
+from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, remove_headers
 
 # Bytes of head or framing; more than one read of the transport.
 MAX_UNPARSED_BYTES = 1 << 19
@@ -192,7 +192,7 @@ class ResponseParser:
         if (connection := special.get(b"connection")) is not None:
             named = set(tokens(connection)) - HANDLED_CONNECTION
             if named:
-                head.lines = without(head.lines, named)
+                head.lines = remove_headers(head.lines, named)
         self.head = head
 
     def on_body(self, piece: bytes) -> None:

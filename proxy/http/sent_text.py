@@ -15,8 +15,8 @@ from proxy.http.output_parts import (
     OtherOutputError,
     OutputPart,
     OutputReader,
-    parsed,
-    without_known,
+    parse_event,
+    remove_known,
 )
 
 # An engine that dies or stops under a living server.
@@ -162,7 +162,7 @@ class RestOfText:
         if data.startswith(DONE):  # without a reason of the end
             raise TextDiffersError
         try:
-            whole = parsed(data)
+            whole = parse_event(data)
             parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
         except OtherOutputError:
             raise TextDiffersError from None
@@ -180,7 +180,7 @@ class RestOfText:
             raise TextDiffersError
         if not known:
             return event
-        return event[: found.start(1)] + without_known(parts, whole) + event[found.end(1) :]
+        return event[: found.start(1)] + remove_known(parts, whole) + event[found.end(1) :]
 
     def _known(self, part: OutputPart) -> int:
         """Return how many characters of a part the client has."""

@@ -82,7 +82,7 @@ class EventStream:
         self._held = b""
 
     @property
-    def flows(self) -> bool:
+    def can_bypass_feed(self) -> bool:
         """True if whole events may bypass `feed`."""
         return self._started and not self._held and not self.torn
 
@@ -216,7 +216,7 @@ def usage_in(text: bytes) -> Usage | None:
     return Usage(*(min(number, MAX_USAGE_TOKENS) for number in (prompt, written, cached)))
 
 
-def without_usage(events: bytes) -> bytes:
+def remove_usage(events: bytes) -> bytes:
     """Remove the last event that has only `usage`."""
     at = events.rfind(USAGE)
     start = _end_of_events(events[:at])
@@ -226,7 +226,7 @@ def without_usage(events: bytes) -> bytes:
     return events[:start] + events[end:]
 
 
-def recounted(text: bytes, cached: int) -> bytes:
+def replace_cached_tokens(text: bytes, cached: int) -> bytes:
     """Replace the cached tokens in the last `usage`.
 
     Anthropic's sum of cached and other prompt tokens stays the same.

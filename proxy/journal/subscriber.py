@@ -87,7 +87,7 @@ class JournalSubscriber:
             raise
         self._fd: int = self._socket.FD
         self._loop.add_reader(self._fd, self.read)
-        self._ask(clock())
+        self._request_snapshot(clock())
 
     def _open(self) -> None:
         for option, value in (
@@ -134,7 +134,7 @@ class JournalSubscriber:
             self._logged_late = True
             self._log_late()
         if late or not self.journal.exact:
-            self._ask(now)
+            self._request_snapshot(now)
 
     def _log_late(self) -> None:
         if self.up:
@@ -144,7 +144,7 @@ class JournalSubscriber:
         else:  # the engine may still be loading
             logger.info("%s is not read yet: no snapshot for %.0f s", self._name, SILENCE_S)
 
-    def _ask(self, now: float) -> None:
+    def _request_snapshot(self, now: float) -> None:
         """Subscribe to a snapshot, unless that was done a short time ago."""
         if now < self._ask_at or self._snapshot is not None:
             return
@@ -179,10 +179,10 @@ class JournalSubscriber:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(frames)
+            self._handle_message(frames)
         self._plan_read()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _handle_message(self, frames: list[bytes]) -> None:
         now = self._clock()
         if self.key is not None and not is_signed(frames, self.key):
             self._note_bad_signature(now)
@@ -190,8 +190,8 @@ class JournalSubscriber:
         try:
             exact = self._apply(frames)
         except MalformedMessageError as error:
-            exact = self._lose(frames[1][:RUN_BYTES] if len(frames) > 1 else b"", error)
-        self._continue(now, exact=exact)
+            exact = self._log_malformed(frames[1][:RUN_BYTES] if len(frames) > 1 else b"", error)
+        self._check_current(now, exact=exact)
 
     def _apply(self, frames: list[bytes]) -> bool:
         """Apply a message; return whether the replica is exact."""
@@ -218,14 +218,14 @@ class JournalSubscriber:
                 return
             exact = self.journal.apply_snapshot(snapshot)
         except MalformedMessageError as error:
-            exact = self._lose(snapshot.position.run, error)
+            exact = self._log_malformed(snapshot.position.run, error)
         self._snapshot = None
-        self._continue(self._clock(), exact=exact)
+        self._check_current(self._clock(), exact=exact)
 
-    def _continue(self, now: float, *, exact: bool) -> None:
+    def _check_current(self, now: float, *, exact: bool) -> None:
         """Note that the replica is current, or ask for a snapshot."""
         if not exact:
-            self._ask(now)
+            self._request_snapshot(now)
             return
         self._current_at = now
         self._logged_late = False
@@ -233,7 +233,7 @@ class JournalSubscriber:
             self.up = True
             logger.info("%s is read: %d requests", self._name, len(self.journal.requests))
 
-    def _lose(self, run: bytes, error: MalformedMessageError) -> bool:
+    def _log_malformed(self, run: bytes, error: MalformedMessageError) -> bool:
         """Log the first malformed message of a run; return False."""
         if run != self._logged_run:
             self._logged_run = run

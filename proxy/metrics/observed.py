@@ -50,8 +50,8 @@ class ObservedRequest(Protocol):
 class Recorder(Protocol):
     """Records requests for the status page while it is open."""
 
-    def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
+    def record_tokens(self, seen: ObservedRequest, now: float) -> None:
         """Record the time of tokens."""
 
-    def ended(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
+    def record_end(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
         """Record the end of a request."""

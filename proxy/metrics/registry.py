@@ -138,7 +138,7 @@ class Metrics:
         self._models: set[str] = set()
         self._next_cleanup = 0.0
 
-    def request_done(self, done: FinishedRequest) -> None:
+    def count_request(self, done: FinishedRequest) -> None:
         worker, pool, size, status = done.worker, done.pool, done.size, done.status
         key = done.route, done.model, worker, pool, done.reason, status, size
         duration_s, queue_s, ttft_s = done.duration_s, done.queue_s, done.ttft_s
@@ -163,7 +163,7 @@ class Metrics:
             elif not stream and status < FAULTY:
                 self.unseen.observe_unstreamed(pool, series.model, size, duration_s)
 
-    def traced(self, done: FinishedRequest, trace: str) -> None:
+    def attach_trace(self, done: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
         found = self.ttft.get((done.pool, self.model_label(done.model), done.size))
         if found is not None and done.ttft_s is not None:
@@ -172,20 +172,20 @@ class Metrics:
     def gaps_of(self, pool: str, size: str) -> Histogram:
         return histogram(self.gaps, (pool, size), GAP_BOUNDS)
 
-    def retried(self, worker: str, why: str) -> None:
+    def count_retry(self, worker: str, why: str) -> None:
         """Count a leg that failed on `worker` and is retried; `why` has few values."""
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
 
-    def continued(self, worker: str) -> None:
+    def count_continuation(self, worker: str) -> None:
         """Count a stream that goes on from another worker than this one, which failed."""
         self.continuations[worker] = self.continuations.get(worker, 0) + 1
 
-    def not_continued(self, why: str) -> None:
+    def count_lost_stream(self, why: str) -> None:
         """Count a stream that could not be continued; `why` has few values."""
         self.lost_streams[why] = self.lost_streams.get(why, 0) + 1
 
-    def handover_failed(self, lease: Lease, *, was_asked: bool) -> None:
+    def count_failed_handover(self, lease: Lease, *, was_asked: bool) -> None:
         """Count a hand-over that failed before the client got a byte.
 
         `was_asked` is True if the request was sent to the decode worker.
@@ -193,10 +193,10 @@ class Metrics:
         after = "decode_failed" if was_asked else "given_up"
         self.handovers.count_end(after if lease.sent else "prefill_failed")
 
-    def handover_left(self, lease: Lease) -> None:
+    def count_left_handover(self, lease: Lease) -> None:
         self.handovers.count_end("client_left_decode" if lease.sent else "client_left_prefill")
 
-    def handover_ended(self, outcome: str) -> None:
+    def count_handover_end(self, outcome: str) -> None:
         """Count the outcome of a hand-over or of abandoned blocks. `outcome` is a label."""
         self.handovers.count_end(outcome)
 

@@ -364,7 +364,7 @@ def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     page.values(SLOTS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up and not w.lacks_model) for labels, w in rows))
-    page.values(BREAKER, ((labels, w.barred) for labels, w in rows))
+    page.values(BREAKER, ((labels, w.is_barred) for labels, w in rows))
     kept_out = [(labels, w.breaker) for labels, w in rows if not w.breaker.closed]
     page.values(BREAKER_STATE, (((*labels, _state(b, now)), 1) for labels, b in kept_out))
     opened = ((labels, why, n) for labels, w in rows for why, n in w.breaker.opened.items())

@@ -191,7 +191,7 @@ def _problems(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[
 
 def check_tls(config: FleetConfig, source: str) -> None:
     """Load all TLS files of a fleet file; raise `ConfigError` if any can't be used."""
-    if problems := list(tls_problems(PartialConfig.of(config))):
+    if problems := list(tls_problems(PartialConfig.from_config(config))):
         raise ConfigError(source, problems)
     for worker in config.workers:
         to_worker(config.tls_of(worker))  # so that no request waits for the files

@@ -74,16 +74,16 @@ class FleetReplica:
         ]
         for worker in gone:
             self._rows.release(worker)
-            self._leave(worker)
+            self._forget_worker(worker)
         known = []
         for worker in self._fleet.roster:
             if worker not in self._places:
-                self._give(worker)
+                self._assign_place(worker)
             state = self._state(worker)
             if self._sent.get(worker) != state:
                 self._sent[worker] = state
-                known.append(self._known(worker))
-        warm = self._warmed()
+                known.append(self._describe_worker(worker))
+        warm = self._warm_links()
         send_all, self._full = self._full, False
         found = self._discovery.endpoints_by_pool()
         discovered = None if found == self._found else found
@@ -110,7 +110,7 @@ class FleetReplica:
             id(worker.gauges),
         )
 
-    def _give(self, worker: Worker) -> None:
+    def _assign_place(self, worker: Worker) -> None:
         place = self._rows.row_of(worker)
         if place is None:
             logger.error(
@@ -119,9 +119,9 @@ class FleetReplica:
                 MAX_WORKERS,
             )
             place = -1, 0.0
-        self._take_place(worker, place)
+        self._apply_place(worker, place)
 
-    def _known(self, worker: Worker) -> KnownWorker:
+    def _describe_worker(self, worker: Worker) -> KnownWorker:
         row, since = self._places[worker]
         pace = worker.pace
         return KnownWorker(
@@ -140,7 +140,7 @@ class FleetReplica:
             origins=worker.origins,
         )
 
-    def _warmed(self) -> tuple[tuple[str, str], ...]:
+    def _warm_links(self) -> tuple[tuple[str, str], ...]:
         links = self._router.placer.links
         seen = links.version, self._fleet.roster.version
         if not links.are_made or seen == self._seen:
@@ -169,7 +169,7 @@ class FleetReplica:
         self._swap(gone, changes.known)
         for known in changes.known:
             if (worker := self._fleet.roster.get(known.spec.name)) is not None:
-                self._take(worker, known)
+                self._apply_worker(worker, known)
         if gone:
             self._router.placer.links.keep_only({*self._fleet.roster})
         if changes.found is not None:
@@ -186,7 +186,7 @@ class FleetReplica:
         added = []
         for known in known_workers:
             worker = fleet.roster.get(known.spec.name)
-            if worker is None or self._is_another(worker, known):
+            if worker is None or self._is_replaced(worker, known):
                 added.append(known.spec)
                 if worker is not None:
                     gone.append(worker)
@@ -194,18 +194,18 @@ class FleetReplica:
             return
         fleet.roster.swap(gone, added)
         for worker in gone:
-            self._leave(worker)
+            self._forget_worker(worker)
 
-    def _is_another(self, worker: Worker, known: KnownWorker) -> bool:
+    def _is_replaced(self, worker: Worker, known: KnownWorker) -> bool:
         place = _place(known)
         return not worker.matches(known.spec) or self._places.get(worker, place) != place
 
-    def _take(self, worker: Worker, known: KnownWorker) -> None:
+    def _apply_worker(self, worker: Worker, known: KnownWorker) -> None:
         spec, fleet = known.spec, self._fleet
         if worker.spec != spec:
             fleet.roster.respecify(worker, spec)
         if worker not in self._places:
-            self._take_place(worker, _place(known))
+            self._apply_place(worker, _place(known))
         if known.pace is not None and not worker.pace.prefills:
             worker.pace.adopt(_pace(known.pace))
             worker.reprice()
@@ -225,12 +225,12 @@ class FleetReplica:
             draining=known.draining,
         )
 
-    def _take_place(self, worker: Worker, place: Place) -> None:
+    def _apply_place(self, worker: Worker, place: Place) -> None:
         self._places[worker] = place
         if place[0] >= 0:
             self._sharing.place(worker, *place)
 
-    def _leave(self, worker: Worker) -> None:
+    def _forget_worker(self, worker: Worker) -> None:
         self._places.pop(worker, None)
         self._sent.pop(worker, None)
         self._sharing.forget_worker(worker)

@@ -36,25 +36,25 @@ class Ports:
     async def reserve(self, router: RouterConfig) -> None:
         """Reserve the ports; raise `OSError` if one is in use."""
         try:
-            await self._take(router)
+            await self._reserve_ports(router)
         except OSError:
             self.close()
             raise
 
-    async def _take(self, router: RouterConfig) -> None:
+    async def _reserve_ports(self, router: RouterConfig) -> None:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(router.host, router.port, type=socket.SOCK_STREAM)
         self.port = router.port
         for family, _, _, _, address in dict.fromkeys(found):
             # SO_REUSEPORT alone would let a second router share the port, so first bind without it.
-            with self._bound(family, address, shared=False) as alone:
+            with self._bind(family, address, shared=False) as alone:
                 self.port = alone.getsockname()[1]
-            shared = self._kept.enter_context(self._bound(family, address, shared=True))
+            shared = self._kept.enter_context(self._bind(family, address, shared=True))
             self._shared.append(shared)
         listening = await admin_socket(router.admin.host, router.admin.port)
         self.admin = self._kept.enter_context(listening)
 
-    def _bound(self, family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
+    def _bind(self, family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
         at = (address[0], self.port, *address[2:])
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:

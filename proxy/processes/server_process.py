@@ -96,7 +96,7 @@ class ServerProcess:
             SharedTraffic(router, self._sharing),
             SharedPrefixes(fleet, self._sharing),
         )
-        router.others_remember = self._remember
+        router.others_remember = self._publish_response
         fleet.roster.others, router.queue.elsewhere = self._sharing, self._queues
         self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
         if (settings := first.router.shared) is not None:
@@ -130,7 +130,7 @@ class ServerProcess:
             endless.append(self._limiter.run())
         watching = [asyncio.create_task(work) for work in endless]
         for task in watching:
-            task.add_done_callback(self._done)
+            task.add_done_callback(self._check_task)
         try:
             await self.ended.wait()
         finally:
@@ -150,7 +150,7 @@ class ServerProcess:
                     self._start_listening()
             case Joined():
                 self._replica.forget()
-                self._channel.send(StoredResponses(tuple(self.app.router.remembered())))
+                self._channel.send(StoredResponses(tuple(self.app.router.stored_responses())))
             case StoredResponses(responses):
                 for response in responses:
                     self.app.router.learn_remote_response(*response)
@@ -260,7 +260,7 @@ class ServerProcess:
         limit, filters = given
         return list(self.app.recent.newest(limit, **filters))
 
-    def _remember(self, response_id: str, worker: str, tenant: str) -> None:
+    def _publish_response(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.send(StoredResponses(((response_id, worker, tenant),)))
 
     # Tasks
@@ -291,7 +291,7 @@ class ServerProcess:
             if all(worker.probed for worker in self.app.fleet.roster):
                 break
             await asyncio.sleep(QUEUED_INTERVAL_S)
-        await self.app.listen([bound(address) for address in self._addresses])
+        await self.app.listen([bind_socket(address) for address in self._addresses])
         freeze_objects()
         self.app.objects_frozen = True
         self._channel.send(Serving())
@@ -329,9 +329,9 @@ class ServerProcess:
         """Run a task in the background; this process ends if the task fails."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._check_task)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _check_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -340,7 +340,7 @@ class ServerProcess:
         self.ended.set()
 
 
-def bound(address: Address) -> socket.socket:
+def bind_socket(address: Address) -> socket.socket:
     """Return a socket that shares its address with the other processes."""
     family, at = address
     made = socket.socket(family, socket.SOCK_STREAM)

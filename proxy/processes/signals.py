@@ -43,7 +43,7 @@ class Service(Reloadable, Protocol):
         """Stop at once."""
 
 
-async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> int:
+async def serve_until_signal(service: Service, on_ready: Callable[[], None]) -> int:
     """Run a service until a signal ends it; return the exit status."""
     loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []
@@ -64,12 +64,12 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     leaving = asyncio.ensure_future(first.wait())
-    if await _before(asyncio.ensure_future(service.start()), leaving):
+    if await _ends_before(asyncio.ensure_future(service.start()), leaving):
         on_ready()
         await leaving
         logger.info("draining for at most %g s", service.drain_s)
         interrupted = asyncio.ensure_future(second.wait())
-        drained = await _before(asyncio.ensure_future(service.drain()), interrupted)
+        drained = await _ends_before(asyncio.ensure_future(service.drain()), interrupted)
         interrupted.cancel()
     else:
         drained = False
@@ -78,7 +78,7 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
     return INTERRUPTED if received[0] is signal.SIGINT else 0
 
 
-async def _before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
+async def _ends_before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
     """Return True if `work` finishes before `end`; otherwise cancel `work`."""
     try:
         await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)

@@ -15,15 +15,15 @@ CPU_QUOTA_FILE = Path(
 )  # quota and period in microseconds; the quota may be `max`
 
 
-def how_many(config: FleetConfig) -> int:
+def process_count(config: FleetConfig) -> int:
     """Return the number of processes that a fleet file asks for on this machine."""
     configured = config.router.processes
     if isinstance(configured, int):
         return configured
-    return min(processors(), MAX_AUTOMATIC_PROCESSES)
+    return min(usable_cpus(), MAX_AUTOMATIC_PROCESSES)
 
 
-def processors() -> int:
+def usable_cpus() -> int:
     """Return the number of usable processors; a container may have a quota."""
     allowed = len(os.sched_getaffinity(0))
     try:

@@ -50,7 +50,7 @@ from proxy.processes.metrics_totals import MetricsTotals
 from proxy.processes.ports import Ports
 from proxy.processes.replicas.replication import Replication
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
-from proxy.processes.size import how_many
+from proxy.processes.size import process_count
 from proxy.processes.watchdog import kill_hung
 from proxy.setup.app import url_of
 from proxy.setup.secrets import SecretKeys
@@ -80,7 +80,7 @@ class Supervisor:
         read: Callable[[Path], FleetConfig] = load,
     ) -> None:
         self._read = read
-        self.processes = how_many(config)
+        self.processes = process_count(config)
         self.restarts = 0
         self._started_with = self._config = config
         self._keys = SecretKeys.read(config, str(source))
@@ -127,7 +127,7 @@ class Supervisor:
         self._table = SharedTable.make(self.processes, 0 if shared is None else MAX_REMOTE)
         if shared is not None:
             await self._join_replicas(shared)
-        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
+        self._keepers = [asyncio.create_task(self._keep_child_running(i)) for i in range(self.processes)]
         self._run_in_background(kill_hung(self._children, self._table))
         served = asyncio.create_task(self._all_serve.wait())
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -195,7 +195,7 @@ class Supervisor:
 
     # Processes
 
-    async def _keep(self, index: int) -> None:
+    async def _keep_child_running(self, index: int) -> None:
         pause_s = FIRST_PAUSE_S
         while not self._ending:
             try:
@@ -288,7 +288,7 @@ class Supervisor:
                 child.joined = True
                 self._appoint_leader()
                 if self._leader not in (None, child):
-                    self._to_leader(message)
+                    self._send_to_leader(message)
             case Serving():
                 child.serving = True
                 if self._serving == self.processes:
@@ -318,12 +318,12 @@ class Supervisor:
         if child.channel.unsent >= MAX_UNSENT_BYTES:
             child.missed = True
         elif child.missed and not message.all:
-            self._to_leader(Joined())  # asks the leader for everything
+            self._send_to_leader(Joined())  # asks the leader for everything
         else:
             child.missed = False
             child.channel.send(message)
 
-    def _to_leader(self, message: Message) -> None:
+    def _send_to_leader(self, message: Message) -> None:
         if self._leader is not None:
             self._leader.channel.send(message)
 

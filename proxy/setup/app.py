@@ -36,7 +36,7 @@ from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.restart_only import as_started, restart_only_changes
 from proxy.setup.secrets import SecretKeys
 from proxy.setup.settings import router_settings, specs, wire_settings, worker_spec
-from proxy.setup.tenancy import refuse_anonymous_access, take_tenants
+from proxy.setup.tenancy import refuse_anonymous_access, apply_tenants
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
@@ -92,7 +92,7 @@ class App:
             self.fleet.roster.add(spec)
         self.router = Router(router_settings(config), self.fleet)
         keys = self._keys = keys or SecretKeys.read(config, str(source))
-        take_tenants(self.router.tenants, config, keys.tenants)
+        apply_tenants(self.router.tenants, config, keys.tenants)
         self.metrics = Metrics(self.router)
         kv_connector = connector(config.transfer) if config.transfer is not None else None
         self.wire = WireServer(
@@ -117,7 +117,7 @@ class App:
         self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
         if self.tracing is not None:
             self.metrics.begin_trace = self.tracing.begin
-            self.metrics.at_end += (self.tracing.ended,)
+            self.metrics.at_end += (self.tracing.export_request,)
         self.batches = self._batches(config.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
         self.drained: Callable[[str, bool, bool], None] = _ignore_drain  # reports to other hosts
@@ -269,7 +269,7 @@ class App:
         if self.source is None:
             raise ProxyError("the router was not started from a file; there is nothing to reload")
         async with self._reloading:
-            changed = self.apply_config(await asyncio.to_thread(self._read_again, self.source))
+            changed = self.apply_config(await asyncio.to_thread(self._reread_config, self.source))
             if self.siblings is not None:
                 self.siblings.reloaded(self.config, self._keys)
         logger.info("reloaded %s: %d workers", self.source, len(self.fleet.roster))
@@ -303,7 +303,7 @@ class App:
         # Followers get their workers from the leader.
         workers = [w.spec for w in self.fleet.roster] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
-        take_tenants(self.router.tenants, config, keys.tenants)
+        apply_tenants(self.router.tenants, config, keys.tenants)
         self.admin_key.set(keys.admin)
         self.journals.set_key(keys.journal)
         for shown, tls in (
@@ -320,7 +320,7 @@ class App:
             self.batches.reconfigure(config.router.batches)
         return changed
 
-    def _read_again(self, source: Path) -> FleetConfig:
+    def _reread_config(self, source: Path) -> FleetConfig:
         """Read the file; workers keep the addresses that `up` chose for them."""
         config = self._read(source)
         known = {worker.name: worker for worker in self.config.workers}

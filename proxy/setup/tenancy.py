@@ -22,7 +22,7 @@ HASH_PATTERN = re.compile(r"sha256:([0-9a-f]{64})")
 KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
 
 
-def take_tenants(tenants: Tenants, config: FleetConfig, keys: Mapping[bytes, str]) -> None:
+def apply_tenants(tenants: Tenants, config: FleetConfig, keys: Mapping[bytes, str]) -> None:
     """Set the tenants and their keys."""
     tenants.replace([tenant_spec(tenant, config) for tenant in config.tenants], keys)
 

@@ -86,14 +86,14 @@ class LiveRecorder:
 
     # Called by the data path while recording
 
-    def saw_tokens(self, seen: ObservedRequest, now: float) -> None:
+    def record_tokens(self, seen: ObservedRequest, now: float) -> None:
         ticks = seen.ticks
         if ticks is None:
             seen.ticks = [now]
         elif not ticks or (now - ticks[-1] >= MIN_TICK_INTERVAL_S and len(ticks) < MAX_TICKS):
             ticks.append(now)
 
-    def ended(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
+    def record_end(self, seen: ObservedRequest, now: float, status: int, reason: Reason) -> None:
         """Record the end of a request; a reported request's end is never left out."""
         reported = self._reported.pop(seen.number, None)
         if reported is None and len(self._ended) >= MAX_ROWS:

@@ -137,14 +137,14 @@ class Logs:
         if metrics is None:
             return
         self.requests = wanted
-        others = tuple(hook for hook in metrics.at_end if hook != self.ended)
-        metrics.at_end = (*others, self.ended) if wanted else others
+        others = tuple(hook for hook in metrics.at_end if hook != self.log_end)
+        metrics.at_end = (*others, self.log_end) if wanted else others
         metrics.keeps_prompts = wanted and self.settings.prompts
 
-    def ended(
+    def log_end(
         self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
     ) -> None:
-        fields = account(seen, now, route, status, reason)
+        fields = log_fields(seen, now, route, status, reason)
         if seen.prompt:
             fields["prompt"] = seen.prompt[:MAX_PROMPT_BYTES].decode(errors="replace")
         if self.settings.format == "json":
@@ -181,7 +181,7 @@ class LogHandler(logging.Handler):
         self._logs.writer.flush()
 
 
-def account(
+def log_fields(
     seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
 ) -> dict[str, Any]:
     ask, decision = seen.ask, seen.decision
@@ -202,12 +202,12 @@ def account(
         "sent_bytes": seen.sent_bytes,
         "output_tokens": None if first is None else seen.opening + seen.tokens,
         "queue_ms": milliseconds(seen.queue_s),
-        "prefill_ms": between(placed, first if handover is None else prefilled),
-        "transfer_ms": None if handover is None else between(prefilled, first),
-        "decode_ms": between(first, now),
-        "ttft_ms": between(seen.started, first),
+        "prefill_ms": ms_between(placed, first if handover is None else prefilled),
+        "transfer_ms": None if handover is None else ms_between(prefilled, first),
+        "decode_ms": ms_between(first, now),
+        "ttft_ms": ms_between(seen.started, first),
         "predicted_ttft_ms": None if predicted is None else milliseconds(predicted),
-        "total_ms": between(seen.started, now),
+        "total_ms": ms_between(seen.started, now),
     }
 
 
@@ -241,7 +241,7 @@ def outcome(status: int) -> str:
     return "failed" if status >= SERVER_ERROR else "refused"
 
 
-def between(start: float | None, end: float | None) -> float | None:
+def ms_between(start: float | None, end: float | None) -> float | None:
     """Return the milliseconds between two times, or None."""
     return None if start is None or end is None else milliseconds(end - start)
 

@@ -60,7 +60,7 @@ class Tracing:
         """Return a new trace, or continue the client's."""
         return Trace.begin(traceparent, sample=self._chance() < self._share)
 
-    def ended(
+    def export_request(
         self, seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
     ) -> None:
         trace = seen.trace

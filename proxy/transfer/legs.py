@@ -8,7 +8,7 @@ import orjson
 
 from proxy.core.model.route_table import BY_NAME
 from proxy.core.model.types import RequestInfo
-from proxy.core.request.json_edit import members, spliced
+from proxy.core.request.json_edit import members, edit_members
 from proxy.transfer.types import NOTHING, Connector, Fields, Pair, PrefillResult
 
 ONE, FALSE = b"1", b"false"
@@ -30,7 +30,7 @@ def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes
         fields["min_tokens"] = ONE
     if ask.route == "messages" and not connector.is_marked and _may_think_long(ask, body):
         fields[THINKING] = None
-    return spliced(body, fields, ask.field_names)
+    return edit_members(body, fields, ask.field_names)
 
 
 def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
@@ -56,7 +56,7 @@ def decode_body(
     fields = connector.decode(pair, taken)
     if id_fields := _id(connector, pair, ask):
         fields = {**fields, **id_fields}
-    return spliced(body, fields, ask.field_names) if fields else body
+    return edit_members(body, fields, ask.field_names) if fields else body
 
 
 def _id(connector: Connector, pair: Pair, ask: RequestInfo) -> Fields:

@@ -61,7 +61,7 @@ class ServedExchange(Conversation, Expiring, Protocol):
 
     record: RequestRecord
 
-    def placed(self, now: float, placed: Lease | Refusal) -> None:
+    def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
         """Handle the end of queueing."""
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
@@ -114,10 +114,10 @@ class WireContext(Protocol):
     ) -> Conversation:
         """Return a conversation."""
 
-    def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
+    def count_refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
         """Count a request refused by its head."""
 
-    def answered(
+    def count_answered(
         self,
         route: str,
         status: int,
@@ -128,37 +128,37 @@ class WireContext(Protocol):
     ) -> None:
         """Count a request that reached no worker."""
 
-    def client_came(self, client: ServedClient) -> None:
+    def add_client(self, client: ServedClient) -> None:
         """Keep a connection."""
 
-    def client_left(self, client: ServedClient) -> None:
+    def remove_client(self, client: ServedClient) -> None:
         """Forget a connection."""
 
-    def reading_paused(self, client: ServedClient) -> None:
+    def watch_client(self, client: ServedClient) -> None:
         """Check the client regularly."""
 
-    def reading_resumed(self, client: ServedClient) -> None:
+    def unwatch_client(self, client: ServedClient) -> None:
         """Stop these checks."""
 
-    def exchange_began(self, exchange: ServedExchange) -> None:
+    def add_exchange(self, exchange: ServedExchange) -> None:
         """Keep an exchange."""
 
-    def exchange_over(self, exchange: ServedExchange) -> None:
+    def remove_exchange(self, exchange: ServedExchange) -> None:
         """Forget an exchange."""
 
-    def visit_began(self, visit: Conversation) -> None:
+    def add_visit(self, visit: Conversation) -> None:
         """Keep a visit."""
 
-    def visit_over(self, visit: Conversation) -> None:
+    def remove_visit(self, visit: Conversation) -> None:
         """Forget a visit."""
 
-    def release_began(self, release: Expiring) -> None:
+    def add_release(self, release: Expiring) -> None:
         """Keep a block release."""
 
-    def release_over(self, release: Expiring) -> None:
+    def remove_release(self, release: Expiring) -> None:
         """Forget a block release."""
 
-    def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
+    def make_tokenize_request(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
         """Return a new /tokenize request."""
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:

@@ -16,7 +16,7 @@ PATHS = ("/v1/files/", "/v1/batches/")
 ROUTES = frozenset(["files", "batches"])
 
 
-def absent(head: RequestHead) -> Refusal | None:
+def refuse_disabled(head: RequestHead) -> Refusal | None:
     """Return the refusal of a batch path if batches are disabled."""
     if not f"{head.path}/".startswith(PATHS):
         return None
@@ -30,7 +30,7 @@ class Recipient(Protocol):
     def write(self, data: bytes, /) -> None:
         """Send a piece, including head and framing."""
 
-    def done(self, now: float, *, keep_alive: bool) -> None:
+    def end_response(self, now: float, *, keep_alive: bool) -> None:
         """End a complete response."""
 
     def break_off(self) -> None:

@@ -106,7 +106,7 @@ class WireServer:
         self._ids = count(1)
         self._id_prefix = os.urandom(8).hex().encode()
         metrics.upstream_connections = self.pools.counts
-        metrics.under_way = self._under_way
+        metrics.under_way = self._records_in_flight
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen on `sock` or a new socket."""
@@ -142,20 +142,20 @@ class WireServer:
         give_up = self.clock() + deadline_s
         self.leaving = True
         if notice_s := min(self.settings.drain_notice_s, deadline_s):
-            await self._until(lambda: False, self.clock() + notice_s)
+            await self._wait_until(lambda: False, self.clock() + notice_s)
         self.draining = True
         for server in self._servers:
             server.close()
         for client in list(self.clients):
             client.close_if_idle(self.clock())
-        await self._until(lambda: not self.exchanges and not self.visits, give_up)
+        await self._wait_until(lambda: not self.exchanges and not self.visits, give_up)
         now = self.clock()
         for conversation in [*self.exchanges, *self.visits]:
             conversation.end_for_shutdown(now)
         for client in list(self.clients):
             client.close_for_drain(now)
-        await self._until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
-        await self._until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
+        await self._wait_until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
+        await self._wait_until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
         await self.close()
 
     async def close(self) -> None:
@@ -164,9 +164,9 @@ class WireServer:
             server.close()
         for client in list(self.clients):
             client.abort()
-        await self._until(lambda: not self.clients, self.clock() + MIN_CLOSE_S)
+        await self._wait_until(lambda: not self.clients, self.clock() + MIN_CLOSE_S)
         self.pools.close()
-        self.router.fleet.settle(self.clock())
+        self.router.fleet.start_due_decodes(self.clock())
         self.ticks.stop()
 
     def reconfigure(self, settings: WireSettings) -> None:
@@ -192,7 +192,7 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            found = extension.absent(head) if self.extension is None else self.extension.find(head)
+            found = extension.refuse_disabled(head) if self.extension is None else self.extension.find(head)
             route = found or route
         if isinstance(route, Refusal):
             head.refusal = route
@@ -206,7 +206,7 @@ class WireServer:
             return self.extension.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
-    def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
+    def make_tokenize_request(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
         self.ticks.shorten()
@@ -226,10 +226,10 @@ class WireServer:
     def dispatch_queued(self, now: float) -> None:
         if not self.queued:
             return
-        for ticket, placed in self.router.due(now):
+        for ticket, placed in self.router.pop_due(now):
             exchange = self.queued.pop(ticket)
             try:
-                exchange.placed(now, placed)
+                exchange.placement_decided(now, placed)
             except Exception:  # the others are already charged
                 logger.exception("cannot send a queued request to its worker")
                 exchange.end_for_shutdown(now)
@@ -245,10 +245,10 @@ class WireServer:
                 self.metrics.connects_failed,
             )
 
-    def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
-        self.answered(NONE, refusal.status, refusal.reason, request, self.clock(), len(answer))
+    def count_refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
+        self.count_answered(NONE, refusal.status, refusal.reason, request, self.clock(), len(answer))
 
-    def answered(
+    def count_answered(
         self,
         route: str,
         status: int,
@@ -258,57 +258,57 @@ class WireServer:
         sent_bytes: int,
     ) -> None:
         metrics, now = self.metrics, self.clock()
-        metrics.request_done(FinishedRequest(route, status, reason, now - began))
+        metrics.count_request(FinishedRequest(route, status, reason, now - began))
         for callback in metrics.at_end:
             record = RequestRecord()
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
             callback(record, now, route, status, reason)
 
-    def exchange_began(self, exchange: ServedExchange) -> None:
+    def add_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.add(exchange)
 
-    def exchange_over(self, exchange: ServedExchange) -> None:
+    def remove_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.discard(exchange)
         if not self.exchanges:
             self._wake()
 
-    def visit_began(self, visit: Conversation) -> None:
+    def add_visit(self, visit: Conversation) -> None:
         self.visits.add(visit)
 
-    def visit_over(self, visit: Conversation) -> None:
+    def remove_visit(self, visit: Conversation) -> None:
         self.visits.discard(visit)
         if not self.visits:
             self._wake()
 
-    def release_began(self, release: Expiring) -> None:
+    def add_release(self, release: Expiring) -> None:
         self.releases.add(release)
 
-    def release_over(self, release: Expiring) -> None:
+    def remove_release(self, release: Expiring) -> None:
         self.releases.discard(release)
         if not self.releases:
             self._wake()
 
-    def client_came(self, client: ServedClient) -> None:
+    def add_client(self, client: ServedClient) -> None:
         self.clients.add(client)
         self.metrics.client_connections = len(self.clients)
 
-    def client_left(self, client: ServedClient) -> None:
+    def remove_client(self, client: ServedClient) -> None:
         self.clients.discard(client)
         self.metrics.client_connections = len(self.clients)
         if not self.clients:
             self._wake()
 
-    def reading_paused(self, client: ServedClient) -> None:
+    def watch_client(self, client: ServedClient) -> None:
         self.unread.add(client)
 
-    def reading_resumed(self, client: ServedClient) -> None:
+    def unwatch_client(self, client: ServedClient) -> None:
         self.unread.discard(client)
 
     @property
     def encrypted(self) -> bool:
         return self.tls is not None
 
-    def _under_way(self) -> Iterator[RequestRecord]:
+    def _records_in_flight(self) -> Iterator[RequestRecord]:
         return (exchange.record for exchange in self.exchanges)
 
     def new_id(self) -> bytes:
@@ -318,7 +318,7 @@ class WireServer:
         if self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
-    async def _until(self, over: Callable[[], bool], give_up: float) -> None:
+    async def _wait_until(self, over: Callable[[], bool], give_up: float) -> None:
         while not over() and (left := give_up - self.clock()) > 0:
             self._quiet = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._quiet], timeout=left)
@@ -347,4 +347,4 @@ class WireServer:
             exchange.condense_text()
         self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
         self.moves.step(now)
-        self.router.fleet.settle(now)
+        self.router.fleet.start_due_decodes(now)

@@ -39,7 +39,7 @@ class Ticks:
 
     def start(self) -> None:
         if self.timer is None:
-            self._ring(SWEEP_INTERVAL_S)
+            self._schedule_tick(SWEEP_INTERVAL_S)
 
     def stop(self) -> None:
         if self.timer is not None:
@@ -51,9 +51,9 @@ class Ticks:
         if not self._is_short and self.timer is not None:
             self.timer.cancel()
             self._is_short = True
-            self._ring(SHORT_TICK_S)
+            self._schedule_tick(SHORT_TICK_S)
 
-    def _ring(self, pause_s: float) -> None:
+    def _schedule_tick(self, pause_s: float) -> None:
         self.due = time.monotonic() + pause_s
         self.timer = asyncio.get_running_loop().call_later(pause_s, self.tick)
 
@@ -62,7 +62,7 @@ class Ticks:
         late_s = max(time.monotonic() - self.due, 0.0)
         self._lag.observe(late_s)
         self._is_short = self._needs_short()
-        self._ring(SHORT_TICK_S if self._is_short else SWEEP_INTERVAL_S)
+        self._schedule_tick(SHORT_TICK_S if self._is_short else SWEEP_INTERVAL_S)
         # Data that arrived during a suspension is unread: skip one tick's deadlines. Never skip two
         # in a row, or an overloaded process would enforce none.
         self._skipped = late_s > SUSPENDED_LAG_S and not self._skipped

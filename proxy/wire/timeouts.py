@@ -39,7 +39,7 @@ def extra_timeout_s(lease: Lease, now: float, usual_s: float, late_at: float = i
 def is_only_slow(lease: Lease, now: float) -> bool:
     """Return True if the worker computes and the request is no stream."""
     ask = lease.ask
-    return ask.computes and not ask.stream and lease.worker.shows_progress(now)
+    return ask.needs_engine and not ask.stream and lease.worker.shows_progress(now)
 
 
 def decode_timeout_s(lease: Lease, within_s: float) -> float:

@@ -38,7 +38,7 @@ class WriteBatch:
         self._loop.call_soon(self._end_turn)
         transport.writelines(pieces)
 
-    def holds(self, transport: asyncio.Transport) -> bool:
+    def has_pending(self, transport: asyncio.Transport) -> bool:
         """Return True if a write to this connection is held."""
         return any(waiting is transport for waiting, _ in self._waiting)
 

@@ -52,7 +52,7 @@ def test_outcome_latencies() -> None:
     ],
 )
 def test_targets_are_met_or_missed(targets: Targets, met: list[bool]) -> None:
-    assert [targets.met_by(each) for each in OUTCOMES] == met
+    assert [targets.is_met_by(each) for each in OUTCOMES] == met
 
 
 def test_targets_are_read_in_milliseconds() -> None:

@@ -57,10 +57,10 @@ def test_lines_are_printed_at_intervals(
     now = 100.0
     monkeypatch.setattr("vllm_sched.cli.progress_bar.time.monotonic", lambda: now)
     lines = progress_bar.ProgressLines("bench")
-    lines.tell("too soon")
-    lines.say("begins")
+    lines.print_sometimes("too soon")
+    lines.print_line("begins")
     for now in (109.0, 110.0, 119.9, 120.0):
-        lines.tell(f"at {now:g}")
+        lines.print_sometimes(f"at {now:g}")
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines() == [
@@ -73,11 +73,11 @@ def test_nothing_is_printed_without_stderr(
 ) -> None:
     """With `2>&-`, progress lines must not be in the result."""
     monkeypatch.setattr(sys, "stderr", None)
-    progress_bar.ProgressLines("bench").say("anything")
+    progress_bar.ProgressLines("bench").print_line("anything")
     assert progress_bar.terminal(Console(file=io.StringIO())) is None
     assert capsys.readouterr().out == ""
 
 
 def test_closed_pipe_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", ClosedPipe())
-    progress_bar.ProgressLines("bench").say("anything")
+    progress_bar.ProgressLines("bench").print_line("anything")

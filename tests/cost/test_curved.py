@@ -42,7 +42,7 @@ def test_the_largest_chunk_fits_and_one_more_token_does_not() -> None:
 
         def took(tokens: int, shape: StepShape = shape, context: int = context) -> float:
             chunk = [Chunk(tokens, context)]
-            return CURVED.seconds(StepShape.of(chunk, shape.decodes, shape.context_tokens))
+            return CURVED.seconds(StepShape.from_chunks(chunk, shape.decodes, shape.context_tokens))
 
         assert not found or took(found) <= seconds + 1e-9
         assert took(found + 1) > seconds - 1e-9
@@ -51,7 +51,7 @@ def test_the_largest_chunk_fits_and_one_more_token_does_not() -> None:
 def test_what_a_chunk_adds_to_a_decode() -> None:
     alone = CURVED.seconds(StepShape(decodes=1, context_tokens=9))
     chunk = Chunk(300, 1000)
-    together = CURVED.seconds(StepShape.of([chunk], 1, 9))
+    together = CURVED.seconds(StepShape.from_chunks([chunk], 1, 9))
     assert alone + CURVED.chunk_seconds(chunk) == pytest.approx(together)
 
 

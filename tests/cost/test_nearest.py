@@ -12,8 +12,8 @@ from vllm_sched.cost.step_time import Chunk, StepShape, TimedStep
 
 SHAPES = [
     *(StepShape(decodes=b, context_tokens=1000 * b) for b in (1, 8, 32)),
-    *(StepShape.of([Chunk(n, 0)], 0, 0) for n in (500, 2000)),
-    StepShape.of([Chunk(1000, 0)], 8, 8000),
+    *(StepShape.from_chunks([Chunk(n, 0)], 0, 0) for n in (500, 2000)),
+    StepShape.from_chunks([Chunk(1000, 0)], 8, 8000),
 ]
 
 

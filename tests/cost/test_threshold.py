@@ -14,7 +14,7 @@ from vllm_sched.cost.threshold import (
     asymptotic,
     closed_form,
     lower_lambert,
-    to_run,
+    recommended,
 )
 from vllm_sched.errors import UsageError
 
@@ -31,13 +31,13 @@ A100_8B = StepTime(
 def paper(**changes: float) -> Regime:
     """Return the paper's regime, with separate prefill and decode steps."""
     time = StepTime(**{**A100_8B.to_json(), **changes})
-    return Regime.of(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
+    return Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
 
 
 def mixed(delta: float, *, slots: int = 256, mean_output: float = 200) -> Regime:
     """Return vLLM V1's regime, with mixed steps."""
     time = StepTime(**{**A100_8B.to_json(), "mixed_s": delta})
-    return Regime.of(time, slots=slots, mean_output=mean_output, mean_prompt=220)
+    return Regime.from_step_time(time, slots=slots, mean_output=mean_output, mean_prompt=220)
 
 
 @pytest.mark.parametrize("exponent", [1e-12, 1e-6, 0.006, 0.5, 1.0, 30.0, 1e6])
@@ -71,7 +71,7 @@ def test_example_of_the_theory() -> None:
     assert regime.at_once == pytest.approx(1.77, abs=0.01)
     # Half of the best keeps 99.5 %.
     assert exact.solve_for(13).throughput > 0.994 * exact.solve_for(26).throughput
-    assert to_run(regime) == 13
+    assert recommended(regime) == 13
 
 
 @pytest.mark.parametrize("decodes_pause", [True, False])
@@ -88,7 +88,7 @@ def test_closed_form_loses_at_most_one_percent(
         prefill_s=9.5e-5,
         mixed_s=fixed_s,
     )
-    regime = Regime.of(
+    regime = Regime.from_step_time(
         time, slots=slots, mean_output=mean_output, mean_prompt=220, decodes_pause=decodes_pause
     )
     exact = Recursion(regime)
@@ -103,7 +103,7 @@ def test_free_mixed_steps_defer_nothing() -> None:
     regime = mixed(0.0)
     assert closed_form(regime) == 1
     assert asymptotic(regime) == 1.0
-    assert to_run(regime) == 1
+    assert recommended(regime) == 1
     exact = Recursion(regime)
     assert exact.best() == 1
     assert exact.solve_for(64).throughput < 0.98 * exact.solve_for(1).throughput
@@ -125,30 +125,30 @@ def test_threshold_grows_with_the_cost_of_mixed_steps() -> None:
 def test_small_gain_gives_threshold_one() -> None:
     regime = mixed(0.0015)
     assert closed_form(regime) > 4
-    assert to_run(regime) == 1
+    assert recommended(regime) == 1
 
 
 def test_threshold_is_capped_by_the_prompts_of_one_step() -> None:
     time = StepTime(**{**A100_8B.to_json(), "mixed_s": 0.012})
-    regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, budget=2048)
+    regime = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220, budget=2048)
     assert regime.largest == 9
     assert closed_form(regime) == 9
-    longer = Regime.of(time, slots=256, mean_output=200, mean_prompt=4000, budget=2048)
-    assert closed_form(longer) == to_run(longer) == 1
+    longer = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=4000, budget=2048)
+    assert closed_form(longer) == recommended(longer) == 1
 
 
 def test_itl_target_caps_the_threshold() -> None:
     regime = paper()
-    capped = to_run(regime, itl_s=0.2)
+    capped = recommended(regime, itl_s=0.2)
     assert 1 < capped < 13
     assert regime.pause(capped) <= 0.2 < regime.pause(capped + 1)
-    assert to_run(regime, itl_s=0.05) == 1
-    assert to_run(regime, itl_s=1e306) == to_run(regime)
+    assert recommended(regime, itl_s=0.05) == 1
+    assert recommended(regime, itl_s=1e306) == recommended(regime)
 
 
 def test_max_delay_caps_the_threshold() -> None:
     regime = paper()
-    capped = to_run(regime, max_delay_s=0.1)
+    capped = recommended(regime, max_delay_s=0.1)
     assert 1 < capped < 13
     assert regime.hold(capped) <= 0.1 < regime.hold(capped + 1)
 
@@ -160,13 +160,13 @@ def test_floor_acts_as_a_fixed_cost_of_small_batches() -> None:
     assert exact.solve_for(found).throughput >= 0.99 * exact.solve_for(best).throughput
     # In mixed steps whose decodes take longer the floor costs nothing.
     time = StepTime(decode_fixed_s=0.03, decode_s=1e-4, floor_s=0.05, prefill_s=1e-4)
-    riding = Regime.of(time, slots=256, mean_output=200, mean_prompt=220)
+    riding = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220)
     assert riding.floor_s == 0.0
 
 
 def test_single_slot_gives_threshold_one() -> None:
     regime = Regime(1, 10.0, 0.01, 0.0, 0.01, 0.02)
-    assert closed_form(regime) == to_run(regime) == 1
+    assert closed_form(regime) == recommended(regime) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_single_slot_gives_threshold_one() -> None:
 def test_impossible_regime_is_refused(change: dict[str, float], message: str) -> None:
     given = {"slots": 256, "mean_output": 200.0, "mean_prompt": 220.0, **change}
     with pytest.raises(UsageError, match=message):
-        Regime.of(A100_8B, **given)  # type: ignore[arg-type]
+        Regime.from_step_time(A100_8B, **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("decodes_pause", [True, False])
@@ -194,7 +194,7 @@ def test_closed_form_with_a_floor_loses_at_most_one_percent(
         decode_fixed_s=0.010, decode_s=1e-4, prefill_fixed_s=0.011, mixed_s=0.002, prefill_s=1e-4,
         floor_s=floor_s,
     )  # fmt: skip
-    regime = Regime.of(
+    regime = Regime.from_step_time(
         time, slots=slots, mean_output=mean_output, mean_prompt=150, decodes_pause=decodes_pause
     )
     exact = Recursion(regime)
@@ -205,7 +205,7 @@ def test_closed_form_with_a_floor_loses_at_most_one_percent(
 
 
 def test_floor_with_short_answers_gives_the_best_threshold() -> None:
-    regime = Regime.of(LINEAR_70B, slots=16, mean_output=13, mean_prompt=100)
+    regime = Regime.from_step_time(LINEAR_70B, slots=16, mean_output=13, mean_prompt=100)
     exact = Recursion(regime)
     assert exact.solve_for(3).throughput > 1.05 * exact.solve_for(1).throughput
     assert closed_form(regime) == exact.best() == 3

@@ -210,14 +210,14 @@ def test_the_journal_has_all_tokens() -> None:
     scheduler = make_scheduler()
     journal = journal_of(scheduler)
     request = continued(prompt=40, output=10)
-    journal.arrived(request)
+    journal.record_arrival(request)
     scheduler.add_request(request)
     assert journal.snapshot()[0][2:] == (40, b"", 0, True, [])
     published = []
     for _ in range(3):
         output = scheduler.schedule()
-        journal.scheduled(output)
-        message = journal.take(scheduler.update_from_output(output, answer(scheduler, output)))
+        journal.record_schedule(output)
+        message = journal.pop_step(scheduler.update_from_output(output, answer(scheduler, output)))
         assert message is not None
         published += message.tokens
     assert published == [*SO_FAR, 7, 7, 7]

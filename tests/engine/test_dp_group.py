@@ -47,31 +47,31 @@ def ranks(path: Path) -> tuple[DpGroup, DpGroup]:
 def test_rank_reads_the_steps_of_other_ranks_at_a_time(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
-    assert reader.others_at(10.05) == [FIRST]
-    assert writer.others_at(10.05) == []
+    assert reader.other_shapes_at(10.05) == [FIRST]
+    assert writer.other_shapes_at(10.05) == []
     writer.end(1, 10.1)
     writer.begin(2, 10.1, SECOND)
     # The reader's result comes later than the writer's next step.
-    assert reader.others_at(10.05) == [FIRST]
-    assert reader.others_at(10.15) == [SECOND]
+    assert reader.other_shapes_at(10.05) == [FIRST]
+    assert reader.other_shapes_at(10.15) == [SECOND]
 
 
 def test_first_of_two_steps_in_flight_counts_as_computed(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     writer.begin(2, 10.01, SECOND)
-    assert reader.others_at(10.05) == [FIRST]
+    assert reader.other_shapes_at(10.05) == [FIRST]
     writer.end(1, 10.1)
-    assert reader.others_at(10.05) == [FIRST]
-    assert reader.others_at(10.15) == [SECOND]
+    assert reader.other_shapes_at(10.05) == [FIRST]
+    assert reader.other_shapes_at(10.15) == [SECOND]
 
 
 def test_idle_rank_has_no_step(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
-    assert reader.others_at(10.0) == []
+    assert reader.other_shapes_at(10.0) == []
     writer.begin(1, 10.0, FIRST)
     writer.end(1, 10.1)
-    assert reader.others_at(10.2) == []
+    assert reader.other_shapes_at(10.2) == []
 
 
 def test_step_without_a_result_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]) -> None:
@@ -79,7 +79,7 @@ def test_step_without_a_result_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]
     writer.begin(1, 10.0, FIRST)
     writer.begin(2, 10.1, SECOND)
     writer.end(2, 10.2)
-    assert reader.others_at(10.3) == []
+    assert reader.other_shapes_at(10.3) == []
 
 
 @pytest.mark.parametrize(
@@ -105,16 +105,16 @@ def test_ring_holds_the_last_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     for number in range(RING_RECORDS):
         writer.begin(number, number / 100, StepShape(number))
-    assert reader.others_at(0.005) == [StepShape(0)]
+    assert reader.other_shapes_at(0.005) == [StepShape(0)]
     reader, writer = DpGroup(writer._path, 0, 2), DpGroup(writer._path, 1, 2)
     for number in range(3 * RING_RECORDS):
         writer.begin(number, float(number), StepShape(number))
-        assert reader.others_at(number + 0.5) == [StepShape(number)]
+        assert reader.other_shapes_at(number + 0.5) == [StepShape(number)]
         writer.end(number, number + 1.0)
     # Steps without results overwrite each other.
     for number in range(3 * RING_RECORDS, 6 * RING_RECORDS):
         writer.begin(number, float(number), StepShape(number))
-    assert len(reader.others_at(6.0 * RING_RECORDS)) <= 1
+    assert len(reader.other_shapes_at(6.0 * RING_RECORDS)) <= 1
 
 
 def test_reader_survives_a_writer_that_dies(path: Path) -> None:
@@ -127,19 +127,19 @@ def test_reader_survives_a_writer_that_dies(path: Path) -> None:
         assert writer.stdout is not None
         writer.stdout.readline()
         while writer.poll() is None:
-            for shape in reader.others_at(15.0):
+            for shape in reader.other_shapes_at(15.0):
                 assert len(set(dataclasses.astuple(shape))) == 1
     assert writer.returncode == 9
     # The writer's last step never ended, so it counts until `MAX_STEP_S`.
-    assert reader.others_at(30.1) == [FIRST]
-    assert reader.others_at(30.1 + MAX_STEP_S) == []
+    assert reader.other_shapes_at(30.1) == [FIRST]
+    assert reader.other_shapes_at(30.1 + MAX_STEP_S) == []
 
 
 def test_restarted_rank_erases_its_old_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     DpGroup(writer._path, 1, 2)
-    assert reader.others_at(10.05) == []
+    assert reader.other_shapes_at(10.05) == []
 
 
 def test_torn_record_is_ignored(path: Path, ranks: tuple[DpGroup, DpGroup]) -> None:
@@ -151,10 +151,10 @@ def test_torn_record_is_ignored(path: Path, ranks: tuple[DpGroup, DpGroup]) -> N
         torn[at] ^= 0x41
         with path.open("r+b") as file:
             file.write(torn)
-        assert reader.others_at(10.05) in ([], [FIRST])
+        assert reader.other_shapes_at(10.05) in ([], [FIRST])
     with path.open("r+b") as file:
         file.write(before)
-    assert reader.others_at(10.05) == [FIRST]
+    assert reader.other_shapes_at(10.05) == [FIRST]
 
 
 def test_symbolic_link_is_refused(path: Path) -> None:

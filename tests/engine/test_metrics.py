@@ -63,13 +63,13 @@ def test_metrics_have_their_type_help_and_labels(
     state = EngineState()
     for name, (_, labels) in GAUGES.items():
         state.gauges[name][tuple("x" * len(labels))] = 1.0
-    recorder.stepped("mixed", 3, 2, 0.5)
-    recorder.predicted("mixed", 0.4, 0.5)
-    recorder.admitted("p", "x")
-    recorder.held("p", 1.0)
+    recorder.count_step("mixed", 3, 2, 0.5)
+    recorder.count_prediction("mixed", 0.4, 0.5)
+    recorder.count_admission("p", "x")
+    recorder.observe_hold("p", 1.0)
     recorder.write(state, 0.0)
     for name, (_, labels) in FACTS.items():
-        recorder.fact(name, 1.0, *labels)
+        recorder.set_fact(name, 1.0, *labels)
     found = families(registry)
     assert len(found) == len(GAUGES) + len(FACTS) + len(COUNTERS) + 2
     for kind, catalogue in (("gauge", GAUGES | FACTS), ("counter", COUNTERS)):
@@ -85,10 +85,10 @@ def test_metrics_have_their_type_help_and_labels(
 
 
 def test_steps_and_tokens_by_kind(recorder: Metrics, registry: CollectorRegistry) -> None:
-    recorder.stepped("mixed", 100, 4, 0.2)
-    recorder.stepped("mixed", 50, 4, 0.1)
-    recorder.stepped("decode", 0, 4, 0.01)
-    recorder.stepped("empty", 0, 0)
+    recorder.count_step("mixed", 100, 4, 0.2)
+    recorder.count_step("mixed", 50, 4, 0.1)
+    recorder.count_step("decode", 0, 4, 0.01)
+    recorder.count_step("empty", 0, 0)
     recorder.write(EngineState(), 0.0)
     assert values(registry, "steps_total") == {("mixed",): 2, ("decode",): 1, ("empty",): 1}
     assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 12}
@@ -103,7 +103,7 @@ def test_step_times_have_the_buckets_of_a_histogram(
     times = (0.0005, 0.001, 0.0011, 0.2, 0.2, 9.9, 10.0, 10.1, 3600.0)
     plain = Histogram("vllm_sched_plain", "x", buckets=STEP_BUCKETS, registry=registry)
     for number, seconds in enumerate(times):
-        recorder.stepped("mixed", 1, 1, seconds)
+        recorder.count_step("mixed", 1, 1, seconds)
         plain.observe(seconds)
         if number % 4 == 3:
             recorder.write(EngineState(), 0.0)
@@ -117,9 +117,9 @@ def test_step_times_have_the_buckets_of_a_histogram(
 def test_predicted_and_observed_times_are_summed(
     recorder: Metrics, registry: CollectorRegistry
 ) -> None:
-    recorder.stepped("decode", 0, 1, 0.3)  # no prediction
-    recorder.predicted("decode", 0.2, 0.3)
-    recorder.predicted("decode", 0.2, 0.1)
+    recorder.count_step("decode", 0, 1, 0.3)  # no prediction
+    recorder.count_prediction("decode", 0.2, 0.3)
+    recorder.count_prediction("decode", 0.2, 0.1)
     recorder.write(EngineState(), 0.0)
     found = {
         name: values(registry, f"{name}_total")["decode",]
@@ -165,7 +165,7 @@ def test_number_of_lane_labels_is_bounded(recorder: Metrics, registry: Collector
     state = EngineState()
     for i in range(100):
         state.gauges["requests_waiting"]["p", f"tenant {i}"] = 1.0
-        recorder.admitted("p", f"tenant {i}")
+        recorder.count_admission("p", f"tenant {i}")
     recorder.write(state, 0.0)
     waiting = values(registry, "requests_waiting")
     assert len(waiting) == metrics.MAX_LABELS + 1
@@ -182,10 +182,10 @@ def test_first_labels_are_kept() -> None:
 
 
 def test_metrics_are_written_at_intervals(recorder: Metrics) -> None:
-    assert recorder.due(0.0)
+    assert recorder.is_due(0.0)
     recorder.write(EngineState(), 0.0)
-    assert not recorder.due(metrics.WRITE_EVERY_S / 2)
-    assert recorder.due(metrics.WRITE_EVERY_S)
+    assert not recorder.is_due(metrics.WRITE_EVERY_S / 2)
+    assert recorder.is_due(metrics.WRITE_EVERY_S)
 
 
 def test_two_engines_in_one_process_do_not_collide() -> None:

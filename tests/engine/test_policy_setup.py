@@ -205,7 +205,7 @@ def test_engines_with_policies_compile_logprobs_at_start(
     made.model_config.runner_type = runner
     calls: list[Any] = []
     executor: Any = SimpleNamespace(vllm_config=made, collective_rpc=calls.append)
-    plugin._compiling_logprobs(lambda _: None)(executor)
+    plugin._with_logprobs(lambda _: None)(executor)
     assert calls == ([plugin.compile_logprobs] if compiles else [])
 
 

@@ -386,7 +386,7 @@ def test_correct_model_has_no_prediction_error(
                 steps += 1
                 note = scheduler._in_flight._steps[-1]
                 chunks = list(note.chunks.values())
-                shape = StepShape.of(chunks, note.decodes, note.context_tokens)
+                shape = StepShape.from_chunks(chunks, note.decodes, note.context_tokens)
                 seconds = right.seconds(shape)
                 # In a synchronous engine, decodes also wait between two steps.
                 seconds -= BETWEEN if at_once == 1 and shape.decodes else 0.0

@@ -176,9 +176,9 @@ def test_empty_log_is_a_valid_file() -> None:
 
 def test_oldest_entries_are_dropped() -> None:
     trace = EngineTrace(most_entries=50)
-    trace.arrived(0.0, "a", 10)
+    trace.record_arrival(0.0, "a", 10)
     for i in range(100):
-        trace.stepped(step(i, i, i + 1.0, decode={"a": 1, "b": 1, "c": 1}))
+        trace.record_step(step(i, i, i + 1.0, decode={"a": 1, "b": 1, "c": 1}))
         assert len(trace) <= 50
     kept = trace.copy()
     assert [entry.number for entry in kept if isinstance(entry, StepNote)] == [*range(88, 100)]
@@ -188,7 +188,7 @@ def test_oldest_entries_are_dropped() -> None:
 
 def test_step_larger_than_the_limit_is_not_kept() -> None:
     trace = EngineTrace(most_entries=2)
-    trace.stepped(step(1, 0.0, 1.0, decode={"a": 1, "b": 1}))
+    trace.record_step(step(1, 0.0, 1.0, decode={"a": 1, "b": 1}))
     assert (len(trace), trace.copy()) == (0, [])
 
 
@@ -202,9 +202,9 @@ def test_steps_are_named_by_their_work(prefills: int, decodes: int, name: str) -
 
 def test_write_replaces_the_file_atomically(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / "out.json")
-    file.trace.arrived(0.0, "a", 1)
+    file.trace.record_arrival(0.0, "a", 1)
     file.write(1.0)
-    file.trace.arrived(0.0, "b", 1)
+    file.trace.record_arrival(0.0, "b", 1)
     file.write_aside(1.0).join()
     check(found := json.loads((tmp_path / "out.json").read_text())["traceEvents"])
     assert set(slices(found, REQUESTS)) == {"a (1 tokens)", "b (1 tokens)"}

@@ -17,7 +17,7 @@ import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.collector import Collector
-from vllm_sched.cli.fleet.up import described, placed
+from vllm_sched.cli.fleet.up import make_worker, assign_ports
 from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, tracing
 
 # With all paths that vLLM serves for such a model.
@@ -92,13 +92,13 @@ def prefill_and_decode(
         )
         for role, cpu in (("prefill", cpus[0]), ("decode", cpus[-1]))
     ]
-    return placed(FleetConfig(model="tiny", workers=tuple(workers), transfer=transfer))
+    return assign_ports(FleetConfig(model="tiny", workers=tuple(workers), transfer=transfer))
 
 
 @contextmanager
 def starting(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
     """Start all workers of a fleet, as `vllm-sched up` does; they are not ready yet."""
-    workers = {worker.name: described(fleet, worker, logs, logs) for worker in fleet.workers}
+    workers = {worker.name: make_worker(fleet, worker, logs, logs) for worker in fleet.workers}
     with ExitStack() as stack:
         for worker in workers.values():
             stack.callback(worker.stop)
@@ -157,7 +157,7 @@ def third_or_dead(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     )
     one = WorkerConfig(name=THIRD, role="decode", launch=launch)
     nixl = TransferConfig(connector="nixl")
-    fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=nixl))
+    fleet = assign_ports(FleetConfig(model="tiny", workers=(one,), transfer=nixl))
     with starting(fleet, tmp_path_factory.mktemp(THIRD)) as workers:
         yield workers[THIRD]
 

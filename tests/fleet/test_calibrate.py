@@ -22,7 +22,7 @@ FACTOR = 2.0
 def test_saved_calibration_predicts_the_workers_steps(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet = step_times.StepMeter.meet
+    meet = step_times.StepMeter.read_model
 
     async def meet_one_of_short_context(meter: step_times.StepMeter) -> None:
         await meet(meter)

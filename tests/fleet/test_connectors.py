@@ -25,7 +25,7 @@ from tests.fleet.test_handover import (
 from tests.fleet.test_handover_kinds import TEXT
 from tests.fleet.test_router import Router, Workers, routing
 from tests.fleet.test_worker import complete, gauges, prompt, settled
-from vllm_sched.cli.fleet.up import placed
+from vllm_sched.cli.fleet.up import assign_ports
 from vllm_sched.workers.launch import Worker
 
 # A prompt is one chunk, and only the files are a cache, so one worker can serve both legs.
@@ -56,7 +56,7 @@ def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, 
     transfer = TransferConfig(connector="shared-storage", path=str(folder / "kv"))
     launch = LaunchConfig(model="tiny", args=STORING, env={**ENV, **ALONE})
     one = WorkerConfig(name="stores", role="prefill", launch=launch)
-    fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
+    fleet = assign_ports(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
     with starting(fleet, folder) as workers:
         yield workers["stores"], transfer
 

@@ -18,7 +18,7 @@ from proxy.core.model.route_table import ROUTES, PromptFields, Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, RequestInfo
 from proxy.core.router import Router, RouterSettings
-from proxy.http.sse import EventStream, recounted, usage_in
+from proxy.http.sse import EventStream, replace_cached_tokens, usage_in
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, Side, usage_of
@@ -84,10 +84,10 @@ def finish_request(router: Router, lease: Lease, body: bytes, response: bytes) -
         assert known is not None
         assert first == prefill_body(NIXL, pair, lease.ask, body)
         assert second == decode_body(NIXL, pair, taken, lease.ask, body)
-        router.leases.prefilled(lease, 3.0, usage_of(answer))
+        router.leases.end_prefill(lease, 3.0, usage_of(answer))
         orjson.loads(second)
-    router.leases.first_token(lease, 4.0)
-    router.leases.tokens(lease, 1)
+    router.leases.record_first_token(lease, 4.0)
+    router.leases.record_tokens(lease, 1)
     router.leases.finish(lease, 5.0, Outcome.DONE, usage_in(response))
     assert 0.0 < router.sizer.learnt(MODEL, lease.ask.route).bytes_per_token < 1e3
 
@@ -128,7 +128,7 @@ def test_any_usage_keeps_estimates_valid(
     )
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}'
     play_request(ROUTES["/v1/chat/completions"], body, JSON_TYPE, response.encode())
-    recounted(response.encode(), 5)
+    replace_cached_tokens(response.encode(), 5)
 
 
 @EXAMPLES

@@ -18,10 +18,10 @@ import uvloop
 
 from proxy.core.model.route_table import ROUTES
 from proxy.core.request import token_estimate
-from proxy.core.request.client_fields import ClientFields, forbidden_form
+from proxy.core.request.client_fields import ClientFields, find_forbidden_in_form
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.http.response_parser import ResponseParser
-from proxy.http.sse import EventStream, recounted, usage_in, without_usage
+from proxy.http.sse import EventStream, replace_cached_tokens, usage_in, remove_usage
 from tests.fuzz import judge
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.test_bodies import FORM_TYPE, JSON_TYPE, play_request
@@ -143,7 +143,7 @@ def forms(count: int) -> Iterator[object]:
     for form in cut + changed:
         try:
             named = [
-                forbidden_form(form, FORM_TYPE, tenants=tenants, may=ClientFields())
+                find_forbidden_in_form(form, FORM_TYPE, tenants=tenants, may=ClientFields())
                 for tenants in (False, True)
             ]
             yield named, form_fields(form, FORM_TYPE), plain_model(form, FORM_TYPE)
@@ -162,7 +162,7 @@ def events(count: int) -> Iterator[object]:
         stream = EventStream()
         try:
             passed = [(stream.feed(data[a:b]), stream.tokens) for a, b in pairwise(ends)]
-            rewritten = [recounted(data, 1), without_usage(data), usage_in(data)]
+            rewritten = [replace_cached_tokens(data, 1), remove_usage(data), usage_in(data)]
             yield passed, stream.rest(), stream.usage(), stream.error_event("no", "no"), rewritten
         except Exception as error:
             yield repr(error)

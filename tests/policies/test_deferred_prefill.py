@@ -319,7 +319,7 @@ def test_paper_regime_reaches_nine_tenths_of_the_theoretical_gain(
     decodes_pause: bool, noise: float
 ) -> None:
     time = a100(mixed_s=0.012)
-    regime = Regime.of(
+    regime = Regime.from_step_time(
         time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=decodes_pause
     )
     exact = Recursion(regime)
@@ -435,7 +435,7 @@ def test_few_noisy_steps_exceed_the_itl_target() -> None:
 
 @pytest.mark.parametrize("departures", ["auto", 26])
 def test_itl_target_caps_the_departures(departures: object) -> None:
-    regime = Regime.of(a100(mixed_s=0.012), slots=256, mean_output=200, mean_prompt=220)
+    regime = Regime.from_step_time(a100(mixed_s=0.012), slots=256, mean_output=200, mean_prompt=220)
     found = {}
     for itl_ms in (60.0, 120.0, 200.0, None):
         settings: dict[str, object] = {"departures": departures, "itl_ms": itl_ms}

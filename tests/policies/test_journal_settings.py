@@ -55,5 +55,5 @@ def test_the_journal_is_set_like_a_policy_but_is_none() -> None:
     assert config == {"lanes": {}, "journal": {"endpoint": "ipc:///x"}}
     with pytest.raises(UsageError, match="unknown policy 'journal'"):
         registry.parse_settings(["journal"], [])
-    assert Side.of(config).name == "lanes"
-    assert Side.of({"journal": {"endpoint": "ipc:///x"}}).name == "none"
+    assert Side.from_policies(config).name == "lanes"
+    assert Side.from_policies({"journal": {"endpoint": "ipc:///x"}}).name == "none"

@@ -29,7 +29,7 @@ class SocketlessPublisher:
         self.journal = journal_of(scheduler)
 
     def publish_step(self, outputs: Outputs) -> None:
-        self.journal.take(outputs)
+        self.journal.pop_step(outputs)
         self.journal.snapshot()
 
 

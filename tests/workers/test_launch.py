@@ -312,8 +312,8 @@ def test_worker_at_a_given_host_and_port() -> None:
 
 @pytest.mark.usefixtures("_cpu")
 def test_side_of_policies() -> None:
-    assert Side.of({}).flags() == []
-    side = Side.of({"long_prompt": {"max_wait_s": 5}})
+    assert Side.from_policies({}).flags() == []
+    side = Side.from_policies({"long_prompt": {"max_wait_s": 5}})
     assert side == Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])
 
 

@@ -62,7 +62,7 @@ class Output(Console):
     def __init__(self) -> None:
         super().__init__(markup=False, highlight=False)
 
-    def say(self, text: str, style: str = "dim") -> None:
+    def print_text(self, text: str, style: str = "dim") -> None:
         self.print(text, style=style, soft_wrap=True)
 
     def save(
@@ -73,4 +73,4 @@ class Output(Console):
             with writing(path):
                 written = write(path)
             for each in written or (path,):
-                self.say(f"{verb} {each}")
+                self.print_text(f"{verb} {each}")

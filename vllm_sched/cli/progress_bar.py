@@ -31,7 +31,7 @@ class ProgressLines:
         self._head = f"vllm-sched {command}: "
         self._latest = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line now."""
         self._latest = time.monotonic()
         if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
@@ -40,10 +40,10 @@ class ProgressLines:
         with suppress(OSError, ValueError):
             print(f"{self._head}{text}", file=sys.stderr, flush=True)
 
-    def tell(self, text: str) -> None:
+    def print_sometimes(self, text: str) -> None:
         """Print a line unless another was printed in the last `LINE_INTERVAL_S` seconds."""
         if time.monotonic() >= self._latest + LINE_INTERVAL_S:
-            self.say(text)
+            self.print_line(text)
 
 
 class ShowProgress(Protocol):
@@ -67,11 +67,11 @@ def progress(
     """
     if (place := terminal(console)) is None:
         lines = ProgressLines(command)
-        lines.say(label + more)
+        lines.print_line(label + more)
 
         def tell(completed: float, state: str, *, line: str = "", last: bool = False) -> None:
             del completed
-            (lines.say if last else lines.tell)(line or state)
+            (lines.print_line if last else lines.print_sometimes)(line or state)
 
         yield tell
         return

@@ -100,10 +100,10 @@ def vllm_command(
     model: str, policies: Sequence[str] | None, sets: Sequence[str], flags: Sequence[str]
 ) -> list[str]:
     """Return the equivalent arguments of `vllm serve`."""
-    config = registry.parse_settings(_chosen(policies), sets)
+    config = registry.parse_settings(_chosen_policies(policies), sets)
     # Our flags come after the user's file and would replace the value from the file.
-    said, additional = _take_additional_config(expanded(flags))
-    flags, _ = _take_additional_config(readable(flags))
+    said, additional = _split_additional_config(expanded(flags))
+    flags, _ = _split_additional_config(readable(flags))
     registry.build(config, _facts(model, said))
     if "--scheduler-cls" in names(said):
         raise UsageError(
@@ -123,7 +123,7 @@ def vllm_command(
     return arguments
 
 
-def _chosen(policies: Sequence[str] | None) -> Sequence[str]:
+def _chosen_policies(policies: Sequence[str] | None) -> Sequence[str]:
     if policies is None:
         return [DEFAULT_POLICY]
     chosen = [policy for policy in policies if policy != NO_POLICY]
@@ -135,7 +135,7 @@ def _chosen(policies: Sequence[str] | None) -> Sequence[str]:
     return chosen
 
 
-def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def _split_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the flags without --additional-config, and its value."""
     kept: list[str] = []
     found: dict[str, Any] = {}

@@ -41,7 +41,7 @@ def best_chunk(time: StepTime, shape: StepShape, most: int, *, itl_s: float, blo
 
     def seconds(tokens: int) -> float:
         chunk = Chunk(tokens, shape.read_tokens)
-        return time.seconds(StepShape.of([chunk], shape.decodes, shape.context_tokens))
+        return time.seconds(StepShape.from_chunks([chunk], shape.decodes, shape.context_tokens))
 
     size, least = most, least_chunk(most, block)
     took = seconds(size)

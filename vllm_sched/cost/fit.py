@@ -120,10 +120,10 @@ class OnlineFit:
             self._early.append((kind, shape, seconds))
         else:
             self._add(kind, shape, seconds, self._weight(model, shape, seconds))
-        if self._unsolved >= SOLVE_EVERY or (model is None and self._enough()):
+        if self._unsolved >= SOLVE_EVERY or (model is None and self._has_enough()):
             self._unsolved = 0
-            self._take_early()
-            if self._enough():
+            self._use_early()
+            if self._has_enough():
                 most = 1 / (1 - self._memory)
                 self._model = solve(self._sums, self.spread, most)
 
@@ -148,7 +148,7 @@ class OnlineFit:
     def _add(self, kind: Kind, shape: StepShape, seconds: float, weight: float) -> None:
         self._sums[kind].add(row_of(kind, shape), seconds, weight, self._memory)
 
-    def _take_early(self) -> None:
+    def _use_early(self) -> None:
         for kind, _, seconds in self._early:
             self._took[kind].append(seconds)
         usual = {kind: statistics.median(took) for kind, took in self._took.items() if took}
@@ -170,7 +170,7 @@ class OnlineFit:
         self.spread = max(self.spread, MIN_SPREAD)
         return (1.0 if error <= usual else usual / error) / (larger * larger)
 
-    def _enough(self) -> bool:
+    def _has_enough(self) -> bool:
         decode, prefill, mixed = (self._seen[kind] for kind in ("decode", "prefill", "mixed"))
         return (
             decode + prefill + mixed >= MIN_STEPS

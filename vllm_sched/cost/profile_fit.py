@@ -63,13 +63,13 @@ class FitError:
 
 def sample_shapes() -> list[StepShape]:
     shapes = [StepShape(decodes=b, context_tokens=b * c) for b in BATCHES for c in CONTEXTS]
-    shapes += [StepShape.of([Chunk(n, 0)], 0, 0) for n in WHOLE_PROMPTS]
-    shapes += [StepShape.of([Chunk(n, c)], 0, 0) for n in CHUNKS for c in EARLIER]
+    shapes += [StepShape.from_chunks([Chunk(n, 0)], 0, 0) for n in WHOLE_PROMPTS]
+    shapes += [StepShape.from_chunks([Chunk(n, c)], 0, 0) for n in CHUNKS for c in EARLIER]
     shapes += [
-        StepShape.of([Chunk(n, 0)] * prompts, 0, 0) for prompts in TOGETHER for n in CHUNKS[:5]
+        StepShape.from_chunks([Chunk(n, 0)] * prompts, 0, 0) for prompts in TOGETHER for n in CHUNKS[:5]
     ]
     shapes += [
-        StepShape.of([Chunk(n - b, earlier)], b, b * c)
+        StepShape.from_chunks([Chunk(n - b, earlier)], b, b * c)
         for n in BUDGETS
         for earlier in (0, *EARLIER[2:4])
         for b in MIXED_BATCHES

@@ -35,7 +35,7 @@ class Regime:
             )
 
     @classmethod
-    def of(
+    def from_step_time(
         cls,
         time: StepTime,
         *,

@@ -43,7 +43,7 @@ class StepShape:
     read_tokens: int = 0  # computed in earlier steps
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], decodes: int, context_tokens: int) -> Self:
+    def from_chunks(cls, chunks: Sequence[Chunk], decodes: int, context_tokens: int) -> Self:
         return cls(
             sum([chunk.tokens for chunk in chunks]),
             sum([chunk.attention for chunk in chunks]),

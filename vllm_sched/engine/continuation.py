@@ -108,14 +108,14 @@ class ContinuedRequests:
             for of_client in outputs.values():
                 for output in of_client.outputs:
                     if output.new_token_ids:
-                        self._put_first(output)
+                        self._prepend_tokens(output)
         for request_id in self._ended:
             self._pending.pop(request_id, None)
             self.before_grammar.pop(request_id, None)
             self.returned.pop(request_id, None)
         self._ended.clear()
 
-    def _put_first(self, output: EngineCoreOutput) -> None:
+    def _prepend_tokens(self, output: EngineCoreOutput) -> None:
         if tokens := self._pending.pop(output.request_id, None):
             output.new_token_ids = tokens + output.new_token_ids
             self.returned[output.request_id] = tokens

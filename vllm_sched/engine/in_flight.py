@@ -38,7 +38,7 @@ class StepStarted(NamedTuple):
 
     @property
     def shape(self) -> StepShape:
-        return StepShape.of(list(self.chunks.values()), self.decodes, self.context_tokens)
+        return StepShape.from_chunks(list(self.chunks.values()), self.decodes, self.context_tokens)
 
 
 class StepDone(NamedTuple):
@@ -84,7 +84,7 @@ class InFlight:
         if self._dp_group is not None:
             self._dp_group.end(step.number, end)
             # All ranks compute in the middle of the step.
-            others = self._dp_group.others_at((start + end) / 2)
+            others = self._dp_group.other_shapes_at((start + end) / 2)
         chunks = list(step.chunks.values())
         decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
         seconds = max(end - since, MIN_STEP_S)  # a clock may be set back

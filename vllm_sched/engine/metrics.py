@@ -217,11 +217,11 @@ class Metrics:
         self._policy_counts: dict[tuple[str, str], float] = {}
         self._written_at = float("-inf")
 
-    def fact(self, name: str, value: float, *labels: str) -> None:
+    def set_fact(self, name: str, value: float, *labels: str) -> None:
         text, names = FACTS[name]
         self._gauge(name, text, names).labels(*self._own, *labels).set(value)
 
-    def stepped(
+    def count_step(
         self,
         kind: str,
         prefill_tokens: int,
@@ -236,21 +236,21 @@ class Metrics:
             tally.buckets[bisect_left(STEP_BUCKETS, seconds)] += 1
             tally.seconds += seconds
 
-    def predicted(self, kind: str, seconds: float, observed: float) -> None:
+    def count_prediction(self, kind: str, seconds: float, observed: float) -> None:
         tally = self._tallies[kind]
         tally.predicted += 1
         tally.predicted_s += seconds
         tally.observed_s += observed
         tally.error_s += abs(seconds - observed)
 
-    def admitted(self, policy: str, lane: str) -> None:
+    def count_admission(self, policy: str, lane: str) -> None:
         self._sums["requests_admitted", self._bounds["lane"]((policy, lane))] += 1
 
-    def held(self, policy: str, seconds: float) -> None:
+    def observe_hold(self, policy: str, seconds: float) -> None:
         """Observe how long a policy held an admitted request."""
         self._child("hold_seconds", self._hold_seconds, (policy,)).observe(max(seconds, 0.0))
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         return now - self._written_at >= WRITE_EVERY_S
 
     def write(self, state: EngineState, now: float) -> None:

@@ -42,8 +42,8 @@ def load() -> None:
 
 def register() -> None:
     """Extend vLLM's functions in this process, once."""
-    _extend(EngineArgs, "create_engine_config", _checking)
-    _extend(Executor, "compile_or_warm_up_model", _compiling_logprobs)
+    _extend(EngineArgs, "create_engine_config", _with_check)
+    _extend(Executor, "compile_or_warm_up_model", _with_logprobs)
 
 
 def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
@@ -70,7 +70,7 @@ def own_class(config: VllmConfig) -> type[Scheduler] | None:
     return kind if isinstance(kind, type) and issubclass(kind, PolicySteps) else None
 
 
-def _checking(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+def _with_check(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     def create_engine_config(*args: Any, **kwargs: Any) -> VllmConfig:
         config = upstream(*args, **kwargs)
         kind = own_class(config)
@@ -96,7 +96,7 @@ def compiles_logprobs(config: VllmConfig) -> bool:
     return setting == "1" or (setting is None and own_class(config) is not None)
 
 
-def _compiling_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _with_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(executor: Executor, *args: Any, **kwargs: Any) -> Any:
         result = upstream(executor, *args, **kwargs)
         if compiles_logprobs(executor.vllm_config):

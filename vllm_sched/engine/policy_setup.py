@@ -35,9 +35,9 @@ AGAINST_INTERVAL: Final[Mapping[str, str]] = {
 logger = logging.getLogger("vllm.vllm_sched")
 
 
-def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
+def configured_policies(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
     """Return the policies of the configuration, or of the scheduler's class."""
-    wanted: Mapping[str, Any] = {**defaults, **_given(scheduler.vllm_config)}
+    wanted: Mapping[str, Any] = {**defaults, **_given_settings(scheduler.vllm_config)}
     if not wanted:
         return []
     facts = EngineFacts(
@@ -86,18 +86,18 @@ def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
     defaults = getattr(kind, "default_policies", {})
-    policies = registry.build({**defaults, **_given(config)}, facts)
+    policies = registry.build({**defaults, **_given_settings(config)}, facts)
     if kind is not None and policies:
         refuse_unsupported(config, kind, policies)
 
 
 def journal_settings(config: VllmConfig) -> JournalSettings | None:
-    given = _given(config).get(registry.JOURNAL)
+    given = _given_settings(config).get(registry.JOURNAL)
     settings = None if given is None else registry.settings_of(registry.JOURNAL, given)
     return settings if isinstance(settings, JournalSettings) else None
 
 
-def _given(config: VllmConfig) -> Mapping[str, object]:
+def _given_settings(config: VllmConfig) -> Mapping[str, object]:
     additional = config.additional_config
     given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
@@ -146,7 +146,7 @@ def warn_of_idle_device(scheduler: Scheduler) -> None:
         )
 
 
-def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
+def log_policies(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
     listed = "; ".join(
         f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
         for policy in policies

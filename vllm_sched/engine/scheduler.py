@@ -43,13 +43,13 @@ class PolicySteps(UpstreamScheduler):
             PolicySteps, type(self)
         )._reserve_prefill_lookahead
         self._looks_ahead = vllm_compat.looks_ahead(self, self._upstream_lookahead)
-        self._policies: Sequence[Policy] = policy_setup.configured(self, self.default_policies)
+        self._policies: Sequence[Policy] = policy_setup.configured_policies(self, self.default_policies)
         self._in_flight = InFlight()
         # Faster to read without a default in the class.
         self._planner: StepPlanner | None = None  # None without policies
         self._chunks: StepChunks | None = None  # within a step in which policies may cut prompts
         self._dp_group: DpGroup | None = None
-        policy_setup.announce(self, self._policies)
+        policy_setup.log_policies(self, self._policies)
         if not self._policies:
             return
         policy_setup.refuse_unsupported(self.vllm_config, type(self), self._policies)
@@ -126,7 +126,7 @@ class PolicySteps(UpstreamScheduler):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._planner is not None:
-            self._planner.departed(request, self.clock())
+            self._planner.record_departure(request, self.clock())
         return super()._free_request(request, *args, **kwargs)
 
     def _reserve_prefill_lookahead(

@@ -211,7 +211,7 @@ class SimulatedEngine:
         )
         self.scheduler.add_request(request)
         if self.trace is not None:
-            self.trace.arrived(now, new.id, new.prompt_tokens)
+            self.trace.record_arrival(now, new.id, new.prompt_tokens)
 
     def _block_names(self, new: NewRequest) -> Callable[[Request], list[Any]] | None:
         if not self.settings.prefix_caching:
@@ -259,7 +259,7 @@ class SimulatedEngine:
     def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
         self.scheduler.now = now
         if self.trace is not None:
-            self._note(step, now)
+            self._trace_step(step, now)
         self._last_result_at = now
         outputs = self.scheduler.update_from_output(step.output, step.answer)
         return [
@@ -273,7 +273,7 @@ class SimulatedEngine:
             for output in client_outputs.outputs
         ]
 
-    def fetches_begun(self) -> dict[str, int]:
+    def pop_fetches(self) -> dict[str, int]:
         """Return the tokens of new fetches, by request."""
         connector = self.scheduler.connector
         if connector is None or not connector.begun:
@@ -282,7 +282,7 @@ class SimulatedEngine:
         connector.begun = {}
         return begun
 
-    def transferred(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
+    def report_transfers(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
         """Report received and sent KV."""
         scheduler = self.scheduler
         scheduler.now = now
@@ -324,10 +324,10 @@ class SimulatedEngine:
     def policies(self) -> dict[str, dict[str, float]]:
         return {policy.name: dict(policy.counters()) for policy in self.scheduler._policies}
 
-    def _note(self, step: SimulatedStep, now: float) -> None:
+    def _trace_step(self, step: SimulatedStep, now: float) -> None:
         output = step.output
         assert self.trace is not None  # noqa: S101 - the caller checks it
-        self.trace.stepped(
+        self.trace.record_step(
             StepNote(
                 self.scheduler.current_step,
                 max(step.scheduled_at, self._last_result_at),
@@ -350,7 +350,7 @@ def _shape(
     chunks = [Chunk(tokens[request_id], context) for request_id, context in contexts.items()]
     decodes = [request_id for request_id in tokens if request_id not in contexts]
     context_tokens = sum([requests[request_id].num_computed_tokens for request_id in decodes])
-    return StepShape.of(chunks, len(decodes), context_tokens)
+    return StepShape.from_chunks(chunks, len(decodes), context_tokens)
 
 
 def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:

@@ -95,13 +95,13 @@ class SchedulerStats:
 
     # While vLLM schedules
 
-    def gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+    def record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if closed_by is None:
             self._holds.pop(lanes, None)
         else:
             self._holds[lanes] = closed_by
 
-    def scheduled(
+    def record_schedule(
         self, output: SchedulerOutput, number: int, running: int, queue: Any, *, full: bool
     ) -> None:
         self._full = full
@@ -114,12 +114,12 @@ class SchedulerStats:
         if output.total_num_scheduled_tokens:
             return
         if self.metrics is not None:
-            self.metrics.stepped(trace.kind(0, 0), 0, 0)
+            self.metrics.count_step(trace.kind(0, 0), 0, 0)
         if output.finished_req_ids or output.preempted_req_ids:
             empty = StepStarted(output, number, self.now, self.budget, {}, 0, running, len(queue))
-            self._keep(empty, self.now, self.now)
+            self._trace_step(empty, self.now, self.now)
 
-    def begin(self, now: float, budget: int) -> None:
+    def begin_step(self, now: float, budget: int) -> None:
         if self._holds and not self._full and self.metrics is not None:
             for lanes, policy in self._holds.items():
                 self._held[lanes][policy].add(self.now, now)
@@ -130,42 +130,42 @@ class SchedulerStats:
         for request, (since, lanes) in queue.entered.items():
             self._lanes[request.request_id] = lanes
             for policy, lane in zip(self.policies, lanes, strict=True):
-                written.admitted(policy.name, label_of(lane))
+                written.count_admission(policy.name, label_of(lane))
             if lanes in self._held:
                 for number, held in self._held[lanes].items():
                     if seconds := held.since(since):
-                        written.held(self.policies[number].name, seconds)
+                        written.observe_hold(self.policies[number].name, seconds)
 
     # When a result arrives
 
-    def done(self, done: StepDone) -> None:
+    def record_done(self, done: StepDone) -> None:
         if self.metrics is not None:
             # It is faster to count many at once.
             seconds = done.end - done.start
             self._uncounted.append(StepReport(done.result, seconds, self._fit.model))
         if self.file is not None:
-            self._keep(done.step, done.start, done.end)
+            self._trace_step(done.step, done.start, done.end)
 
     def _count_steps(self, written: metrics.Metrics) -> None:
         """Count steps, and compare some with their prediction."""
         for step, seconds, model_then in self._uncounted:
             kind = trace.kind(len(step.chunks), step.decodes)
             prefill = sum([chunk.tokens for chunk in step.chunks])
-            written.stepped(kind, prefill, step.decode_tokens, seconds)
+            written.count_step(kind, prefill, step.decode_tokens, seconds)
             model = self._fit.model if self._learns else model_then
             self._counted += 1
             shape = self._fit.slowest(step.shape, step.others)
             if model is not None and self._counted % PREDICT_EVERY == 0:
-                written.predicted(kind, model.seconds(shape), step.seconds)
+                written.count_prediction(kind, model.seconds(shape), step.seconds)
             if self._learns and (model is None or self._counted % FIT_EVERY == 0):
                 self._fit.observe(shape, step.seconds)
         self._uncounted.clear()
 
-    def _keep(self, step: StepStarted, start: float, end: float) -> None:
+    def _trace_step(self, step: StepStarted, start: float, end: float) -> None:
         if self.file is None:
             return
         output = step.output
-        self.file.trace.stepped(
+        self.file.trace.record_step(
             trace.StepNote(
                 step.number,
                 start,
@@ -182,12 +182,12 @@ class SchedulerStats:
 
     # When metrics are due
 
-    def show(self, running: Sequence[Request], queue: Any, now: float, *, full: bool) -> None:
+    def write_if_due(self, running: Sequence[Request], queue: Any, now: float, *, full: bool) -> None:
         """Write metrics if due, and when the engine becomes idle."""
         if (written := self.metrics) is None:
             return
         idle = not running and not len(queue)
-        if written.due(now) or (idle and not self._idle):
+        if written.is_due(now) or (idle and not self._idle):
             self._count_steps(written)
             written.write(self._state(running, queue, full=full), now)
         self._idle = idle
@@ -287,8 +287,8 @@ class SchedulerTelemetry(InstrumentedScheduler):
         if metrics.server_shows_metrics():
             written = metrics.Metrics(_model_name(self.vllm_config.model_config), str(engine))
             policies = "+".join(policy.name for policy in self._policies) or metrics.NO_POLICY
-            written.fact("info", 1, __version__, type(self).__name__, policies)
-            written.fact("start_time_seconds", time.time())
+            written.set_fact("info", 1, __version__, type(self).__name__, policies)
+            written.set_fact("start_time_seconds", time.time())
         if file is not None or written is not None:
             self._telemetry = SchedulerStats(written, file, self._policies)
         if file is not None:
@@ -302,7 +302,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         prefills = (
             None if self._policies else [r for r in self._inflight_prefills if r.is_prefill_chunk]
         )
-        stats.begin(self.clock(), self.max_num_scheduled_tokens)
+        stats.begin_step(self.clock(), self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         try:
             if prefills is not None:
@@ -310,7 +310,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
                 self._note(output, prefills, stats)
             # Without a free slot no policy holds a request.
             running, full = len(self.running), not admits_requests(self)
-            stats.scheduled(output, self.current_step, running, self.waiting, full=full)
+            stats.record_schedule(output, self.current_step, running, self.waiting, full=full)
         except Exception:
             self._turn_off()
         return output
@@ -322,7 +322,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         if (stats := self._telemetry) is not None:
             try:
                 full = not admits_requests(self)
-                stats.show(self.running, self.waiting, self.clock(), full=full)
+                stats.write_if_due(self.running, self.waiting, self.clock(), full=full)
             except Exception:
                 self._turn_off()
         return outputs
@@ -342,7 +342,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
 
     def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if self._telemetry is not None:
-            self._telemetry.gate(lanes, closed_by)
+            self._telemetry.record_gate(lanes, closed_by)
 
     def _note_limit(self, tokens: int) -> None:
         if self._telemetry is not None:
@@ -351,7 +351,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
     def _learn(self, done: StepDone) -> None:
         if self._telemetry is not None:
             try:
-                self._telemetry.done(done)
+                self._telemetry.record_done(done)
             except Exception:
                 self._turn_off()
         super()._learn(done)
@@ -359,7 +359,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
     def add_request(self, request: Request) -> None:
         file = None if self._telemetry is None else self._telemetry.file
         if file is not None and request.request_id not in self.requests:
-            file.trace.arrived(self.clock(), request.request_id, request.num_prompt_tokens)
+            file.trace.record_arrival(self.clock(), request.request_id, request.num_prompt_tokens)
         super().add_request(request)
 
     def shutdown(self) -> None:

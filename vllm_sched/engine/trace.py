@@ -78,14 +78,14 @@ class EngineTrace:
         """Return the entries: 1 per arrival, 1 + requests per step."""
         return self._entries
 
-    def arrived(self, at: float, request_id: str, prompt_tokens: int) -> None:
-        self._keep(QueuedRequest(at, request_id, prompt_tokens), 1)
+    def record_arrival(self, at: float, request_id: str, prompt_tokens: int) -> None:
+        self._append(QueuedRequest(at, request_id, prompt_tokens), 1)
 
-    def stepped(self, step: StepNote) -> None:
+    def record_step(self, step: StepNote) -> None:
         """Note a step that ended, in the order of scheduling."""
-        self._keep(step, 1 + len(step.tokens))
+        self._append(step, 1 + len(step.tokens))
 
-    def _keep(self, entry: QueuedRequest | StepNote, entries: int) -> None:
+    def _append(self, entry: QueuedRequest | StepNote, entries: int) -> None:
         self._log.append(entry)
         self._entries += entries
         while self._entries > self._most:

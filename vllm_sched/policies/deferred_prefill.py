@@ -140,7 +140,7 @@ class DeferredPrefill(Policy):
         if (hold := self._hold) is not None:
             hold.begin_step(step)
             self._held_s += max(step.now - before.now, 0.0)
-        elif self._threshold.holds and waiting and self._may_hold(step, full=full):
+        elif self._threshold.may_hold and waiting and self._may_hold(step, full=full):
             hold = self._hold = Hold.begin(
                 step, slots_full=full, max_s=self._max_hold_s, running_full=self._running_full
             )
@@ -159,7 +159,7 @@ class DeferredPrefill(Policy):
             return Gate.OPEN
         hold = self._hold
         held = hold is not None and not self._is_exempt(head, hold)
-        if not held and self._in_time(head):
+        if not held and self._keeps_itl(head):
             return Gate.OPEN
         self._held_since.setdefault(head.request_id, self._step.now)
         return Gate.CLOSED
@@ -182,7 +182,7 @@ class DeferredPrefill(Policy):
         known = self.facts.kv_cache is not None
         return known and hold.fits(head.request_id, self.facts.kv_share(head))
 
-    def _in_time(self, head: RequestView) -> bool:
+    def _keeps_itl(self, head: RequestView) -> bool:
         """Return whether decodes keep `itl_ms` if the head enters."""
         step, model = self._step, self.fit.model
         decodes = step.running - len(step.prefills)
@@ -213,18 +213,18 @@ class DeferredPrefill(Policy):
         if self._hold is not None:
             self._hold.kv_left -= self.facts.kv_share(request)
         self._free_left -= 1
-        self.lengths.admitted()
+        self.lengths.record_admission()
         self._forget(request.request_id)
 
     def observe(self, result: StepResult) -> None:
-        self.lengths.prefilled(sum(chunk.tokens for chunk in result.chunks))
+        self.lengths.record_prefill(sum(chunk.tokens for chunk in result.chunks))
         if self.learns:
             self.fit.observe(self.fit.slowest(result.shape, result.others), result.seconds)
 
     def departed(self, request: RequestView, now: float) -> None:
         self._forget(request.request_id)
         if request.num_output_tokens > 0:
-            self.lengths.departed(request.num_output_tokens)
+            self.lengths.record_departure(request.num_output_tokens)
 
     def _forget(self, name: str) -> None:
         self._held_since.pop(name, None)
@@ -237,9 +237,9 @@ class DeferredPrefill(Policy):
     def gauges(self) -> Mapping[str, float]:
         threshold, lengths = self._threshold, self.lengths
         shown = {"k": threshold.k, "k_best": threshold.best, "holding": float(self.holding)}
-        if lengths.known:
-            shown["mean_output_tokens"] = lengths.output
-            shown["mean_prompt_tokens"] = lengths.prompt
+        if lengths.is_known:
+            shown["mean_output_tokens"] = lengths.mean_output
+            shown["mean_prompt_tokens"] = lengths.mean_prompt
         if self.fit.model is not None:
             shown |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
         return shown

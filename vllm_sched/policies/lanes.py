@@ -183,7 +183,7 @@ class Lanes(Policy):
             self._others_in_prefill = True
         if lane == URGENT:
             self._urgents_turn = False
-        elif (is_new := self._overdue.take(name)) is not None:
+        elif (is_new := self._overdue.pop(name)) is not None:
             self._urgents_turn = True
             if is_new:
                 self._overdue.release(lane, name)
@@ -194,7 +194,7 @@ class Lanes(Policy):
 
     def departed(self, request: RequestView, now: float) -> None:
         name = request.request_id
-        self.reclassed += self._overdue.departed(self.lane(request), name)
+        self.reclassed += self._overdue.record_departure(self.lane(request), name)
         self._asked.pop(name, None)
         self._left_s.pop(name, None)
         self._running.discard(name)
@@ -216,19 +216,19 @@ class Lanes(Policy):
         shares = self._shares
         shares.begin_chunk()
         if is_released := self._is_released(request):
-            left = shares.left("overdue", self._share_of_overdue)
+            left = shares.remaining("overdue", self._share_of_overdue)
             tokens = shares.charge("overdue", min(tokens, left))
         if is_released or self.lane(request) != BATCH:
             return self._chunk_of_others(request, tokens)
         if self._overdue.is_new(request.request_id) or self.rank(request) < PLACES[BATCH]:
             return tokens
-        return shares.charge("batch", min(tokens, shares.left("batch", self._share_of_batch)))
+        return shares.charge("batch", min(tokens, shares.remaining("batch", self._share_of_batch)))
 
     def _chunk_of_others(self, request: RequestView, tokens: int) -> int:
         shares = self._shares
         if request.request_id not in self._running.requests:
             return tokens  # a newcomer
-        left = shares.left("others", self._share_of_others)
+        left = shares.remaining("others", self._share_of_others)
         better, worse = shares.others_between
         limited = better < self.rank(request) < worse
         return shares.charge("others", min(tokens, left) if limited else tokens)

@@ -155,7 +155,7 @@ class LongPrompt(Policy):
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Return the lane of short prompts, or of longs of one size; cached tokens do not count."""
-        left = self._lookups.left_if_long(request, cached, self._step.now)
+        left = self._lookups.long_tokens_left(request, cached, self._step.now)
         if left is None:
             return SHORT
         return LONG if self.facts.orders_by_priority else f"{LONG}/{left.bit_length()}"

@@ -161,7 +161,7 @@ class StepResult:
 
     @cached_property
     def shape(self) -> StepShape:
-        return StepShape.of(self.chunks, self.decodes, self.context_tokens)
+        return StepShape.from_chunks(self.chunks, self.decodes, self.context_tokens)
 
 
 class Settings(BaseModel):

@@ -103,7 +103,7 @@ class Side:
         return cls(text, parse_settings(names, sets), tuple(extra))
 
     @classmethod
-    def of(cls, policies: Mapping[str, Mapping[str, object]]) -> Self:
+    def from_policies(cls, policies: Mapping[str, Mapping[str, object]]) -> Self:
         names = [name for name in policies if name != JOURNAL]
         return cls("+".join(names) or (NONE if policies else DEFAULT), policies)
 

@@ -95,12 +95,12 @@ class WorkerKeeper:
         try:
             with suppress(_StopRequested):
                 while True:
-                    self._live()
+                    self._run_once()
         finally:
             self._worker.stop()
             self._tell(KeeperNews(self._worker.name, KeeperState.STOPPED))
 
-    def _live(self) -> None:
+    def _run_once(self) -> None:
         """Run the worker once, from its start to the pause after its death."""
         name = self._worker.name
         ready_at: float | None = None

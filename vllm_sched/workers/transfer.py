@@ -126,7 +126,7 @@ def wiring(
         flags.append(NO_CHUNKS_FLAG)
     if (own := own_config(args)) is None:
         if offload_gib:
-            said.append(offloaded(offload_gib).said)
+            said.append(offloading_wiring(offload_gib).said)
         sent = with_offloading(config, offload_gib) if offload_gib else config
         flags += [CONFIG_FLAG, json.dumps(sent)]
     else:
@@ -139,7 +139,7 @@ def wiring(
     return Wiring(tuple(flags), more, ", ".join(said))
 
 
-def offloaded(gib: float) -> Wiring:
+def offloading_wiring(gib: float) -> Wiring:
     """Return the wiring of a worker that offloads KV blocks and transfers none."""
     return Wiring((OFFLOADING_FLAG, f"{gib:g}"), said=f"KV blocks offloaded to {gib:g} GiB")
 

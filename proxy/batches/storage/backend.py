@@ -51,7 +51,7 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raise `DiskError` unless the database can be used."""
 
-    def take_part(self) -> Part:
+    def renew_part(self) -> Part:
         """Return this process's part, and keep its claims."""
 
     def has_led_since(self, session: int) -> bool:
@@ -78,7 +78,7 @@ class Backend(Protocol):
     def free_room(self, do: Callable[[], Got]) -> Got:
         """Call `do`, also on a full disk, and return freed space."""
 
-    def give_back(self) -> bool:
+    def shrink(self) -> bool:
         """Return some free space to the disk; return True if there is more."""
 
     def close(self) -> None: ...

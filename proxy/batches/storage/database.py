@@ -49,9 +49,9 @@ class Database:
     def close(self) -> None:
         self.backend.close()
 
-    def give_back(self) -> bool:
+    def shrink(self) -> bool:
         """Return some free space to the disk; return True if there is more."""
-        return self.backend.give_back()
+        return self.backend.shrink()
 
     def _used(self) -> dict[str, int]:
         return dict(self.backend.execute("SELECT tenant, bytes FROM used").fetchall())

@@ -277,13 +277,13 @@ class PostgresBackend:
     def free_room(self, do: Callable[[], Got]) -> Got:
         return do()
 
-    def give_back(self) -> bool:
+    def shrink(self) -> bool:
         """Return False: the server's autovacuum uses free space again."""
         return False
 
     # Claims
 
-    def take_part(self) -> Part:
+    def renew_part(self) -> Part:
         self.check()
         if not self._joined:
             self._renew()

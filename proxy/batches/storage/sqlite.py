@@ -89,7 +89,7 @@ class SqliteBackend:
         self._lock.release()
         return True
 
-    def take_part(self) -> Part:
+    def renew_part(self) -> Part:
         replaced = self._reopen()
         if lost := self._lock.is_lost:
             self._lock.release()
@@ -138,10 +138,10 @@ class SqliteBackend:
         if not self.room.is_short:
             with suppress(StoreFullError):
                 return do()
-        with self.room.free_pages(self.give_back):
+        with self.room.free_pages(self.shrink):
             return self.room.retry_when_full(do)
 
-    def give_back(self) -> bool:
+    def shrink(self) -> bool:
         before = self._free_pages()
         # `execute` would stop the pragma after its first page.
         with self.errors():

@@ -195,7 +195,7 @@ class Store(FileStore):
         """Return True if each line has a result."""
         return any(x.completed + x.failed >= x.total for x in self._batches("id = ?", (batch.id,)))
 
-    def give_up(self, batch: Batch, status: Status, after: int) -> int | None:
+    def fail_lines(self, batch: Batch, status: Status, after: int) -> int | None:
         """Store error results for some lines that did not run, after line number `after`.
 
         Returns the last number; None if there are no more.
@@ -219,8 +219,8 @@ class Store(FileStore):
             left = self._lines_left(batch) if code else ()
             self._save(error_result(job, code, message) for job in left)
             (batch,) = self._batches("id = ?", (batch_id,))
-            batch.output = self._offer(batch, now, ok=True)
-            batch.error = self._offer(batch, now, ok=False)
+            batch.output = self._create_result_file(batch, now, ok=True)
+            batch.error = self._create_result_file(batch, now, ok=False)
             if status is Status.COMPLETED:
                 batch.at[Status.FINALIZING] = now
             self._move(batch, status, now)
@@ -239,7 +239,7 @@ class Store(FileStore):
             for number, custom_id, model in rows.fetchall()
         ]
 
-    def _offer(self, batch: Batch, now: float, *, ok: bool) -> str | None:
+    def _create_result_file(self, batch: Batch, now: float, *, ok: bool) -> str | None:
         (size,) = self.backend.execute(
             "SELECT sum(length(content) + 1) FROM results WHERE batch = ? AND ok = ?",
             (batch.id, int(ok)),
@@ -274,7 +274,7 @@ class Store(FileStore):
                     files,
                 )
                 return True
-        return self.give_back()
+        return self.shrink()
 
     def _forget(self, batch: Batch) -> None:
         if self._forget_lines(batch):

@@ -34,13 +34,13 @@ class StoreThread:
         """True if several processes run lines."""
         return self._open_store().backend.is_shared
 
-    async def take_part(self) -> Part:
+    async def renew_part(self) -> Part:
         """Return this process's part; open the database anew if it was replaced or lost."""
         backend = self._open_store().backend
 
         def do() -> Part:
             with backend.errors():
-                return backend.take_part()
+                return backend.renew_part()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, do)
 

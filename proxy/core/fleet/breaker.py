@@ -52,7 +52,7 @@ class Breaker:
             return BreakerState.CLOSED
         return BreakerState.HALF_OPEN if now >= self.until else BreakerState.OPEN
 
-    def lets_pass(self, now: float) -> bool:
+    def may_send(self, now: float) -> bool:
         if self.closed:
             return True
         return now >= self.until and (

@@ -48,7 +48,7 @@ class Fleet:
             return self._charge_both(ask, attempts, decision, decision.handover, now)
         worker = decision.worker
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
-        prefill = (ask.prompt_tokens - cached or 1) if ask.computes else 0
+        prefill = (ask.prompt_tokens - cached or 1) if ask.needs_engine else 0
         decode = ask.expected_output * ask.samples
         lease = Lease(
             ask, attempts, decision, worker, now, prefill, decode, ask.prompt_tokens + decode
@@ -174,12 +174,12 @@ class Fleet:
         cached = handover.cached_tokens if handover is not None else 0
         tokens = first.ahead_tokens + first.ask.prompt_tokens - cached
         pace = first.worker.pace
-        pace.saw_length(first.ask.prompt_tokens)
-        pace.saw_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
+        pace.learn_length(first.ask.prompt_tokens)
+        pace.learn_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
         if pace.prefills <= MAX_LENT_OBSERVATIONS:
-            self._lend(first.worker)
+            self._copy_latency(first.worker)
 
-    def _decodes(self, lease: Lease) -> None:
+    def _start_decoding(self, lease: Lease) -> None:
         worker, samples = lease.worker, lease.ask.samples
         lease.decoding_before = worker.decoding
         worker.decoding += samples
@@ -189,7 +189,7 @@ class Fleet:
 
     # Progress of requests
 
-    def settle(self, now: float) -> None:
+    def start_due_decodes(self, now: float) -> None:
         """Count silent requests as decoding once their first token is due.
 
         Take in the charges of other processes.
@@ -202,24 +202,24 @@ class Fleet:
             if not lease.released:
                 kv_usage.mark_prompt_cached(lease)
             if lease.prefill_tokens:
-                self._prefilled(lease, now)
+                self._end_prefill(lease, now)
             elif lease.prefill is not None and not lease.released and not lease.decoding:
-                self._decodes(lease)
+                self._start_decoding(lease)
 
-    def first_token(self, lease: Lease, now: float) -> None:
+    def record_first_token(self, lease: Lease, now: float) -> None:
         """Move a request from prefill to decode."""
         if lease.released or lease.first_token_at is not None or not lease.sent:
             return
         lease.first_token_at = now
         kv_usage.mark_prompt_cached(lease)
         self._unpin(lease)
-        if lease.ask.computes:
+        if lease.ask.needs_engine:
             lease.worker.note_progress(now)
         if lease.trial:
             self.health.record_success(lease.worker)
         if not lease.prefill_tokens:
             if lease.prefill is not None and not lease.decoding:
-                self._decodes(lease)
+                self._start_decoding(lease)
             elif self.roster.leaving:
                 self.roster.load_changed(lease.worker)
             return
@@ -231,19 +231,19 @@ class Fleet:
             cached = lease.decision.cached_tokens
             tokens = lease.ahead_tokens + ask.prompt_tokens - cached
             seconds = now - lease.charged_at
-            pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
+            pace.learn_first_token(tokens, lease.behind_long, cached, seconds, now)
             if pace.prefills <= MAX_LENT_OBSERVATIONS:
-                self._lend(worker)
-        self._prefilled(lease, now)
+                self._copy_latency(worker)
+        self._end_prefill(lease, now)
 
-    def _lend(self, worker: Worker) -> None:
+    def _copy_latency(self, worker: Worker) -> None:
         for other in self.roster.workers_of(worker.model):
             if not other.pace.prefills:
                 other.pace.adopt(worker.pace)
                 other.reprice()
                 self.roster.load_changed(other)
 
-    def _prefilled(self, lease: Lease, now: float) -> None:
+    def _end_prefill(self, lease: Lease, now: float) -> None:
         worker = lease.worker
         worker.written += lease.prefill_tokens
         worker.prefill_tokens -= lease.prefill_tokens
@@ -252,11 +252,11 @@ class Fleet:
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         if lease.ask.generates:
-            self._decodes(lease)
+            self._start_decoding(lease)
         else:
             self.roster.load_changed(worker)
 
-    def tokens(self, lease: Lease, seen: int) -> None:
+    def record_tokens(self, lease: Lease, seen: int) -> None:
         lease.seen_tokens += seen
         lease.worker.written += seen
         before = lease.decode_tokens
@@ -294,7 +294,7 @@ class Fleet:
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
         if worker.reports_prefixes and lease.ask.prefix:
-            self.roster.prefixes.end(lease.ask.prefix, worker.index)
+            self.roster.prefixes.end_request(lease.ask.prefix, worker.index)
         self.roster.load_changed(worker)
         return True
 

@@ -37,13 +37,13 @@ class KvLinks:
         self._unmade: dict[tuple[Worker, Worker], Lives] = {}  # failed
         self._strikes: dict[Link, LinkFailures] = {}
 
-    def are_cold(self, prefill: Worker, decode: Worker) -> bool:
+    def is_cold(self, prefill: Worker, decode: Worker) -> bool:
         """Return whether the link still waits for its connection."""
         return self.are_made and not self.is_warm(prefill, decode)
 
     def is_unusable(self, prefill: Worker, decode: Worker, now: float) -> bool:
         """Return whether hand-overs are not allowed."""
-        if self.are_cold(prefill, decode):
+        if self.is_cold(prefill, decode):
             return True
         return self.has_failures and self.is_barred(prefill, decode, now)
 
@@ -100,7 +100,7 @@ class KvLinks:
             return False
         return strikes.lives == _start_times(prefill, decode)
 
-    def barred(self, now: float) -> list[Link]:
+    def barred_links(self, now: float) -> list[Link]:
         return [link for link in self._strikes if self.is_barred(*link, now)]
 
     def describe(self, worker: Worker, now: float) -> str:
@@ -111,7 +111,7 @@ class KvLinks:
             )
         if unmade := [d.name for p, d in self._unmade if p is worker and self._is_unmade(p, d)]:
             return f"prefills nothing for {', '.join(unmade)} yet: the first transfer failed"
-        decodes = [d.name for p, d in self.barred(now) if p is worker and d is not None]
+        decodes = [d.name for p, d in self.barred_links(now) if p is worker and d is not None]
         if not decodes:
             return ""
         return f"prefills nothing for {', '.join(decodes)} for now: its transfers fail"

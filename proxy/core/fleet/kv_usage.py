@@ -38,7 +38,7 @@ def charge(lease: Lease, now: float, *, together: bool = True) -> None:
     before = worker.kv_tokens
     worker.kv_tokens += lease.kv_tokens
     if together:
-        _join(lease)
+        _share_prefix(lease)
     lease.kv_coming = worker.kv_tokens - before
     worker.kv_coming += lease.kv_coming
     if worker.kv_spare:
@@ -52,7 +52,7 @@ def mark_prompt_cached(lease: Lease) -> None:
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
     if lease.prefill is not None and lease.holds is None:
-        _join(lease)
+        _share_prefix(lease)
 
 
 def release(lease: Lease) -> None:
@@ -81,18 +81,18 @@ def shared_tokens(worker: Worker, ask: RequestInfo) -> int:
     prefix = ask.prefix
     if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
-    found = worker.running_prefixes.shared(prefix)
+    found = worker.running_prefixes.shared_tokens(prefix)
     return found - int(found * max(worker.pace.missing, worker.kv_apart))
 
 
-def _join(lease: Lease) -> None:
+def _share_prefix(lease: Lease) -> None:
     ask, worker = lease.ask, lease.worker
     prefix, prefixes = ask.prefix, worker.running_prefixes
     if len(prefix) < MIN_SHARED_BLOCKS or not worker.kv_capacity:
         return
     per_byte = ask.prompt_tokens / ask.prefix_bytes
     before = prefixes.tokens
-    lease.holds, found = prefixes.hold(prefix, per_byte)
+    lease.holds, found = prefixes.add_request(prefix, per_byte)
     again = int(found * max(worker.pace.missing, worker.kv_apart))
     alone = again - int(COVERED[len(prefix)] * per_byte)
     lease.kv_tokens += alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.core.fleet import kv_usage, slots
 from proxy.core.fleet.breaker import BreakerSnapshot
-from proxy.core.fleet.remote_load import replace
+from proxy.core.fleet.remote_load import set_remote_load
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import WorkerLoad
@@ -110,7 +110,7 @@ class WorkerHealth:
         if worker is None:
             return
         before, worker.gauges = worker.gauges, gauges
-        if before is not None and gauges.computed > before.computed:
+        if before is not None and gauges.computed_tokens > before.computed_tokens:
             worker.worked_at = gauges.at
         worker.kv_capacity = gauges.kv_capacity_tokens or 0
         # The page is a moment old: only requests on two pages count as other clients'.
@@ -124,14 +124,14 @@ class WorkerHealth:
         worker.foreign_tokens_before = foreign
         longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
         worker.foreign_long_tokens = worker.foreign_tokens * longs
-        slots.learn(worker, gauges)
+        slots.learn_from_page(worker, gauges)
         kv_usage.learn_from_page(worker, gauges, worker.queued_before)
         if gauges.at - worker.pace.seen_at > IDLE_BEFORE_RETRY_S and not worker.requests:
             self._allow_another_try(worker)
         worker.reprice()
         self.roster.load_changed(worker)
 
-    def no_gauges(self, name: str, now: float) -> None:
+    def drop_old_gauges(self, name: str, now: float) -> None:
         """Forget old gauges of a worker that reports none."""
         worker = self.roster.get(name)
         if worker is None or worker.gauges is None:
@@ -173,7 +173,7 @@ class WorkerHealth:
         """Apply the remote charges; `due_at`: their next first token."""
         if self.roster.get(worker.name) is not worker:
             return  # removed: no release would follow
-        replace(worker, load, now)
+        set_remote_load(worker, load, now)
         worker.due_at = max(worker.due_at, due_at)
         self.roster.load_changed(worker)
 

@@ -42,8 +42,8 @@ class Pool:
     )
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.all = [worker for worker in workers if worker.live]
-        self.prefills = [worker for worker in workers if worker.prefills]
+        self.all = [worker for worker in workers if worker.is_live]
+        self.prefills = [worker for worker in workers if worker.can_prefill]
         self.decodes = sum(worker.role is Role.DECODE for worker in self.all)
         self.bits = sum(worker.bit for worker in self.all)
         self.members = frozenset(self.all)
@@ -60,7 +60,7 @@ class Pool:
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
         self.boundaries = limits[:-1]
         # Includes workers that are down or draining.
-        whole = [worker.limit for worker in workers if worker.role.serves_whole]
+        whole = [worker.limit for worker in workers if worker.role.can_serve]
         self.limit = max(whole, default=NO_LIMIT)
         self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
         self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
@@ -73,7 +73,7 @@ class Pool:
 
         An uncertain request goes to the largest context.
         """
-        needs, error = ask.needs, ask.prompt_error
+        needs, error = ask.needed_context, ask.prompt_error
         sure = [group for group in self.groups if needs + error <= group.limit]
         if sure or needs - error > self.most:
             return sure
@@ -83,7 +83,7 @@ class Pool:
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
         """Return the workers that can take a request."""
-        if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # the usual case
+        if ask.needed_context + ask.prompt_error <= self.least and not self.ranked:  # the usual case
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]
         else:

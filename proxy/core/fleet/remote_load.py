@@ -24,7 +24,7 @@ class RemoteLoad(Protocol):
     def publish_soon(self, worker: Worker) -> None:
         """Publish a worker's change soon."""
 
-    def have_filled(self, worker: Worker, now: float) -> bool:
+    def is_filled_by_others(self, worker: Worker, now: float) -> bool:
         """Return whether remote charges fill a chosen worker; then take them in."""
 
 
@@ -50,7 +50,7 @@ def own(worker: Worker) -> WorkerLoad:
     return WorkerLoad._make(own_numbers(worker))
 
 
-def replace(worker: Worker, load: WorkerLoad, now: float) -> None:
+def set_remote_load(worker: Worker, load: WorkerLoad, now: float) -> None:
     before, worker.elsewhere = worker.elsewhere, load
     if grown := _replace_load(worker, before, load):
         token_s = worker.pace.token_s

@@ -12,7 +12,7 @@ from math import inf
 from proxy.core.fleet.ejection import Ejections
 from proxy.core.fleet.model_lists import ModelLists
 from proxy.core.fleet.pool import NO_POOL, Pool
-from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, replace
+from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, set_remote_load
 from proxy.core.fleet.worker import NO_LIMIT, Origin, Worker
 from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.learned.prefix_index import PrefixIndex
@@ -72,7 +72,7 @@ class Roster:
         """Return the models of live workers, with their largest contexts."""
         found: dict[str, int | None] = {}
         for worker in self:
-            if not worker.live:
+            if not worker.is_live:
                 continue
             for model in worker.models:
                 limits = [limit for limit in (found.get(model), worker.max_model_len) if limit]
@@ -81,7 +81,7 @@ class Roster:
 
     def origin(self, model: str) -> Origin:
         """Return the loaded model, and the base model of an adapter."""
-        live = (worker for worker in self.workers_of(model) if worker.live)
+        live = (worker for worker in self.workers_of(model) if worker.is_live)
         origins = (worker.origins[model] for worker in live if model in worker.origins)
         return next(origins, (None, None))
 
@@ -127,14 +127,14 @@ class Roster:
     def expect(self, models: Iterable[str]) -> None:
         """Set the models that are known even without workers."""
         self._expected = tuple(dict.fromkeys(models))
-        self._changed()
+        self._rebuild_models()
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Add a worker. Requests need a good probe first."""
         if spec.name in self._workers:
             raise ValueError(f"worker {spec.name!r} is in the fleet already")
-        worker = self._take_in(spec, next(self._free()))
-        self._changed()
+        worker = self._create_worker(spec, next(self._free()))
+        self._rebuild_models()
         return worker
 
     def _free(self) -> Iterator[int]:
@@ -143,7 +143,7 @@ class Roster:
             if index not in taken:
                 yield index
 
-    def _take_in(self, spec: WorkerSpec, index: int) -> Worker:
+    def _create_worker(self, spec: WorkerSpec, index: int) -> Worker:
         worker = Worker(spec, index)
         worker.awaited_since = self.clock()
         worker.served = next(self.numbers)
@@ -170,17 +170,17 @@ class Roster:
         """Remove a worker. Leases in flight are still released to it."""
         worker = self._workers.get(name)
         if worker is not None:
-            self._take_out(worker)
-            self._changed()
+            self._detach_worker(worker)
+            self._rebuild_models()
         return worker
 
-    def _take_out(self, worker: Worker) -> None:
+    def _detach_worker(self, worker: Worker) -> None:
         del self._workers[worker.name]
         worker.draining = True
         self.ejections.remove_worker(worker)
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
-        replace(worker, NO_LOAD, worker.free_at)
+        set_remote_load(worker, NO_LOAD, worker.free_at)
         if worker.requests or worker.pinned:
             self.leaving.add(worker)
             self._left[worker.url] = worker
@@ -188,7 +188,7 @@ class Roster:
     def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
         """Return whether other processes have filled a chosen worker."""
         others = self.others
-        return others is not None and worker.most != NO_LIMIT and others.have_filled(worker, now)
+        return others is not None and worker.most != NO_LIMIT and others.is_filled_by_others(worker, now)
 
     def pass_to_successor(self, worker: Worker) -> None:
         if (successor := worker.successor) is not None:
@@ -202,11 +202,11 @@ class Roster:
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
         """Remove and add workers in one change."""
         for worker in gone:
-            self._take_out(worker)
+            self._detach_worker(worker)
         free = self._free()
         for spec in come:
-            self._take_in(spec, next(free))
-        self._changed()
+            self._create_worker(spec, next(free))
+        self._rebuild_models()
 
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
         """Replace the workers; the same address and model keep their state."""
@@ -259,9 +259,9 @@ class Roster:
             self.model_lists.add(worker.models)
             worker.reported_max_model_len = max_model_len
             worker.respecify(worker.spec)
-            self._changed()
+            self._rebuild_models()
 
-    def _changed(self) -> None:
+    def _rebuild_models(self) -> None:
         by_model: dict[str, list[Worker]] = {model: [] for model in self._expected}
         for worker in self:
             for model in dict.fromkeys((worker.model, *worker.models)):
@@ -283,7 +283,7 @@ class Roster:
 
     def load_changed(self, worker: Worker) -> None:
         """Update the pools after a change in load."""
-        worker.shut = worker.full or (not worker.breaker.closed and worker.barred)
+        worker.shut = worker.is_full or (not worker.breaker.closed and worker.is_barred)
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)
             if key != worker.key:

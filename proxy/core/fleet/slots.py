@@ -23,7 +23,7 @@ MAX_PAGE_AGE_S = 10.0
 QUEUED_GAUGE = "queued"
 
 
-def learn(worker: Worker, gauges: Gauges) -> None:
+def learn_from_page(worker: Worker, gauges: Gauges) -> None:
     """Learn from a page, after `foreign_requests`."""
     queued = int(gauges.extra.get(QUEUED_GAUGE, gauges.waiting))
     worker.queued = min(queued, worker.queued_before)
@@ -42,7 +42,7 @@ def forget(worker: Worker) -> None:
 
 def wait_s(worker: Worker, now: float) -> float:
     """Estimate the time to a free slot; inf if unknown."""
-    taken, slots = _taken(worker, now)
+    taken, slots = _count_used(worker, now)
     if taken < slots or not taken:
         return 0.0
     decoding = worker.decoding
@@ -72,7 +72,7 @@ def share_taken(worker: Worker, now: float) -> float:
         here += worker.foreign_requests
         if here and (worker.queued or gauges.kv_usage > KV_FULL):
             return 1.0
-    return min(here / _taken(worker, now)[1], 1.0) if here else 0.0
+    return min(here / _count_used(worker, now)[1], 1.0) if here else 0.0
 
 
 def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:
@@ -80,7 +80,7 @@ def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:
     return wait_s(worker, now) > within_s
 
 
-def _taken(worker: Worker, now: float) -> tuple[int, float]:
+def _count_used(worker: Worker, now: float) -> tuple[int, float]:
     gauges = worker.gauges
     slots = inf if worker.spec.slots is None else float(worker.spec.slots)
     if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:

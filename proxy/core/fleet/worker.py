@@ -221,12 +221,12 @@ class Worker:
         return self.reports_prefixes or bool(self.spec.journal)
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         """Return whether it may decode."""
-        return self.up and not self.draining and self.role.serves_whole
+        return self.up and not self.draining and self.role.can_serve
 
     @property
-    def prefills(self) -> bool:
+    def can_prefill(self) -> bool:
         """Return whether it may prefill for others."""
         return self.up and not self.draining and self.role is Role.PREFILL
 
@@ -235,7 +235,7 @@ class Worker:
         return self.max_model_len or NO_LIMIT
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Return whether it has all requests allowed.
 
         By default twice the KV cache: its queue is never empty, and other requests can still go
@@ -251,24 +251,24 @@ class Worker:
         return max(self.kv_tokens - self.kv_spare, self.kv_coming)
 
     @property
-    def barred(self) -> bool:
+    def is_barred(self) -> bool:
         """Return whether only trials pass."""
         breaker = self.breaker
         return not breaker.closed and (breaker.busy or not self.in_panic)
 
-    def lets_pass(self, now: float) -> bool:
-        return not self.barred or self.breaker.lets_pass(now)
+    def may_send(self, now: float) -> bool:
+        return not self.is_barred or self.breaker.may_send(now)
 
     def accepts(self, now: float) -> bool:
-        return not self.shut or (not self.full and self.lets_pass(now))
+        return not self.shut or (not self.is_full and self.may_send(now))
 
     def may_fit(self, ask: RequestInfo) -> bool:
         """Return whether the low estimate fits."""
-        return ask.needs - ask.prompt_error <= self.limit
+        return ask.needed_context - ask.prompt_error <= self.limit
 
     def surely_fits(self, ask: RequestInfo) -> bool:
         """Return whether the high estimate fits."""
-        return ask.needs + ask.prompt_error <= self.limit
+        return ask.needed_context + ask.prompt_error <= self.limit
 
     def cached_tokens(self, held: PrefixHolders) -> int:
         """Return the prompt tokens it should have cached."""

@@ -69,7 +69,7 @@ class LearnedSizes:
         wide = BAND_SPREADS * self.spread * size + sqrt(var)
         return min(max(wide, MIN_BAND * size), MAX_BAND * size + sqrt(self.fixed_var))
 
-    def see_prompt(self, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> None:
+    def learn_prompt(self, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> None:
         weight = min(text / FULL_WEIGHT_BYTES, 1.0)
         self._drift(weight, tools)
         fixed = self.fixed_var * prompts + self.both_var * text
@@ -79,7 +79,7 @@ class LearnedSizes:
         noise = (NOISE_TOKENS * prompts + NOISE_SHARE * size) ** 2
         var = fixed * prompts + per_byte * text + tool * tools + noise
         off = tokens - self.fixed * prompts - size
-        self._see_spread(abs(off) / (size + SPREAD_SLACK_TOKENS * prompts), weight, noise / var)
+        self._learn_spread(abs(off) / (size + SPREAD_SLACK_TOKENS * prompts), weight, noise / var)
         self.seen += 1
         if self.seen > UNCLAMPED_PROMPTS:
             limit = MAX_DEVIATIONS * sqrt(var)
@@ -111,13 +111,13 @@ class LearnedSizes:
         self.per_byte = min(max(self.per_byte + per_byte, minimum), maximum)
         self.per_tool = min(max(self.per_tool + tool, 0.0), maximum)
 
-    def _see_spread(self, off: float, weight: float, chance: float) -> None:
+    def _learn_spread(self, off: float, weight: float, chance: float) -> None:
         """Learn the mean error; `chance` excludes the expected part."""
         self.weight += weight
         if weight:
             step = max(weight / self.weight, MIN_LEARNING_RATE * weight) * chance
             self.spread += step * (min(off, 1.0) - self.spread)
 
-    def see_output(self, tokens: float) -> None:
+    def learn_output(self, tokens: float) -> None:
         self.outputs += 1
         self.output += max(1.0 / self.outputs, MIN_LEARNING_RATE) * (tokens - self.output)

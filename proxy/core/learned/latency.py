@@ -69,7 +69,7 @@ class LatencyModel:
         counted = tokens + self.passing * behind + self.missing * cached
         return self.fixed_s + self.token_s * counted
 
-    def saw_first_token(
+    def learn_first_token(
         self,
         tokens: float,
         behind: float,
@@ -83,7 +83,7 @@ class LatencyModel:
         if self.prefills > UNTHROTTLED_OBSERVATIONS:
             self.first_due = now + LEARNING_INTERVAL_S
         predicted = self.first_token_s(tokens, behind, cached)
-        blame = _blame(predicted, seconds, weight, self.prefills) / predicted
+        blame = _log_error(predicted, seconds, weight, self.prefills) / predicted
         flat, token_s = self.fixed_s, self.token_s
         if behind:
             self.passing = _share(self.passing, blame * token_s * self.passing * behind)
@@ -92,17 +92,17 @@ class LatencyModel:
         self.token_s = max(token_s * exp(blame * token_s * tokens), MIN_VALUE)
         self.fixed_s = max(flat * exp(blame * flat), MIN_VALUE)
 
-    def saw_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
+    def learn_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
         self.steps += weight
         if self.steps > UNTHROTTLED_OBSERVATIONS:
             self.end_due = now + LEARNING_INTERVAL_S
         predicted = self.step_s(sequences)
-        blame = _blame(predicted, seconds, weight, self.steps) / predicted
+        blame = _log_error(predicted, seconds, weight, self.steps) / predicted
         grown = self.each_s * sequences
         self.each_s = max(self.each_s * exp(blame * grown), MIN_VALUE)
         self.base_s = max(self.base_s * exp(blame * (predicted - grown)), MIN_VALUE)
 
-    def saw_whole(
+    def learn_total(
         self,
         tokens: float,
         behind: float,
@@ -116,14 +116,14 @@ class LatencyModel:
         first, step = self.first_token_s(tokens, behind, cached), self.step_s(sequences)
         whole = first + steps * step
         ratio, share = seconds / whole, first / whole
-        self.saw_first_token(tokens, behind, cached, first * ratio, now, share)
+        self.learn_first_token(tokens, behind, cached, first * ratio, now, share)
         if steps:
-            self.saw_steps(sequences, step * ratio, now, 1.0 - share)
+            self.learn_steps(sequences, step * ratio, now, 1.0 - share)
 
-    def saw_cached(self, had: float) -> None:
+    def learn_cached(self, had: float) -> None:
         self.missing = _share(self.missing + SLOW_LEARNING_RATE * (1.0 - had - self.missing), 0.0)
 
-    def saw_length(self, tokens: int) -> None:
+    def learn_length(self, tokens: int) -> None:
         self.length += (tokens - self.length) * (SLOW_LEARNING_RATE if self.length else 1.0)
 
     def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
@@ -133,7 +133,7 @@ class LatencyModel:
             setattr(self, part, own_value ** (1.0 - share) * other_value**share)
 
 
-def _blame(predicted: float, seconds: float, weight: float, seen: float) -> float:
+def _log_error(predicted: float, seconds: float, weight: float, seen: float) -> float:
     ratio = log(max(seconds, MIN_VALUE) / predicted)
     rate = max(weight / max(seen, 1.0), MIN_LEARNING_RATE * weight)
     return rate * min(max(ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO)

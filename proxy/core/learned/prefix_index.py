@@ -113,7 +113,7 @@ class PrefixIndex:
         found.reverse()
         return found
 
-    def known(self, hashes: tuple[int, ...]) -> tuple[int, int]:
+    def reported_prefix(self, hashes: tuple[int, ...]) -> tuple[int, int]:
         """Return how many first blocks an engine has reported, and the tokens in them."""
         tokens = self._tokens
         low, high = 0, len(hashes) if tokens else 0
@@ -137,7 +137,7 @@ class PrefixIndex:
         prompt_tokens: int,
     ) -> Matches:
         """Return matches in tokens instead of blocks."""
-        blocks, tokens = self.known(hashes)
+        blocks, tokens = self.reported_prefix(hashes)
         begin = COVERED[blocks] if blocks else -bytes_before
         per_byte = max(prompt_tokens - tokens, 0) / max(prompt_bytes - begin, 1)
         found: Matches = []
@@ -201,44 +201,44 @@ class PrefixIndex:
         if len(new) > self._generation:
             self._old, self._new = new, {}
 
-    def hold(self, block: int, worker: int, tokens: int) -> None:
+    def add_block(self, block: int, worker: int, tokens: int) -> None:
         """Note that a worker's cache holds a block, and about which token ends it, if not -1."""
         self._resident[block] = self._resident.get(block, 0) | 1 << worker
         if tokens >= 0:
             self._tokens.setdefault(block, tokens)
 
-    def fork(self, block: int, worker: int, tokens: int) -> None:
+    def record_fork(self, block: int, worker: int, tokens: int) -> None:
         """Note the cached tokens of a prompt that goes apart from others in or after a block."""
         forks = self._forks.setdefault(block, {})
         forks.pop(worker, None)
         forks[worker] = tokens  # the newest is the last one
         _forget(self._ends, block, worker)
 
-    def end_prompt(self, block: int, worker: int, tokens: int) -> None:
+    def record_prompt_end(self, block: int, worker: int, tokens: int) -> None:
         """Note the cached tokens of a whole prompt and its response, by the last block."""
         if block in self._resident:
             self._ends.setdefault(block, {})[worker] = tokens
 
-    def drop(self, block: int, worker: int) -> None:
+    def remove_block(self, block: int, worker: int) -> None:
         """Note that a worker's cache holds a block no longer."""
         _clear(self._resident, block, 1 << worker)
         if block not in self._resident:
             self._tokens.pop(block, None)
         _forget(self._forks, block, worker)
         _forget(self._ends, block, worker)
-        self.expect_no_longer((block,), worker)
+        self.stop_expecting((block,), worker)
 
-    def end(self, hashes: tuple[int, ...], worker: int) -> None:
+    def end_request(self, hashes: tuple[int, ...], worker: int) -> None:
         """Leave the blocks of a request to the worker's journal, which may be a moment behind."""
         self._ending.append((hashes, worker))
 
     def drop_ended(self) -> None:
         """Expect no longer what ended before the previous call."""
         for hashes, worker in self._ended:
-            self.expect_no_longer(hashes, worker)
+            self.stop_expecting(hashes, worker)
         self._ended, self._ending = self._ending, []
 
-    def expect_no_longer(self, hashes: tuple[int, ...], worker: int) -> None:
+    def stop_expecting(self, hashes: tuple[int, ...], worker: int) -> None:
         bit = 1 << worker
         for block in hashes:
             _clear(self._new, block, bit)

@@ -24,7 +24,7 @@ class PrefixNode:
 
     def split(self, above: PrefixNode, at: int) -> PrefixNode:
         """Split off and return the blocks before `at`."""
-        begin, tokens = self.begin, self.share(at)
+        begin, tokens = self.begin, self.tokens_before(at)
         front = PrefixNode(above, self.blocks, begin, at, tokens)
         front.holders = self.holders
         front.below[self.blocks[at]] = self
@@ -33,7 +33,7 @@ class PrefixNode:
         self.tokens -= tokens
         return front
 
-    def share(self, at: int) -> int:
+    def tokens_before(self, at: int) -> int:
         """Return the tokens before a block."""
         begin = COVERED[self.begin]
         return self.tokens * (COVERED[at] - begin) // (COVERED[self.end] - begin)
@@ -47,7 +47,7 @@ class PrefixTree:
         self.tokens = 0
         self.saved = 0  # saved by sharing
 
-    def hold(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
+    def add_request(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
         """Add a request; return its last node and the tokens held before."""
         node, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last:
@@ -68,13 +68,13 @@ class PrefixTree:
         self.saved += found
         return node, found
 
-    def shared(self, blocks: tuple[int, ...]) -> int:
+    def shared_tokens(self, blocks: tuple[int, ...]) -> int:
         """Return the held tokens of a prefix."""
         node, depth, last, found = self._root, 0, len(blocks), 0
         while depth < last and (below := node.below.get(blocks[depth])) is not None:
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
-                return found + below.share(_common_length(below.blocks, blocks, depth + 1, min(end, last)))
+                return found + below.tokens_before(_common_length(below.blocks, blocks, depth + 1, min(end, last)))
             found += below.tokens
             node, depth = below, end
         return found

@@ -79,7 +79,7 @@ class ResidentPrefixes:
         self._prompts.clear()
         self.block_tokens = block_tokens
         self._index.follow(self._worker)
-        self._index.expect_no_longer(self._lost, self._worker)
+        self._index.stop_expecting(self._lost, self._worker)
         self._lost = ()
 
     def add_name(self, number: int, name: bytes, prompt_tokens: int) -> None:
@@ -106,8 +106,8 @@ class ResidentPrefixes:
             return
         last = hashes[depth - 1]
         earlier = self._ends.get(last)
-        if earlier is None or not self._goes_on(earlier, prompt, tokens):
-            self._index.fork(last, self._worker, tokens)
+        if earlier is None or not self._extends_prompt(earlier, prompt, tokens):
+            self._index.record_fork(last, self._worker, tokens)
 
     def record_resident(self, number: int, tokens: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
@@ -116,7 +116,7 @@ class ResidentPrefixes:
         blocks, hashes, index = self._blocks, prompt.hashes, self._index
         whole = range(prompt.whole_blocks(tokens, self.block_tokens))
         if missing := [at for at in whole if hashes[at] not in blocks]:
-            known, before = index.known(hashes)
+            known, before = index.reported_prefix(hashes)
             begin = COVERED[known] if known else -prompt.bytes_before
             left = prompt.prompt_tokens - before
             per_byte = left / max(prompt.prompt_bytes - begin, 1)
@@ -125,11 +125,11 @@ class ResidentPrefixes:
                 blocks[hashes[at]] = number
                 after = max(COVERED[at + 1] - begin, 0)
                 size = before + int(after * per_byte) if is_text else -1
-                index.hold(hashes[at], self._worker, size)
+                index.add_block(hashes[at], self._worker, size)
         if hashes and tokens + self.block_tokens > prompt.prompt_tokens:
-            self._end(prompt, tokens)
+            self._record_ends(prompt, tokens)
 
-    def _goes_on(self, earlier: NamedPrompt, prompt: NamedPrompt, found: int) -> bool:
+    def _extends_prompt(self, earlier: NamedPrompt, prompt: NamedPrompt, found: int) -> bool:
         """Return whether a prompt begins with a whole one; learn if it found its response."""
         block, size = self.block_tokens, earlier.prompt_tokens
         if prompt.prompt_bytes <= earlier.prompt_bytes or found < size // block * block:
@@ -140,27 +140,27 @@ class ResidentPrefixes:
             self._responses_found += LEARNING_RATE * (has_response - self._responses_found)
         return True
 
-    def _end(self, prompt: NamedPrompt, tokens: int) -> None:
+    def _record_ends(self, prompt: NamedPrompt, tokens: int) -> None:
         """Note the cached tokens of prompts that begin with this one."""
         last, prompt.end = prompt.hashes[-1], tokens
         self._ends[last] = prompt
         found = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
-        self._index.end_prompt(last, self._worker, found)
+        self._index.record_prompt_end(last, self._worker, found)
 
     def record_evicted(self, number: int, first: int, last: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
             self._resident[number] = min(self._resident.get(number, 0), first)
             return
         if prompt.hashes and first < prompt.end and self._ends.get(prompt.hashes[-1]) is prompt:
-            self._end(prompt, first)
+            self._record_ends(prompt, first)
         for at in prompt.touched_blocks(first, last, self.block_tokens):
-            self._drop(prompt.hashes[at])
+            self._remove_block(prompt.hashes[at])
 
     def clear(self) -> None:
         self._resident.clear()
         self._found.clear()
         for block in [*self._blocks]:
-            self._drop(block)
+            self._remove_block(block)
 
     def stop_claiming(self) -> None:
         """Only expect what the cache held last, because the journal is not read any more."""
@@ -184,17 +184,17 @@ class ResidentPrefixes:
         if (prompt := self._prompts.pop(number, None)) is not None:
             for block in prompt.hashes:
                 if self._blocks.get(block) == number:
-                    self._drop(block)
+                    self._remove_block(block)
 
     def _lacks(self, block: int) -> bool:
         return block not in self._blocks
 
-    def _drop(self, block: int) -> None:
+    def _remove_block(self, block: int) -> None:
         if self._blocks.pop(block, None) is None:
             return
         self._ends.pop(block, None)
         if not any(block in other._blocks for other in self.others):
-            self._index.drop(block, self._worker)
+            self._index.remove_block(block, self._worker)
 
 
 def name_of(hashes: tuple[int, ...], prompt_bytes: int, bytes_before: int = 0) -> bytes:

@@ -29,23 +29,23 @@ class Traffic:
             self._at = now
 
     @property
-    def any_long(self) -> bool:
+    def has_longs(self) -> bool:
         return self._longs > 0.0
 
-    def saw_short(self, now: float) -> None:
+    def record_short(self, now: float) -> None:
         if now - self._at > TICK_S:
             self._fade(now)
         self._shorts += 1.0
         self.shorts_ever += 1
 
-    def saw_long(self, now: float, prefill_s: float) -> None:
+    def record_long(self, now: float, prefill_s: float) -> None:
         self._fade(now)
         self._longs += 1.0
         self._long_s += prefill_s
         self.longs_ever += 1
         self.long_s_ever += prefill_s
 
-    def saw_elsewhere(self, now: float, shorts: int, longs: int, long_s: float) -> None:
+    def record_remote(self, now: float, shorts: int, longs: int, long_s: float) -> None:
         self._fade(now)
         self._shorts += shorts
         self._longs += longs
@@ -60,7 +60,7 @@ class Traffic:
         self._fade(now)
         return self._long_s / MEMORY_S
 
-    def longs_lately(self, now: float) -> bool:
+    def has_recent_longs(self, now: float) -> bool:
         if not self._longs:
             return False
         self._fade(now)

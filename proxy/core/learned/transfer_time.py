@@ -39,7 +39,7 @@ class TransferTime:
     def seconds(self, tokens: float) -> float:
         return self.factor * (self.fixed_s + self.token_s * tokens)
 
-    def saw(self, tokens: float, seconds: float) -> None:
+    def learn(self, tokens: float, seconds: float) -> None:
         self.seen += 1
         predicted = self.fixed_s + self.token_s * tokens
         seconds = max(seconds, MIN_S)
@@ -83,11 +83,11 @@ class TransferTimes:
         found = self._pairs.get((prefill, decode))
         return found if found is not None and found.seen >= UNCLAMPED_TRANSFERS else self.all
 
-    def saw(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
+    def learn(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
         found = self._pairs.get((prefill, decode))
         if found is None:
             if len(self._pairs) >= MAX_PAIRS:  # probably of removed workers
                 del self._pairs[next(iter(self._pairs))]
             found = self._pairs[prefill, decode] = TransferTime()
-        self.all.saw(tokens, seconds)
-        found.saw(tokens, seconds)
+        self.all.learn(tokens, seconds)
+        found.learn(tokens, seconds)

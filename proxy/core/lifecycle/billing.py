@@ -9,7 +9,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
 from proxy.core.model.route_table import route_names
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
-from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, give_back
+from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, refund_prefill
 from proxy.core.tenants.limits import Decided, LimitExceeded, PendingDecision
 from proxy.core.tenants.tenants import Tenant
 
@@ -28,7 +28,7 @@ def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
     if tenant is None:
         return None
     ledger = tenant.ledger
-    if ledger.remote is None or not ledger.is_limited or ledger.too_long(ask.sure_size) is not None:
+    if ledger.remote is None or not ledger.is_limited or ledger.too_long(ask.min_prompt_size) is not None:
         return None
     tokens = _tokens(ask)
 
@@ -58,21 +58,21 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
     breach: LimitExceeded | None = None
     tokens = _tokens(ask)
     if ask.bill.entered >= 0:  # admitted for counting
-        breach = ledger.too_long(ask.sure_size)
+        breach = ledger.too_long(ask.min_prompt_size)
     elif ask.bill.decided >= 0:
         breach, tokens = ledger.enter_decided(ask.bill.exceeded), ask.bill.decided
         ask.bill.decided = -1
     elif again:
         ledger.enter_again(now, tokens)
     else:
-        breach = ledger.enter(now, tokens, ask.least_prompt if uncounted else ask.sure_size)
+        breach = ledger.enter(now, tokens, ask.least_prompt if uncounted else ask.min_prompt_size)
     if breach is not None:
         leave(ask, now)
         _count(tenant, breach)
         return refusals.limited(ask, breach)
     if ask.bill.entered < 0:
         ask.bill.entered = tokens
-        tenant.change()
+        tenant.notify_watches()
     return None
 
 
@@ -86,15 +86,15 @@ def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
 
 
 def charge_refused(tenant: Tenant, now: float) -> None:
-    tenant.ledger.was_read(now)
-    tenant.change()
+    tenant.ledger.charge_read(now)
+    tenant.notify_watches()
 
 
 def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
     """Admit a request without a worker, or refuse it."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
-        tenant.change()
+        tenant.notify_watches()
         return None
     _count(tenant, breach)
     return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
@@ -102,7 +102,7 @@ def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
 
 def leave_without_worker(tenant: Tenant, now: float) -> None:
     tenant.ledger.leave(now, 0, 0)
-    tenant.change()
+    tenant.notify_watches()
 
 
 def _count(tenant: Tenant, breach: LimitExceeded) -> None:
@@ -115,11 +115,11 @@ def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
         return
     if ask.bill.decided >= 0:  # it never entered
         if ask.bill.exceeded is None:
-            ask.tenant.ledger.give_back(now, ask.bill.decided)
+            ask.tenant.ledger.refund(now, ask.bill.decided)
         ask.bill.decided = -1
     if ask.bill.entered >= 0:
         ask.tenant.ledger.leave(now, ask.bill.entered, used)
-        ask.tenant.change()
+        ask.tenant.notify_watches()
         ask.bill.entered = -1
 
 
@@ -141,16 +141,16 @@ def settle(
     elif outcome is DONE:
         prompt = ask.prompt_tokens
         unseen = 0 if bill.settled_output else bill.prepaid
-        output = max(lease.seen_tokens or unseen, _written(lease, now))
+        output = max(lease.seen_tokens or unseen, _estimate_output(lease, now))
     elif outcome in STOPPED_EARLY:
-        prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
+        prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _estimate_output(lease, now))
     elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
     prompt = max(prompt - bill.settled_prompt, 0)
     charge_output(settings, ask, output - bill.prepaid)
     bill.prepaid = 0
     if not prompt:
-        give_back(tenant, ask)
+        refund_prefill(tenant, ask)
     tenant.settle(bill.unsettled, ask.rank)
     bill.unsettled = 0.0
     bill.settled_prompt += prompt
@@ -160,7 +160,7 @@ def settle(
     leave(ask, now, prompt + output)
 
 
-def _written(lease: Lease, now: float) -> int:
+def _estimate_output(lease: Lease, now: float) -> int:
     """Estimate output without usage, by decoding time.
 
     Otherwise disconnects, or many tokens per event, would be free.
@@ -168,9 +168,9 @@ def _written(lease: Lease, now: float) -> int:
     ask, worker = lease.ask, lease.worker
     if not ask.generates or not lease.sent:
         return 0
-    since = _decoded_since(lease)
+    since = _decode_start(lease)
     step_s = worker.pace.step_s(worker.decoding + ask.samples)
-    decoded_s = _worked_until(worker, since, now) - since if since < now else 0.0
+    decoded_s = _last_computed_at(worker, since, now) - since if since < now else 0.0
     steps = max(int(decoded_s / step_s), 0)
     most = ask.output_tokens
     if most is None:
@@ -185,7 +185,7 @@ def first_token_time(lease: Lease) -> float | None:
     return lease.first_token_at
 
 
-def _decoded_since(lease: Lease) -> float:
+def _decode_start(lease: Lease) -> float:
     """Return when the first token was or should have been written; inf if never.
 
     The first visible token may be late.
@@ -206,7 +206,7 @@ def _decoded_since(lease: Lease) -> float:
     return since if first_at is None else min(since, first_at)
 
 
-def _worked_until(worker: Worker, since: float, now: float) -> float:
+def _last_computed_at(worker: Worker, since: float, now: float) -> float:
     """Return when a worker last computed; a hung worker is free."""
     gauges, worked_at = worker.gauges, worker.worked_at
     hangs = gauges is not None and worked_at > -inf and gauges.at > max(worked_at, since)

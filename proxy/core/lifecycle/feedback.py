@@ -28,7 +28,7 @@ def update_breaker(
 ) -> None:
     """Update the breaker; only a trial may close it."""
     worker = lease.worker
-    if outcome not in INCONCLUSIVE and lease.ask.computes:
+    if outcome not in INCONCLUSIVE and lease.ask.needs_engine:
         worker.note_progress(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.health.record_failure(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
@@ -63,7 +63,7 @@ def tokens_by_events(lease: Lease) -> int:
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
     learn_pace(lease, now, usage.completion_tokens, decoding)
     if lease.prefill is None:  # the prefill worker had these tokens cached
-        saw_cached(lease.worker, lease.decision.cached_tokens, usage)
+        learn_cached(lease.worker, lease.decision.cached_tokens, usage)
 
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
@@ -75,26 +75,26 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
         if lease.first_token_at is not None:
             since = first_token_time(lease)
             if ask.stream and steps >= MIN_STEPS and since is not None:
-                pace.saw_steps(beside, (now - since) / steps, now)
+                pace.learn_steps(beside, (now - since) / steps, now)
         elif not ask.stream and steps >= 0:
             seconds = now - lease.charged_at
             halves = lease.decision.handover
             if halves is None:
                 ahead = lease.ahead_tokens + ask.prompt_tokens - cached
-                pace.saw_whole(ahead, lease.behind_long, cached, beside, steps, seconds, now)
+                pace.learn_total(ahead, lease.behind_long, cached, beside, steps, seconds, now)
             elif steps >= MIN_STEPS and halves.tokens:  # its first token follows the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
-                pace.saw_steps(beside, decode_s / (steps + 1), now)
+                pace.learn_steps(beside, decode_s / (steps + 1), now)
 
 
-def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
+def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     """Learn from a client that left before its response.
 
     Otherwise a hung worker would look fast.
     """
     ask, worker = lease.ask, lease.worker
     pace, cached = worker.pace, lease.decision.cached_tokens
-    if lease.first_token_at is not None or not lease.sent or not ask.computes:
+    if lease.first_token_at is not None or not lease.sent or not ask.needs_engine:
         return
     if lease.prefill is not None:  # successful transfers teach
         return
@@ -106,21 +106,21 @@ def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
     if ask.stream or not ask.generates:
         if seconds <= first_s:
             return
-        pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
+        pace.learn_first_token(tokens, lease.behind_long, cached, seconds, now)
     else:
         if ask.output_tokens is None or ask.samples > 1:
             return  # unknown total
         beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
-        pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
+        pace.learn_total(tokens, lease.behind_long, cached, beside, steps, seconds, now)
     worker.reprice()
     fleet.roster.load_changed(worker)
 
 
-def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
+def learn_cached(worker: Worker, cached: int, usage: Usage) -> None:
     """Learn the missing cache share, if reported."""
     if usage.cached_tokens:
         worker.reports_cache = True
     if worker.reports_cache and cached:
-        worker.pace.saw_cached(min(usage.cached_tokens / cached, 1.0))
+        worker.pace.learn_cached(min(usage.cached_tokens / cached, 1.0))

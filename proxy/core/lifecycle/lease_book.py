@@ -11,7 +11,7 @@ from proxy.core.lifecycle import billing, feedback
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.queue import fairness
 from proxy.core.request.session_key import session_key
-from proxy.core.request.sizing import Sizer, enlarged
+from proxy.core.request.sizing import Sizer, enlarge
 from proxy.core.routing import handover_cost
 from proxy.core.routing.placer import Placer
 
@@ -27,20 +27,20 @@ class LeaseBook:
         self._roster = placer.fleet.roster
         self._sizer = sizer
 
-    def first_token(self, lease: Lease, now: float) -> None:
+    def record_first_token(self, lease: Lease, now: float) -> None:
         """Note the first token, or the first byte without generation."""
         if lease.prefill is not None and lease.sent and lease.first_token_at is None:
-            self._transferred(lease, now)
-            self._has_come(lease)
-        self._fleet.first_token(lease, now)
+            self._learn_transfer(lease, now)
+            self._record_prefix(lease)
+        self._fleet.record_first_token(lease, now)
         if lease.attempts.erred_on:
             feedback.count_500(self._fleet, lease, now)
 
-    def began(self, lease: Lease, now: float) -> None:
+    def record_begin(self, lease: Lease, now: float) -> None:
         if lease.begun_at is None:
             lease.begun_at = now
 
-    def _transferred(self, lease: Lease, now: float) -> None:
+    def _learn_transfer(self, lease: Lease, now: float) -> None:
         handover = lease.decision.handover
         if lease.worker.queued_before:  # may include its queue
             return
@@ -48,11 +48,11 @@ class LeaseBook:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
             first, second = handover.prefill.name, lease.worker.name
-            self._placer.transfer_times(lease.ask.model).saw(
+            self._placer.transfer_times(lease.ask.model).learn(
                 first, second, handover.tokens, seconds
             )
 
-    def prefilled(self, lease: Lease, now: float, usage: Usage | None) -> None:
+    def end_prefill(self, lease: Lease, now: float, usage: Usage | None) -> None:
         """Note that the prefill leg is done."""
         first, halves = lease.prefill, lease.decision.handover
         if first is None or halves is None or first.released:
@@ -60,34 +60,34 @@ class LeaseBook:
         self._fleet.hand_over(lease, now)
         feedback.update_breaker(self._fleet, first, now, DONE, None)
         if usage is not None:
-            feedback.saw_cached(first.worker, halves.cached_tokens, usage)
+            feedback.learn_cached(first.worker, halves.cached_tokens, usage)
 
-    def reconsider(self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0) -> bool:
+    def recheck_decode_worker(self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0) -> bool:
         """Check the decode worker between the legs; False if none can decode.
 
         `may_move`: any decode worker can fetch. `spent_s`: since the prefill.
         """
-        goes_on = self._finds_one(
+        goes_on = self._ensure_decode_worker(
             lease, now, self._placer.settings.transfer_within_s - spent_s, may_move
         )
         if goes_on and not lease.ask.stream:  # it shows no first token
-            self._has_come(lease)
+            self._record_prefix(lease)
         return goes_on
 
-    def _finds_one(self, lease: Lease, now: float, within_s: float, may_move: bool) -> bool:
+    def _ensure_decode_worker(self, lease: Lease, now: float, within_s: float, may_move: bool) -> bool:
         stands = handover_cost.may_still_decode(lease, now, within_s)
         if stands and not lease.worker.draining:
             return True
-        other = self._another(lease, now, within_s) if may_move else None
+        other = self._choose_other_decode(lease, now, within_s) if may_move else None
         if other is None:
             # Probes may be wrong: without an alternative it is tried.
             return stands or not (
-                within_s <= 0.0 or handover_cost.is_healthy(lease) or self.has_another(lease)
+                within_s <= 0.0 or handover_cost.is_healthy(lease) or self.has_other_worker(lease)
             )
         self._fleet.move(lease, other, now)
         return True
 
-    def _another(self, lease: Lease, now: float, within_s: float) -> Worker | None:
+    def _choose_other_decode(self, lease: Lease, now: float, within_s: float) -> Worker | None:
         workers = self._roster.pool(lease.ask.model).all
         other = handover_cost.choose_other_decode(workers, lease, now, self._placer.links, within_s)
         while other is not None and self._roster.is_filled_elsewhere(other, now):
@@ -96,7 +96,7 @@ class LeaseBook:
             )
         return other
 
-    def _has_come(self, lease: Lease) -> None:
+    def _record_prefix(self, lease: Lease) -> None:
         """Record the prefix on the decode worker.
 
         Earlier, other requests would count it as cached.
@@ -104,8 +104,8 @@ class LeaseBook:
         if lease.ask.prefix:
             self._roster.expect_prefix(lease.ask, lease.worker)
 
-    def tokens(self, lease: Lease, count: int) -> None:
-        self._fleet.tokens(lease, count)
+    def record_tokens(self, lease: Lease, count: int) -> None:
+        self._fleet.record_tokens(lease, count)
         ask = lease.ask
         if ask.tenant is not None and lease.seen_tokens > ask.bill.prepaid:
             fairness.charge_output(
@@ -140,7 +140,7 @@ class LeaseBook:
             first = None
         if not self._fleet.release(lease):
             return
-        self._placer.queue.freed(now)
+        self._placer.queue.record_freed_slot(now)
         if lease.ask.tenant is not None:
             billing.settle(self._placer.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # the prefill leg failed
@@ -149,7 +149,7 @@ class LeaseBook:
             return
         feedback.update_breaker(self._fleet, lease, now, outcome, retry_after_s, why)
         if outcome is CLIENT_GONE:
-            feedback.learn_of_leaving(self._fleet, lease, now)
+            feedback.learn_from_disconnect(self._fleet, lease, now)
         if outcome is DONE and lease.attempts.erred_on:
             feedback.count_500(self._fleet, lease, now)
         if outcome is DONE:
@@ -158,7 +158,7 @@ class LeaseBook:
         if session is not None and (outcome is DONE or lease.first_token_at is not None):
             self._end_turn(lease, session, usage)
 
-    def stored(self, lease: Lease, response_id: str, now: float) -> None:
+    def record_response_id(self, lease: Lease, response_id: str, now: float) -> None:
         """Let a response name its session."""
         ask, sessions = lease.ask, self._roster.sessions
         if not ask.chained:
@@ -187,7 +187,7 @@ class LeaseBook:
         may_learn = self.may_learn(lease, now)
         if usage is not None:
             # One tenant's requests must not delay learning for another.
-            if may_learn or self._sizer.knows_little(lease.ask):
+            if may_learn or self._sizer.has_few_samples(lease.ask):
                 self._sizer.learn(lease.ask, usage)
             if may_learn and not lease.attempts.continues:
                 feedback.learn(lease, now, usage, decoding)
@@ -196,16 +196,16 @@ class LeaseBook:
             and not lease.attempts.continues
             and (written := feedback.tokens_by_events(lease)) > 0
         ):
-            self._sizer.wrote(lease.ask, written)
+            self._sizer.learn_output(lease.ask, written)
             feedback.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
         ask = lease.ask
         return not ask.pinned and lease.worker.limit < self._roster.pool(ask.model).most
 
-    def outgrew(self, lease: Lease) -> RequestInfo:
+    def enlarge_request(self, lease: Lease) -> RequestInfo:
         """Return the request as the next attempt sees it: larger than this worker."""
-        larger = enlarged(lease.ask, lease.worker.limit, self._placer.settings.short_limit)
+        larger = enlarge(lease.ask, lease.worker.limit, self._placer.settings.short_limit)
         lease.attempts = replace(lease.attempts, enlarged=larger)
         return larger
 
@@ -219,7 +219,7 @@ class LeaseBook:
         )
         return best is not None
 
-    def has_another(self, lease: Lease) -> bool:
+    def has_other_worker(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""
         others = (w for w in self._roster.pool(lease.ask.model).all if w is not lease.worker)
-        return any(not w.barred and w.may_fit(lease.ask) for w in others)
+        return any(not w.is_barred and w.may_fit(lease.ask) for w in others)

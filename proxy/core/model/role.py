@@ -13,6 +13,6 @@ class Role(StrEnum):
     DECODE = "decode"
 
     @property
-    def serves_whole(self) -> bool:
+    def can_serve(self) -> bool:
         """Return whether the worker may serve whole requests."""
         return self is not Role.PREFILL

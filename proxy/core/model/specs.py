@@ -39,7 +39,7 @@ class Gauges:
     extra: dict[str, float] = field(default_factory=dict)
 
     @property
-    def computed(self) -> float:
+    def computed_tokens(self) -> float:
         """Return all tokens since the start."""
         return self.prompt_tokens_total + self.generation_tokens_total
 

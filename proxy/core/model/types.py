@@ -115,13 +115,13 @@ class RequestInfo:
         return self.account
 
     @property
-    def sure_size(self) -> int:
+    def min_prompt_size(self) -> int:
         """Return the least size of the largest prompt, for its tenant's limit."""
         sure = self.sure_prompt
         return self.largest_prompt - self.prompt_error if sure < 0 else sure
 
     @property
-    def needs(self) -> int:
+    def needed_context(self) -> int:
         """Return the context of its largest prompt and one sample.
 
         Workers clamp output: a missing limit needs one token, and `most` caps a stated one.
@@ -131,12 +131,12 @@ class RequestInfo:
         return min(needs, self.most)
 
     @property
-    def computes(self) -> bool:
+    def needs_engine(self) -> bool:
         """Return whether an engine works on it."""
         return self.generates or self.prompt_tokens > 0
 
     @property
-    def budget(self) -> int:
+    def expected_tokens(self) -> int:
         """Return all expected tokens."""
         output = self.expected_output if self.output_tokens is None else self.output_tokens
         return self.prompt_tokens + output * self.samples

@@ -85,7 +85,7 @@ class Buckets:
         bucket = self._buckets.get((place, rank))
         return len(bucket.tickets) if bucket is not None else 0
 
-    def ahead(self, place: Place, rank: Rank, tenant: Tenant | None, key: float) -> int:
+    def count_ahead(self, place: Place, rank: Rank, tenant: Tenant | None, key: float) -> int:
         """Return how many tickets of a class go before a new one.
 
         Each tenant gets as many turns as tickets of the new one's FIFO go before it.
@@ -105,7 +105,7 @@ class Buckets:
         """Yield the buckets of requests that any free slot may serve."""
         return ((at, found) for at, found in self.buckets().items() if at[0][1] != FOR_CACHE)
 
-    def of_class(self, tenant: Tenant, rank: Rank) -> bool:
+    def has_waiting(self, tenant: Tenant, rank: Rank) -> bool:
         return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))
 
     def push(self, ticket: Ticket) -> None:
@@ -153,7 +153,7 @@ class Buckets:
         order, before = self._buckets[fifo.place, fifo.rank].order, fifo.entry
         entry: Entry | None = None
         if fifo.tickets:
-            fifo.least = min(ticket.ask.needs for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
+            fifo.least = min(ticket.ask.needed_context for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
             _, standing, _, first = fifo.turn
             entry = standing, fifo.began, first, fifo.number, fifo.least, fifo
         if entry == before:
@@ -192,7 +192,7 @@ class RemoteQueues(Protocol):
     def last_dispatch(self, model: str) -> LastDispatch:
         """Return a model's last dispatch there."""
 
-    def goes_first(
+    def has_earlier_turn(
         self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
         """Return whether a remote request goes before this turn.

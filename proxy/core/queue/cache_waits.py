@@ -55,7 +55,7 @@ class CacheWaits:
         """Return the tickets that wait no longer."""
         ended: list[Ticket] = []
         for worker, tickets in self._tickets.items():
-            at_once = not (worker.live and worker.full) or worker.barred
+            at_once = not (worker.is_live and worker.is_full) or worker.is_barred
             elsewhere = worker.elsewhere
             frees_slots = worker.requests > elsewhere.requests
             for ticket in tickets:

@@ -37,7 +37,7 @@ class Overtaking:
     def __init__(self) -> None:
         self.last: dict[str, LastDispatch] = {}
 
-    def known(self, model: str, others: RemoteQueues | None) -> LastDispatch:
+    def last_dispatch(self, model: str, others: RemoteQueues | None) -> LastDispatch:
         here = self.last.get(model, NO_TURN)
         if others is not None and (there := others.last_dispatch(model)).at > here.at:
             here = self.last[model] = there
@@ -99,7 +99,7 @@ class DispatchRound:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():
                     known[rank] = min(known.get(rank, since), since)
-        aged = {model: self._aged(model, known) for model, known in oldest.items()}
+        aged = {model: self._aged_classes(model, known) for model, known in oldest.items()}
         turns: dict[tuple[Late, Rank], list[Iterator[Entry]]] = {}
         for (place, rank), bucket in buckets:
             model = place[0]
@@ -122,7 +122,7 @@ class DispatchRound:
         (place, rank), others, now = (fifo.place, fifo.rank), self._others, self._now
         if fifo.least >= self._need_bound(place):
             return None
-        if others is not None and others.goes_first(place, order, fifo.turn, now, aged):
+        if others is not None and others.has_earlier_turn(place, order, fifo.turn, now, aged):
             self._held_places.add(place)
             return None
         ended = self._dispatch_first(fifo, aged=rank in aged)
@@ -136,9 +136,9 @@ class DispatchRound:
             return 0
         return maxsize if place[1] == OWN_PLACE else self._failed_need.get(place, maxsize)
 
-    def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
+    def _aged_classes(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
         """Return the classes old enough to go ahead in this turn."""
-        last, highest = self._overtaking.known(model, self._others), min(oldest)
+        last, highest = self._overtaking.last_dispatch(model, self._others), min(oldest)
         if last.passed:
             return {}
         # Two aged classes alternate.
@@ -152,7 +152,7 @@ class DispatchRound:
         """Dispatch the first ticket that can go; skip needs that failed before."""
         place, least, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
-            needs = ticket.ask.needs
+            needs = ticket.ask.needed_context
             if needs >= self._need_bound(place):
                 continue
             ticket.aged = aged

@@ -32,10 +32,10 @@ class QueueCapacity:
         self._used: dict[Tenant | None, Amounts] = {}
 
     def add(self, ask: RequestInfo) -> None:
-        self._used[ask.tenant] = _plus(self._used.get(ask.tenant, NOTHING), amounts(ask))
+        self._used[ask.tenant] = _add_amounts(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
     def remove(self, ask: RequestInfo) -> None:
-        left = _plus(self._used[ask.tenant], amounts(ask), -1)
+        left = _add_amounts(self._used[ask.tenant], amounts(ask), -1)
         if left[0]:
             self._used[ask.tenant] = left
         else:
@@ -49,11 +49,11 @@ class QueueCapacity:
         `over` is the excess with the request.
         """
         used = dict(self._used)
-        own = _share(_plus(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
+        own = _share(_add_amounts(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
         may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, ask)]
-        if not any(_is_more(fifo, ask, used, own, most) for fifo in may):
+        if not any(_exceeds_share(fifo, ask, used, own, most) for fifo in may):
             return []
-        return _last_of(may, used, over, most, lambda fifo: _is_more(fifo, ask, used, own, most))
+        return _choose_last(may, used, over, most, lambda fifo: _exceeds_share(fifo, ask, used, own, most))
 
     def choose_surplus(
         self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
@@ -63,10 +63,10 @@ class QueueCapacity:
         An oversized request accepted by an empty queue is kept.
         """
         may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE]
-        return _last_of(may, dict(self._used), over, most, lambda _: True, partly=True)
+        return _choose_last(may, dict(self._used), over, most, lambda _: True, partly=True)
 
 
-def _last_of(
+def _choose_last(
     may: list[RequestFifo],
     used: dict[Tenant | None, Amounts],
     over: Amounts,
@@ -92,8 +92,8 @@ def _last_of(
         left[fifo.key] -= 1
         ticket = tickets[fifo.key][left[fifo.key]]
         gone.append(ticket)
-        used[fifo.tenant] = _plus(used[fifo.tenant], amounts(ticket.ask), -1)
-        over = _plus(over, amounts(ticket.ask), -1)
+        used[fifo.tenant] = _add_amounts(used[fifo.tenant], amounts(ticket.ask), -1)
+        over = _add_amounts(over, amounts(ticket.ask), -1)
     return gone if partly or max(over) <= 0 else []
 
 
@@ -103,7 +103,7 @@ def _may_yield(fifo: RequestFifo, ask: RequestInfo) -> bool:
     return ask.rank is not BATCH and fifo.tenant is not ask.tenant
 
 
-def _is_more(
+def _exceeds_share(
     fifo: RequestFifo,
     ask: RequestInfo,
     used: dict[Tenant | None, Amounts],
@@ -126,5 +126,5 @@ def _share(used: Amounts, most: Amounts, tenant: Tenant | None) -> float:
     return share if tenant is None else share / tenant.spec.weight
 
 
-def _plus(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
+def _add_amounts(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
     return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]

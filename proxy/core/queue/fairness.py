@@ -70,7 +70,7 @@ def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
     ask.bill.paid += tokens
 
 
-def give_back(tenant: Tenant, ask: RequestInfo) -> None:
+def refund_prefill(tenant: Tenant, ask: RequestInfo) -> None:
     """Refund a lost prefill."""
     tenant.charge(-ask.bill.paid, ask.rank, free=ask.bill.free)
     ask.bill.paid = 0.0
@@ -135,7 +135,7 @@ class ShareCounters:
             self._waiting[rank].add(tenant)
             tenant.waits |= 1 << rank
             self._count(tenant, rank)
-            tenant.change()
+            tenant.notify_watches()
 
     def remove(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
         """Count a request that left; `last` of its tenant and class."""
@@ -145,9 +145,9 @@ class ShareCounters:
             tenant.waits &= ~(1 << rank)
             self.floors[rank] = max(self.floors[rank], tenant.settled(rank))
             self._count(tenant, rank)
-            tenant.change()
+            tenant.notify_watches()
 
-    def waits_elsewhere(self, tenant: Tenant, ranks: int) -> None:
+    def set_remote_waits(self, tenant: Tenant, ranks: int) -> None:
         """Set a tenant's bits for the other processes."""
         if ranks == self._elsewhere.get(tenant, 0):
             return

@@ -71,7 +71,7 @@ def placed_too_late(
         own_s += halves.transfer_s
         # The decode worker's own prefills go first.
         wait_s += max(decision.worker.wait_s(now, for_long=ask.long) - halves.prefill_s, 0.0)
-    return _judged(ask, target_s, wait_s, own_s)
+    return _refuse_late(ask, target_s, wait_s, own_s)
 
 
 def queued_too_late(
@@ -80,10 +80,10 @@ def queued_too_late(
     target_s = settings.left_s(ask, now)
     if target_s is None or (wait_s := queue.wait_s(now, queue.ahead_of(ask, urgency.key))) is None:
         return None
-    return _judged(ask, target_s, wait_s, urgency.prefill_s)
+    return _refuse_late(ask, target_s, wait_s, urgency.prefill_s)
 
 
-def _judged(ask: RequestInfo, target_s: float, wait_s: float, own_s: float) -> Refusal | None:
+def _refuse_late(ask: RequestInfo, target_s: float, wait_s: float, own_s: float) -> Refusal | None:
     by_client = ask.deadline < inf
     for_wait_s = target_s - own_s if own_s < target_s or by_client else target_s
     if wait_s <= for_wait_s:

@@ -158,17 +158,17 @@ class Queue:
         return self._capacity.choose_surplus(lines, (length, size, tokens), self._shares())
 
     @property
-    def any_wait(self) -> bool:
+    def has_waiting(self) -> bool:
         """True if a request waits here or in another process."""
         return self.length > 0 or (self.elsewhere is not None and self.elsewhere.waits)
 
-    def waiting(self, model: str, *, long: bool) -> int:
+    def count_waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
         found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
         return found + (self.elsewhere is not None and self.elsewhere.has_higher_class(place, BATCH))
 
-    def has(self, model: str) -> bool:
+    def has_waiting_for(self, model: str) -> bool:
         if any(self._lines.places(model)):
             return True
         there = self.elsewhere
@@ -177,7 +177,7 @@ class Queue:
 
     def any_ahead_of(self, ask: RequestInfo) -> bool:
         """Return whether a waiting request goes before a new one."""
-        if not self.any_wait:
+        if not self.has_waiting:
             return False
         place = place_of(ask)
         if self.elsewhere is not None and self.elsewhere.has_higher_class(place, ask.rank + 1):
@@ -195,7 +195,7 @@ class Queue:
     def ahead_of(self, ask: RequestInfo, key: float) -> int:
         place, lines = place_of(ask), self._lines
         above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
-        return above + lines.ahead(place, ask.rank, ask.tenant, key)
+        return above + lines.count_ahead(place, ask.rank, ask.tenant, key)
 
     def longest_wait_s(self, ask: RequestInfo) -> float:
         return self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
@@ -241,7 +241,7 @@ class Queue:
         if self.elsewhere is not None:
             self.elsewhere.report_change()
 
-    def _take(self, ticket: Ticket) -> None:
+    def _extract(self, ticket: Ticket) -> None:
         self._lines.remove(ticket)
         if ticket.cache_wait is not None:
             self.cache_waits.remove(ticket, ticket.cache_wait)
@@ -249,7 +249,7 @@ class Queue:
             self._in_order -= 1
 
     def _move(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
-        self._take(ticket)
+        self._extract(ticket)
         self._put(ticket, cache_wait, now)
 
     def remove(self, ticket: Ticket) -> bool:
@@ -258,9 +258,9 @@ class Queue:
             return False
         ticket.left = True
         ask = ticket.ask
-        self._take(ticket)
+        self._extract(ticket)
         if ask.tenant is not None:
-            last = not self._lines.of_class(ask.tenant, ask.rank)
+            last = not self._lines.has_waiting(ask.tenant, ask.rank)
             self.turns.remove(ask.tenant, ask.rank, last=last)
         if self.elsewhere is not None:
             self.elsewhere.report_change()
@@ -273,7 +273,7 @@ class Queue:
             heapify(self._deadlines)
         return True
 
-    def expired(self, now: float) -> list[Ticket]:
+    def pop_expired(self, now: float) -> list[Ticket]:
         gone: list[Ticket] = []
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):
@@ -299,7 +299,7 @@ class Queue:
                 self.remove(ticket)
                 yield ticket, ended
 
-    def freed(self, now: float) -> None:
+    def record_freed_slot(self, now: float) -> None:
         if not self.most:  # no queue: each refused request is demand
             if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
                 self._samples = ((now, self._freed),) * 2

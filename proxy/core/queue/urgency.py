@@ -55,7 +55,7 @@ def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
     held = cached_tokens(roster, ask, matches, session_of(roster, ask))
     best, is_learnt = inf, True
-    for worker in _likely(pool.all, held) + pool.prefills[:MAX_WORKERS]:
+    for worker in _likely_workers(pool.all, held) + pool.prefills[:MAX_WORKERS]:
         if worker.may_fit(ask) and not (ask.long and worker.role is Role.SHORT):
             cached = worker.cached_tokens(held)
             seconds = worker.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
@@ -64,7 +64,7 @@ def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
     return (0.0, False) if best == inf else (best, is_learnt)
 
 
-def _likely(workers: list[Worker], held: PrefixHolders) -> list[Worker]:
+def _likely_workers(workers: list[Worker], held: PrefixHolders) -> list[Worker]:
     """Return some workers, those with most of the prompt first."""
     if len(workers) <= MAX_WORKERS:
         return workers

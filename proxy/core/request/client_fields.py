@@ -30,8 +30,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from proxy.core.model.route_table import route_names
-from proxy.core.request.json_edit import members, times
-from proxy.core.request.kv_transfer_fields import TREE, Tree, find, steering, steering_form
+from proxy.core.request.json_edit import members, count_members
+from proxy.core.request.kv_transfer_fields import TREE, Tree, find, find_steering, find_steering_in_form
 
 PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request_id"
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
@@ -60,12 +60,12 @@ class ClientFields(NamedTuple):
     arguments: bool = False
 
 
-def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields) -> str:
+def find_forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields) -> str:
     """Return the first forbidden member of a JSON body, or ""."""
     if ID in fields and not may.kv_transfer and _id_names_addresses(body):
         return ID
     if not tenants or may.arguments:
-        return ("" if may.kv_transfer else steering(fields, body)) or ""
+        return ("" if may.kv_transfer else find_steering(fields, body)) or ""
     if (
         ARGUMENTS in fields
         or "kv_transfer_params" in fields
@@ -76,10 +76,10 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
     return ""
 
 
-def repeated(fields: Mapping[str, Any], body: bytes) -> str:
+def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:
     """Return the first repeated member of `ONCE`, or ""."""
     present = [name for name in ONCE if name in fields]
-    return next((name for name in present if times(body, name) > 1), "")
+    return next((name for name in present if count_members(body, name) > 1), "")
 
 
 def _id_names_addresses(body: bytes) -> bool:
@@ -94,11 +94,11 @@ def has_address(request_id: bytes) -> bool:
     return any(mark in request_id for mark in ADDRESSES)
 
 
-def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:
+def find_forbidden_in_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:
     strict = tenants and not may.arguments
     if may.kv_transfer and not strict:
         return ""
-    return steering_form(body, content_type, at_all=strict) or ""
+    return find_steering_in_form(body, content_type, at_all=strict) or ""
 
 
 def salt_in(fields: Mapping[str, Any]) -> str:

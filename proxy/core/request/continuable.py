@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_edit import edit_members
 
 OUTPUT_SO_FAR = "output_so_far"
 EXTRA_FIELD = "vllm_xargs"
@@ -77,4 +77,4 @@ def with_output(body: bytes, tokens: Sequence[int]) -> bytes:
     if not tokens:
         return body
     extra = orjson.dumps({OUTPUT_SO_FAR: list(tokens)})
-    return spliced(body, {EXTRA_FIELD: extra})
+    return edit_members(body, {EXTRA_FIELD: extra})

@@ -20,12 +20,12 @@ def parsed(body: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        if (found := _lenient(text)) is None:
+        if (found := _parse_lenient(text)) is None:
             raise
         return found
 
 
-def _lenient(body: bytes) -> Any:
+def _parse_lenient(body: bytes) -> Any:
     """Parse what vLLM accepts beyond JSON, such as NaN and Infinity.
 
     Return None for text that workers refuse. Takes two to four times as long as strict JSON.

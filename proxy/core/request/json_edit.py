@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import orjson
 
-from proxy.core.request.json_limits import JsonMask, masked, up_to
+from proxy.core.request.json_limits import JsonMask, masked, count_up_to
 
 QUOTE, OPENING, CLOSING, BACKSLASH = 0x22, b"[{", b"]}", 0x5C
 SPACE = b" \t\n\r"
@@ -68,7 +68,7 @@ def check(body: bytes, mask: JsonMask | None = None) -> list[JsonMember] | None:
     """
     may = (
         len(body) > MAX_MEMBERS * MIN_MEMBER_BYTES
-        and up_to(body, b'"', MAX_KEY_QUOTES) > MAX_KEY_QUOTES
+        and count_up_to(body, b'"', MAX_KEY_QUOTES) > MAX_KEY_QUOTES
     )
     if not may and (mask is None or not mask.is_made):
         return None
@@ -126,7 +126,7 @@ def _value_end(masked: bytes, start: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _spelt(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
+def _encode_names(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
     return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
 
 
@@ -139,8 +139,8 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMe
         return None
     found: list[JsonMember] = []
     for name, (_, quoted) in names.items():
-        at = _place(body, quoted, 0)
-        if at < 0 or _place(body, quoted, at + 1) >= 0 or (key := KEY.match(body, at)) is None:
+        at = _find_name(body, quoted, 0)
+        if at < 0 or _find_name(body, quoted, at + 1) >= 0 or (key := KEY.match(body, at)) is None:
             return None
         value = key.end()
         end = _end_of_short(body, value)
@@ -151,7 +151,7 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMe
     return found
 
 
-def _place(body: bytes, quoted: bytes, start: int) -> int:
+def _find_name(body: bytes, quoted: bytes, start: int) -> int:
     """Find a quoted name; its `_` is rare in text, so memchr is fast."""
     mark = quoted.find(b"_")
     if mark < 0:
@@ -194,11 +194,11 @@ def _named(
     return [member for member in there or members(body) if member.name in names]
 
 
-def times(body: bytes, name: str) -> int:
-    return len(_named(body, _spelt((name,)), {name}))
+def count_members(body: bytes, name: str) -> int:
+    return len(_named(body, _encode_names((name,)), {name}))
 
 
-def spliced(
+def edit_members(
     body: bytes,
     fields: Mapping[str, bytes | None],
     field_names: Set[str] | None = None,
@@ -212,7 +212,7 @@ def spliced(
     `said`: the names that a parser found in exactly this text, or None. `found`: the members with
     these names, if known.
     """
-    names = _spelt(tuple(fields))
+    names = _encode_names(tuple(fields))
     pieces: list[bytes] = []
     at = 0
     there: set[str] = set()

@@ -52,7 +52,7 @@ def masked(text: bytes) -> bytes:
     return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 
-def too_many(body: bytes) -> str:
+def exceeded_bound(body: bytes) -> str:
     """Return the bound that a JSON text exceeds, or ""."""
     if len(body) <= LARGE_BODY_BYTES or not may_exceed(body):
         return ""
@@ -78,7 +78,7 @@ def _sample(text: bytes) -> bytes:
 def excess(mask: JsonMask) -> str:
     """Return the bound that a JSON text exceeds, or ""."""
     plain = mask.get()
-    quotes = up_to(plain, b'"', MAX_QUOTES)
+    quotes = count_up_to(plain, b'"', MAX_QUOTES)
     if quotes > MAX_QUOTES:
         return _excess(quotes, 0, 0)
     _, opened, commas = _counted(b"".join(plain.split(b'"')[::2]))
@@ -108,7 +108,7 @@ def _counted(text: bytes) -> tuple[int, int, int]:
     return quotes, opened, commas
 
 
-def up_to(text: bytes, sign: bytes, most: int) -> int:
+def count_up_to(text: bytes, sign: bytes, most: int) -> int:
     found = 0
     for at in range(0, len(text), PIECE_BYTES):
         piece = text[at : at + PIECE_BYTES]

@@ -46,7 +46,7 @@ VALUE = re.compile(rb"[ \t]*\"?([^\s;\"]*)")
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
 
 
-def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
+def find_steering(fields: Mapping[str, Any], body: bytes) -> str | None:
     """Return the first steering member of a JSON body, or None."""
     if (
         "kv_transfer_params" in fields
@@ -73,7 +73,7 @@ def find(text: bytes, tree: Tree) -> str | None:
     return None
 
 
-def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> str | None:
+def find_steering_in_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> str | None:
     """Return the first steering field of a form, or None.
 
     `at_all`: refuse any `vllm_xargs`. Parsers disagree about boundaries, so every line like a

@@ -28,11 +28,11 @@ from proxy.core.request.client_fields import (
     WITH_SALT,
     WITH_USAGE,
     ClientFields,
-    forbidden,
-    forbidden_form,
+    find_forbidden,
+    find_forbidden_in_form,
     has_usage_option,
     is_true,
-    repeated,
+    find_repeated,
     salt_in,
 )
 from proxy.core.request.json_body import LargeBody, parsed
@@ -41,9 +41,9 @@ from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
-from proxy.core.request.sizing import CUT, Sizer, begins_with, fit
+from proxy.core.request.sizing import CUT, Sizer, use_known_prefix, fit
 from proxy.core.request.split_check import why_not_split
-from proxy.core.request.token_estimate import count
+from proxy.core.request.token_estimate import parse_count
 from proxy.core.tenants.tenants import Rank, Tenant
 
 # The key that starts the prompt. Quotes inside JSON strings are escaped, so only a key matches, or
@@ -110,9 +110,9 @@ class RequestParser:
         tenants = tenant is not None
         mask: JsonMask | None = None
         if shape is EMPTY:
-            return self._by_id(route, request_id, tenant)
+            return self._read_by_id(route, request_id, tenant)
         if shape is FORM:
-            if named := forbidden_form(body, content_type, tenants=tenants, may=self.may):
+            if named := find_forbidden_in_form(body, content_type, tenants=tenants, may=self.may):
                 return refusals.forbidden_field(named)
             fields: Any = form_fields(body, content_type)
             if tenant is not None and tenant.spec.models is not None:
@@ -134,9 +134,9 @@ class RequestParser:
                 return refusals.bad_request(f"The body is not JSON: {error}")
             if type(fields) is not dict:
                 return refusals.bad_request("The body must be a JSON object.")
-            if named := forbidden(fields, body, tenants=tenants, may=self.may):
+            if named := find_forbidden(fields, body, tenants=tenants, may=self.may):
                 return refusals.forbidden_field(named)
-            if named := repeated(fields, body):
+            if named := find_repeated(fields, body):
                 return refusals.duplicate_field(named)
         model = fields.get("model")
         if type(model) is not str or not self._roster.serves(model):
@@ -145,7 +145,7 @@ class RequestParser:
                 return model
         if tenant is not None and not tenant.may_use(model):
             return refusals.not_allowed(model, self._known(tenant))
-        ask = self._sizer.ask(route, model, fields, len(body), request_id, tenant)
+        ask = self._sizer.estimate(route, model, fields, len(body), request_id, tenant)
         ask.deadline = deadline
         ask.takes_arguments = ask.route in WITH_ARGUMENTS and ARGUMENTS not in fields
         if batch:
@@ -158,16 +158,16 @@ class RequestParser:
         elif SALT in fields:
             ask.salt = salt_in(fields)
         if hashed:
-            if count(fields.get(CUT)) is None:  # keeps the beginning
+            if parse_count(fields.get(CUT)) is None:  # keeps the beginning
                 self._hash(ask, shape, fields, body)
             if ask.generates:
                 _name_session(ask, shape, fields, session)
         if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
-            ask.pinned = self._holder(previous, tenant)
+            ask.pinned = self._find_holder(previous, tenant)
             if tenant is not None and not ask.pinned:
                 return refusals.no_response(str(previous))
             self._add_stored(ask)
-        ask.long = ask.budget > self.short_limit
+        ask.long = ask.expected_tokens > self.short_limit
         self._fit(ask)
         if self.splits:
             ask.whole = ask.whole or why_not_split(ask, fields)
@@ -230,28 +230,28 @@ class RequestParser:
             )
         return refusals.bad_request("`model` must be a string.", "model")
 
-    def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
+    def _read_by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
         """Pin a request to the worker that stores its response.
 
         Without a known owner, the response may be another tenant's, so it is refused.
         """
-        holder = self._holder(route.response_id, tenant)
+        holder = self._find_holder(route.response_id, tenant)
         if tenant is not None and not holder:
             return refusals.no_response(route.response_id)
         roster = self._roster
         worker, models = roster.get(holder), roster.models()
         live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
-        ask = self._sizer.ask(route, model, {}, 0, request_id, tenant)
+        ask = self._sizer.estimate(route, model, {}, 0, request_id, tenant)
         ask.pinned = holder
         if tenant is not None:
             ask.tenant, ask.rank = tenant, tenant.spec.rank
         return ask
 
-    def _holder(self, response_id: object, tenant: Tenant | None) -> str:
+    def _find_holder(self, response_id: object, tenant: Tenant | None) -> str:
         if type(response_id) is not str:
             return ""
-        holder = self.stored.holder(response_id, tenant)
+        holder = self.stored.find_worker(response_id, tenant)
         return holder if holder in self._roster else ""
 
     def _add_stored(self, ask: RequestInfo) -> None:
@@ -268,7 +268,7 @@ class RequestParser:
             ask.largest_prompt += tokens
             ask.prompt_error += tokens
             ask.prefix = ()  # the body is the prompt's end
-            ask.long = ask.budget > self.short_limit
+            ask.long = ask.expected_tokens > self.short_limit
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self.stored.remember(response_id, worker, tenant)
@@ -285,9 +285,9 @@ class RequestParser:
             prefixes, end = self._roster.prefixes, prompt_end(shape, fields, body, start)
             ask.prefix = prefixes.hashes(scope, body, start, end)
             ask.prefix_bytes = end - start
-            blocks, tokens = prefixes.known(ask.prefix)
+            blocks, tokens = prefixes.reported_prefix(ask.prefix)
             if blocks and ask.text_bytes and not ask.counted and ask.prompts == 1:
-                begins_with(ask, tokens, ask.bytes_before + COVERED[blocks])
+                use_known_prefix(ask, tokens, ask.bytes_before + COVERED[blocks])
 
     def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
         """Return the worker to count an ask's tokens; None if the estimate suffices."""
@@ -297,29 +297,29 @@ class RequestParser:
         near = ask.body_bytes <= MAX_COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
         if not near and (tenant is None or not _would_be_refused(ask, tenant)):
             return None
-        healthy = (worker for worker in pool.members if not worker.barred)
+        healthy = (worker for worker in pool.members if not worker.is_barred)
         return min(healthy, key=lambda worker: (worker.requests, worker.index), default=None)
 
     def _is_near(self, ask: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
         """Return whether the exact count may change the routing."""
         error = ask.prompt_error
-        if by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error:
+        if by_size and pool.mixed and abs(ask.expected_tokens - self.short_limit) <= error:
             return True
-        needs = ask.needs
+        needs = ask.needed_context
         for limit in pool.boundaries:  # noqa: SIM110 - usually empty
             if abs(needs - limit) <= error:
                 return True
         return False
 
-    def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        self._sizer.counted(ask, prompt_tokens)
+    def apply_count(self, ask: RequestInfo, prompt_tokens: int) -> None:
+        self._sizer.apply_count(ask, prompt_tokens)
         self._fit(ask)
-        ask.long = ask.budget > self.short_limit
+        ask.long = ask.expected_tokens > self.short_limit
 
     def _fit(self, ask: RequestInfo) -> None:
         pinned = self._roster.get(ask.pinned) if ask.pinned else None
         most = self._roster.pool(ask.model).limit if pinned is None else pinned.limit
-        if ask.needs > most:
+        if ask.needed_context > most:
             fit(ask, most, cuts_output=self.cuts_output)
 
 
@@ -354,7 +354,7 @@ def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
     most = tenant.spec.limits.max_prompt_tokens
     if most is None or ask.body_bytes > MAX_JUDGED_BYTES:
         return False
-    return ask.least_prompt <= most < ask.sure_size
+    return ask.least_prompt <= most < ask.min_prompt_size
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:

@@ -29,7 +29,7 @@ class ResponseOwners:
             for response_id, worker in own.items():
                 yield response_id, worker, tenant
 
-    def holder(self, response_id: str, tenant: Tenant | None) -> str:
+    def find_worker(self, response_id: str, tenant: Tenant | None) -> str:
         """Return the worker of a tenant's response, or ""."""
         own = self._of.get(tenant)
         return "" if own is None else own.get(response_id, "")

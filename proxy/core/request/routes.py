@@ -16,7 +16,7 @@ ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 
 def find(method: str, path: str) -> Route | Refusal:
     """Return the route, or a refusal: 404 for the path, 405 for the method."""
-    route = ROUTES.get(path) or _stored(path)
+    route = ROUTES.get(path) or _find_stored_response(path)
     if route is None:
         return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}")
     if method != route.method:
@@ -24,7 +24,7 @@ def find(method: str, path: str) -> Route | Refusal:
     return route
 
 
-def _stored(path: str) -> Route | None:
+def _find_stored_response(path: str) -> Route | None:
     if not path.startswith(RESPONSES):
         return None
     response_id, slash, action = path.removeprefix(RESPONSES).partition("/")

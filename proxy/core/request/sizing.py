@@ -19,7 +19,7 @@ from proxy.core.learned.tenant_prior import TenantPrior
 from proxy.core.model.route_table import PromptFields, Route, route_names
 from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.client_fields import is_true
-from proxy.core.request.token_estimate import PromptExtent, count, measure
+from proxy.core.request.token_estimate import PromptExtent, parse_count, measure
 from proxy.core.tenants.tenants import Tenant
 
 TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT
@@ -72,7 +72,7 @@ class Sizer:
         prior.update(tenant.name, own)
         return own
 
-    def ask(
+    def estimate(
         self,
         route: Route,
         model: str,
@@ -92,7 +92,7 @@ class Sizer:
         if extent.guessed:
             error += _guess_error(extent, learnt)
         error = min(error, largest)
-        output, samples = _output(route, body) if route.generates else (None, 1)
+        output, samples = _read_output_limit(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
         ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
@@ -102,7 +102,7 @@ class Sizer:
         if not (extent.guessed or shape is CHAT or shape is RESPONSE or shape is CHATS):
             ask.least_prompt += tokens  # template and image tokens are guesses
         if extent.guessed:
-            ask.media = None if extent.cut else _teaching(extent, learnt)
+            ask.media = None if extent.cut else _media_to_learn(extent, learnt)
             ask.text_bytes = 0
             ask.whole = "not_text"
         ask.counted = not (extent.text or extent.guessed)
@@ -117,14 +117,14 @@ class Sizer:
         if extent.cut:
             ask.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
-            _apply_truncation(ask, count(body.get(CUT)), extent.prompts)
+            _apply_truncation(ask, parse_count(body.get(CUT)), extent.prompts)
         elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
             _apply_truncation(ask, None, extent.prompts)
         return ask
 
-    def counted(self, ask: RequestInfo, prompt_tokens: int) -> None:
+    def apply_count(self, ask: RequestInfo, prompt_tokens: int) -> None:
         """Use a worker's token count, and learn from it."""
-        self._see_prompt(ask, self._learning_rates(ask), prompt_tokens)
+        self._learn_prompt(ask, self._learning_rates(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most, ask.sure_prompt = 0, maxsize, -1
         ask.counted = True
@@ -132,21 +132,21 @@ class Sizer:
     def learn(self, ask: RequestInfo, usage: Usage) -> None:
         own = self._learning_rates(ask)
         if not ask.counted:
-            self._see_prompt(ask, own, usage.prompt_tokens)
-        _see_output(ask, own, usage.completion_tokens)
+            self._learn_prompt(ask, own, usage.prompt_tokens)
+        _learn_output(ask, own, usage.completion_tokens)
 
-    def wrote(self, ask: RequestInfo, tokens: int) -> None:
+    def learn_output(self, ask: RequestInfo, tokens: int) -> None:
         """Learn the output of all samples together."""
-        _see_output(ask, self._learning_rates(ask), tokens)
+        _learn_output(ask, self._learning_rates(ask), tokens)
 
-    def knows_little(self, ask: RequestInfo) -> bool:
+    def has_few_samples(self, ask: RequestInfo) -> bool:
         """Return whether a tenant has too few samples to skip any."""
         if ask.tenant is None:
             return False
         own = ask.tenant.learnt.get((ask.model, ask.route))
         return own is None or max(own.seen, own.outputs) < MIN_SAMPLES_LEARNED
 
-    def _see_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
+    def _learn_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
         if prompt_tokens <= 0 or ask.pinned:  # usage includes earlier turns
             return
         if ask.media is not None:
@@ -154,12 +154,12 @@ class Sizer:
         elif ask.text_bytes:
             tools = ask.tool_bytes
             text, tokens = ask.text_bytes - tools, prompt_tokens - ask.extra_tokens
-            own.see_prompt(text, tokens, tools, ask.prompts)
+            own.learn_prompt(text, tokens, tools, ask.prompts)
 
 
-def _see_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
+def _learn_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
     if ask.generates and tokens > 0:
-        own.see_output(tokens / max(ask.samples, 1))
+        own.learn_output(tokens / max(ask.samples, 1))
 
 
 def _guess_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
@@ -176,7 +176,7 @@ def _media_tokens(extent: PromptExtent) -> int:
     )
 
 
-def _teaching(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
+def _media_to_learn(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
     """Return a request's media to learn from, if all other tokens are known."""
     counts, tokens = extent.media, _media_tokens(extent)
     if counts is None or extent.guessed != tokens:
@@ -214,7 +214,7 @@ def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
         ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
 
 
-def begins_with(ask: RequestInfo, tokens: int, size: int) -> None:
+def use_known_prefix(ask: RequestInfo, tokens: int, size: int) -> None:
     """Use the known tokens of the first `size` bytes in the estimate of an ask.
 
     They were reported for another prompt, so they are bounded, and decide no limit.
@@ -228,18 +228,18 @@ def begins_with(ask: RequestInfo, tokens: int, size: int) -> None:
     ask.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
 
 
-def enlarged(ask: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
+def enlarge(ask: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
     """Return a request that a worker found above its limit with a larger size."""
     ask = replace(ask)
-    if (more := limit + 1 - ask.needs) > 0:
+    if (more := limit + 1 - ask.needed_context) > 0:
         ask.prompt_tokens += more
         ask.largest_prompt += more
-    ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
-    ask.long = ask.budget > short_limit
+    ask.prompt_error = min(ask.prompt_error, ask.needed_context - limit - 1)
+    ask.long = ask.expected_tokens > short_limit
     return ask
 
 
-def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
+def _read_output_limit(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     """Return the output limit per sample, and the samples per prompt."""
     if route.shape is TOKENS:
         inner = body.get("sampling_params")
@@ -247,7 +247,7 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     output = None
     for key in OUTPUT_KEYS:
         if key in body and body[key] is not None:
-            output = count(body[key])
+            output = parse_count(body[key])
             break
     else:
         if route.shape is PROMPT:
@@ -255,13 +255,13 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     samples = 1
     if "n" in body or "best_of" in body:
         for key in ("n", "best_of"):
-            samples = max(samples, min(_samples(body.get(key)), MAX_SAMPLES))
+            samples = max(samples, min(_read_samples(body.get(key)), MAX_SAMPLES))
     return output, samples
 
 
-def _samples(value: object) -> int:
+def _read_samples(value: object) -> int:
     """Return the samples; unclear text may mean any number to a worker."""
-    found = count(value)
+    found = parse_count(value)
     if found is None and type(value) is str:
         return MAX_SAMPLES
     return found or 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from proxy.core.model.route_table import route_names
 from proxy.core.model.types import RequestInfo
-from proxy.core.request.token_estimate import count
+from proxy.core.request.token_estimate import parse_count
 
 SPLITTABLE = route_names(lambda route: route.may_be_split)
 SAMPLES = ("n", "best_of")
@@ -30,7 +30,7 @@ def why_not_split(ask: RequestInfo, fields: dict[str, Any]) -> str:
     if NOTED.isdisjoint(fields):  # nearly always
         return ""
     # Anything but one sample: two would share single-use parameters.
-    if any(count(value) != 1 for name in SAMPLES if (value := fields.get(name)) is not None):
+    if any(parse_count(value) != 1 for name in SAMPLES if (value := fields.get(name)) is not None):
         return "samples"
     if fields.get("background"):
         return "stored"
@@ -45,7 +45,7 @@ def why_not_split(ask: RequestInfo, fields: dict[str, Any]) -> str:
             return "own_id"
         if _runs_tools(fields.get("tools")):
             return "tools"
-    if ask.route != CHAT and _must_call(fields.get("tool_choice")):
+    if ask.route != CHAT and _is_call_forced(fields.get("tool_choice")):
         return "tools"
     return ""
 
@@ -77,7 +77,7 @@ def _runs_tools(tools: object) -> bool:
     return any(type(tool) is not dict or tool.get("type") != "function" for tool in tools)
 
 
-def _must_call(choice: object) -> bool:
+def _is_call_forced(choice: object) -> bool:
     """Return whether a tool call is forced: some routes lose its first token."""
     kind = choice.get("type") if type(choice) is dict else choice
     return kind not in (None, "auto", "none")

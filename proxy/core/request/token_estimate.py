@@ -74,7 +74,7 @@ def measure(
     return extent
 
 
-def count(value: object) -> int | None:
+def parse_count(value: object) -> int | None:
     """Parse a number of tokens like vLLM; None if absent or refused."""
     if type(value) is int:
         return min(value, MAX_TOKENS) if value >= 0 else None
@@ -102,10 +102,10 @@ def json_bytes(value: JSON) -> int:
     try:
         return len(orjson.dumps(value))
     except (TypeError, RecursionError):  # nested too deeply for orjson
-        return _walked(value)
+        return _text_length(value)
 
 
-def _walked(value: JSON) -> int:
+def _text_length(value: JSON) -> int:
     """Return the length of all texts, plus 2 per other value."""
     found, left = 0, [value]
     while left:
@@ -118,74 +118,74 @@ def _walked(value: JSON) -> int:
     return found
 
 
-def _longest(prompts: list[JSON]) -> int:
+def _longest_prompt(prompts: list[JSON]) -> int:
     if not {str, list} & set(map(type, prompts)):
         return 0
     sizes = [len(p) if type(p) is str else 4 * len(p) if type(p) is list else 0 for p in prompts]
     return max(sizes, default=0)
 
 
-def _some(extent: PromptExtent, values: list[JSON]) -> list[JSON]:
+def _limit_values(extent: PromptExtent, values: list[JSON]) -> list[JSON]:
     """Return the values to examine; guess the rest."""
     left = extent.looks
     if len(values) <= left:
         extent.looks = left - len(values)
         return values
     extent.looks = 0
-    _guess(extent, values[left:])
+    _guess_unseen(extent, values[left:])
     return values[:left]
 
 
-def _guess(extent: PromptExtent, unseen: JSON) -> None:
+def _guess_unseen(extent: PromptExtent, unseen: JSON) -> None:
     tokens = json_bytes(unseen) // BYTES_OF_A_TOKEN
     extent.tokens += tokens
     extent.guessed += tokens
 
 
-def _conversation(extent: PromptExtent, messages: JSON) -> None:
+def _add_messages(extent: PromptExtent, messages: JSON) -> None:
     if type(messages) is not list:
         return
     extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE * len(messages)
     text = 0
-    for message in _some(extent, messages):
+    for message in _limit_values(extent, messages):
         if type(message) is not dict:
             continue
         members = len(message)
         if members > 2:
             if members > extent.looks:
                 extent.looks = 0
-                _guess(extent, message)
+                _guess_unseen(extent, message)
                 continue
             extent.looks -= members
         content = message.get("content")
         if type(content) is str:
             text += len(content) if content.isascii() else text_bytes(content)
         elif type(content) is list:
-            _parts(extent, content)
+            _add_parts(extent, content)
         if members > 2 or content is None:  # tool calls, names, reasoning
             for key, value in message.items():
                 if key == "output" and type(value) is list:  # of a tool item
-                    _parts(extent, value)
+                    _add_parts(extent, value)
                 elif key not in ("role", "content"):
-                    text += _loose(value)
+                    text += _value_bytes(value)
     extent.text += text
 
 
-def _loose(value: JSON) -> int:
+def _value_bytes(value: JSON) -> int:
     if type(value) is str:
         return text_bytes(value)
     return json_bytes(value) if type(value) in (list, dict) else 0
 
 
-def _parts(extent: PromptExtent, parts: list[JSON], *, nested: bool = False) -> None:
-    for part in _some(extent, parts):
+def _add_parts(extent: PromptExtent, parts: list[JSON], *, nested: bool = False) -> None:
+    for part in _limit_values(extent, parts):
         if type(part) is str:
             extent.text += text_bytes(part)
         elif type(part) is dict:
-            _part(extent, part, nested=nested)
+            _add_part(extent, part, nested=nested)
 
 
-def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
+def _add_part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
     text = part.get("text")
     if type(text) is str:
         extent.text += text_bytes(text)
@@ -195,7 +195,7 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
         kind = " ".join(part)  # {"image_url": "..."} is valid too
     for word, which in KINDS:
         if word in kind:
-            _media(extent, which, 1)
+            _add_medium(extent, which, 1)
             return
     if EMBEDDED in kind:
         tokens = 1 + json_bytes(part) // EMBEDDED_BYTES
@@ -204,12 +204,12 @@ def _part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> None:
         return
     inner = part.get("content")
     if type(inner) is list and not nested:
-        _parts(extent, inner, nested=True)
+        _add_parts(extent, inner, nested=True)
     else:
-        extent.text += _loose(inner if inner is not None else part)
+        extent.text += _value_bytes(inner if inner is not None else part)
 
 
-def _media(extent: PromptExtent, kind: int, number: int) -> None:
+def _add_medium(extent: PromptExtent, kind: int, number: int) -> None:
     tokens = number * extent.sizes[kind]
     extent.tokens += tokens
     extent.guessed += tokens
@@ -234,38 +234,38 @@ def _add_media(extent: PromptExtent, one: PromptExtent, times: int = 1) -> None:
         )
 
 
-def _chat(extent: PromptExtent, body: dict[str, JSON]) -> None:
-    _conversation(extent, body.get("messages"))
+def _measure_chat(extent: PromptExtent, body: dict[str, JSON]) -> None:
+    _add_messages(extent, body.get("messages"))
     system = body.get("system")
     if system is not None:
-        _parts(extent, system if type(system) is list else [system])
-    _beside(extent, body)
+        _add_parts(extent, system if type(system) is list else [system])
+    _add_tools(extent, body)
     extent.plain = not (extent.guessed or body.get("documents"))  # unknown to /tokenize
 
 
-def _beside(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _add_tools(extent: PromptExtent, body: dict[str, JSON]) -> None:
     """Count text that a template may omit."""
     documents = body.get("documents")
     if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
         documents = more.get("documents")
     for item in (body.get("tools"), documents):
         if item:
-            extent.tools += _loose(item)
+            extent.tools += _value_bytes(item)
     extent.text += extent.tools
 
 
-def _chats(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _measure_chats(extent: PromptExtent, body: dict[str, JSON]) -> None:
     conversations = body.get("messages")
     if type(conversations) is list:
-        _many(extent, conversations, _conversation)
+        _add_prompts(extent, conversations, _add_messages)
 
 
-def _many(
+def _add_prompts(
     extent: PromptExtent, prompts: list[JSON], read: Callable[[PromptExtent, JSON], None]
 ) -> None:
     extent.prompts = max(len(prompts), 1)
     largest, largest_size = PromptExtent(), -1
-    seen = _some(extent, prompts)
+    seen = _limit_values(extent, prompts)
     for prompt in seen:
         one = PromptExtent(looks=extent.looks, sizes=extent.sizes)
         read(one, prompt)
@@ -277,37 +277,37 @@ def _many(
         size = one.text + 4 * one.tokens
         if size > largest_size:
             largest, largest_size = one, size
-    if len(seen) < len(prompts) and (longest := _longest(prompts[len(seen) :])) > largest_size:
+    if len(seen) < len(prompts) and (longest := _longest_prompt(prompts[len(seen) :])) > largest_size:
         largest = PromptExtent(text=longest)
     extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
 
 
-def _one(extent: PromptExtent, prompt: JSON) -> None:
+def _add_prompt(extent: PromptExtent, prompt: JSON) -> None:
     if type(prompt) is str:
         extent.text += text_bytes(prompt)
     elif type(prompt) is list:
         if prompt and type(prompt[0]) is int:
             extent.tokens += len(prompt)
         else:
-            _parts(extent, prompt)
+            _add_parts(extent, prompt)
     elif type(prompt) is dict:
-        _parts(extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"])
+        _add_parts(extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"])
 
 
-def _prompt(extent: PromptExtent, prompt: JSON) -> None:
+def _measure_prompt(extent: PromptExtent, prompt: JSON) -> None:
     if type(prompt) is list and prompt and type(prompt[0]) is not int:
         if type(prompt[0]) is dict and "role" in prompt[0]:
-            _conversation(extent, prompt)
+            _add_messages(extent, prompt)
         else:
-            _many(extent, prompt, _one)
+            _add_prompts(extent, prompt, _add_prompt)
     else:
-        _one(extent, prompt)
+        _add_prompt(extent, prompt)
 
 
-def _completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _measure_completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
     prompt, embedded = body.get("prompt"), body.get(EMBEDDED)
     if not embedded:
-        _prompt(extent, prompt)
+        _measure_prompt(extent, prompt)
         extent.plain = type(prompt) is str
         return
     # Each blob is a prompt, besides text and token ids.
@@ -315,42 +315,42 @@ def _completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
     seen = blobs[: extent.looks]  # `_many` charges them to `looks`
     prompts: list[JSON] = [{"type": EMBEDDED, "data": item} for item in seen]
     if unseen := len(blobs) - len(seen):
-        _guess(extent, blobs[len(seen) :])
+        _guess_unseen(extent, blobs[len(seen) :])
     if type(prompt) is list and prompt and type(prompt[0]) is not int:
         prompts += prompt
     elif prompt is not None:
         prompts.append(prompt)
-    _many(extent, prompts, _one)
+    _add_prompts(extent, prompts, _add_prompt)
     extent.prompts += unseen
 
 
-def _input(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _measure_input(extent: PromptExtent, body: dict[str, JSON]) -> None:
     for key in ("input", "messages", "texts", "inputs", "images"):
         value = body.get(key)
         if value is None:
             continue
         if key == "images" and type(value) is list:
-            _media(extent, IMAGE, len(value))
+            _add_medium(extent, IMAGE, len(value))
             extent.largest_text, extent.largest_tokens = 0, extent.sizes[IMAGE]
         elif key == "messages":
-            _conversation(extent, value)
+            _add_messages(extent, value)
         else:
-            _prompt(extent, value)
+            _measure_prompt(extent, value)
         return
 
 
-def _response(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _measure_response(extent: PromptExtent, body: dict[str, JSON]) -> None:
     items = body.get("input")
     if type(items) is list:
-        _conversation(extent, items)
+        _add_messages(extent, items)
     else:
-        _one(extent, items)
+        _add_prompt(extent, items)
         extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
-    extent.text += _loose(body.get("instructions"))
-    _beside(extent, body)
+    extent.text += _value_bytes(body.get("instructions"))
+    _add_tools(extent, body)
 
 
-def _tokens(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _measure_tokens(extent: PromptExtent, body: dict[str, JSON]) -> None:
     ids = body.get("token_ids")
     if type(ids) is list:
         extent.tokens = len(ids)
@@ -361,11 +361,11 @@ PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # tokens per text; 0: 
 BYTES_KEPT = 4  # per token, of cut text
 
 
-def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
-    cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
+def _measure_pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
+    cuts = [parse_count(body.get(key)) or 0 for key in PAIR_CUTS]
     sizes = extent.sizes
-    left = _side(body, PAIR_KEYS[0], cuts[0], MAX_EXAMINED, sizes)
-    right = _side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
+    left = _measure_side(body, PAIR_KEYS[0], cuts[0], MAX_EXAMINED, sizes)
+    right = _measure_side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
     repeats = right.prompts if left.prompts == 1 else 1  # one query is read for each document
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
@@ -378,7 +378,7 @@ def _pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
     extent.cut = left.cut or right.cut
 
 
-def _side(
+def _measure_side(
     body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int, sizes: Numbers
 ) -> PromptExtent:
     """Measure all prompts of a side; the largest text and tokens may differ in prompt."""
@@ -386,39 +386,39 @@ def _side(
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]
     side = PromptExtent(prompts=len(prompts), largest_text=0, looks=looks, sizes=sizes)
-    seen = _some(side, prompts)
+    seen = _limit_values(side, prompts)
     for prompt in seen:
         text, tokens = side.text, side.tokens
-        _one(side, prompt)
+        _add_prompt(side, prompt)
         if most and side.text - text > most * BYTES_KEPT:
             side.text = text + most * BYTES_KEPT
             side.cut = True
         side.largest_text = max(side.largest_text, side.text - text)
         side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
     if len(seen) < len(prompts):
-        longest = _longest(prompts[len(seen) :])
+        longest = _longest_prompt(prompts[len(seen) :])
         side.largest_text = max(side.largest_text, min(longest, most * BYTES_KEPT or longest))
     return side
 
 
-def _state(extent: PromptExtent, body: dict[str, JSON]) -> None:
+def _measure_state(extent: PromptExtent, body: dict[str, JSON]) -> None:
     for key in ("state", "questions", "instructions"):
-        extent.text += _loose(body.get(key))
+        extent.text += _value_bytes(body.get(key))
 
 
-def _form(extent: PromptExtent, body: dict[str, JSON]) -> None:
-    _media(extent, AUDIO, 1)
-    extent.text = _loose(body.get("prompt"))
+def _measure_form(extent: PromptExtent, body: dict[str, JSON]) -> None:
+    _add_medium(extent, AUDIO, 1)
+    extent.text = _value_bytes(body.get("prompt"))
 
 
 READERS: dict[PromptFields, Callable[[PromptExtent, dict[str, JSON]], None]] = {
-    PromptFields.CHAT: _chat,
-    PromptFields.CHATS: _chats,
-    PromptFields.PROMPT: _completion,
-    PromptFields.INPUT: _input,
-    PromptFields.RESPONSE: _response,
-    PromptFields.TOKENS: _tokens,
-    PromptFields.PAIRS: _pairs,
-    PromptFields.STATE: _state,
-    PromptFields.FORM: _form,
+    PromptFields.CHAT: _measure_chat,
+    PromptFields.CHATS: _measure_chats,
+    PromptFields.PROMPT: _measure_completion,
+    PromptFields.INPUT: _measure_input,
+    PromptFields.RESPONSE: _measure_response,
+    PromptFields.TOKENS: _measure_tokens,
+    PromptFields.PAIRS: _measure_pairs,
+    PromptFields.STATE: _measure_state,
+    PromptFields.FORM: _measure_form,
 }

@@ -59,7 +59,7 @@ class Adaptive(Rule):
     def choose(self, view: View) -> Decision | None:
         ask, held, candidates = view.ask, view.held, view.candidates
         if view.pool.longs and is_reserve_kept(view):
-            candidates = [w for w in candidates if not reserved(w, view)]
+            candidates = [w for w in candidates if not is_reserved(w, view)]
             if not candidates:
                 return None
         costs, uncached = placement_costs(candidates, view)
@@ -99,7 +99,7 @@ class Adaptive(Rule):
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
-        if view.pool.longs and is_reserve_kept(view) and reserved(worker, view):
+        if view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view):
             return "reserved for long requests"
         handing = view.handing
         if handing is not None and worker.role is DECODE and not handing.may_begin(worker, view):
@@ -114,7 +114,7 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
     ask, now, held = view.ask, view.now, view.held
     long, prompt = ask.long, ask.prompt_tokens
     output = ask.expected_output * ask.samples
-    mixed = long or view.traffic.any_long
+    mixed = long or view.traffic.has_longs
     costs: list[float] = []
     uncached: list[float] = []
     for worker in candidates:
@@ -175,12 +175,12 @@ def cheapest_wait(
 
 def may_await(worker: Worker, view: View) -> bool:
     return (
-        worker.full
+        worker.is_full
         and worker in view.pool.members
-        and not worker.barred
+        and not worker.is_barred
         and worker not in view.tried
         and worker.surely_fits(view.ask)
-        and not (view.pool.longs and is_reserve_kept(view) and reserved(worker, view))
+        and not (view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view))
     )
 
 
@@ -194,7 +194,7 @@ def handover_offers(candidates: list[Worker], costs: list[float], view: View) ->
     need = ask.prompt_tokens + ask.expected_output * ask.samples
     for at, worker in enumerate(candidates):
         wait_s = kv_wait_s(worker, ask, need)  # for room; needed either way
-        if (cost_s := handing.offer(worker, view, costs[at] - wait_s)) is not None:
+        if (cost_s := handing.cost_if_better(worker, view, costs[at] - wait_s)) is not None:
             costs[at] = cost_s + wait_s
             handed.add(worker)
         elif worker.role is DECODE:
@@ -270,12 +270,12 @@ def is_reserve_kept(view: View) -> bool:
     """
     if view.ask.long or view.ask.pinned:
         return False
-    if not (view.longs_waiting or view.traffic.longs_lately(view.now)):
+    if not (view.longs_waiting or view.traffic.has_recent_longs(view.now)):
         return False
     return own_pool_is_left(view)
 
 
-def reserved(worker: Worker, view: View) -> bool:
+def is_reserved(worker: Worker, view: View) -> bool:
     if worker.misfit_short < MISFIT_OTHER_POOL:
         return False
     if view.longs_waiting:

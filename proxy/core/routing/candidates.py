@@ -132,7 +132,7 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
 def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
     left = [w for w in pool.all if w.may_fit(ask) and attempts.may_try(w, now)]
-    if any(w.surely_fits(ask) and (not w.barred or w.breaker.busy) for w in left):
+    if any(w.surely_fits(ask) and (not w.is_barred or w.breaker.busy) for w in left):
         return []  # full or busy: worth the wait
     return [w for w in left if w.accepts(now)]
 
@@ -144,7 +144,7 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
     """Return whether another worker would take a request."""
     return not ask.pinned and any(
-        attempts.may_try(w, now) and w.may_fit(ask) and (not w.barred or w.accepts(now))
+        attempts.may_try(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
         for w in roster.pool(ask.model).all
     )
 
@@ -155,7 +155,7 @@ def why_hopeless(
     """Return the refusal if waiting cannot help, else None."""
     if not ask.pinned and any(_can_serve(w, ask, attempts) for w in roster.pool(ask.model).all):
         return None
-    workers = [w for w in roster.workers_of(ask.model) if w.role.serves_whole]
+    workers = [w for w in roster.workers_of(ask.model) if w.role.can_serve]
     if ask.pinned:
         workers = [w for w in (roster.get(ask.pinned),) if w is not None]
     holders = [w for w in workers if w.may_fit(ask)]
@@ -178,27 +178,27 @@ def why_hopeless(
 
 
 def _can_serve(worker: Worker, ask: RequestInfo, attempts: Attempts) -> bool:
-    well = not worker.barred or worker.breaker.busy
+    well = not worker.is_barred or worker.breaker.busy
     return well and attempts.may_try(worker) and worker.may_fit(ask)
 
 
-def note(worker: Worker, ask: RequestInfo, now: float) -> str:
+def why_excluded(worker: Worker, ask: RequestInfo, now: float) -> str:
     breaker = worker.breaker
     reasons = (
-        (not worker.role.serves_whole, "prefills only"),
+        (not worker.role.can_serve, "prefills only"),
         (worker.draining, "draining"),
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
-        (not worker.lets_pass(now), "busy" if breaker.busy else "failed recently"),
+        (not worker.may_send(now), "busy" if breaker.busy else "failed recently"),
         (not worker.may_fit(ask), f"too small: holds {worker.limit} tokens"),
         (not worker.surely_fits(ask), f"may be too small: holds {worker.limit} tokens"),
-        (worker.full, "full"),
+        (worker.is_full, "full"),
     )
     return next((text for holds, text in reasons if holds), "")
 
 
 def with_panic(score: Score, worker: Worker) -> Score:
     """Note that panic mode ignores the worker's open breaker."""
-    if worker.breaker.closed or worker.barred:
+    if worker.breaker.closed or worker.is_barred:
         return score
     return replace(score, note=f"{score.note}; {IN_PANIC}" if score.note else IN_PANIC)

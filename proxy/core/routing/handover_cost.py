@@ -96,7 +96,7 @@ def may_still_decode(lease: Lease, now: float, within_s: float) -> bool:
 
 
 def is_healthy(lease: Lease) -> bool:
-    return lease.worker.up and (not lease.worker.barred or lease.trial)
+    return lease.worker.up and (not lease.worker.is_barred or lease.trial)
 
 
 def choose_other_decode(
@@ -133,7 +133,7 @@ def consider_handover(decision: Decision, view: View) -> Decision | None:
     handing, worker = view.handing, decision.worker
     if handing is None or decision.handover is not None or worker.role is not DECODE:
         return decision
-    if handing.offer(worker, view, whole_s(worker, view)) is None:
+    if handing.cost_if_better(worker, view, whole_s(worker, view)) is None:
         return decision
     if not handing.may_begin(worker, view):
         return None
@@ -155,7 +155,7 @@ def verdict(decision: Decision, view: View) -> str:
     handing, links = view.handing, view.handing.links
     if links.is_unusable(handing.prefill, worker, view.now):
         transfer_s = handing.transfer_s(worker, view)
-        if handing.worth(worker, view, whole_s(worker, view), transfer_s) is not None:
+        if handing.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s) is not None:
             return HandoverVerdict.PREFILL_BUSY
     return (
         HandoverVerdict.CACHED

@@ -122,7 +122,7 @@ class Placer:
 
     def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
         """Return whether a worker has room for a request, and would soon prefill it."""
-        self.fleet.settle(now)
+        self.fleet.start_due_decodes(now)
         _, decision = self.decide(ask, now, attempts, explain=False, aged=False, late=False)
         return (
             decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
@@ -164,7 +164,7 @@ class Placer:
         late: bool,
         wait_since: float | None = None,
     ) -> tuple[View, Decision | None]:
-        view = self._look(ask, now, attempts, explain=explain)
+        view = self._make_view(ask, now, attempts, explain=explain)
         if wait_since is not None:
             self._allow_wait(view, wait_since)
         if ask.deadline < inf and view.handing is None:
@@ -229,9 +229,9 @@ class Placer:
             decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _look(self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool) -> View:
+    def _make_view(self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool) -> View:
         queue = self.queue
-        waiting = queue.any_wait and queue.waiting(ask.model, long=True) > 0
+        waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)
         view = candidate_rules.find_candidates(
             self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
@@ -259,16 +259,16 @@ class Placer:
         return found
 
     def record_traffic(self, ask: RequestInfo, now: float) -> None:
-        if not ask.computes:
+        if not ask.needs_engine:
             return
         traffic = self.traffic_of(ask.model)
         if not ask.long:
-            traffic.saw_short(now)
+            traffic.record_short(now)
             return
         pool = self.roster.pool(ask.model)
         likely = pool.for_longs or pool.all
         token_s = likely[0].pace.token_s if likely else 0.0
-        traffic.saw_long(now, ask.prompt_tokens * token_s)
+        traffic.record_long(now, ask.prompt_tokens * token_s)
 
     def traffic_of(self, model: str) -> Traffic:
         found = self.traffic.get(model)
@@ -278,8 +278,8 @@ class Placer:
 
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
-        self.fleet.settle(now)
-        view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
+        self.fleet.start_due_decodes(now)
+        view = self._make_view(ask, now, FIRST_ATTEMPT, explain=True)
         if self.queue.has_room(amounts(ask)):
             self._allow_wait(view, now)
         decision = self._choose(view)
@@ -316,7 +316,7 @@ class Placer:
         barred = self.links.describe(worker, view.now)
         return (
             barred
-            or candidate_rules.note(worker, view.ask, view.now)
+            or candidate_rules.why_excluded(worker, view.ask, view.now)
             or self.rule.note(worker, view)
         )
 

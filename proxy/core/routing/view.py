@@ -64,13 +64,13 @@ class HandoverOffer:
     shorts_per_s: float = 0.0  # expected per decode worker
     stands: bool = False  # may wait in the decode engine for a slot
 
-    def tokens(self, worker: Worker, view: View) -> int:
+    def tokens_to_transfer(self, worker: Worker, view: View) -> int:
         prompt, held = view.ask.prompt_tokens, view.held
         return max(prompt - worker.cached_tokens(held), 1) if held else prompt or 1
 
     def transfer_s(self, worker: Worker, view: View) -> float:
         time = self.transfers.estimate_for(self.prefill.name, worker.name)
-        return time.seconds(self.tokens(worker, view))
+        return time.seconds(self.tokens_to_transfer(worker, view))
 
     def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
         """Return the cost to all requests, comparable with `adaptive`."""
@@ -91,7 +91,7 @@ class HandoverOffer:
         Its pace is learned from short prompts; for long ones the prefill worker's counts. Chunks
         stall decodes for all but one step. A hand-over waits for a slot only after its prefill.
         """
-        tokens, here, there = self.tokens(worker, view), worker.pace, self.prefill.pace
+        tokens, here, there = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
         token_s = here.token_s
         if there.length and there.token_s > token_s:
             token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
@@ -102,24 +102,24 @@ class HandoverOffer:
         tide_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
         return more_s + tide_s + min(slots.wait_s(worker, view.now), self.prefill_s)
 
-    def offer(self, worker: Worker, view: View, whole_s: float) -> float | None:
+    def cost_if_better(self, worker: Worker, view: View, whole_s: float) -> float | None:
         """Return a hand-over's cost; None if `whole_s` is less."""
         if worker.role is not DECODE:
             return None
         transfer_s = self.transfer_s(worker, view)
-        if not self.may(worker, view, transfer_s):
+        if not self.may_transfer(worker, view, transfer_s):
             return None
-        return self.worth(worker, view, whole_s, transfer_s)
+        return self.cost_without_link_check(worker, view, whole_s, transfer_s)
 
-    def worth(self, worker: Worker, view: View, whole_s: float, transfer_s: float) -> float | None:
+    def cost_without_link_check(self, worker: Worker, view: View, whole_s: float, transfer_s: float) -> float | None:
         """Return the same, without a check of the link."""
         cost_s = self.cost_s(worker, view, transfer_s)
         if self.above is not None:
-            return cost_s if self.tokens(worker, view) > self.above else None
+            return cost_s if self.tokens_to_transfer(worker, view) > self.above else None
         whole_s += self.harm_s(worker, view)
         return cost_s if cost_s * (1.0 + MIN_GAIN_SHARE) + MIN_GAIN_S < whole_s else None
 
-    def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
+    def may_transfer(self, worker: Worker, view: View, transfer_s: float) -> bool:
         """Return whether a transfer should succeed in time."""
         now = view.now
         if self.links.is_unusable(self.prefill, worker, now):
@@ -128,16 +128,16 @@ class HandoverOffer:
             transfer_s += worker.wait_s(now, for_long=view.ask.long)
         return transfer_s <= self.within_s
 
-    def is_seated(self, worker: Worker, view: View) -> bool:
+    def has_slot(self, worker: Worker, view: View) -> bool:
         """Return whether a slot is free by the end of the prefill."""
         return self.stands or not slots.must_wait(worker, view.now, self.prefill_s)
 
     def may_begin(self, worker: Worker, view: View) -> bool:
         """Return whether room is free now, and a slot by the end of the prefill."""
-        return self.is_seated(worker, view) and fits(worker, view.ask, view.now)
+        return self.has_slot(worker, view) and fits(worker, view.ask, view.now)
 
     def decision(self, worker: Worker, view: View) -> Decision:
-        tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
+        tokens, transfer_s = self.tokens_to_transfer(worker, view), self.transfer_s(worker, view)
         handover = HandoverDecision(
             self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s
         )
@@ -195,7 +195,7 @@ def suits(worker: Worker, *, long: bool) -> bool:
 def own_pool_is_full(view: View) -> bool:
     """Return whether a healthy worker for this size is merely full."""
     now = view.now
-    return any(w.full and w.lets_pass(now) for w in _untried_of_own_pool(view))
+    return any(w.is_full and w.may_send(now) for w in _untried_of_own_pool(view))
 
 
 def own_pool_is_left(view: View) -> bool:
@@ -204,7 +204,7 @@ def own_pool_is_left(view: View) -> bool:
         return True
     now = view.now
     return any(
-        not w.barred or w.breaker.busy or now >= w.breaker.until for w in _untried_of_own_pool(view)
+        not w.is_barred or w.breaker.busy or now >= w.breaker.until for w in _untried_of_own_pool(view)
     )
 
 

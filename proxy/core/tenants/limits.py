@@ -83,7 +83,7 @@ class TokenBucket:
         wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
         return wait if wait > ROUNDING_S else 0.0
 
-    def take(self, now: float, amount: float) -> float:
+    def try_charge(self, now: float, amount: float) -> float:
         wait = self.wait_s(now, amount)
         if not wait:
             self.charge(now, amount)
@@ -153,9 +153,9 @@ class TenantUsage:
         self._parts = 1
         self._held = 0  # places kept for retries
         self._cells = array("d", [0.0] * CELLS_PER_TENANT) if cells is None else cells
-        self.limit(limits)
+        self.set_limits(limits)
 
-    def limit(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         """Set the limits, keeping debts in seconds."""
         self._limits = limits
         requests, tokens, most = (
@@ -170,7 +170,7 @@ class TenantUsage:
         """Apply one of some equal parts of each limit; other hosts have the others."""
         if parts != self._parts:
             self._parts = parts
-            self.limit(self._limits)
+            self.set_limits(self._limits)
 
     @property
     def is_divided(self) -> bool:
@@ -182,7 +182,7 @@ class TenantUsage:
         """Whether other processes' requests matter: a shared limit applies."""
         return not (self._requests is None and self._tokens is None and self._concurrency is None)
 
-    def reported(self, requests_full_at: float, tokens_full_at: float, elsewhere: int) -> None:
+    def apply_reported(self, requests_full_at: float, tokens_full_at: float, elsewhere: int) -> None:
         """Take over the state that was reported for all hosts."""
         self._cells[REQUESTS], self._cells[TOKENS] = requests_full_at, tokens_full_at
         self.elsewhere = elsewhere
@@ -190,7 +190,7 @@ class TenantUsage:
     def enter_decided(self, exceeded: LimitExceeded | None) -> LimitExceeded | None:
         """Admit a request as decided for all hosts."""
         if exceeded is None:
-            self._count(1)
+            self._add_running(1)
         return exceeded
 
     def exceeded_elsewhere(self, now: float, limit: Limit, wait_s: float) -> LimitExceeded:
@@ -210,7 +210,7 @@ class TenantUsage:
         for at, number in enumerate(self._cells):
             cells[at] = max(cells[at], number)
         self._cells = cells
-        self.limit(self._limits)
+        self.set_limits(self._limits)
 
     def enter(self, now: float, tokens: int, prompt: int) -> LimitExceeded | None:
         """Admit a request, or return the exceeded limit.
@@ -218,7 +218,7 @@ class TenantUsage:
         Too long prompts cost a request, because they were read. `prompt`: its least size.
         """
         if (exceeded := self.too_long(prompt)) is not None:
-            self.was_read(now)
+            self.charge_read(now)
             return exceeded
         most = self._concurrency
         others = None if most is None else self.others
@@ -250,7 +250,7 @@ class TenantUsage:
             return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
         return None
 
-    def was_read(self, now: float) -> None:
+    def charge_read(self, now: float) -> None:
         if self._requests is not None:
             self._requests.charge(now, 1)
             self._report(1, 0)
@@ -260,13 +260,13 @@ class TenantUsage:
         most = self._concurrency
         if most is not None and self.running + self.elsewhere >= most:
             return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
-        return self._take(now, tokens)
+        return self._charge_buckets(now, tokens)
 
-    def _take(self, now: float, tokens: int) -> LimitExceeded | None:
+    def _charge_buckets(self, now: float, tokens: int) -> LimitExceeded | None:
         requests, bucket = self._requests, self._tokens
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
-        if bucket is not None and (wait := bucket.take(now, tokens)) > 0:
+        if bucket is not None and (wait := bucket.try_charge(now, tokens)) > 0:
             return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
         if requests is not None:
             requests.charge(now, 1)
@@ -274,7 +274,7 @@ class TenantUsage:
             self._report(1, tokens)
         return None
 
-    def _count(self, more: int) -> None:
+    def _add_running(self, more: int) -> None:
         self.running += more
         if self.others is not None and self._concurrency is not None:
             self.others.publish(self.running + self._held)
@@ -296,29 +296,29 @@ class TenantUsage:
 
     def enter_again(self, now: float, tokens: int) -> None:
         self._held = 0
-        self._count(1)
+        self._add_running(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
         if self.is_limited:
             self._report(0, tokens)
 
-    def hold(self) -> None:
+    def keep_place(self) -> None:
         """Keep the place for a retry."""
         self._held = 1
 
-    def let_go(self) -> None:
+    def release_place(self) -> None:
         if self._held:
             self._held = 0
-            self._count(0)
+            self._add_running(0)
 
     def leave(self, now: float, taken: int, used: int) -> None:
-        self._count(-1)
+        self._add_running(-1)
         if self._tokens is not None and taken != used:
             self._tokens.charge(now, used - taken)
         if self.is_limited:
             self._report(0, used - taken, soon=self._concurrency is not None)
 
-    def give_back(self, now: float, tokens: int) -> None:
+    def refund(self, now: float, tokens: int) -> None:
         """Return what was taken for a request that did not enter."""
         if self._requests is not None:
             self._requests.charge(now, -1)

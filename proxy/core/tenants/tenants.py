@@ -110,7 +110,7 @@ class Tenant:
     def name(self) -> str:
         return self.spec.name
 
-    def change(self) -> None:
+    def notify_watches(self) -> None:
         """Notify the watches."""
         for watch in self.watches:
             watch.changed.add(self)
@@ -128,7 +128,7 @@ class Tenant:
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift
             self.standings[rank] += grown
-            self.change()
+            self.notify_watches()
 
     def charge(self, tokens: float, rank: Rank | None = None, *, free: bool = False) -> None:
         """Charge tokens; `free`: no other tenant waits."""
@@ -138,7 +138,7 @@ class Tenant:
             rank = self.spec.rank if rank is None else rank
             self.standings[rank] += share
             self.charged[rank] += share
-            self.change()
+            self.notify_watches()
 
     def estimate(self, tokens: float, rank: Rank) -> float:
         """Mark charged tokens as an estimate; return their share."""
@@ -150,13 +150,13 @@ class Tenant:
     def settle(self, share: float, rank: Rank) -> None:
         self.unsettled[rank] -= share
         self.own_unsettled[rank] -= share
-        self.change()
+        self.notify_watches()
 
-    def charged_elsewhere(self, share: float, unsettled: float, rank: int) -> None:
+    def apply_remote_charge(self, share: float, unsettled: float, rank: int) -> None:
         self.virtual += share
         self.standings[rank] += share
         self.unsettled[rank] += unsettled
-        self.change()
+        self.notify_watches()
 
     def may_use(self, model: str) -> bool:
         models = self.spec.models
@@ -196,7 +196,7 @@ class Tenants:
                 tenant = Tenant(spec, self.totals.setdefault(spec.name, TenantTotals()))
             else:
                 tenant.spec = spec
-                tenant.ledger.limit(spec.limits)
+                tenant.ledger.set_limits(spec.limits)
             self._tenants[spec.name] = tenant
         beside = any(tenant.spec.salted for tenant in self)
         for tenant in self:
@@ -205,7 +205,7 @@ class Tenants:
         self.open = not self._tenants
         self.edition += 1
 
-    def of_key(self, presented: bytes) -> Tenant | None:
+    def find_by_key(self, presented: bytes) -> Tenant | None:
         digest = sha256(presented).digest()
         known, tenant = self._keys.get(digest, (b"", None))
         return tenant if hmac.compare_digest(known, digest) else None

@@ -329,7 +329,7 @@ class SharedLimiter:
         now, ledger = self.clock(), limits.tenant.ledger
         limits.known_at = now
         limits.full_at = now + answer.requests_s, now + answer.tokens_s
-        ledger.reported(*limits.full_at, answer.elsewhere)
+        ledger.apply_reported(*limits.full_at, answer.elsewhere)
         for request, (which, wait_s) in zip(waiting, answer.verdicts, strict=True):
             exceeded = None
             if which is not None:

@@ -101,7 +101,7 @@ class SharedLimits:
 
     def publish(self) -> None:
         if self._edition != self._tenants.edition:
-            self._arrange()
+            self._assign_rows()
         for tenant in self._watch.pop_all():
             taken = _row_of(tenant)
             if tenant in self._rows and self._written[tenant] != taken:
@@ -119,7 +119,7 @@ class SharedLimits:
 
     def read_peers(self, now: float) -> None:
         if self._edition != self._tenants.edition:
-            self._arrange()
+            self._assign_rows()
         if now < self._next:
             return
         self._next = now + READ_INTERVAL_S
@@ -135,14 +135,14 @@ class SharedLimits:
             rows = {*self._tenant_of, FLOORS_ROW}
         for row in rows:
             if (tenant := self._tenant_of.get(row)) is not None:
-                self._take(tenant, row)
+                self._read_tenant(tenant, row)
         if FLOORS_ROW in rows:
             floors = self._turns.floors
             for peer in self._peers:
                 for rank, floor in zip(Rank, peer.sheet.read_floors(), strict=True):
                     floors[rank] = max(floors[rank], floor)
 
-    def _take(self, tenant: Tenant, row: int) -> None:
+    def _read_tenant(self, tenant: Tenant, row: int) -> None:
         rows_read = [peer.sheet.read_usage(row) for peer in self._peers]
         counted = len(self._peers.local) if tenant.ledger.is_divided else len(rows_read)
         tenant.ledger.elsewhere = sum(peer_row.running for peer_row in rows_read[:counted])
@@ -151,7 +151,7 @@ class SharedLimits:
             waits |= peer_row.waits
             for rank, lift in enumerate(peer_row.lifts):
                 tenant.apply_lift(rank, lift)
-        self._turns.waits_elsewhere(tenant, waits)
+        self._turns.set_remote_waits(tenant, waits)
         remote = (
             tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
         )
@@ -160,9 +160,9 @@ class SharedLimits:
             grown = [total - before for total, before in zip(remote, known, strict=True)]
             for rank in Rank:
                 settled, unsettled = grown[rank], grown[len(Rank) + rank]
-                tenant.charged_elsewhere(settled + unsettled, unsettled, rank)
+                tenant.apply_remote_charge(settled + unsettled, unsettled, rank)
 
-    def _arrange(self) -> None:
+    def _assign_rows(self) -> None:
         self._edition = self._tenants.edition
         rows: dict[Tenant, int] = {}
         for tenant in self._tenants:
@@ -177,16 +177,16 @@ class SharedLimits:
                 continue
             rows[tenant] = row
             if tenant not in self._rows:
-                self._begin(tenant, row)
+                self._restore_charges(tenant, row)
         for tenant in self._rows.keys() - rows.keys():
             del self._written[tenant], self._remote[tenant]
             tenant.watches.discard(self._watch)
             tenant.ledger.others = None
-            self._turns.waits_elsewhere(tenant, 0)
+            self._turns.set_remote_waits(tenant, 0)
         self._rows = rows
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
 
-    def _begin(self, tenant: Tenant, row: int) -> None:
+    def _restore_charges(self, tenant: Tenant, row: int) -> None:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
@@ -195,12 +195,12 @@ class SharedLimits:
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share
-            tenant.charged_elsewhere(share, 0.0, rank)
+            tenant.apply_remote_charge(share, 0.0, rank)
             tenant.apply_lift(rank, before.lifts[rank])
         self._remote[tenant] = NONE
         tenant.watches.add(self._watch)
         self._write(tenant, row, _row_of(tenant))
-        self._take(tenant, row)
+        self._read_tenant(tenant, row)
 
 
 def _sums(taken: TenantRow) -> Sums:

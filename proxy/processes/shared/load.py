@@ -97,7 +97,7 @@ class SharedLoad:
         self.marks.add(worker)
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
-        self._take([row], self._clock(), breakers=True)
+        self._read_rows([row], self._clock(), breakers=True)
         self._fleet.health.reserve(worker, self.table.reserved(row))
         self.publish_soon(worker)
 
@@ -120,7 +120,7 @@ class SharedLoad:
 
     def is_free(self, row: int) -> bool:
         """Return True if no process has charges in a row."""
-        return not self.sheet.has(row) and not any(peer.sheet.has(row) for peer in self.peers)
+        return not self.sheet.has_charges(row) and not any(peer.sheet.has_charges(row) for peer in self.peers)
 
     def publish_soon(self, worker: Worker) -> None:
         """Write a worker at the end of this turn; write an additional request at once."""
@@ -219,13 +219,13 @@ class SharedLoad:
         if read_all:
             self._next_full_read = now + FULL_READ_INTERVAL_S
         if self.table.reservation_changes != self._reservations:
-            self._take_reservations()
+            self._read_reservations()
         if read_all or breakers:  # rare; the ring does not name the breakers that changed
-            self._take(list(self._workers), now, breakers=True)
+            self._read_rows(list(self._workers), now, breakers=True)
         elif rows:
-            self._take(rows, now)
+            self._read_rows(rows, now)
 
-    def have_filled(self, worker: Worker, now: float) -> bool:
+    def is_filled_by_others(self, worker: Worker, now: float) -> bool:
         """Return True if other processes have filled the worker since the last look."""
         if (row := self._rows.get(worker)) is None:
             return False
@@ -236,28 +236,28 @@ class SharedLoad:
             requests += peer.sheet.read_requests(row)
         if requests < worker.most:
             return False
-        self._take([row], now)
+        self._read_rows([row], now)
         return worker.requests >= worker.most
 
-    def _take_reservations(self) -> None:
+    def _read_reservations(self) -> None:
         self._reservations = self.table.reservation_changes
         self.changes += 1
         for row, worker in self._workers.items():
             self._fleet.health.reserve(worker, self.table.reserved(row))
 
-    def _take(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
+    def _read_rows(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
         self._reading = True
         try:
             for row in rows:
                 worker = self._workers.get(row)
                 if worker is not None:
-                    self._take_load(worker, row, now)
+                    self._read_load(worker, row, now)
                     if breakers:
-                        self._take_breaker(worker, row)
+                        self._read_breaker(worker, row)
         finally:
             self._reading = False
 
-    def _take_load(self, worker: Worker, row: int, now: float) -> None:
+    def _read_load(self, worker: Worker, row: int, now: float) -> None:
         load: tuple[int, ...] = NO_LOAD
         due_at = 0.0
         for peer in self.peers:
@@ -271,7 +271,7 @@ class SharedLoad:
         elif due_at > worker.due_at:
             worker.due_at = due_at
 
-    def _take_breaker(self, worker: Worker, row: int) -> None:
+    def _read_breaker(self, worker: Worker, row: int) -> None:
         at, snapshot = 0.0, NEW_BREAKER
         for peer in self.peers:
             state = peer.sheet.read_breaker(row)

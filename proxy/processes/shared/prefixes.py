@@ -54,10 +54,10 @@ class SharedPrefixes:
         self._new = array("Q")
         self._taking = False
         self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
-        fleet.roster.prefixes.others_record = self._recorded
-        fleet.roster.sessions.others_record = self._turn_ended
+        fleet.roster.prefixes.others_record = self._note_prefix
+        fleet.roster.sessions.others_record = self._note_turn
 
-    def _recorded(self, hashes: tuple[int, ...], index: int) -> None:
+    def _note_prefix(self, hashes: tuple[int, ...], index: int) -> None:
         if self._taking:
             return
         worker = self._fleet.roster.by_index.get(index)
@@ -70,7 +70,7 @@ class SharedPrefixes:
             self._new.extend(hashes)
             self._sharing.schedule()
 
-    def _turn_ended(self, session: Session, visit: Visit) -> None:
+    def _note_turn(self, session: Session, visit: Visit) -> None:
         worker = self._fleet.roster.by_index.get(visit.worker)
         if worker is not None and self._sharing.marks.of(worker):
             sole = len(session.visits) == 1
@@ -79,7 +79,7 @@ class SharedPrefixes:
             session.known_as = session.key
             self._add(worker, entry)
 
-    def _take_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
+    def _apply_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
         _, key, tokens, depth, mark, tail_depth, tail_mark, sole, known_as = entry
         sessions = self._fleet.roster.sessions
         session = sessions.get_or_create(known_as, now)
@@ -101,7 +101,7 @@ class SharedPrefixes:
         turns, self._turns = self._turns, []
         for mark, entry in turns:
             if (worker := self._sharing.marks.worker(mark)) is not None:
-                self._take_turn(entry, worker, now)
+                self._apply_turn(entry, worker, now)
         self._taking = True
         for peer in self._peers:
             for mark, hashes in peer.new_entries():

@@ -152,7 +152,7 @@ class ProcessSheet:
         closed, busy = bool(flags & 1), bool(flags & 2)
         return at, (closed, busy, until, failures, openings, tried_at, _why(flags >> 2))
 
-    def has(self, row: int) -> bool:
+    def has_charges(self, row: int) -> bool:
         """Return True if a worker has charges."""
         return any(self.read_load(row)[0][:-2])  # totals, the last numbers, only grow
 

@@ -66,7 +66,7 @@ class SharedQueues:
         """Return True if a request of a class above `rank` waits there in another process."""
         if not self.waits:
             return False
-        if rank > BATCH and self._higher(place[0]):
+        if rank > BATCH and self._has_higher_class(place[0]):
             return True  # batch waits for all sizes of its model
         at, above = place_of(place), list(Rank)[:rank]
         return any(
@@ -99,14 +99,14 @@ class SharedQueues:
         at = place_of((model, ""))
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
-    def goes_first(
+    def has_earlier_turn(
         self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
         """Return True if a request of another process should get the free slot."""
         if not self.waits:
             return False
-        if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
-            return self._hold()
+        if turn[0] is BATCH and order == IN_ORDER and self._has_higher_class(place[0]):
+            return self._start_hold()
         remote = (
             (aged.get(rank, IN_ORDER), (rank, *order_of(front)))
             for rank, front in self._fronts_at(place)
@@ -117,13 +117,13 @@ class SharedQueues:
         waited_s = now - self._passed.setdefault(place, now)
         if waited_s >= self._hold_s:
             self._passed[place] = now
-        return self._hold() if waited_s < self._hold_s or waited_s > STALE_HOLD_S else False
+        return self._start_hold() if waited_s < self._hold_s or waited_s > STALE_HOLD_S else False
 
-    def _hold(self) -> bool:
+    def _start_hold(self) -> bool:
         self.held = True
         return True
 
-    def _higher(self, model: str) -> bool:
+    def _has_higher_class(self, model: str) -> bool:
         return any(self.has_higher_class((model, size), BATCH) for size in SIZES)
 
     def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, QueueFront]]:

@@ -43,7 +43,7 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
     key = presented_key(head)
     if not key:
         return refusals.no_key()
-    tenant = head.tenant = tenants.of_key(key)
+    tenant = head.tenant = tenants.find_by_key(key)
     if tenant is None:
         return refusals.bad_key()
     if b"x-explain" in head.special:  # it shows the load of workers

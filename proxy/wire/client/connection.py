@@ -85,7 +85,7 @@ class ClientConnection(asyncio.Protocol):
         self.write = partial(self._wire.outbox.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
         enable_keepalive(transport)
-        self._wire.client_came(self)
+        self._wire.add_client(self)
         self.limit(self._wire.settings)
         self._listen(self._wire.clock())
 
@@ -102,7 +102,7 @@ class ClientConnection(asyncio.Protocol):
             self._final_refusal = error.refusal
         if self._exchange is None:
             self._arrival.record_bytes(len(data))
-            self._take_turns(self._wire.clock())
+            self._serve_ready(self._wire.clock())
             return
         self._ahead += len(data)
         if self._ahead > MAX_AHEAD_BYTES or len(self._reader.ready) > MAX_AHEAD_REQUESTS:
@@ -117,8 +117,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Stop all work for the client."""
-        self._wire.client_left(self)
-        self._wire.reading_resumed(self)
+        self._wire.remove_client(self)
+        self._wire.unwatch_client(self)
         self._end_after_loss()
 
     def pause_writing(self) -> None:
@@ -137,19 +137,19 @@ class ClientConnection(asyncio.Protocol):
         self.writable = True
         now = self._wire.clock()
         if self._exchange is None:
-            self._take_turns(now)
+            self._serve_ready(now)
         else:
             self.deadline = inf
             self._exchange.resume(now)
 
-    def done(self, now: float, *, keep_alive: bool) -> None:
+    def end_response(self, now: float, *, keep_alive: bool) -> None:
         self._exchange = None
         if not keep_alive:
             self.leave(now)
         elif self._reader.ready or self._taking or self._leaving or self._final_refusal is not None:
-            self._take_turns(now)
+            self._serve_ready(now)
         elif self.writable:
-            self._rest(now)
+            self._wait_for_request(now)
         else:
             self._pause_reading()
 
@@ -206,17 +206,17 @@ class ClientConnection(asyncio.Protocol):
             self._end_after_loss()
             self._transport.abort()
 
-    def _take_turns(self, now: float) -> None:
+    def _serve_ready(self, now: float) -> None:
         if self._taking:
             return
         self._taking = True
         ready = self._reader.ready
-        while ready and not self._answers() and self.writable and not self._leaving:
+        while ready and not self._is_serving() and self.writable and not self._leaving:
             request = ready.popleft()
             if self._reading_paused:
                 self._reader.request_taken(request)
-            self._answer(now, request)
-            if ready and not self._answers():
+            self._serve(now, request)
+            if ready and not self._is_serving():
                 self._wire.outbox.flush()  # updates `writable`
         self._taking = False
         if self._exchange is not None or self._leaving:
@@ -227,12 +227,12 @@ class ClientConnection(asyncio.Protocol):
         elif self._final_refusal is not None:
             self._refuse_and_close(now, self._final_refusal)
         else:
-            self._rest(now)
+            self._wait_for_request(now)
 
-    def _answers(self) -> bool:
+    def _is_serving(self) -> bool:
         return self._exchange is not None
 
-    def _answer(self, now: float, request: Request) -> None:
+    def _serve(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._waits_for = ParserState.NOTHING  # restarts its deadline
         came_at = self._arrival.finish(now)
@@ -256,18 +256,18 @@ class ClientConnection(asyncio.Protocol):
         else:
             refusal = head.refusal or refusals.draining()
             answer = refuse(refusal, request, keep_alive=keep_alive)
-            wire.refused(refusal, answer, request)
+            wire.count_refused(refusal, answer, request)
             self.write(answer)
-        self.done(now, keep_alive=keep_alive)
+        self.end_response(now, keep_alive=keep_alive)
 
     def _pause_reading(self) -> None:
         self._waits_for = ParserState.NOTHING  # restarts its deadline
         if not self._reading_paused:
             self._reading_paused = True
-            self._wire.reading_paused(self)
+            self._wire.watch_client(self)
             self._transport.pause_reading()
             try:
-                self._reader.wait()
+                self._reader.charge_ready()
             except RefusedError as error:
                 self._reader.drop()
                 self._final_refusal = error.refusal
@@ -275,10 +275,10 @@ class ClientConnection(asyncio.Protocol):
     def _resume_reading(self) -> None:
         if self._reading_paused:
             self._reading_paused = False
-            self._wire.reading_resumed(self)
+            self._wire.unwatch_client(self)
             self._transport.resume_reading()
 
-    def _rest(self, now: float) -> None:
+    def _wait_for_request(self, now: float) -> None:
         """Wait for a request unless the router drains."""
         if self._wire.draining:
             self.close_if_idle(now)
@@ -313,7 +313,7 @@ class ClientConnection(asyncio.Protocol):
         request_id = self._reader.request_id or self._wire.new_id()
         path = self._reader.path
         answer = refuse(refusal, None, keep_alive=False, request_id=request_id, path=path)
-        self._wire.refused(refusal, answer)
+        self._wire.count_refused(refusal, answer)
         self._reader.drop()
         self._resume_reading()
         self.write(answer)

@@ -42,7 +42,7 @@ def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> by
     bodiless = head.method == "HEAD"
     body = b""
     if head.path == "/ready":
-        if wire.leaving or not live(roster):
+        if wire.leaving or not has_live_worker(roster):
             why = "the router is shutting down" if wire.leaving else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
             return refuse(refusal, request, keep_alive=keep_alive)
@@ -74,9 +74,9 @@ def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -
     )
 
 
-def live(roster: Roster) -> bool:
+def has_live_worker(roster: Roster) -> bool:
     """Return True if a worker is live."""
-    return any(worker.live for worker in roster)
+    return any(worker.is_live for worker in roster)
 
 
 def models(roster: Roster, tenant: Tenant | None = None) -> bytes:

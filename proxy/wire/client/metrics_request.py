@@ -30,7 +30,7 @@ class MetricsRequest:
         self._found: Found | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
-        self._wire.visit_began(self)
+        self._wire.add_visit(self)
         pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
         self._found = asyncio.ensure_future(pages)
         self._found.add_done_callback(self._answer)
@@ -41,7 +41,7 @@ class MetricsRequest:
         error = found.exception()
         if self not in self._wire.visits:  # the client has left
             return
-        self._wire.visit_over(self)
+        self._wire.remove_visit(self)
         keep_alive = self._request.head.keep_alive and not self._wire.leaving
         if error:
             logger.warning("cannot write the metrics page: %s", repr(error))
@@ -52,7 +52,7 @@ class MetricsRequest:
         else:
             page = endpoints.page_answer(*found.result(), self._request, keep_alive=keep_alive)
             self._client.write(page)
-        self._client.done(self._wire.clock(), keep_alive=keep_alive)
+        self._client.end_response(self._wire.clock(), keep_alive=keep_alive)
 
     def pause(self) -> None:
         """Do nothing: the page is sent in one write."""
@@ -63,7 +63,7 @@ class MetricsRequest:
     def client_left(self, now: float) -> None:  # noqa: ARG002
         if self._found is not None:
             self._found.cancel()
-        self._wire.visit_over(self)
+        self._wire.remove_visit(self)
 
     def end_for_shutdown(self, now: float) -> None:
         """End the request because the router stops."""

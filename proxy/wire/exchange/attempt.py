@@ -27,22 +27,22 @@ from proxy.wire.exchange.progress import (
     end_stream,
     fast_path,
     finish,
-    first_bytes,
-    pass_whole,
-    passes_whole,
-    saw_tokens,
+    record_first_bytes,
+    pass_at_once,
+    may_pass_at_once,
+    count_tokens,
     writer_for,
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import PREFILLING, SENT
-from proxy.wire.exchange.targets import timed_body
+from proxy.wire.exchange.targets import body_with_targets
 from proxy.wire.exchange.worker_errors import (
     MAX_ERROR_BYTES,
     is_too_long,
     missing_route,
     must_be_read,
 )
-from proxy.wire.handover.first_token import says_failed
+from proxy.wire.handover.first_token import begins_with_error
 from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
 from proxy.wire.worker.connection import WorkerError
@@ -106,24 +106,24 @@ class Attempt:
         owner, wire = self._owner, self._wire
         request = owner.request
         if lease.prefill is not None:
-            owner.enter(PREFILLING)
+            owner.set_state(PREFILLING)
             handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
             self.handover = handover
-            handover.prefill(now, self, timed_body(owner, now))
+            handover.prefill(now, self, body_with_targets(owner, now))
             return
-        owner.enter(SENT)
+        owner.set_state(SENT)
         self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
         pool = wire.pools.pool_for(lease.worker)
-        pool.send(now, self, to_worker(request, pool, timed_body(owner, now), request.id))
+        pool.send(now, self, to_worker(request, pool, body_with_targets(owner, now), request.id))
 
-    def prefilled(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, answer: bytes) -> None:
         """Send the decode leg."""
         handover, owner = self.handover, self._owner
         if handover is None:
             return
         owner.record.prefilled_at = now
         if handover.decode(now, self, answer):
-            owner.enter(SENT)
+            owner.set_state(SENT)
         else:
             refusal = owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT)
             if refusal is not None:
@@ -153,7 +153,7 @@ class Attempt:
         if handover is not None:
             cached_tokens = handover.cached_tokens
             if status >= BAD_REQUEST:  # the connector did not see it
-                handover.give_back(now, healthy=True)
+                handover.release_unfetched(now, healthy=True)
         if must_be_read(owner, self.lease, status):
             self._error_body = b""
         self.response = writer_for(owner, head, cached_tokens)
@@ -169,9 +169,9 @@ class Attempt:
             refusal = owner.try_another(
                 now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
             )
-        elif handover is not None and handover.prefills:
+        elif handover is not None and handover.is_prefilling:
             # The prefill leg's limits differ from the client's.
-            handover.refused(now, status)
+            handover.handle_refused_prefill(now, status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
@@ -180,11 +180,11 @@ class Attempt:
         owner.last_refusal = refusal
         return False
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         owner, response = self._owner, self.response
         if response is None:
             head, self._head = self._head, None
-            if head is None or (ended and self._passed_whole(now, head, body)):
+            if head is None or (ended and self._try_pass_at_once(now, head, body)):
                 return
             response = self.response = writer_for(owner, head)
         if owner.rest is not None:
@@ -203,9 +203,9 @@ class Attempt:
         if continue_after_failure(owner, self.lease, now, response, body):
             return
         handover = self.handover
-        if handover is not None and handover.waits and response.status == OK:
+        if handover is not None and handover.is_fetch_pending and response.status == OK:
             first = handover.first_pieces(body, ended, self.connection)
-            if first is None or (says_failed(first) and self._retry_failed_transfer(now)):
+            if first is None or (begins_with_error(first) and self._retry_failed_transfer(now)):
                 return
             body = first
         if self._error_body is not None:
@@ -219,10 +219,10 @@ class Attempt:
             if not owner.client.writable:
                 self.pause()  # paused before the connection existed
             if self.handover is not None:  # a head alone proves no transfer
-                self.handover.fetched()
-            first_bytes(owner, self.lease, now, response, data)
+                self.handover.record_fetched()
+            record_first_bytes(owner, self.lease, now, response, data)
         if response.tokens:
-            saw_tokens(owner, self.lease, now, response.tokens)
+            count_tokens(owner, self.lease, now, response.tokens)
         if data:
             owner.record.sent_bytes += len(data)
             owner.client.write(data)
@@ -231,12 +231,12 @@ class Attempt:
         elif response.tokens:
             self._open_fast_path(response)
 
-    def _passed_whole(self, now: float, head: ResponseHead, body: bytes) -> bool:
+    def _try_pass_at_once(self, now: float, head: ResponseHead, body: bytes) -> bool:
         lease = self.lease
-        if lease is None or not passes_whole(self._owner, head):
+        if lease is None or not may_pass_at_once(self._owner, head):
             return False
         self.connection = None
-        pass_whole(self._owner, lease, now, head, body)
+        pass_at_once(self._owner, lease, now, head, body)
         return True
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
@@ -271,7 +271,7 @@ class Attempt:
             return None
         if lease is None or not is_too_long(error_body):
             return error_body
-        owner.ask = owner.record.ask = self._wire.router.leases.outgrew(lease)
+        owner.ask = owner.record.ask = self._wire.router.leases.enlarge_request(lease)
         self.response = None
         refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
         if refusal is None:
@@ -296,7 +296,7 @@ class Attempt:
         if begun:
             recover(owner, lease)
         connection = self.connection
-        if handover is not None and handover.prefills:
+        if handover is not None and handover.is_prefilling:
             connection = handover.prefill_connection
         if connection is not None and self._wire.router.may_retry(lease, now, continues=begun):
             connection.fail(now, WorkerError.TIMEOUT)
@@ -362,7 +362,7 @@ class Attempt:
         if self.handover is not None:
             self.handover.stop(now, connection)
             if outcome is Outcome.CLIENT_GONE and self.lease is not None:
-                wire.metrics.handover_left(self.lease)
+                wire.metrics.count_left_handover(self.lease)
         elif connection is not None:
             connection.drop()
         if self.lease is not None:

@@ -137,8 +137,8 @@ def reset_tried_workers(attempts: Attempts) -> Attempts:
 def not_continued(owner: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
     """Count and log a stream that ends because its worker failed."""
     owner.failed_worker = ""
-    owner.wire.metrics.not_continued(obstacle.reason)
-    owner.wire.continuations.lost(now, owner.record, worker, obstacle.reason, obstacle.detail)
+    owner.wire.metrics.count_lost_stream(obstacle.reason)
+    owner.wire.continuations.log_lost(now, owner.record, worker, obstacle.reason, obstacle.detail)
 
 
 def move_stream(
@@ -210,11 +210,11 @@ def rest_of(
     if rest.is_reached:
         failed, owner.failed_worker = owner.failed_worker, ""
         owner.rest = None
-        owner.wire.metrics.continued(failed)
-        owner.enter(ANSWERING)
+        owner.wire.metrics.count_continuation(failed)
+        owner.set_state(ANSWERING)
         if lease is not None:
             lease.attempts = reset_tried_workers(lease.attempts)
             owner.record.left_workers += (failed,)
-            owner.wire.continuations.continued(now, owner.record, failed, lease.worker.name)
-            owner.wire.router.leases.first_token(lease, now)
+            owner.wire.continuations.log_continued(now, owner.record, failed, lease.worker.name)
+            owner.wire.router.leases.record_first_token(lease, now)
     return new

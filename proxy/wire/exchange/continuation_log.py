@@ -26,11 +26,11 @@ class ContinuationLog:
         self._lines = 0
         self._left_out = 0
 
-    def continued(self, now: float, record: RequestRecord, before: str, after: str) -> None:
+    def log_continued(self, now: float, record: RequestRecord, before: str, after: str) -> None:
         if self._may_log(now):
             logger.info("%s: the stream of worker %s continues on %s", _name(record), before, after)
 
-    def lost(self, now: float, record: RequestRecord, worker: str, reason: str, field: str) -> None:
+    def log_lost(self, now: float, record: RequestRecord, worker: str, reason: str, field: str) -> None:
         if self._may_log(now):
             why = f"{reason} {field[:MAX_NAME_CHARS]!r}" if field else reason
             logger.warning(

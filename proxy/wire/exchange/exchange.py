@@ -20,7 +20,7 @@ from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
-from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_edit import edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
 from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
@@ -85,7 +85,7 @@ class Exchange(AttemptOwner):
     def start(self, now: float) -> None:
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
-        wire.exchange_began(self)
+        wire.add_exchange(self)
         if (refusal := self._collect(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
@@ -100,14 +100,14 @@ class Exchange(AttemptOwner):
             return
         self.ask = self.record.ask = ask
         if ask.fields is not None:
-            request.body = spliced(request.body, ask.fields, found=ask.found)
-        self._pending = billing.ask_other_hosts(ask, self._decided)
+            request.body = edit_members(request.body, ask.fields, found=ask.found)
+        self._pending = billing.ask_other_hosts(ask, self._admission_decided)
         if self._pending is None:
             self._admit(now, ask)
         else:
-            self.enter(LIMITING)
+            self.set_state(LIMITING)
 
-    def _decided(self, _: LimitExceeded | None) -> None:
+    def _admission_decided(self, _: LimitExceeded | None) -> None:
         self._pending = None
         if self.ask is None:
             return
@@ -127,8 +127,8 @@ class Exchange(AttemptOwner):
         if (refusal := wire.router.enter(ask, now)) is not None:
             self.refuse(now, refusal)
             return
-        self.enter(COUNTING)
-        self._count = wire.count(now, self._counted)
+        self.set_state(COUNTING)
+        self._count = wire.make_tokenize_request(now, self._tokens_counted)
         pool = wire.pools.pool_for(counter)
         self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
 
@@ -145,31 +145,31 @@ class Exchange(AttemptOwner):
         self._held_bytes = size
         return None
 
-    def _counted(self, now: float, tokens: int | None) -> None:
+    def _tokens_counted(self, now: float, tokens: int | None) -> None:
         count, ask = self._count, self.ask
         if count is None or ask is None:
             return
         self._count = None
         self.wire.counting.discard(count)
         if tokens is not None:
-            self.wire.router.counted(ask, tokens)
+            self.wire.router.apply_count(ask, tokens)
         self._place(now, ask)
 
     def _place(self, now: float, ask: RequestInfo) -> None:
         explain = self.request.head.explain
         placed = self.wire.router.submit(ask, now, explain=explain)
         if isinstance(placed, Ticket):
-            self._wait(placed)
+            self._enqueue(placed)
         else:
-            self.placed(now, placed)
+            self.placement_decided(now, placed)
 
-    def _wait(self, ticket: Ticket) -> None:
-        self.enter(QUEUED)
+    def _enqueue(self, ticket: Ticket) -> None:
+        self.set_state(QUEUED)
         self._ticket = ticket
         self._attempt = None
         self.wire.queue(ticket, self)
 
-    def placed(self, now: float, placed: Lease | Refusal) -> None:
+    def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
         """Send the request to its worker, or refuse it."""
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
@@ -204,7 +204,7 @@ class Exchange(AttemptOwner):
         worker = failed.worker
         self.suspect = None
         if (handover := attempt.handover) is not None:
-            worker, outcome = handover.failed(now, outcome, error)
+            worker, outcome = handover.end_failed(now, outcome, error)
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
@@ -224,14 +224,14 @@ class Exchange(AttemptOwner):
             why=why or error.value,
         )
         if not isinstance(placed, Refusal):
-            wire.metrics.retried(worker.name, error.value)
+            wire.metrics.count_retry(worker.name, error.value)
             connection, attempt.connection = attempt.connection, None
             if connection is not None:
                 connection.drop()
             if isinstance(placed, Ticket):
-                self._wait(placed)
+                self._enqueue(placed)
             else:
-                self.placed(now, placed)
+                self.placement_decided(now, placed)
         wire.dispatch_queued(now)
         return placed if isinstance(placed, Refusal) else None
 
@@ -269,7 +269,7 @@ class Exchange(AttemptOwner):
         self.record.sent_bytes += len(answer)
         self.close(now, refusal.status, refusal.reason)
         self.client.write(answer)
-        self.client.done(now, keep_alive=keep_alive)
+        self.client.end_response(now, keep_alive=keep_alive)
 
     def pause(self) -> None:
         if self._attempt is not None:
@@ -342,7 +342,7 @@ class Exchange(AttemptOwner):
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
-        self.enter(DONE)
+        self.set_state(DONE)
         self.forget_body()
-        self.wire.exchange_over(self)
+        self.wire.remove_exchange(self)
         self.record.close(now, self.wire.metrics, self.route.name, status, reason)

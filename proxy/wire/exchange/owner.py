@@ -42,7 +42,7 @@ class AttemptOwner:
         # A failed hand-over, blamed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 
-    def enter(self, state: ExchangeState) -> None:
+    def set_state(self, state: ExchangeState) -> None:
         """Change the state."""
         if not may_follow(self.state, state):
             raise RuntimeError(f"no transition from {self.state} to {state}")

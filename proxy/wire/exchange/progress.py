@@ -37,12 +37,12 @@ def writer_for(
     )
 
 
-def first_bytes(
+def record_first_bytes(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, data: bytes
 ) -> None:
     """Record that the response has begun."""
     router = owner.wire.router
-    owner.enter(ANSWERING)
+    owner.set_state(ANSWERING)
     if not keep_for_continuation(owner, lease, response):
         owner.forget_body()
     if lease is None or response.status != OK:
@@ -50,24 +50,24 @@ def first_bytes(
     if owner.suspect is not None:
         owner.suspect.record_failure(now)
     if not lease.ask.generates:
-        router.leases.first_token(lease, now)
+        router.leases.record_first_token(lease, now)
     elif lease.ask.tenant is not None:
-        router.leases.began(lease, now)
+        router.leases.record_begin(lease, now)
     if owner.route.stores and (response_id := response_id_in(data)):
         router.remember(response_id, lease.worker.name, lease.ask.tenant)
-        router.leases.stored(lease, response_id, now)
+        router.leases.record_response_id(lease, response_id, now)
 
 
-def saw_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int) -> None:
+def count_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int) -> None:
     """Count tokens of the response."""
     record, wire = owner.record, owner.wire
     if lease is not None:
         if record.first_token_at is None:
             if lease.prefill is not None:
                 wire.metrics.handovers.observe_transfer(lease, now)
-            wire.router.leases.first_token(lease, now)
-        wire.router.leases.tokens(lease, tokens)
-    record.saw_tokens(now, wire.metrics, tokens)
+            wire.router.leases.record_first_token(lease, now)
+        wire.router.leases.record_tokens(lease, tokens)
+    record.record_tokens(now, wire.metrics, tokens)
 
 
 def fast_path(
@@ -86,7 +86,7 @@ def fast_path(
     )
 
 
-def passes_whole(owner: AttemptOwner, head: ResponseHead) -> bool:
+def may_pass_at_once(owner: AttemptOwner, head: ResponseHead) -> bool:
     """Return True if `pass_whole` may handle the response."""
     request_head = owner.request.head
     return (
@@ -100,7 +100,7 @@ def passes_whole(owner: AttemptOwner, head: ResponseHead) -> bool:
     )
 
 
-def pass_whole(
+def pass_at_once(
     owner: AttemptOwner, lease: Lease, now: float, head: ResponseHead, body: bytes
 ) -> None:
     """Pass on a response in one piece, and end the exchange."""
@@ -111,13 +111,13 @@ def pass_whole(
     )  # fmt: skip
     router = wire.router
     if not lease.ask.generates:
-        router.leases.first_token(lease, now)
+        router.leases.record_first_token(lease, now)
     owner.record.sent_bytes += len(data)
     usage = usage_of(head, body) if router.leases.wants_usage(lease, now) else None
     router.leases.finish(lease, now, Outcome.DONE, usage)
     client.write(data)  # last: after an error above, the retry's response must be the only one
     owner.close(now, OK)
-    client.done(now, keep_alive=True)
+    client.end_response(now, keep_alive=True)
     wire.dispatch_queued(now)
 
 
@@ -133,7 +133,7 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
         usage = response.usage() if wire.router.leases.wants_usage(lease, now) else None
         wire.router.leases.finish(lease, now, outcome, usage)
     owner.close(now, status)
-    owner.client.done(now, keep_alive=response.keep_alive)
+    owner.client.end_response(now, keep_alive=response.keep_alive)
     wire.dispatch_queued(now)
 
 
@@ -166,5 +166,5 @@ def break_off(
         owner.client.break_off()
     else:
         owner.client.write(last_words)
-        owner.client.done(now, keep_alive=response.keep_alive)
+        owner.client.end_response(now, keep_alive=response.keep_alive)
     owner.wire.dispatch_queued(now)

@@ -108,7 +108,7 @@ class RequestRecord:
         self.placed_at = now
         self.prefilled_at = None
 
-    def saw_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
+    def record_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
             self.opening = tokens
@@ -120,7 +120,7 @@ class RequestRecord:
                 self._gaps.observe(now - self.last_token_at)
         self.last_token_at = now
         if (live := metrics.live) is not None:
-            live.saw_tokens(self, now)
+            live.record_tokens(self, now)
 
     def close(
         self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
@@ -135,7 +135,7 @@ class RequestRecord:
         done.left_workers = self.left_workers
         if ask is not None:
             done.model = ask.model
-            if ask.computes:
+            if ask.needs_engine:
                 done.stream = ask.stream
         if first is not None:
             done.ttft_s = first - self.started
@@ -143,7 +143,7 @@ class RequestRecord:
                 done.tpot_s = (self.last_token_at - first) / self.tokens
         if decision is not None:
             self._describe_placement(done, decision)
-        metrics.request_done(done)
+        metrics.count_request(done)
         if ask is not None:
             settings = metrics.router.settings.admission
             if settings is not None or ask.deadline < inf or ask.tenant is not None:
@@ -151,9 +151,9 @@ class RequestRecord:
         if (tenant := self.tenant) is not None:
             metrics.tenants.count(tenant, status, done.ttft_s, self.queue_s)
         if (trace := self.trace) is not None and trace.sampled and done.ttft_s is not None:
-            metrics.traced(done, trace.id)
+            metrics.attach_trace(done, trace.id)
         if (live := metrics.live) is not None:
-            live.ended(self, now, status, reason)
+            live.record_end(self, now, status, reason)
         for callback in metrics.at_end:
             callback(self, now, route, status, reason)
         if ask is not None:

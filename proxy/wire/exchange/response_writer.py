@@ -12,7 +12,7 @@ from proxy.core.model.route_table import route_names
 from proxy.http.headers import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.http.local_responses import decision_header
 from proxy.http.response_parser import NO_CONTENT, NOT_MODIFIED, OK
-from proxy.http.sse import TAIL, USAGE, EventStream, recounted, usage_in, without_usage
+from proxy.http.sse import TAIL, USAGE, EventStream, replace_cached_tokens, usage_in, remove_usage
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
@@ -84,11 +84,11 @@ class ResponseWriter:
             if ended:
                 body += stream.rest()
             if self._cached is not None:
-                body = recounted(body, self._cached)
+                body = replace_cached_tokens(body, self._cached)
             if self._hides and USAGE in body:
-                body = without_usage(body)
+                body = remove_usage(body)
         elif self._cached is not None and self._tail is not None:
-            body = self._whole(body, self._cached, ended)
+            body = self._hold_json(body, self._cached, ended)
         elif self._tail is not None:
             self._tail = (self._tail + body)[-TAIL:]
         if not self._chunked:
@@ -104,14 +104,14 @@ class ResponseWriter:
             return self._head + data
         return data
 
-    def _whole(self, body: bytes, cached: int, ended: bool) -> bytes:
+    def _hold_json(self, body: bytes, cached: int, ended: bool) -> bytes:
         """Hold back a JSON body to correct its usage."""
         self._held += body
         if not ended and len(self._held) <= MAX_HELD_BYTES:
             return b""
         body, self._held = self._held, b""
         if ended:
-            recounted_body = recounted(body, cached)
+            recounted_body = replace_cached_tokens(body, cached)
             if len(recounted_body) != len(body):  # correct Content-Length in the unsent head
                 length = b"\r\nContent-Length: %d\r\n" % len(recounted_body)
                 self._head = CONTENT_LENGTH.sub(length, self._head, 1)
@@ -132,7 +132,7 @@ class ResponseWriter:
     def flowing(self) -> EventStream | None:
         """The stream, while its chunks can pass unchanged."""
         stream = self._stream
-        return stream if stream is not None and self._chunked and stream.flows else None
+        return stream if stream is not None and self._chunked and stream.can_bypass_feed else None
 
     def collect_text(self) -> SentText | None:
         """Count the text of a stream from now on; None if the response is none."""

@@ -92,8 +92,8 @@ class StreamFastPath:
         self._keep(data)
         record = self._record
         if tokens := self._count(data):
-            self._router.leases.tokens(self._lease, tokens)
-            record.saw_tokens(now, self._metrics, tokens)
+            self._router.leases.record_tokens(self._lease, tokens)
+            record.record_tokens(now, self._metrics, tokens)
         record.sent_bytes += len(data)
         self._write(data)
         return True

@@ -13,7 +13,7 @@ import orjson
 from proxy.core.model.refusals import bad_request
 from proxy.core.model.types import Refusal
 from proxy.core.queue.latency_admission import NO_TARGETS
-from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_edit import edit_members
 from proxy.core.request.session_key import id_in_headers
 
 if TYPE_CHECKING:
@@ -66,18 +66,18 @@ def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> Re
     return ask
 
 
-def timed_body(owner: AttemptOwner, now: float) -> bytes:
+def body_with_targets(owner: AttemptOwner, now: float) -> bytes:
     """Return the body with the targets."""
     ask, body = owner.ask, owner.request.body
     if not owner.wire.settings.pass_targets or ask is None or not ask.takes_arguments:
         return body
     if owner.begun is not None:  # has a token
         return body
-    targets = left_for_worker(owner, ask, now)
-    return spliced(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
+    targets = targets_left_ms(owner, ask, now)
+    return edit_members(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
 
 
-def left_for_worker(owner: AttemptOwner, ask: RequestInfo, now: float) -> dict[str, int]:
+def targets_left_ms(owner: AttemptOwner, ask: RequestInfo, now: float) -> dict[str, int]:
     """Return the targets in milliseconds.
 
     Engines know no tenants, so a tenant's deadline may only relax the operator's target.

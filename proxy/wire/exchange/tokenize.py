@@ -48,7 +48,7 @@ class TokenizeRequest:
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         self._status = head.status
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         self._answer += body
         if ended:
             self.connection = None

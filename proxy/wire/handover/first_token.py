@@ -42,6 +42,6 @@ def _is_quiet(text: bytes, at: int, end: int) -> bool:
     return any(pattern.match(text, at, end) for pattern in (ROLE, COHERE))
 
 
-def says_failed(text: bytes) -> bool:
+def begins_with_error(text: bytes) -> bool:
     """Return True if the first event after the opening is an error."""
     return FAILED.match(text, max(find_result(text), 0)) is not None

@@ -23,13 +23,13 @@ class PrefillOwner(Protocol):
 
     connection: WorkerConnection | None
 
-    def prefilled(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, answer: bytes) -> None:
         """Handle the complete response."""
 
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head of an error."""
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of an error."""
 
     def connection_failed(self, now: float, error: WorkerError) -> None:
@@ -63,7 +63,7 @@ class PrefillLeg:
         """True if the prefill may have started."""
         return self.connection is not None and self.connection.is_open
 
-    def leave_to(self, owner: PrefillOwner) -> None:
+    def set_owner(self, owner: PrefillOwner) -> None:
         self._owner = owner
 
     def response_begun(self, now: float, head: ResponseHead) -> None:
@@ -77,15 +77,15 @@ class PrefillLeg:
         self._owner.connection = self.connection
         self._owner.response_begun(now, head)
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         if self._passes:
-            self._owner.received(now, body, ended)
+            self._owner.body_received(now, body, ended)
             return
         self._pieces.append(body)
         self._size += len(body)
         if ended:
             self.connection = None
-            self._owner.prefilled(now, b"".join(self._pieces))
+            self._owner.prefill_ended(now, b"".join(self._pieces))
         elif self._size > MAX_RESPONSE_BYTES and self.connection is not None:
             self.connection.drop()
             self.connection_failed(now, WorkerError.BROKEN)

@@ -53,19 +53,19 @@ class BlockRelease:
         authorization = pool.authorization or self._authorization
         start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
-        wire.release_began(self)
+        wire.add_release(self)
         pool.send(now, self, (start + framing + body,))
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         self._status = head.status
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:  # noqa: ARG002
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:  # noqa: ARG002
         """Count the release, or retry it."""
         if not ended:
             return
         self.connection = None
         if self._status in RELEASE_STATUSES:
-            self._over(RELEASED)
+            self._end_release(RELEASED)
         else:
             self.send_elsewhere(now, self._tried[-1])
 
@@ -87,11 +87,11 @@ class BlockRelease:
         if left and len(self._tried) < MAX_RELEASE_TRIES:
             self.send(now, left[0])
         else:
-            self._over(LEFT_TO_EXPIRE)
+            self._end_release(LEFT_TO_EXPIRE)
 
-    def _over(self, how: str) -> None:
-        self._wire.release_over(self)
-        self._wire.metrics.handover_ended(how)
+    def _end_release(self, how: str) -> None:
+        self._wire.remove_release(self)
+        self._wire.metrics.count_handover_end(how)
 
 
 class AbandonedPrefill:
@@ -110,10 +110,10 @@ class AbandonedPrefill:
 
     def adopt(self, now: float) -> None:
         self.deadline = now + ABANDONED_GRACE_S
-        self._wire.release_began(self)
-        self._leg.leave_to(self)
+        self._wire.add_release(self)
+        self._leg.set_owner(self)
 
-    def prefilled(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, answer: bytes) -> None:
         """Release the blocks."""
         connector = self._wire.connector
         taken = (
@@ -122,21 +122,21 @@ class AbandonedPrefill:
             else connector.taken(self._pair, parse_fields(answer))
         )
         release_blocks(self._wire, now, self._decode, taken, self._authorization)
-        self._wire.release_over(self)
+        self._wire.remove_release(self)
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         """End: a refused prefill holds no blocks."""
         self._leg.drop()
-        self._wire.release_over(self)
+        self._wire.remove_release(self)
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Ignore the body."""
 
     def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
-            self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
-        self._wire.release_over(self)
+            self._wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
+        self._wire.remove_release(self)
 
     def expire(self, now: float) -> None:  # noqa: ARG002
         """Cancel the prefill unless its response has begun."""
@@ -144,14 +144,14 @@ class AbandonedPrefill:
             self.deadline = inf  # the connection's deadline remains
             return
         self._leg.drop()
-        self._wire.release_over(self)
+        self._wire.remove_release(self)
 
 
 def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
     return [
         worker
         for worker in wire.router.fleet.roster.workers_of(decode.model)
-        if worker.role is Role.DECODE and worker is not decode and worker.up and not worker.barred
+        if worker.role is Role.DECODE and worker is not decode and worker.up and not worker.is_barred
     ]
 
 
@@ -177,7 +177,7 @@ def release_blocks(
     body = wire.connector.release(taken) if wire.connector is not None else None
     if body is None:
         if taken.params is not None:
-            wire.metrics.handover_ended(LEFT_TO_EXPIRE)
+            wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
         return
     block_release = BlockRelease(wire, body, authorization)
     if healthy:

@@ -111,7 +111,7 @@ class TwoLegExchange:
         if bare and halves is not None:
             halves.tokens = 0  # nothing to transfer
         wire.metrics.handovers.count_prefill(lease, now, bare=bare)
-        wire.router.leases.prefilled(lease, now, usage_of(fields) if learns else None)
+        wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
         if bare:
             self._count_link_failure(now, None)
         else:
@@ -119,7 +119,7 @@ class TwoLegExchange:
         # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
-        if not wire.router.leases.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
+        if not wire.router.leases.recheck_decode_worker(lease, now, may_move=may_move, spent_s=spent_s):
             return False
         pool = wire.pools.pool_for(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
@@ -136,7 +136,7 @@ class TwoLegExchange:
         return self._connector.request_id(self._pair) or self._request.id
 
     @property
-    def prefills(self) -> bool:
+    def is_prefilling(self) -> bool:
         """True while the prefill leg runs."""
         return self._leg is not None
 
@@ -160,7 +160,7 @@ class TwoLegExchange:
     # The decode worker's response
 
     @property
-    def waits(self) -> bool:
+    def is_fetch_pending(self) -> bool:
         """True until the blocks are known to be fetched."""
         return self._taken is not None
 
@@ -185,14 +185,14 @@ class TwoLegExchange:
         self._early = b""
         return early
 
-    def fetched(self) -> None:
+    def record_fetched(self) -> None:
         if self._taken is not None:
             self._wire.router.placer.links.record_success(self._first, self._lease.worker)
             self._taken = None
 
     # Failures
 
-    def refused(self, now: float, status: int) -> None:
+    def handle_refused_prefill(self, now: float, status: int) -> None:
         """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
         self._refused = status
         router, lease = self._wire.router, self._lease
@@ -202,22 +202,22 @@ class TwoLegExchange:
         ):
             lease.attempts = replace(lease.attempts, whole=REFUSED_PREFILL)
 
-    def failed(self, now: float, outcome: Outcome, error: WorkerError) -> tuple[Worker, Outcome]:
+    def end_failed(self, now: float, outcome: Outcome, error: WorkerError) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
         if self.is_answering:  # the missing part would locate the held blocks
-            self._wire.metrics.handover_ended(LEFT_TO_EXPIRE)
+            self._wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
         self._leg = None
         late = error is WorkerError.TIMEOUT and now >= self.late_at
         if late:
-            self._wire.metrics.handover_ended("late_failed")
+            self._wire.metrics.count_handover_end("late_failed")
         else:
-            self._wire.metrics.handover_failed(lease, was_asked=was_sent)
+            self._wire.metrics.count_failed_handover(lease, was_asked=was_sent)
         if self._taken is None:
             self.is_suspect = bool(self._refused)
             return lease.running_leg.worker, outcome
         healthy = error is WorkerError.STATUS if was_sent else is_healthy(lease)
-        self.give_back(now, healthy=healthy)
+        self.release_unfetched(now, healthy=healthy)
         erred = late or outcome is Outcome.ERRED
         if not (erred if was_sent else healthy):
             return lease.worker, outcome
@@ -229,7 +229,7 @@ class TwoLegExchange:
         if late and was_sent:
             self._count_link_failure(now, lease.worker)
         self.is_suspect = was_sent and not late
-        spared = late and self._wire.router.leases.has_another(lease)
+        spared = late and self._wire.router.leases.has_other_worker(lease)
         return lease.worker if spared else first, Outcome.MOOT
 
     def record_failure(self, now: float) -> None:
@@ -276,15 +276,15 @@ class TwoLegExchange:
             connection.drop()
             if not sent:
                 # A worker may be healthy before its connection is open.
-                self.give_back(
+                self.release_unfetched(
                     now, healthy=healthy or not other_decode_workers(self._wire, self._lease.worker)
                 )
         else:
-            self.give_back(now, healthy=True)
+            self.release_unfetched(now, healthy=True)
 
     def _abandon(self, now: float, leg: PrefillLeg) -> None:
         """Cancel the prefill, or await a nearly complete one to release its blocks."""
-        if leg.is_answering or (leg.is_sent and nearly_done(self._lease, now)):
+        if leg.is_answering or (leg.is_sent and is_nearly_done(self._lease, now)):
             authorization = self._request.head.authorization
             AbandonedPrefill(self._wire, self._pair, self._lease.worker, authorization, leg).adopt(
                 now
@@ -292,7 +292,7 @@ class TwoLegExchange:
         else:
             leg.drop()
 
-    def give_back(self, now: float, *, healthy: bool) -> None:
+    def release_unfetched(self, now: float, *, healthy: bool) -> None:
         """Release blocks that may not have been fetched."""
         taken, self._taken = self._taken, None
         if taken is not None:
@@ -302,7 +302,7 @@ class TwoLegExchange:
             )
 
 
-def nearly_done(lease: Lease, now: float) -> bool:
+def is_nearly_done(lease: Lease, now: float) -> bool:
     """Return True if a prefill should end within `NEARLY_DONE_S` or is not predictable."""
     first, halves = lease.prefill, lease.decision.handover
     if first is None or halves is None or not first.worker.pace.prefills:

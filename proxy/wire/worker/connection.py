@@ -50,7 +50,7 @@ class ResponseReceiver(Protocol):
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head."""
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of the body; may be empty."""
 
     def extra_wait_s(self, now: float) -> float:
@@ -134,7 +134,7 @@ class WorkerConnection(asyncio.Protocol):
     def has_sent(self) -> bool:
         """True if the whole request has left this process."""
         transport = self._transport
-        if transport is None or self._pool.outbox.holds(transport):
+        if transport is None or self._pool.outbox.has_pending(transport):
             return False
         return not transport.get_write_buffer_size()
 
@@ -216,17 +216,17 @@ class WorkerConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """End the response, or send the request again."""
-        if self._used and self._reader.untouched and self._nothing_confirmed():
+        if self._used and self._reader.untouched and self._is_unconfirmed():
             self._send_again()
         else:
-            self._ended(proper=True)
+            self._handle_end(proper=True)
         self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
         """End or fail the response; TLS without `eof_received` may be truncated."""
-        self._ended(proper=error is None and self._pool.spec.tls is None)
+        self._handle_end(proper=error is None and self._pool.spec.tls is None)
 
-    def _ended(self, *, proper: bool) -> None:
+    def _handle_end(self, *, proper: bool) -> None:
         self._pool.forget(self)
         caller = self.caller
         if caller is None:
@@ -237,7 +237,7 @@ class WorkerConnection(asyncio.Protocol):
         else:
             self.fail(now, WorkerError.RESET)
 
-    def _nothing_confirmed(self) -> bool:
+    def _is_unconfirmed(self) -> bool:
         """Return True if no byte of the request was confirmed.
 
         A FIN confirms all data before it; a reset confirms nothing.
@@ -245,7 +245,7 @@ class WorkerConnection(asyncio.Protocol):
         transport, pool = self._transport, self._pool
         if self.caller is None or transport is None:
             return False
-        if pool.outbox.holds(transport):
+        if pool.outbox.has_pending(transport):
             return True
         left = unacknowledged(transport)
         return left is not None and left >= sum(map(len, self._request))
@@ -287,7 +287,7 @@ class WorkerConnection(asyncio.Protocol):
         elif body and not self._paused:
             self.deadline = now + self._pool.settings.idle_s
         if body or ended:
-            caller.received(now, body, ended)
+            caller.body_received(now, body, ended)
 
     def _release(self, now: float) -> None:
         transport = self._transport

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving, tokens
-from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, learn
+from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import PlayedRun, RunProgress, play
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
@@ -22,7 +22,7 @@ def schedule(workload: str = "20x4", **settings: Any) -> Schedule:
 
 async def played(fake: FakeOpenAI, planned: Schedule, path: str = "", **settings: Any) -> PlayedRun:
     async with serving(fake):
-        endpoint = await learn(EndpointOptions(fake.url, **({"path": path} if path else {})))
+        endpoint = await probe_endpoint(EndpointOptions(fake.url, **({"path": path} if path else {})))
         return await play(endpoint, planned, **settings)
 
 
@@ -68,7 +68,7 @@ def test_request_sent_slightly_early_is_not_late() -> None:
 
 async def test_latency_counts_from_the_scheduled_time() -> None:
     async with serving(FakeOpenAI()) as fake:
-        endpoint = await learn(EndpointOptions(fake.url))
+        endpoint = await probe_endpoint(EndpointOptions(fake.url))
         running = asyncio.create_task(play(endpoint, schedule(rate=20, count=10)))
         await fake.begun.wait()
         time.sleep(0.6)  # noqa: ASYNC251 - stalls the client
@@ -136,7 +136,7 @@ async def test_request_without_answer_times_out() -> None:
 async def test_stopped_run_returns_partial_results() -> None:
     stop = asyncio.Event()
     async with serving(FakeOpenAI(hangs=True)) as fake:
-        endpoint = await learn(EndpointOptions(fake.url))
+        endpoint = await probe_endpoint(EndpointOptions(fake.url))
         running = asyncio.create_task(play(endpoint, schedule(rate=5, count=1000), stop=stop))
         await fake.begun.wait()
         stop.set()
@@ -175,7 +175,7 @@ async def test_shared_prefixes_are_sent() -> None:
 async def test_worker_is_read_from_x_route() -> None:
     fake = FakeOpenAI(workers=("s0", "l0"))
     async with serving(fake):
-        endpoint = await learn(EndpointOptions(fake.url, explain=True))
+        endpoint = await probe_endpoint(EndpointOptions(fake.url, explain=True))
         result = await play(endpoint, schedule(rate=100, count=6))
     assert {each.worker for each in result.outcomes} == {"s0", "l0"}
 
@@ -183,7 +183,7 @@ async def test_worker_is_read_from_x_route() -> None:
 async def test_salt_changes_words_and_keeps_lengths() -> None:
     fake = FakeOpenAI()
     async with serving(fake):
-        endpoint = await learn(EndpointOptions(fake.url))
+        endpoint = await probe_endpoint(EndpointOptions(fake.url))
         for salt in ("a", "b", "a"):
             await play(endpoint, schedule(rate=500, count=3), salt=salt)
     first, second, again = (

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving
 from tests.sim.making import ListedSessions
-from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, learn
+from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import PlayedRun, play
 from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.schedule import Schedule
@@ -23,7 +23,7 @@ async def played(
 ) -> PlayedRun:
     schedule = Schedule(source=ListedSessions(*sessions), **settings)
     async with serving(fake):
-        return await play(await learn(EndpointOptions(fake.url, path=path)), schedule)
+        return await play(await probe_endpoint(EndpointOptions(fake.url, path=path)), schedule)
 
 
 def prompts(fake: FakeOpenAI) -> list[str]:
@@ -123,7 +123,7 @@ async def test_a_stopped_run_keeps_its_sessions() -> None:
     fake = FakeOpenAI(hangs=True)
     schedule = Schedule(source=ListedSessions(Session("s", (Turn(10, 2), Turn(10, 2)))))
     async with serving(fake):
-        endpoint = await learn(EndpointOptions(fake.url))
+        endpoint = await probe_endpoint(EndpointOptions(fake.url))
         running = asyncio.create_task(play(endpoint, schedule, stop=stop))
         await fake.begun.wait()
         stop.set()

@@ -73,12 +73,12 @@ async def test_sequential_requests_share_a_connection() -> None:
             writer.write(answered(b"<" + body + b">"))
 
     async with talking_to(handler) as wire:
-        assert await wire.ask("/a", b"1", 5) == b"<1>"
+        assert await wire.post("/a", b"1", 5) == b"<1>"
         assert await wire.get("/b", 5) == b"<>"
         assert connections == 1
         # A task may take a connection before its previous user has woken up.
-        batches = [asyncio.gather(*(wire.ask("/c", b"%d" % i, 5) for i in range(20)))]
-        batches += [asyncio.gather(*(wire.ask("/d", b"%d" % i, 5) for i in range(20)))]
+        batches = [asyncio.gather(*(wire.post("/c", b"%d" % i, 5) for i in range(20)))]
+        batches += [asyncio.gather(*(wire.post("/d", b"%d" % i, 5) for i in range(20)))]
         for batch in batches:
             assert await batch == [b"<%d>" % i for i in range(20)]
     assert heads[0].startswith("POST /root/a HTTP/1.1\r\n")
@@ -97,7 +97,7 @@ async def test_connection_closed_while_idle_is_replaced() -> None:
 
     async with talking_to(handler) as wire:
         for i in range(3):
-            assert await wire.ask("/", b"%d" % i, 5) == b"%d" % i
+            assert await wire.post("/", b"%d" % i, 5) == b"%d" % i
     assert connections == 3
 
 
@@ -111,7 +111,7 @@ HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
 )
 async def test_complete_answer_is_returned(sent: bytes, *, waits: bool, body: bytes) -> None:
     async with talking_to(once(sent, waits=waits)) as wire:
-        assert await wire.ask("/", b"{}", 5) == body
+        assert await wire.post("/", b"{}", 5) == body
 
 
 async def test_connection_closed_on_reuse_logs_no_error(
@@ -119,7 +119,7 @@ async def test_connection_closed_on_reuse_logs_no_error(
 ) -> None:
     async with talking_to(once(answered(b"a") + b"unexpected bytes")) as wire:
         for _ in range(20):
-            assert await wire.ask("/", b"{}", 5) == b"a"
+            assert await wire.post("/", b"{}", 5) == b"a"
         await asyncio.sleep(0)
     gc.collect()
     assert "never retrieved" not in caplog.text
@@ -162,7 +162,7 @@ async def test_stream_passes_the_head_then_each_piece() -> None:
 async def test_incomplete_answer_is_a_one_line_error(sent: bytes, message: str) -> None:
     async with talking_to(once(sent)) as wire:
         with pytest.raises(WireError, match=message) as caught:
-            await wire.ask("/", b"", 5)
+            await wire.post("/", b"", 5)
     assert "\n" not in str(caught.value)
 
 
@@ -176,7 +176,7 @@ async def test_slow_answer_times_out_and_closes_the_connection() -> None:
 
     async with talking_to(handler) as wire:
         with pytest.raises(WireError, match=r"no complete response within 0\.05 s"):
-            await wire.ask("/", b"", 0.05)
+            await wire.post("/", b"", 0.05)
         await asyncio.wait_for(left.wait(), 5)  # the server can stop working
 
 

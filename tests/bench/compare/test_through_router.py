@@ -8,7 +8,7 @@ from pathlib import Path
 from proxy.app import App
 from proxy.config import load
 from tests.bench.fake_openai import FakeOpenAI, serving
-from vllm_sched.bench.client.endpoint import EndpointOptions, learn
+from vllm_sched.bench.client.endpoint import EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import play
 from vllm_sched.bench.plots.crowd import sent_to_workers
 from vllm_sched.bench.traffic.catalogue import find
@@ -30,7 +30,7 @@ async def test_outcomes_name_the_worker_of_each_request(tmp_path: Path) -> None:
             async with asyncio.timeout(15):
                 while not all(worker.up for worker in router.fleet.roster):  # noqa: ASYNC110 - no event
                     await asyncio.sleep(0.01)
-            endpoint = await learn(
+            endpoint = await probe_endpoint(
                 EndpointOptions(f"http://127.0.0.1:{router.wire.port}", explain=True)
             )
             schedule = Schedule(source=find("40x8"), rate=100, count=40, tenants=2)

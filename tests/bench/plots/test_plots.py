@@ -164,9 +164,9 @@ def test_many_steps_are_merged_into_columns() -> None:
 
 def test_steps_are_read_from_a_trace() -> None:
     trace = EngineTrace()
-    trace.arrived(0.0, "a", 300)
-    trace.stepped(StepNote(1, 1.0, 1.5, 256, {"a": 250, "b": 1}, {"a": 0}, 2, 0))
-    trace.stepped(StepNote(2, 1.5, 1.6, 256, {"b": 1}, {}, 2, 0))
+    trace.record_arrival(0.0, "a", 300)
+    trace.record_step(StepNote(1, 1.0, 1.5, 256, {"a": 250, "b": 1}, {"a": 0}, 2, 0))
+    trace.record_step(StepNote(2, 1.5, 1.6, 256, {"b": 1}, {}, 2, 0))
     events = json.loads("".join(chrome(trace.copy(), 2.0)))["traceEvents"]
     assert steps_of(events) == [
         PlottedStep(1.0, 1.5, 250, 1, 256),

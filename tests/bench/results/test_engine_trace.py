@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_sched.bench.results import engine_trace
-from vllm_sched.bench.results.engine_trace import Phase, fetch, path_of, read, traceable
+from vllm_sched.bench.results.engine_trace import Phase, fetch, path_of, read, with_tracing
 from vllm_sched.engine.trace import QueuedRequest, StepNote, chrome
 from vllm_sched.workers.launch import Side, WorkerError
 
@@ -40,9 +40,9 @@ def test_phases_are_found_by_the_request_name(tmp_path: Path) -> None:
 
 
 def test_default_side_is_traced_as_policy_scheduler_without_policies() -> None:
-    assert traceable(Side("default", {}, ("--x",))) == Side("none", {}, ("--x",))
+    assert with_tracing(Side("default", {}, ("--x",))) == Side("none", {}, ("--x",))
     with_policy = Side("long_prompt", {"long_prompt": {}})
-    assert traceable(with_policy) is with_policy
+    assert with_tracing(with_policy) is with_policy
 
 
 def test_trace_path_has_the_side_in_its_name() -> None:

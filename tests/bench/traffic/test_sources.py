@@ -138,7 +138,7 @@ def test_scaled_request_stays_within_its_limits() -> None:
 def test_fitted_request_is_cut_to_the_context(
     prompt: int, output: int, lengths: tuple[int, int]
 ) -> None:
-    cut = Request(0, "a", prompt, output, shared=(("x", prompt),)).fitted(100)
+    cut = Request(0, "a", prompt, output, shared=(("x", prompt),)).fit_to(100)
     assert (cut.prompt_tokens, cut.output_tokens) == lengths
     assert cut.shared == (("x", lengths[0]),)
 

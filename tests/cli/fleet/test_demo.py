@@ -17,7 +17,7 @@ from tests.bench.canned import canned_comparison
 from vllm_sched.bench.compare.compare import ComparisonPlan, Contest
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
-from vllm_sched.cli.fleet.up import placed
+from vllm_sched.cli.fleet.up import assign_ports
 from vllm_sched.cli.main import main
 from vllm_sched.workers import launch, transfer
 
@@ -90,7 +90,7 @@ def test_both_routers_use_the_same_uncached_workers(
     assert [w.url for w in pools.workers] == [w.url for w in one_pool.workers]
     assert pools.router.port != one_pool.router.port
     assert all(command[-2] == "router" for command in commands)
-    worker = demo.played_worker(placed(pools).workers[0], 3)
+    worker = demo.played_worker(assign_ports(pools).workers[0], 3)
     assert worker.launch is not None
     assert worker.launch.args[-1] == "--no-enable-prefix-caching"
     assert worker.launch.cpus == (3,)
@@ -157,7 +157,7 @@ proxy_handovers_total{outcome="transferred"} 12
 @pytest.mark.parametrize(("page", "count"), [(PAGE, 12), ("", 0)])
 def test_handed_over_counts_prompts(page: str, count: int) -> None:
     plan = ComparisonPlan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
-    text = demo.handed_over(page, plan)
+    text = demo.describe_handovers(page, plan)
     assert text.startswith(f"{count} prompts handed over, in 2 rounds and a warm-up round")
     assert text.endswith(", 3 of them long")
 
@@ -177,7 +177,7 @@ async def test_hand_overs_are_reported_for_each_fleet_with_a_transfer(
     monkeypatch.setattr(demo, "described", lambda *_: None)
     lines: list[str] = []
     plan = ComparisonPlan("tiny", build("long-blocks-short", seed=0), 1)
-    await demo._play(ROOT, placed(load(FLEET)), plan, tmp_path, lines, None)  # type: ignore[arg-type]
+    await demo._play(ROOT, assign_ports(load(FLEET)), plan, tmp_path, lines, None)  # type: ignore[arg-type]
     assert [line.partition(":")[0] for line in lines] == ["prefill and decode", "all four roles"]
 
 

@@ -43,7 +43,7 @@ def block(endpoint: str, *args: str, **settings: str) -> dict[str, Any]:
 
 def settings_of(config: FleetConfig, folder: Path, index: int = 0) -> dict[str, Any]:
     """Return the settings with which a worker is started."""
-    command = up.described(config, config.workers[index], folder, folder).command
+    command = up.make_worker(config, config.workers[index], folder, folder).command
     config_json = command[command.index("--additional-config") + 1]
     settings: dict[str, Any] = json.loads(config_json)["vllm_sched"]
     return settings
@@ -51,7 +51,7 @@ def settings_of(config: FleetConfig, folder: Path, index: int = 0) -> dict[str, 
 
 def test_worker_publishes_the_journal_of_the_file(tmp_path: Path) -> None:
     worker = {"name": "a", "journal": FIRST, "launch": {"policies": {"lanes": {}}}}
-    config = up.placed(fleet.read(written(tmp_path, worker)))
+    config = up.assign_ports(fleet.read(written(tmp_path, worker)))
     assert settings_of(config, tmp_path) == {"lanes": {}, "journal": {"endpoint": FIRST}}
 
 
@@ -63,7 +63,7 @@ def test_worker_without_policies_has_a_signed_journal(tmp_path: Path) -> None:
 
 def test_auto_selects_another_free_port_for_each_worker(tmp_path: Path) -> None:
     workers = [{"name": name, "journal": "auto", "launch": {"args": RANKS}} for name in "ab"]
-    config = up.placed(fleet.read(written(tmp_path, *workers)))
+    config = up.assign_ports(fleet.read(written(tmp_path, *workers)))
     journals = [worker.journal for worker in config.workers]
     assert len({*journals[0], *journals[1]}) == 4
     for index, (first, second) in enumerate(journals):
@@ -94,7 +94,7 @@ def test_router_reads_what_the_worker_publishes(
 ) -> None:
     config = fleet.read(written(tmp_path, {"name": "a", **worker}))
     assert list(config.workers[0].journal) == journal
-    assert up.placed(config).workers[0].journal == config.workers[0].journal
+    assert up.assign_ports(config).workers[0].journal == config.workers[0].journal
 
 
 @pytest.mark.parametrize(

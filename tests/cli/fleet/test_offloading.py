@@ -32,9 +32,9 @@ def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
     general = {"name": "g", "launch": {"kv_offloading_size": 0.5}}
     offloads = entry("prefill", kv_offloading_size=20)
     path = written(tmp_path, offloads, entry("decode"), general)
-    config = up.placed(fleet.read(path))
+    config = up.assign_ports(fleet.read(path))
     prefill, _, alone = (
-        up.described(config, each, tmp_path, tmp_path).command for each in config.workers
+        up.make_worker(config, each, tmp_path, tmp_path).command for each in config.workers
     )
     made = json.loads(prefill[prefill.index("--kv-transfer-config") + 1])
     assert (made["kv_connector"], made["kv_role"]) == ("MultiConnector", "kv_both")

@@ -228,8 +228,8 @@ def test_log_dir_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def worker_of(tmp_path: Path, worker: dict[str, Any], **blocks: Any) -> launch.Worker:
     """Return the launch of a fleet's only worker."""
-    config = up.placed(proxy.app.load(Path(written(tmp_path, worker, **blocks))))
-    return up.described(config, config.workers[0], tmp_path, tmp_path)
+    config = up.assign_ports(proxy.app.load(Path(written(tmp_path, worker, **blocks))))
+    return up.make_worker(config, config.workers[0], tmp_path, tmp_path)
 
 
 def value(made: launch.Worker, flag: str) -> str:

@@ -46,8 +46,8 @@ def problems(folder: Path, *workers: dict[str, Any], **blocks: Any) -> list[str]
 
 def test_workers_are_launched_with_their_kv_role(tmp_path: Path) -> None:
     general = {"name": "g", "launch": {}}
-    config = up.placed(fleet.read(written(tmp_path, entry("prefill"), entry("decode"), general)))
-    made = [up.described(config, worker, tmp_path, tmp_path) for worker in config.workers]
+    config = up.assign_ports(fleet.read(written(tmp_path, entry("prefill"), entry("decode"), general)))
+    made = [up.make_worker(config, worker, tmp_path, tmp_path) for worker in config.workers]
     roles = []
     for worker in made[:2]:
         config_json = worker.command[worker.command.index("--kv-transfer-config") + 1]
@@ -378,8 +378,8 @@ def test_lmcache_workers_share_a_store(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, *ends, transfer="lmcache")
     assert "workers[0].launch.env: names no store" in line
     ends = entry("prefill", env={"LMCACHE_REMOTE_URL": "lm://10.0.0.9:65432"}), ends[1]
-    config = up.placed(fleet.read(written(tmp_path, *ends, transfer="lmcache")))
-    made = [up.described(config, each, tmp_path, tmp_path) for each in config.workers]
+    config = up.assign_ports(fleet.read(written(tmp_path, *ends, transfer="lmcache")))
+    made = [up.make_worker(config, each, tmp_path, tmp_path) for each in config.workers]
     configs = [each.command[each.command.index("--kv-transfer-config") + 1] for each in made]
     assert [
         (json.loads(each)["kv_connector"], json.loads(each)["kv_role"]) for each in configs
@@ -393,7 +393,7 @@ def test_mooncake_workers_have_engine_ids_and_bootstrap_ports(tmp_path: Path) ->
     (line,) = problems(tmp_path, *both, transfer="mooncake")
     assert "transfer.addresses: 'p2' would listen on port 8998, like 'p'" in line
     transfer_block = {"connector": "mooncake", "addresses": {"p2": "http://127.0.0.1:9001"}}
-    config = up.placed(fleet.read(written(tmp_path, *both, transfer=transfer_block)))
+    config = up.assign_ports(fleet.read(written(tmp_path, *both, transfer=transfer_block)))
     made = [wiring.wiring_of(config, each) for each in config.workers]
     flags = [json.loads(each.flags[each.flags.index("--kv-transfer-config") + 1]) for each in made]
     assert [each.get("engine_id") for each in flags] == ["p", "p2", None]

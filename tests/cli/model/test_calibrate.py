@@ -47,7 +47,7 @@ def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_fills_no_step_beyond_its_budget() -> None:
-    plan = CalibrationPlan.of(budget=2048, max_batch=16, max_model_len=32_768)
+    plan = CalibrationPlan.from_limits(budget=2048, max_batch=16, max_model_len=32_768)
     assert plan.batches == (1, 2, 4, 8, 16)
     assert max(plan.prompts) + max(plan.batches) <= 2048
     assert plan.prompts[0] == 16
@@ -56,7 +56,7 @@ def test_plan_fills_no_step_beyond_its_budget() -> None:
 
 def test_plan_reaches_the_longest_context_and_stays_within_it() -> None:
     for budget, longest in ((8192, 1024), (512, 16_384)):
-        plan = CalibrationPlan.of(budget=budget, max_batch=8, max_model_len=longest)
+        plan = CalibrationPlan.from_limits(budget=budget, max_batch=8, max_model_len=longest)
         assert 0.85 * longest < max(plan.contexts) < longest - 88
     # Contexts have no large gaps, and larger batches leave the long ones out.
     assert plan.contexts == (16, 126, 504, 2016, 8064, 16_292)
@@ -66,7 +66,7 @@ def test_plan_reaches_the_longest_context_and_stays_within_it() -> None:
 
 def test_budget_too_small_for_the_batch_is_refused() -> None:
     with pytest.raises(MeasureError, match="give a larger --budget or a smaller --max-batch"):
-        CalibrationPlan.of(budget=64, max_batch=16, max_model_len=4096)
+        CalibrationPlan.from_limits(budget=64, max_batch=16, max_model_len=4096)
 
 
 def test_gap_is_a_step_only_with_one_token() -> None:

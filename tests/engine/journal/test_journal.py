@@ -39,7 +39,7 @@ class Journaled:
         free = self.scheduler._free_request
 
         def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            self.journal.ended(request)
+            self.journal.record_end(request)
             return free(request, *args, **kwargs)
 
         self.scheduler._free_request = noted
@@ -47,17 +47,17 @@ class Journaled:
     def add(self, tokens: Any, output: int = 4, **options: Any) -> Any:
         request = make_request(tokens, output=output, **options)
         self.tokens[request.request_id] = request._all_token_ids
-        self.journal.arrived(request)
+        self.journal.record_arrival(request)
         self.scheduler.add_request(request)
         return request
 
     def step(self) -> StepMessage | None:
         output = self.scheduler.schedule()
-        self.journal.scheduled(output)
+        self.journal.record_schedule(output)
         return self.take(self.scheduler.update_from_output(output, answer(self.scheduler, output)))
 
     def take(self, *outputs: Any) -> StepMessage | None:
-        if (message := self.journal.take(*outputs)) is not None:
+        if (message := self.journal.pop_step(*outputs)) is not None:
             self.messages.append(message)
             self.reader.apply(message)
         return message
@@ -120,7 +120,7 @@ def test_only_what_was_looked_up_in_the_cache_is_found(skips: bool, found: list[
     [new] = output.scheduled_new_reqs
     new.num_computed_tokens = 64
     request.prefill_stats.set(65, num_local_cached_tokens=16, num_external_cached_tokens=48)
-    bench.journal.scheduled(output)
+    bench.journal.record_schedule(output)
     message = bench.take()
     assert message is not None
     assert message.found == found
@@ -174,7 +174,7 @@ def test_several_tokens_in_a_step() -> None:
     bench.scheduler.num_spec_tokens = 4
     request.spec_token_ids = [7, 7, 7, 7]
     output = bench.scheduler.schedule()
-    bench.journal.scheduled(output)
+    bench.journal.record_schedule(output)
     update = bench.scheduler.update_from_output(output, answer(bench.scheduler, output))
     message = bench.take(update)
     assert message is not None

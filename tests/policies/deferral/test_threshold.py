@@ -19,9 +19,9 @@ def learning(monkeypatch: pytest.MonkeyPatch, *, decodes_pause: bool = False) ->
     monkeypatch.setattr(OnlineFit, "model", StepTime(decode_fixed_s=0.01, prefill_s=1e-4))
     lengths = RequestLengths()
     for _ in range(10):
-        lengths.admitted()
-        lengths.prefilled(100)
-        lengths.departed(100)
+        lengths.record_admission()
+        lengths.record_prefill(100)
+        lengths.record_departure(100)
     return DepartureThreshold(
         None,
         OnlineFit(),
@@ -38,7 +38,7 @@ def held(departures: DepartureThreshold, steps: range) -> list[bool]:
     found = []
     for step in steps:
         departures.begin_step(step, 32)
-        found.append(departures.holds)
+        found.append(departures.may_hold)
     return found
 
 
@@ -65,16 +65,16 @@ def test_check_forgets_batches_and_ends_after_new_ones(
     monkeypatch.setattr(OnlineFit, "forget", lambda _, *what: forgotten.append(what))
     departures = learning(monkeypatch, decodes_pause=kind == "prefill")
     step = 0
-    while not departures.holds:
+    while not departures.may_hold:
         departures.begin_step(step := step + 1, 32)
-    while departures.holds:
+    while departures.may_hold:
         departures.begin_step(step := step + 1, 32)
     assert [name for name, _ in forgotten] == [kind]
     assert all(0 < weight < 1 for _, weight in forgotten)
     for number in range(CHECK_BATCHES):
         monkeypatch.setattr(OnlineFit, "seen", lambda _, name, n=number: n * (name == kind))
         departures.begin_step(step := step + 1, 32)
-        assert not departures.holds
+        assert not departures.may_hold
     monkeypatch.setattr(OnlineFit, "seen", lambda _, name: CHECK_BATCHES * (name == kind))
     departures.begin_step(step := step + 1, 32)
-    assert departures.holds
+    assert departures.may_hold

@@ -447,11 +447,11 @@ async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
     second = StoreThread(lambda: SqliteBackend(harness.path), 1.0, StoreLimits())
     await second.open()
     await eventually(lambda: harness.batches.lane.is_leader)
-    assert not (await second.take_part()).runs
+    assert not (await second.renew_part()).runs
     await harness.reopen()
     await eventually(lambda: harness.batches.lane.is_leader)
     await harness.close()
-    assert (await second.take_part()).runs
+    assert (await second.renew_part()).runs
     await second.close()
     await harness.open()
 
@@ -470,9 +470,9 @@ async def test_folder_without_locks_pauses_batches(
         await eventually(lambda: "lane.lock" in harness.batches.lane.paused)
         assert harness.batches.lane.counts.paused
         number = errno.EAGAIN  # another router holds the lock
-        assert not (await harness.batches.keeper.take_part()).runs
+        assert not (await harness.batches.keeper.renew_part()).runs
         number = errno.EACCES
-        assert not (await harness.batches.keeper.take_part()).runs
+        assert not (await harness.batches.keeper.renew_part()).runs
     batch = await harness.begin(lines(1))
     harness.skip(10)
     assert (await harness.until(batch)).status == "completed"

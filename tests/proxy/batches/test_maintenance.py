@@ -77,8 +77,8 @@ class RecordedWork:
         self._chores.add(batch_of(name, tenant), work, ends=ends)
 
     async def run(self) -> str:
-        while self._chores.waiting(()) is not None:
-            await self._chores.turn(())
+        while self._chores.next_operation(()) is not None:
+            await self._chores.run_next_slice(())
         return " ".join(self.done)
 
 
@@ -94,7 +94,7 @@ async def test_tenants_get_slices_in_turn(maintenance: Maintenance) -> None:
 async def test_ending_batches_go_first(maintenance: Maintenance) -> None:
     work_ = RecordedWork(maintenance)
     work_.add("a1", "ann", 2)
-    assert await maintenance.turn(()) is None
+    assert await maintenance.run_next_slice(()) is None
     work_.add("a2", "ann", 1, ends=True)
     assert await work_.run() == "a1 a2 a1"
 
@@ -102,12 +102,12 @@ async def test_ending_batches_go_first(maintenance: Maintenance) -> None:
 async def test_end_replaces_validation(maintenance: Maintenance) -> None:
     work_ = RecordedWork(maintenance)
     work_.add("a1", "ann", 9)
-    await maintenance.turn(())
+    await maintenance.run_next_slice(())
     assert "a1" in maintenance
-    assert not maintenance.ends("a1")
+    assert not maintenance.is_ending("a1")
     work_.add("a1", "ann", 1, ends=True)
-    assert maintenance.ends("a1")
-    assert await maintenance.turn(()) == "batch a1: done"
+    assert maintenance.is_ending("a1")
+    assert await maintenance.run_next_slice(()) == "batch a1: done"
     assert "a1" not in maintenance
     assert await work_.run() == "a1 a1"
 
@@ -115,11 +115,11 @@ async def test_end_replaces_validation(maintenance: Maintenance) -> None:
 async def test_no_work_begins_for_a_full_tenant(maintenance: Maintenance) -> None:
     work_ = RecordedWork(maintenance)
     work_.add("a1", "ann", 2)
-    assert maintenance.waiting({"ann"}) is None
-    assert await maintenance.turn({"ann"}) is None
+    assert maintenance.next_operation({"ann"}) is None
+    assert await maintenance.run_next_slice({"ann"}) is None
     assert work_.done == []
-    await maintenance.turn(())
-    await maintenance.turn({"ann"})
+    await maintenance.run_next_slice(())
+    await maintenance.run_next_slice({"ann"})
     assert work_.done == ["a1", "a1"], "begun work continues"
 
 
@@ -129,9 +129,9 @@ async def test_failed_work_is_removed(maintenance: Maintenance) -> None:
         raise StoreFullError("full")
 
     maintenance.add(batch_of("a1", "ann"), full)
-    assert await maintenance.turn(()) is None
+    assert await maintenance.run_next_slice(()) is None
     with pytest.raises(StoreFullError):
-        await maintenance.turn(())
+        await maintenance.run_next_slice(())
     assert "a1" not in maintenance
 
 

@@ -160,8 +160,8 @@ def test_leader_that_hangs_is_replaced(
     url = postgres.new_database()
     backends = [PostgresBackend(url) for _ in range(2)]
     first, second = (Store(backend, KEEP_S) for backend in backends)
-    session = backends[0].take_part().session
-    assert [backend.take_part().leads for backend in backends] == [True, False]
+    session = backends[0].renew_part().session
+    assert [backend.renew_part().leads for backend in backends] == [True, False]
     batch = batch_of(second, 1)
     while not backends[1]._leads:
         backends[1]._renew()
@@ -169,7 +169,7 @@ def test_leader_that_hangs_is_replaced(
     monkeypatch.undo()
     backends[1]._renew()
     backends[0].check()
-    assert [backend.take_part().leads for backend in backends] == [False, True]
+    assert [backend.renew_part().leads for backend in backends] == [False, True]
     with pytest.raises(DiskError, match="lost"):
         run_slice(first, BatchMaintenance(batch, lambda _: iter(()), ends=True), session)  # type: ignore[arg-type,return-value]
     second.save([result(batch, 1)])

@@ -24,7 +24,7 @@ def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[I
 
 def read_slice(check: InputFileCheck, content: bytes) -> list[InputLine]:
     """Read a slice."""
-    at, size = check.wanted
+    at, size = check.next_slice
     return check.validate(content[at : at + size])
 
 

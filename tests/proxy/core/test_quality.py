@@ -181,7 +181,7 @@ def test_waiting_longs_keep_their_reserve() -> None:
     on_long: list[int] = []
 
     def watch() -> None:
-        if toy.router.queue.waiting("m", long=True):
+        if toy.router.queue.count_waiting("m", long=True):
             jobs = toy.engines["l"].jobs
             on_long.append(sum(not job.ask.long for job in jobs if job.at > 21.0))
 

@@ -102,7 +102,7 @@ def test_smaller_worker_may_try_after_the_larger_failed() -> None:
     waits(router.submit(ask(8000, 50, error=500), 0.0))  # the request waits for the full worker
     assert placed(router.submit(info, 0.0, Attempts(workers_named(router, "l")))).worker.name == "s"
     router.fleet.health.record_failure(lease.worker, 0.0, 60.0)
-    assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
+    assert [placed(end).worker.name for _, end in router.pop_due(0.1)] == ["s"]
 
 
 def test_no_live_worker_is_503_with_retry_after() -> None:
@@ -119,9 +119,9 @@ def test_requests_wait_for_a_worker_not_probed_yet() -> None:
     fleet.roster.add(spec("a"))
     router = Router(RouterSettings(), fleet)
     ticket = waits(router.submit(ask(), 0.0))
-    assert router.due(0.1) == []
+    assert router.pop_due(0.1) == []
     fleet.health.probe_ok("a", 0.2)
-    assert [(t, placed(end).worker.name) for t, end in router.due(0.2)] == [(ticket, "a")]
+    assert [(t, placed(end).worker.name) for t, end in router.pop_due(0.2)] == [(ticket, "a")]
 
 
 def test_worker_not_probed_yet_is_503_without_a_queue() -> None:
@@ -141,7 +141,7 @@ def test_draining_refuses_new_requests_and_serves_waiting_ones() -> None:
         refused(router.submit(ask(), 0.0, Attempts(workers_named(router, "a")))).status == 502
     )  # a retry
     router.leases.finish(lease, 1.0, Outcome.DONE)
-    assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
+    assert [(t, placed(end).worker.name) for t, end in router.pop_due(1.0)] == [(ticket, "a")]
 
 
 # The queue
@@ -153,7 +153,7 @@ def test_worker_without_a_limit_is_full_at_twice_its_cache() -> None:
     leases = [placed(router.submit(ask(400, 100), 0.0)) for _ in range(4)]
     ticket = waits(router.submit(ask(400, 100), 0.0))
     router.leases.finish(leases[0], 1.0, Outcome.DONE)
-    assert [found for found, _ in router.due(1.0)] == [ticket]
+    assert [found for found, _ in router.pop_due(1.0)] == [ticket]
 
 
 def test_full_queue_is_429_with_retry_after() -> None:
@@ -168,12 +168,12 @@ def test_wait_timeout_is_429() -> None:
     router = router_of(spec("a", most=1), queue_wait_s=5.0)
     placed(router.submit(ask(), 0.0))
     ticket = waits(router.submit(ask(), 1.0))
-    assert router.due(5.9) == []
-    [(gone, end)] = router.due(6.037)
+    assert router.pop_due(5.9) == []
+    [(gone, end)] = router.pop_due(6.037)
     assert gone is ticket
     assert (refused(end).status, refused(end).reason) == (429, Reason.WAITED_TOO_LONG)
     assert "stayed busy for the 5 s that a request may wait" in refused(end).message
-    assert router.due(7.0) == []
+    assert router.pop_due(7.0) == []
 
 
 def test_waiting_requests_are_503_if_no_worker_is_left() -> None:
@@ -182,7 +182,7 @@ def test_waiting_requests_are_503_if_no_worker_is_left() -> None:
     waits(router.submit(ask(), 0.0))
     for _ in range(3):
         router.fleet.health.probe_failed("a", 0.0)
-    [(_, end)] = router.due(1.0)
+    [(_, end)] = router.pop_due(1.0)
     assert refused(end).status == 503
 
 
@@ -191,8 +191,8 @@ def test_requests_wait_for_a_busy_worker() -> None:
     lease = placed(router.submit(ask(), 0.0))
     router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
     ticket = waits(router.submit(ask(), 0.1))
-    assert router.due(1.9) == []
-    assert [t for t, _ in router.due(2.0)] == [ticket]
+    assert router.pop_due(1.9) == []
+    assert [t for t, _ in router.pop_due(2.0)] == [ticket]
 
 
 # Retries
@@ -251,7 +251,7 @@ def test_moved_worker_has_its_own_failure_event() -> None:
 def test_each_outcome_releases_once(outcome: Outcome) -> None:
     router = router_of(spec("a"))
     lease = placed(router.submit(ask(), 0.0))
-    router.leases.first_token(lease, 0.1)
+    router.leases.record_first_token(lease, 0.1)
     for _ in range(2):
         router.leases.finish(lease, 1.0, outcome, Usage(100, 50))
         assert idle(router.fleet.roster)
@@ -263,7 +263,7 @@ def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> No
     lease = placed(router.submit(ask(900, 50, error=700), 0.0))
     first = lease.worker
     assert first.name == "a"
-    larger = router.leases.outgrew(lease)
+    larger = router.leases.enlarge_request(lease)
     answer = router.retry(lease, 0.1, Outcome.REFUSED, avoid=first, after=lease, free=True)
     again = placed(answer)
     assert (again.worker.name, again.ask) == ("b", larger)
@@ -303,7 +303,7 @@ def test_client_timeouts_teach_that_a_worker_is_slow(stream: bool) -> None:
             router.leases.finish(lease, now + 10.0, Outcome.CLIENT_GONE)
         else:
             if stream:
-                router.leases.first_token(lease, now + 0.1)
+                router.leases.record_first_token(lease, now + 0.1)
             router.leases.finish(lease, now + 0.2, Outcome.DONE, Usage(100, 10))
         now += 11.0
     assert 0 < hung < 6
@@ -318,7 +318,7 @@ def test_early_client_disconnect_teaches_nothing(stream: bool) -> None:
         lease = placed(router.submit(ask(output=100, stream=stream), at))
         router.leases.finish(lease, at + before / 20, Outcome.CLIENT_GONE)
     lease = placed(router.submit(ask(stream=True), 2.0))
-    router.leases.first_token(lease, 2.0 + before / 20)
+    router.leases.record_first_token(lease, 2.0 + before / 20)
     at_first = pace.first_token_s(1000)
     router.leases.finish(lease, 60.0, Outcome.CLIENT_GONE)  # a long stream is no wait
     assert pace.first_token_s(1000) == at_first <= before
@@ -345,7 +345,7 @@ def test_simultaneous_disconnects_teach_once() -> None:
         pace = worker_of(router, "a").pace
         for i in range(60):
             lease = placed(router.submit(ask(), float(i)))
-            router.leases.first_token(lease, i + 0.1)
+            router.leases.record_first_token(lease, i + 0.1)
             router.leases.finish(lease, i + 0.2, Outcome.DONE)
         leases = [placed(router.submit(ask(), 100.0)) for _ in range(clients)]
         for lease in leases:
@@ -398,8 +398,8 @@ def test_stream_without_usage_teaches_by_its_events() -> None:
     def stream(now: float, **fields: object) -> None:
         info = sized(router, chat("x" * 400, stream=True, n=2, **fields))
         lease = placed(router.submit(info, now))
-        router.leases.first_token(lease, now + 0.2)
-        router.leases.tokens(lease, 102)
+        router.leases.record_first_token(lease, now + 0.2)
+        router.leases.record_tokens(lease, 102)
         router.leases.finish(lease, now + 4.2, Outcome.DONE)
 
     for i in range(60):
@@ -432,7 +432,7 @@ def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: 
         tokens = lease.ask.prompt_tokens
         if keeps:
             tokens -= lease.decision.cached_tokens
-        router.leases.first_token(lease, i + 0.02 + 2e-4 * tokens)
+        router.leases.record_first_token(lease, i + 0.02 + 2e-4 * tokens)
         router.leases.finish(lease, i + 0.9, Outcome.DONE, Usage(2257, 10))
     assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
 
@@ -562,6 +562,6 @@ def test_pinned_request_waits_for_its_worker_only() -> None:
     ticket = waits(router.submit(second, 0.0))
     placed(router.submit(ask(), 0.1))
     router.leases.finish(lease, 1.0, Outcome.DONE)
-    [(gone, end)] = router.due(1.0)
+    [(gone, end)] = router.pop_due(1.0)
     assert gone is ticket
     assert placed(end).worker.name == "b"

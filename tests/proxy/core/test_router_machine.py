@@ -193,7 +193,7 @@ class RouterMachine(RuleBasedStateMachine):
             prefix=prefix if prompt else (),
             size=prompt * 4 + 1,
         )
-        info.long = info.budget > 1000
+        info.long = info.expected_tokens > 1000
         info.pinned, info.deadline = pinned, self.deadline
         info.whole = "samples" if not splits or pinned or not generates else ""
         info.tenant = self.tenants[tenant_index % len(self.tenants)]
@@ -219,20 +219,20 @@ class RouterMachine(RuleBasedStateMachine):
         worker, info = lease.worker, lease.ask
         assert self.fleet.roster.get(worker.name) is worker
         assert worker.up
-        assert worker.role.serves_whole or info.pinned
+        assert worker.role.can_serve or info.pinned
         assert not worker.draining or info.pinned
         assert worker not in tried
         assert info.pinned in ("", worker.name)
         assert worker.max_requests is None or worker.requests <= worker.max_requests
         limit = worker.max_model_len
-        assert limit is None or info.needs - info.prompt_error <= limit
-        if limit is not None and info.needs + info.prompt_error > limit and not info.pinned:
+        assert limit is None or info.needed_context - info.prompt_error <= limit
+        if limit is not None and info.needed_context + info.prompt_error > limit and not info.pinned:
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
                 for w in self.fleet.roster
-                if w.live and w not in tried and not w.barred
+                if w.is_live and w not in tried and not w.is_barred
             )
-        assert not worker.barred or (lease.trial and self.now >= worker.breaker.until)
+        assert not worker.is_barred or (lease.trial and self.now >= worker.breaker.until)
         if lease.prefill is not None:
             self.check_handed_over(lease, lease.prefill, tried)
         self.leases.append(lease)
@@ -247,7 +247,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert not prefill.draining
         assert prefill not in tried
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
-        assert not prefill.barred or (first.trial and self.now >= prefill.breaker.until)
+        assert not prefill.is_barred or (first.trial and self.now >= prefill.breaker.until)
         gauges = decode.gauges
         recent = gauges is not None and self.now - gauges.at <= MAX_PAGE_AGE_S
         if (
@@ -262,7 +262,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.now += wait
         waiting = {id(ticket) for ticket in self.tickets}
         evicted = {id(ticket) for ticket in self.tickets if ticket.left}
-        for ticket, end in self.router.due(self.now):
+        for ticket, end in self.router.pop_due(self.now):
             assert id(ticket) in waiting, "one end for each waiting ticket"
             waiting.remove(id(ticket))
             assert ticket.left
@@ -287,20 +287,20 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        self.router.leases.first_token(data.draw(st.sampled_from(self.leases)), self.now)
+        self.router.leases.record_first_token(data.draw(st.sampled_from(self.leases)), self.now)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), cached=st.sampled_from([None, 0, 100]))
     def prefilled(self, data: st.DataObject, cached: int | None) -> None:
         lease = data.draw(st.sampled_from(self.leases))
         usage = None if cached is None else Usage(lease.ask.prompt_tokens, 1, cached)
-        self.router.leases.prefilled(lease, self.now, usage)
+        self.router.leases.end_prefill(lease, self.now, usage)
         assert lease.running_leg is lease
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), count=st.integers(0, 80))
     def tokens(self, data: st.DataObject, count: int) -> None:
-        self.router.leases.tokens(data.draw(st.sampled_from(self.leases)), count)
+        self.router.leases.record_tokens(data.draw(st.sampled_from(self.leases)), count)
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -396,7 +396,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.kv_coming == sum(lease.kv_coming for lease in charged)
             assert worker.sequences == sum(lease.ask.samples for lease in charged if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in charged)
-            assert worker.shut == (worker.full or worker.barred), "the flag that pools read"
+            assert worker.shut == (worker.is_full or worker.is_barred), "the flag that pools read"
 
     @invariant()
     def released_lease_has_released_its_prefill(self) -> None:
@@ -482,7 +482,7 @@ class CacheMachine(TenantMachine):
     def submit_turn(self, tenant_index: int, deadline: float) -> None:
         """Submit a request with a prompt of which half is common to all; other requests decode."""
         for lease in self.leases:
-            self.router.leases.first_token(lease, self.now)
+            self.router.leases.record_first_token(lease, self.now)
         self.deadline = self.now + deadline
         self.submit(
             400, 0, 50, 1, True, True, tuple(range(1, 7)), frozenset(), "", True, tenant_index

@@ -85,7 +85,7 @@ class World:
             self.now, _, lease, size = heapq.heappop(self.running)
             usage = Usage(size.prompt, size.output)
             self.router.leases.finish(lease, self.now, Outcome.DONE, usage)
-            for ticket, answer in self.router.due(self.now):
+            for ticket, answer in self.router.pop_due(self.now):
                 assert isinstance(answer, Lease), answer
                 self.begin(answer, *self.tickets.pop(ticket))
             if lease.ask.tenant is not self.flooder and lease.ask.tenant is not None:

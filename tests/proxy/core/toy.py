@@ -130,7 +130,7 @@ class Toy:
     def send(self, ask: RequestInfo, output: int) -> Job:
         job = Job(ask, output, self.now)
         self.jobs.append(job)
-        ask.long = ask.budget > self.router.settings.short_limit
+        ask.long = ask.expected_tokens > self.router.settings.short_limit
         placed = self.router.submit(ask, self.now)
         if isinstance(placed, Ticket):
             self._waiting[placed] = job
@@ -168,9 +168,9 @@ class Toy:
         if first:
             job.first_at = self.now
             if job.ask.stream:
-                self.router.leases.first_token(job.lease, self.now)
+                self.router.leases.record_first_token(job.lease, self.now)
         if job.ask.stream:
-            self.router.leases.tokens(job.lease, 1)
+            self.router.leases.record_tokens(job.lease, 1)
         if job.written >= job.output:
             engine.jobs.remove(job)
             job.done_at = self.now
@@ -179,7 +179,7 @@ class Toy:
             self.finished(job)
 
     def _due(self) -> None:
-        for ticket, placed in self.router.due(self.now):
+        for ticket, placed in self.router.pop_due(self.now):
             self._placed(self._waiting.pop(ticket), placed)
 
 

@@ -162,8 +162,8 @@ def test_decode_worker_is_as_busy_as_its_seats_are_taken(slots: int | None) -> N
     )
     leases = [router.submit(ask(1000), 0.0) for _ in range(8)]
     for lease in leases[:4]:
-        router.leases.prefilled(placed(lease), 0.0, None)
-        router.leases.first_token(placed(lease), 0.0)
+        router.leases.end_prefill(placed(lease), 0.0, None)
+        router.leases.record_first_token(placed(lease), 0.0)
     if slots == 4:
         waits(leases[4])
     for worker in router.fleet.roster:

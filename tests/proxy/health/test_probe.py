@@ -47,7 +47,7 @@ class ProbedWorker:
         """Probe this number of times; return whether the worker is up after each probe."""
         states = []
         for _ in range(probes):
-            await self.probe.once()
+            await self.probe.probe()
             states.append(self.worker.up)
         return states
 
@@ -66,7 +66,7 @@ def spec(url: str, name: str = "s0", **more: Any) -> WorkerSpec:
 async def probe_once(fleet: Fleet, worker: Worker) -> None:
     """Probe a worker once."""
     with closing(WorkerProbe(prober_of(fleet), worker)) as probe:
-        await probe.once()
+        await probe.probe()
 
 
 @pytest.fixture
@@ -173,11 +173,11 @@ async def test_shorter_max_model_len_is_logged_once(caplog: pytest.LogCaptureFix
         with closing(WorkerProbe(prober_of(fleet), worker)) as probe:
             for _ in range(3):
                 probe._models_known_at = -inf
-                await probe.once()
+                await probe.probe()
             fleet.roster.respecify(worker, spec(double.url, max_model_len=16000))  # after a reload
             for _ in range(3):
                 probe._models_known_at = -inf
-                await probe.once()
+                await probe.probe()
     assert worker.max_model_len == 4096
     for stated in (8000, 16000):
         message = (
@@ -285,7 +285,7 @@ async def test_refused_probe_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     worker = fleet.roster.add(spec(gone))
     with closing(WorkerProbe(prober_of(fleet), worker)) as probe:
         for _ in range(3):
-            await probe.once()
+            await probe.probe()
     assert not worker.up
     # Logged once and without a warning, since the worker may still be loading.
     assert caplog.text.count("worker s0 is not up yet: GET /health") == 1
@@ -338,7 +338,7 @@ async def test_probe_of_a_removed_worker_does_not_change_its_successor(
 ) -> None:
     probed.fleet.roster.remove("s0")
     namesake = probed.fleet.roster.add(spec("http://127.0.0.1:9"))
-    await probed.probe.once()
+    await probed.probe.probe()
     assert not namesake.probed
     assert namesake.max_model_len is None
 

@@ -54,7 +54,7 @@ class WarmupSite:
         info = replace(ask(5000), model=first.model)
         lease = placed(self.router.submit(info, 0.0))
         self.router.leases.finish(lease, 0.0, Outcome.MOOT)
-        assert (lease.prefill is None) == self.router.placer.links.are_cold(first, second)
+        assert (lease.prefill is None) == self.router.placer.links.is_cold(first, second)
         return lease.prefill is None
 
     def skip(self, seconds: float) -> None:
@@ -100,7 +100,7 @@ async def start_site(
 async def test_each_link_is_warmed_once() -> None:
     async with start_site(2, 2) as site:
         pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
-        assert site.router.placer.links.are_cold(site.worker("p0"), site.worker("d0"))
+        assert site.router.placer.links.is_cold(site.worker("p0"), site.worker("d0"))
         async with site.running():
             await eventually(lambda: site.are_warm(*pairs))
             await asyncio.sleep(0.3)

@@ -10,7 +10,7 @@ import pytest
 from proxy.core.model.refusals import wrong_method
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.headers import seconds, status_line, tokens, without
+from proxy.http.headers import seconds, status_line, tokens, remove_headers
 from proxy.http.local_responses import answer, refuse, route_header
 from proxy.http.request import Request, RequestHead
 
@@ -28,7 +28,7 @@ def test_status_line_has_the_reason() -> None:
 
 def test_without_removes_headers_by_name() -> None:
     lines = [b"A", b": ", b"1", b"\r\n", b"b-c", b": ", b"2", b"\r\n", b"D", b": ", b"", b"\r\n"]
-    assert without(lines, [b"b-c", b"x"]) == [*lines[:4], *lines[8:]]
+    assert remove_headers(lines, [b"b-c", b"x"]) == [*lines[:4], *lines[8:]]
     assert tokens(b"Close , X-Y,") == [b"close", b"x-y", b""]
 
 

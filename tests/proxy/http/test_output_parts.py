@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.http.output_parts import OtherOutputError, OutputReader, unescaped
+from proxy.http.output_parts import OtherOutputError, OutputReader, unescape
 from proxy.http.sent_text import RestOfText, SentText, TextDiffersError
 from tests.proxy.http import agent_streams
 from tests.proxy.http.agent_streams import Token, chat_event, chat_events, data, message_events
@@ -202,4 +202,4 @@ def test_other_blocks_of_a_message_are_named(event: dict[str, Any]) -> None:
 
 def test_the_texts_are_those_of_the_json() -> None:
     text = 'ö"\\\n😀'
-    assert unescaped([json.dumps(text)[1:-1].encode()]) == text
+    assert unescape([json.dumps(text)[1:-1].encode()]) == text

@@ -12,9 +12,9 @@ from proxy.http.sse import (
     TAIL,
     EventStream,
     carries_token,
-    recounted,
+    replace_cached_tokens,
     usage_in,
-    without_usage,
+    remove_usage,
 )
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -149,16 +149,16 @@ def test_usage_only_event_is_removed(before: bytes, after: bytes, crlf: bool) ->
         events, expected = before + event + after, before + after
         if crlf:
             events, expected = (text.replace(b"\n", b"\r\n") for text in (events, expected))
-        assert without_usage(events) == expected
+        assert remove_usage(events) == expected
 
 
 def test_usage_in_a_token_event_is_kept() -> None:
     both = TOKEN.replace(b"]}\n", b'],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n')
     assert b"usage" in both
-    assert without_usage(TOKEN + both + DONE) == TOKEN + both + DONE
+    assert remove_usage(TOKEN + both + DONE) == TOKEN + both + DONE
     quoted = TOKEN.replace(b'"a"', rb'"{\"choices\":[],\"usage\":{\"prompt_tokens\":7}}"')
-    assert without_usage(quoted + DONE) == quoted + DONE
-    assert without_usage(quoted + both + USAGE + DONE) == quoted + both + DONE
+    assert remove_usage(quoted + DONE) == quoted + DONE
+    assert remove_usage(quoted + both + USAGE + DONE) == quoted + both + DONE
 
 
 def test_role_event_of_a_chat_is_no_token() -> None:
@@ -178,7 +178,7 @@ def test_immediately_failing_stream_has_no_token(opening: bytes, *, together: bo
     for piece in (b"".join(pieces),) if together else pieces:
         stream.feed(piece)
         assert stream.tokens == 0
-    assert not stream.flows
+    assert not stream.can_bypass_feed
 
 
 def test_crlf_events_are_parsed() -> None:
@@ -312,17 +312,17 @@ ANTHROPIC_USAGE = (
 
 @pytest.mark.parametrize("cached", [0, 12, 20_000])
 def test_recounted_replaces_cached_tokens(cached: int) -> None:
-    assert recounted(OPENAI_USAGE, cached) == OPENAI_USAGE.replace(b"1024", b"%d" % cached)
+    assert replace_cached_tokens(OPENAI_USAGE, cached) == OPENAI_USAGE.replace(b"1024", b"%d" % cached)
 
 
 @pytest.mark.parametrize("cached", [0, 128, 1600])
 def test_recounted_keeps_the_format_of_each_api(cached: int) -> None:
-    changed = json.loads(recounted(COHERE_USAGE, cached))
+    changed = json.loads(replace_cached_tokens(COHERE_USAGE, cached))
     expected = json.loads(COHERE_USAGE)
     expected["usage"]["cached_tokens"] = cached
     assert changed == expected
     assert usage_in(COHERE_USAGE) == Usage(1600, 9, 1536)
-    changed, expected = json.loads(recounted(ANTHROPIC_USAGE, cached)), json.loads(ANTHROPIC_USAGE)
+    changed, expected = json.loads(replace_cached_tokens(ANTHROPIC_USAGE, cached)), json.loads(ANTHROPIC_USAGE)
     expected["usage"] |= {"input_tokens": 1600 - cached, "cache_read_input_tokens": cached}
     assert changed == expected
 
@@ -344,4 +344,4 @@ def test_cached_tokens_of_anthropic_count_as_prompt() -> None:
     ],
 )
 def test_recounted_keeps_text_without_usage(text: bytes) -> None:
-    assert recounted(text, 3) == text
+    assert replace_cached_tokens(text, 3) == text

@@ -36,26 +36,26 @@ class CacheRecord:
         assert block_tokens
         self.names, self.tokens = {}, {}
 
-    def named(self, number: int, name: bytes, prompt_tokens: int) -> None:
+    def add_name(self, number: int, name: bytes, prompt_tokens: int) -> None:
         assert prompt_tokens
         assert number not in self.names
         self.names[number] = name
 
-    def found(self, number: int, tokens: int) -> None:
+    def record_found(self, number: int, tokens: int) -> None:
         assert number not in self.tokens
         self.found_tokens[number] = tokens
 
-    def resident(self, number: int, tokens: int) -> None:
+    def record_resident(self, number: int, tokens: int) -> None:
         self.tokens[number] = tokens
 
-    def evicted(self, number: int, first: int, last: int) -> None:
+    def record_evicted(self, number: int, first: int, last: int) -> None:
         assert first < last
         self.tokens[number] = min(self.tokens[number], first)
 
-    def cleared(self) -> None:
+    def clear(self) -> None:
         self.tokens = dict.fromkeys(self.tokens, 0)
 
-    def forgotten(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         self.names.pop(number, None)
         self.tokens.pop(number, None)
 

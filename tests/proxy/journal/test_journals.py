@@ -319,7 +319,7 @@ async def test_an_engine_that_reports_prefixes_is_followed_by_two_routers(
     assert engine.publisher.names == [("x", name_of(ask.prefix, ask.prefix_bytes))]
     (name,) = [name for _, name in engine.publisher.names]
     number = engine.arrive("chatcmpl-x-00000001", 256, name)
-    roster.prefixes.expect_no_longer(ask.prefix, worker.index)
+    roster.prefixes.stop_expecting(ask.prefix, worker.index)
     await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
     await until_up(late, "a")
     assert held(late_roster.prefixes, text("a", "b")) == {0: 2}
@@ -342,7 +342,7 @@ async def test_own_prefixes_are_known_before_the_engine_reports_their_names(
     engine.arrive("chatcmpl-y-00000001", 256)
     engine.arrive("chatcmpl-x-00000001", 256)
     for ask in (own, other):
-        roster.prefixes.expect_no_longer(ask.prefix, worker.index)
+        roster.prefixes.stop_expecting(ask.prefix, worker.index)
     await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
     assert held(roster.prefixes, text("c", "d")) == {}
     assert {request.name for request in journals.replicas_of(worker)[0].requests.values()} == {b""}
@@ -363,7 +363,7 @@ async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_trut
     journals.update(time.monotonic() + 10.0)
     assert not worker.reports_prefixes
     assert held(roster.prefixes, text("a", "b")) == {0: 2}
-    roster.prefixes.expect_no_longer(ask.prefix, worker.index)
+    roster.prefixes.stop_expecting(ask.prefix, worker.index)
     assert held(roster.prefixes, text("a", "b")) == {}
     engine.silent = False
 

@@ -55,7 +55,7 @@ def finish(
     record.decision = decision or Decision(worker, Reason.GENERAL_POOL)
     record.started, record.prefilled_at = 100.0, prefilled_at
     if token_at is not None:
-        record.saw_tokens(100.0 + token_at, metrics)
+        record.record_tokens(100.0 + token_at, metrics)
     record.close(100.0 + seconds, metrics, CHAT, status, None)
 
 
@@ -109,7 +109,7 @@ def test_leaving_a_handover_counts_for_the_current_leg(
 
 
 def test_leaving_the_queue_has_no_worker(metrics: Metrics) -> None:
-    metrics.request_done(
+    metrics.count_request(
         finished(CHAT, 499, Reason.FLEET_FULL, 5.0, model="m", size=SHORT, stream=True)
     )
     assert [key[0] for key in metrics.unseen.left] == [NONE]

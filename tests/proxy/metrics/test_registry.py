@@ -65,7 +65,7 @@ def count_request(metrics: Metrics, **more: object) -> None:
         "ttft_s": 0.03, "duration_s": 1.5, "queue_s": 0.0, "pool": Role.SHORT,
         "predicted_ttft_s": 0.02, "size": SHORT,
     }  # fmt: skip
-    metrics.request_done(finished(**(defaults | more)))  # type: ignore[arg-type]
+    metrics.count_request(finished(**(defaults | more)))  # type: ignore[arg-type]
 
 
 def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric]:
@@ -126,7 +126,7 @@ def test_request_without_a_first_token_has_no_ttft(metrics: Metrics) -> None:
 
 
 def test_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
-    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
+    metrics.count_request(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 
@@ -191,8 +191,8 @@ def test_seats_ratio_needs_the_number_of_seats(metrics: Metrics, router: Router)
 def test_token_gaps_and_retries_are_counted(metrics: Metrics) -> None:
     metrics.gaps_of(Role.SHORT, LONG).observe(0.0123)
     metrics.gaps_of(Role.SHORT, LONG).observe(0.0125)
-    metrics.retried("s0", "connect")
-    metrics.retried("s0", "connect")
+    metrics.count_retry("s0", "connect")
+    metrics.count_retry("s0", "connect")
     gap = {"pool": "short", "class": "long", "le": "0.015"}
     assert value(metrics, "proxy_inter_token_latency_seconds_bucket", **gap) == 2
     assert value(metrics, "proxy_retries_total", worker="s0", why="connect") == 2
@@ -263,7 +263,7 @@ def test_decisions_and_queue_are_read_from_the_router(metrics: Metrics, router: 
 def test_bytes_per_token_is_shown_once_learnt(metrics: Metrics, router: Router) -> None:
     count_request(metrics)
     assert value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT) is None
-    router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
+    router.sizer.learnt("tiny", CHAT).learn_prompt(3000, 1000)
     learnt = value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT)
     assert learnt == round(router.sizer.learnt("tiny", CHAT).bytes_per_token, 3)
     assert learnt == pytest.approx(3, rel=0.05)
@@ -291,7 +291,7 @@ def test_values_of_other_components_are_shown(metrics: Metrics) -> None:
 def test_unknown_models_are_counted_as_other(metrics: Metrics, router: Router) -> None:
     for number in range(500):
         unknown_model = f"no-such-{number}"
-        metrics.request_done(finished(CHAT, 404, Reason.UNKNOWN_MODEL, 0.001, model=unknown_model))
+        metrics.count_request(finished(CHAT, 404, Reason.UNKNOWN_MODEL, 0.001, model=unknown_model))
         router.placer.decisions[unknown_model, Reason.UNKNOWN_MODEL] = 1
     assert len(metrics.requests) == 1
     unknown = {"worker": "none", "reason": "unknown_model", "status": "404", "class": "none"}
@@ -389,8 +389,8 @@ def test_removed_workers_make_room(metrics: Metrics, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
     monkeypatch.setattr(metrics_module, "CLEANUP_INTERVAL_S", 0.0)
     count_request(metrics)
-    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
-    metrics.retried("gone-0", "connect")
+    metrics.count_request(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
+    metrics.count_retry("gone-0", "connect")
     for number in range(100):
         count_request(metrics, worker=f"gone-{number}")
     assert len(metrics.requests) <= 10
@@ -412,7 +412,7 @@ def test_workers_above_the_limit_are_counted_as_other(
     assert len(metrics.requests) == 11
     assert requests_total(metrics, worker="w0") == 1
     assert requests_total(metrics, worker="other") == 190
-    metrics.request_done(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
+    metrics.count_request(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
     refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
     assert requests_total(metrics, **refused) == 1
 
@@ -424,14 +424,14 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     count_request(metrics, status=499, ttft_s=None, stream=True)
     count_request(metrics, ttft_s=None, stream=False)
     metrics.gaps_of("short", SHORT).observe(0.01)
-    metrics.retried("s0", "connect")
+    metrics.count_retry("s0", "connect")
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
-    router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
+    router.sizer.learnt("tiny", CHAT).learn_prompt(3000, 1000)
     router.placer.decisions["tiny", Reason.PREFIX] = 3
     router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
     lease = charge_handover(router)
     metrics.handovers.count_prefill(lease, 1.5, bare=False)
-    router.leases.prefilled(lease, 1.5, None)
+    router.leases.end_prefill(lease, 1.5, None)
     metrics.handovers.observe_transfer(lease, 1.75)
     metrics.handovers.count_warmup("done")
     metrics.handovers.count_barred("s0", "l0")
@@ -440,8 +440,8 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
     router.fleet.health.record_failure(lease.worker, 2.0, busy=True)
-    metrics.continued("w0")
-    metrics.not_continued("field")
+    metrics.count_continuation("w0")
+    metrics.count_lost_stream("field")
     targets = AdmissionSettings({Rank.STANDARD: 2.0})
     metrics.targets.count(ask(), finished(ttft_s=1.0), targets, 0.0)
     metrics.journals = lambda: [JournalCount("w0", up=True, gaps=0, bad_signatures=0, requests=1)]
@@ -538,8 +538,8 @@ async def test_writing_a_page_yields_to_the_loop(metrics: Metrics, router: Route
             turns += 1
             count_request(metrics, worker=f"new-{turns}", model="late", size=LONG, placed_s=0.0)
             metrics.gaps_of(f"pool-{turns}", SHORT).observe(0.01)
-            metrics.retried("s0", str(turns))
-            metrics.handover_ended(str(turns))
+            metrics.count_retry("s0", str(turns))
+            metrics.count_handover_end(str(turns))
             router.placer.decisions["tiny", Reason(list(Reason)[turns % len(Reason)])] = 1
             await asyncio.sleep(0)
 

@@ -70,7 +70,7 @@ class TenantLoad:
         assert self.served.total() > 20 * seconds
 
     def _settle(self, index: int) -> None:
-        for _, answer in self.group.routers[index].due(self.group.now):
+        for _, answer in self.group.routers[index].pop_due(self.group.now):
             self.serve(index, placed(answer))
         self._end_turn()
 

@@ -95,7 +95,7 @@ def test_added_changed_and_removed_workers_are_replicated(pair: tuple[Process, P
     leader.fleet.roster.set_served("b", ("m", "adapter"), 4096, {"adapter": ("/b", "m")})
     assert send_changes(leader, other)
     assert other.fleet.roster.origin("adapter") == ("/b", "m")
-    leader.fleet.health.no_gauges("b", 100.0)
+    leader.fleet.health.drop_old_gauges("b", 100.0)
     assert send_changes(leader, other)
     assert b.gauges is None
     assert other.worker("a").draining
@@ -177,7 +177,7 @@ def test_late_process_gets_all_workers(pair: tuple[Process, Process]) -> None:
     leader, other = pair
     leader.up("a")
     gone = leader.up("b")
-    leader.worker("a").pace.saw_first_token(1000, 0, 0, 0.5, 1.0)
+    leader.worker("a").pace.learn_first_token(1000, 0, 0, 0.5, 1.0)
     leader.replica.changes()
     leader.fleet.roster.remove(gone.name)
     other.fleet.roster.add(spec("c"))  # from an outdated fleet file
@@ -225,10 +225,10 @@ def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
         leader.fleet.health.probe_ok(name, 1.0)
     send_changes(leader, other)
     p, d = other.worker("p"), other.worker("d")
-    assert other.router.placer.links.are_cold(p, d)
+    assert other.router.placer.links.is_cold(p, d)
     leader.router.placer.links.set_warm(leader.worker("p"), leader.worker("d"))
     send_changes(leader, other)
-    assert not other.router.placer.links.are_cold(p, d)
+    assert not other.router.placer.links.is_cold(p, d)
     with pytest.MonkeyPatch.context() as patch:  # without changes, no pair is checked
         patch.setattr(KvLinks, "knows", lambda *_: pytest.fail("looked"))
         assert not send_changes(leader, other)

@@ -111,7 +111,7 @@ def test_dead_processes_keep_counts_but_no_gauges() -> None:
 def test_single_page_is_unchanged() -> None:
     router = router_of(spec("a"), spec('b"\\\n'))
     metrics = Metrics(router)
-    metrics.request_done(finished(model="m", worker="a", ttft_s=0.1, placed_s=0.0))
+    metrics.count_request(finished(model="m", worker="a", ttft_s=0.1, placed_s=0.0))
     for openmetrics, parse in ((False, read_text), (True, read_openmetrics)):
         text = scraped(metrics, openmetrics=openmetrics)
         again, kind = metrics_merge.write(

@@ -56,8 +56,8 @@ def process(*workers: str) -> Metrics:
 def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     """Count requests, a retry, a client that left and a bar of a worker."""
     for _ in range(times):
-        counts.request_done(finished(model="m", worker=worker, ttft_s=0.1))
-    counts.retried(worker, "reset")
+        counts.count_request(finished(model="m", worker=worker, ttft_s=0.1))
+    counts.count_retry(worker, "reset")
     counts.unseen.observe_disconnect(worker, "general", "m", "short", 1.0, stream=True)
     counts.handovers.count_barred(worker, "any")
 

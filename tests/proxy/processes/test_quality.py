@@ -78,15 +78,15 @@ class RandomRouter:
 
     def due(self, now: float) -> Iterator[tuple[Ticket, Lease | Refusal]]:
         for router in self._routers:
-            for ticket, placed in router.due(now):
+            for ticket, placed in router.pop_due(now):
                 self._placed(router, placed)
                 yield ticket, placed
 
     def first_token(self, lease: Lease, now: float) -> None:
-        self._router_of[lease].leases.first_token(lease, now)
+        self._router_of[lease].leases.record_first_token(lease, now)
 
     def tokens(self, lease: Lease, count: int) -> None:
-        self._router_of[lease].leases.tokens(lease, count)
+        self._router_of[lease].leases.record_tokens(lease, count)
 
     def finish(self, lease: Lease, now: float, outcome: Outcome, usage: Usage) -> None:
         self._router_of.pop(lease).leases.finish(lease, now, outcome, usage)

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.config import FleetConfig, parse
 from proxy.processes import size
-from proxy.processes.size import how_many
+from proxy.processes.size import process_count
 
 
 def config(processes: int | str) -> FleetConfig:
@@ -25,8 +25,8 @@ def test_auto_is_one_process_per_processor(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     monkeypatch.setattr(size, "CPU_QUOTA_FILE", Path("/none"))
-    assert how_many(config("auto")) == wanted
-    assert how_many(config(3)) == 3
+    assert process_count(config("auto")) == wanted
+    assert process_count(config(3)) == 3
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,6 @@ def test_auto_respects_the_cpu_quota(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.setattr(size, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
-    assert how_many(config("auto")) == 6
+    assert process_count(config("auto")) == 6
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert how_many(config("auto")) == wanted
+    assert process_count(config("auto")) == wanted

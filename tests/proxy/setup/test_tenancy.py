@@ -14,7 +14,7 @@ from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenants
 from proxy.errors import ConfigError
 from proxy.setup.app import App
-from proxy.setup.tenancy import read_keys, take_tenants
+from proxy.setup.tenancy import read_keys, apply_tenants
 
 KEYS = [f"sk-vs-{letter * 20}" for letter in "abcd"]
 
@@ -112,13 +112,13 @@ def test_tenant_settings_reach_the_core() -> None:
     }  # fmt: skip
     tenants = Tenants()
     config = fleet(tenant)
-    take_tenants(tenants, config, read_keys(config, "fleet.yaml", {}))
+    apply_tenants(tenants, config, read_keys(config, "fleet.yaml", {}))
     (owner,) = tenants
     assert (owner.spec.rank, owner.spec.weight) == (Rank.BATCH, 2.0)
     assert owner.spec.limits == Limits(tokens_per_minute=10, max_prompt_tokens=5)
     assert owner.spec.models == frozenset(["m"])
     assert not owner.spec.salted
-    take_tenants(tenants, fleet(tenant, isolate_caches=True), {})
+    apply_tenants(tenants, fleet(tenant, isolate_caches=True), {})
     assert next(iter(tenants)).spec.salted
 
 
@@ -154,11 +154,11 @@ async def test_keys_are_removed_with_their_tenant(tmp_path: Path) -> None:
     keys.write_text("")
     with pytest.raises(ConfigError, match="has no key in its file"):
         await app.reload()
-    assert tenants.of_key(removed_key) is not None
+    assert tenants.find_by_key(removed_key) is not None
     write(file, kept)
     await app.reload()
-    assert tenants.of_key(removed_key) is None
-    assert tenants.of_key(kept_key) is not None
+    assert tenants.find_by_key(removed_key) is None
+    assert tenants.find_by_key(kept_key) is not None
     await app.stop()
 
 
@@ -168,16 +168,16 @@ async def test_reload_replaces_tenants_and_an_invalid_one_changes_nothing(tmp_pa
     write(file, {"name": "a", "keys_file": str(keys)})
     app = App(parse(file.read_text(), str(file)), file)
     tenants = app.router.tenants
-    found = tenants.of_key(KEYS[0].encode())
+    found = tenants.find_by_key(KEYS[0].encode())
     assert found is not None
     keys.write_text(KEYS[1])
     await app.reload()
-    assert tenants.of_key(KEYS[0].encode()) is None
-    assert tenants.of_key(KEYS[1].encode()) is found
+    assert tenants.find_by_key(KEYS[0].encode()) is None
+    assert tenants.find_by_key(KEYS[1].encode()) is found
     keys.write_text("short")
     with pytest.raises(ConfigError):
         await app.reload()
-    assert tenants.of_key(KEYS[1].encode()) is found
+    assert tenants.find_by_key(KEYS[1].encode()) is found
     keys.write_text(KEYS[2])
     write(file)
     await app.reload()

@@ -106,8 +106,8 @@ def row_fields(row: list[Any]) -> dict[str, Any]:
 
 async def test_nothing_is_recorded_without_viewers(site: Site) -> None:
     record = site.request()
-    record.saw_tokens(site.now, site.metrics)
-    record.saw_tokens(site.now + 1, site.metrics)
+    record.record_tokens(site.now, site.metrics)
+    record.record_tokens(site.now + 1, site.metrics)
     assert record.ticks is None
     site.end(record)
     assert not site.live.notes._rows
@@ -124,7 +124,7 @@ async def test_viewer_gets_the_full_state_then_changes(site: Site, viewer: Viewe
     site.now += 0.1
     for _ in range(3):
         site.now += 0.1
-        first.saw_tokens(site.now, site.metrics)
+        first.record_tokens(site.now, site.metrics)
     await site.beat(0.0)
     name, data = await read_update(viewer)
     assert name == "news"
@@ -165,15 +165,15 @@ async def test_ticks_are_limited(site: Site, viewer: Viewer) -> None:
     record = site.request()
     for _ in range(10_000):
         site.now += 0.001
-        record.saw_tokens(site.now, site.metrics)
+        record.record_tokens(site.now, site.metrics)
     await site.beat()
     await read_update(viewer)
-    record.saw_tokens(site.now, site.metrics)
+    record.record_tokens(site.now, site.metrics)
     assert record.ticks is not None
     assert len(record.ticks) == 1
     for _ in range(10_000):
         site.now += 0.001
-        record.saw_tokens(site.now, site.metrics)
+        record.record_tokens(site.now, site.metrics)
     assert len(record.ticks) == recorder.MAX_TICKS
 
 
@@ -239,7 +239,7 @@ async def test_time_on_a_failed_worker_is_not_waiting_time(site: Site, viewer: V
 
 async def test_new_viewer_gets_the_last_minute(site: Site) -> None:
     old, recent = site.request(), site.request("l0")
-    recent.saw_tokens(site.now + 60.0, site.metrics)
+    recent.record_tokens(site.now + 60.0, site.metrics)
     site.end(old)
     site.now += 61.0
     site.end(recent, 502)
@@ -322,7 +322,7 @@ async def test_leader_merges_updates_of_all_processes(monkeypatch: pytest.Monkey
     assert len(set(numbers)) == len(numbers) == 4
     assert data["state"]["clients"] == 0
     assert sites[1].metrics.live is sites[1].live.notes
-    sites[1].records[0].saw_tokens(sites[1].now, sites[1].metrics)
+    sites[1].records[0].record_tokens(sites[1].now, sites[1].metrics)
     await sites[0].beat()
     name, data = await read_update(viewer)
     assert name == "news"

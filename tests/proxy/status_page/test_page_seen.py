@@ -340,7 +340,7 @@ async def test_page_draws_five_thousand_requests(
         record.place(now + 0.01, Decision(rng.choice(workers), Reason.LEAST_LOADED))
         for _ in range(30):
             now += rng.expovariate(20.0)
-            record.saw_tokens(now, app.metrics)
+            record.record_tokens(now, app.metrics)
         record.close(now, app.metrics, "completions", 200, None)
         if count % 500 == 499:
             await eventually(lambda: not app.live.notes._ended, within=DEADLINE_S)

@@ -70,13 +70,13 @@ def test_state_has_all_sections() -> None:
     router = router_of(spec("s0", SHORT, most=8), spec("l0", LONG))
     metrics = Metrics(router)
     state = LiveState(metrics)
-    metrics.request_done(served("m", "s0", Reason.SHORT_POOL, "short"))
+    metrics.count_request(served("m", "s0", Reason.SHORT_POOL, "short"))
     router.placer.decisions["m", Reason.SHORT_POOL] = 4
     state.copy(100.0)
-    metrics.request_done(served("m", "s0", Reason.SHORT_POOL, "short"))
+    metrics.count_request(served("m", "s0", Reason.SHORT_POOL, "short"))
     metrics.gaps_of("short", "long").observe(0.02)
-    metrics.handover_ended("prefilled")
-    metrics.retried("s0", "status")
+    metrics.count_handover_end("prefilled")
+    metrics.count_retry("s0", "status")
     router.placer.decisions["m", Reason.SHORT_POOL] = 5
     router.placer.decisions["m", Reason.LONG_POOL] = 1
     router.fleet.roster.sessions.get_or_create(1, 0.0)
@@ -141,7 +141,7 @@ def test_latency_rows_are_of_the_busiest_models() -> None:
     state.copy(100.0)
     for number in range(70):
         for _ in range(2 if number == 69 else 1):
-            metrics.request_done(served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general"))
+            metrics.count_request(served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general"))
     metrics.gaps_of("general", "short").observe(0.02)
     shown = state(130.0)
     assert Counter(row["what"] for row in shown["latencies"]) == {

@@ -94,8 +94,8 @@ def test_request_has_one_line(site: Site) -> None:
     record.queue_s = 0.5
     record.place(10.5, Decision(worker_of(router, "s0"), Reason.HANDOVER, 1.25, handover=handover))
     record.prefilled_at = 11.0
-    record.saw_tokens(11.25, site.metrics)
-    record.saw_tokens(11.5, site.metrics, 3)
+    record.record_tokens(11.25, site.metrics)
+    record.record_tokens(11.5, site.metrics, 3)
     record.sent_bytes = 700
     record.close(12.0, site.metrics, "chat/completions", 200, None)
     assert site.only_entry() == {

@@ -65,7 +65,7 @@ def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> N
     # Without the start, when all slots fill at once, and the end, when no request is left.
     first, last = count // 10, count - 2 * slots
     throughput = (last - first) / (done[last] - done[first])
-    regime = Regime.of(time, slots=slots, mean_output=mean, mean_prompt=prompt)
+    regime = Regime.from_step_time(time, slots=slots, mean_output=mean, mean_prompt=prompt)
     assert throughput == pytest.approx(Recursion(regime).solve_for(departures).throughput, rel=0.05)
 
 

@@ -309,7 +309,7 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause:
     found = sorted(last for _, last, _ in ends(play(engine, jobs)).values())
     middle = found[1000:5000]
     throughput = len(middle) / (middle[-1] - middle[0])
-    regime = Regime.of(
+    regime = Regime.from_step_time(
         time, slots=slots, mean_output=mean, mean_prompt=prompt, decodes_pause=decodes_pause
     )
     assert throughput == pytest.approx(Recursion(regime).solve_for(threshold).throughput, rel=0.03)

@@ -25,11 +25,11 @@ def test_shared_prefix_takes_room_once() -> None:
     first, others = task(1000, ("system", 800)), [task(1000, ("system", 800)) for _ in range(3)]
     room.allocate(first)
     assert (room.used, room.fits(others[0])) == (1000, True)
-    room.computed(first)
+    room.record_computed(first)
     for number, other in enumerate(others, 1):
         assert room.fits(other)
         room.allocate(other)
-        room.computed(other)
+        room.record_computed(other)
         assert room.used == 1000 + 200 * number
     assert not room.fits(task(1000))
     room.free(first)
@@ -37,7 +37,7 @@ def test_shared_prefix_takes_room_once() -> None:
     for other in others:
         room.free(other)
     assert room.used == 0
-    assert room.prefixes.held((("system", 800),)) == 800
+    assert room.prefixes.count_cached((("system", 800),)) == 800
 
 
 def test_prefix_not_yet_computed_is_not_shared() -> None:
@@ -50,7 +50,7 @@ def test_prefix_is_not_shared_without_prefix_caching() -> None:
     room = KvBlocks(1500, CachedPrefixes(0))
     first = task(1000, ("system", 800))
     room.allocate(first)
-    room.computed(first)
+    room.record_computed(first)
     assert not room.fits(task(1000, ("system", 800)))
 
 
@@ -59,11 +59,11 @@ def test_prefix_of_a_running_task_is_not_evicted() -> None:
     runs, done = task(700, ("runs", 600)), task(700, ("done", 600))
     for job in (runs, done):
         room.allocate(job)
-        room.computed(job)
+        room.record_computed(job)
     room.free(done)
-    room.computed(large := take_room(room, task(1200)))
-    assert room.prefixes.held((("runs", 600),)) == 600
-    assert room.prefixes.held((("done", 600),)) == 0
+    room.record_computed(large := take_room(room, task(1200)))
+    assert room.prefixes.count_cached((("runs", 600),)) == 600
+    assert room.prefixes.count_cached((("done", 600),)) == 0
     assert room.used == 1900
     room.free(large)
 
@@ -74,20 +74,20 @@ def test_prefix_of_the_last_finished_task_is_evicted_last() -> None:
     stays, leaves = task(700, ("stays", 600)), task(700, ("leaves", 600))
     for job in (stays, leaves):
         room.allocate(job)
-        room.computed(job)
+        room.record_computed(job)
     room.free(leaves)
     room.free(stays)
-    room.computed(take_room(room, task(1200)))
-    assert room.prefixes.held((("stays", 600),)) == 600
-    assert room.prefixes.held((("leaves", 600),)) == 0
+    room.record_computed(take_room(room, task(1200)))
+    assert room.prefixes.count_cached((("stays", 600),)) == 600
+    assert room.prefixes.count_cached((("leaves", 600),)) == 0
 
 
 def test_end_of_a_prefix_is_evicted_first() -> None:
     prefixes = CachedPrefixes(1000)
     chain = (("a", 300), ("b", 300), ("c", 300))
-    prefixes.keep(chain, 1000)
-    prefixes.keep((), 700)
-    assert prefixes.held(chain) == 600
+    prefixes.store(chain, 1000)
+    prefixes.store((), 700)
+    assert prefixes.count_cached(chain) == 600
 
 
 PIECES = st.sampled_from([(), (("a", 30),), (("a", 50),), (("a", 50), ("b", 20)), (("b", 20),)])
@@ -103,7 +103,7 @@ def test_random_tasks_free_all_room(crowd: Sequence[tuple[int, tuple[Piece, ...]
         room.allocate(job)
         inside.append(job)
         if computed:
-            room.computed(job)
+            room.record_computed(job)
         # A finished task may have had 20 more tokens of "a" than the rest.
         needs = [job.need for job in inside]
         assert max(needs) <= room.used <= sum(needs) + 20

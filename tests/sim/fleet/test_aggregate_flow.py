@@ -148,9 +148,9 @@ def test_prefix_affinity_keeps_conversations_on_their_worker() -> None:
 def test_aggregate_flow_agrees_with_simulated_fleet(shape: FleetShape) -> None:
     machine = of_profile("h100-8b")
     schedule = traffic(500, 9, "azure-conv:0.9,mooncake-conv:0.1")
-    counted = AggregateFlow(shape.placed(machine), shape.settings(), NONE).play(schedule)
+    counted = AggregateFlow(shape.place_workers(machine), shape.settings(), NONE).play(schedule)
     config = FleetConfig(**shape.to_fleet("m", machine))
-    models = {each.model.name: each.model for each in shape.placed(machine)}
+    models = {each.model.name: each.model for each in shape.place_workers(machine)}
     # Both take the machine's transfer times.
     kept = SimulatedFleet(config, models, partial(FluidEngine, each_token=True)).play(schedule)
     outcomes = [each for each in kept.outcomes if each.good]

@@ -94,13 +94,13 @@ def test_capacity_of_a_worker() -> None:
         name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
         transfer=TransferTime(0.002, 0.0, 1 / 87e9),
     )  # fmt: skip
-    found = capacity_bound.Capacity.of(model, 1000, 200)
+    found = capacity_bound.Capacity.from_model(model, 1000, 200)
     assert found.held == 256
     assert found.prefill_s == pytest.approx(0.0449, rel=0.005)
     assert found.link_bytes_per_s == pytest.approx(87e9)
     assert found.kv_bytes_per_s == pytest.approx(1000 * 131_072 / found.prefill_s)
     assert found.kv_bytes_per_s < found.link_bytes_per_s
-    slow = capacity_bound.Capacity.of(
+    slow = capacity_bound.Capacity.from_model(
         WorkerModel(
             name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
             transfer=TransferTime(0.002, 0.0, 1 / 1e9),

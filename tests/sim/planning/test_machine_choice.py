@@ -12,7 +12,7 @@ import pytest
 from proxy.core.model.role import Role
 from tests.cost.linear_times import LINEAR_8B
 from tests.sim.planning.test_plan import question
-from vllm_sched.cli.fleet.fleet import narrow, read, unshared
+from vllm_sched.cli.fleet.fleet import note_narrow_workers, read, note_missing_limits
 from vllm_sched.cost.profiles import measured
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.planning.fleet_file import write
@@ -143,7 +143,7 @@ def unequal() -> tuple[WorkerModel, WorkerModel]:
 def test_unequal_workers_are_placed_by_role() -> None:
     prefill, decode = unequal()
     shape = FleetShape(prefill=3, decode=2)
-    placed = shape.placed(decode, prefill)
+    placed = shape.place_workers(decode, prefill)
     gpus = [(each.role, each.model.gpus) for each in placed]
     assert gpus == [(Role.PREFILL, 2)] * 3 + [(Role.DECODE, 4)] * 2
     assert shape.gpus(decode, prefill) == 14
@@ -161,7 +161,7 @@ def test_fleet_file_of_unequal_workers_has_their_flags(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     write(found, path, model="", command="", traffic="")
     config = read(path)
-    assert not [*narrow(config), *unshared(config)]
+    assert not [*note_narrow_workers(config), *note_missing_limits(config)]
     for worker in config.workers:
         assert worker.launch is not None
         tp = 2 if worker.role == "prefill" else 4

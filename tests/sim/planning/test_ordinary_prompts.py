@@ -56,7 +56,7 @@ def chats(rate: float, outputs: int) -> Arrivals:
     source = TABLES["azure-conv"].requests(rng)
     now, arrivals = 0.0, []
     for number in range(350):
-        chat = next(source).fitted(CONTEXT)
+        chat = next(source).fit_to(CONTEXT)
         tokens = min(chat.output_tokens, outputs)
         arrivals.append((now, job(f"{number}", chat.prompt_tokens, tokens)))
         now += rng.expovariate(rate)

@@ -18,7 +18,7 @@ from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cli.fleet.fleet import narrow, read, unshared
+from vllm_sched.cli.fleet.fleet import note_narrow_workers, read, note_missing_limits
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
@@ -190,7 +190,7 @@ def test_run_that_stops_early_would_have_failed(targets: str) -> None:
             search.trials.play(shape, rate, fine=False, whole=each) for each in (False, True)
         )
         assert not whole.failed
-        assert search.trials.enough(run, strict=False) == search.trials.enough(whole, strict=False)
+        assert search.trials.is_good_enough(run, strict=False) == search.trials.is_good_enough(whole, strict=False)
         if run.failed:
             spared += whole.all.done - run.all.done
         else:
@@ -210,7 +210,7 @@ def test_returned_rate_holds_for_other_draws() -> None:
         """Return how many of six other draws sustain this rate."""
         others = (FleetSearch(replace(asked, seed=seed)) for seed in range(100, 106))
         runs = [each.trials.play(shape, rate, fine=True) for each in others]
-        return sum(search.trials.enough(run, strict=False) for run in runs)
+        return sum(search.trials.is_good_enough(run, strict=False) for run in runs)
 
     good = served(found.rate)
     assert good >= 3  # on average six in seven
@@ -250,10 +250,10 @@ def test_few_long_prompts_are_judged_with_tolerance() -> None:
         return FlowResult(ClassFigures(arrived=9, met=9), {LONG: longs}, 1.0, 1.0, QuantileSketch())
 
     # With 44 requests, a share of 90 % varies by 4.5 %.
-    assert search.trials.enough(run(38, 44), strict=False)
-    assert not search.trials.enough(run(38, 44))
-    assert not search.trials.enough(run(37, 44), strict=False)
-    assert search.trials.enough(run(40, 44))
+    assert search.trials.is_good_enough(run(38, 44), strict=False)
+    assert not search.trials.is_good_enough(run(38, 44))
+    assert not search.trials.is_good_enough(run(37, 44), strict=False)
+    assert search.trials.is_good_enough(run(40, 44))
 
 
 # Refusals
@@ -465,7 +465,7 @@ def test_outcomes_are_counted_as_in_the_search() -> None:
     assert (run.classes[LONG].met, run.classes[LONG].kept) == (1, 2)
     assert (run.classes[REST].arrived, run.classes[REST].kept) == (3, 1)
     assert longest_kept(run) == 0.5
-    assert not search.trials.enough(run)
+    assert not search.trials.is_good_enough(run)
 
 
 def test_exact_run_that_serves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,8 +528,8 @@ def test_every_shape_is_a_valid_fleet_file(shape: FleetShape, tmp_path: Path) ->
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(shape.to_fleet("m", machine)))
     config = read(path)
-    assert not [*narrow(config), *unshared(config)]
-    placed = shape.placed(machine)
+    assert not [*note_narrow_workers(config), *note_missing_limits(config)]
+    placed = shape.place_workers(machine)
     assert [worker.name for worker in config.workers] == [each.model.name for each in placed]
     for worker, each in zip(config.workers, placed, strict=True):
         assert worker.launch is not None
@@ -686,8 +686,8 @@ def test_growing_queue_fails_though_no_request_is_late() -> None:
         run = search.trials.play(shape, 1.2 * allowed, fine=fine)
         assert run.all.share == 1.0
         assert 0.14 < run.growth < 0.3
-        assert not search.trials.enough(run)
-        assert search.trials.enough(search.trials.play(shape, 0.8 * allowed, fine=fine))
+        assert not search.trials.is_good_enough(run)
+        assert search.trials.is_good_enough(search.trials.play(shape, 0.8 * allowed, fine=fine))
 
 
 def test_prefix_hits_raise_the_compute_bound() -> None:

@@ -56,7 +56,7 @@ class CalibrationPlan:
     seed: int = 0
 
     @classmethod
-    def of(cls, *, budget: int, max_batch: int, max_model_len: int, seed: int = 0) -> Self:
+    def from_limits(cls, *, budget: int, max_batch: int, max_model_len: int, seed: int = 0) -> Self:
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
@@ -97,41 +97,41 @@ class StepMeter(TokenApi):
 
     async def measure(self, plan: CalibrationPlan, tell: Callable[[str], None]) -> MeasuredSteps:
         tell("warming up")
-        await self._decode(plan.batches[-1], plan.contexts[0], plan.budget)
-        await self._prefill(1, plan.prompts[-1], plan.prompts[-1])
+        await self._measure_decode(plan.batches[-1], plan.contexts[0], plan.budget)
+        await self._measure_prefill(1, plan.prompts[-1], plan.prompts[-1])
         found: list[TimedStep] = []
         for batch in plan.batches:
             for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
-                found += await self._decode(batch, context, plan.budget)
+                found += await self._measure_decode(batch, context, plan.budget)
         for count in BATCH_PROMPTS:
             for tokens in plan.prompts:
                 if count * tokens <= plan.prompts[-1]:
                     tell(f"prefill alone: {count} of {tokens} tokens")
-                    found += await self._prefill(count, tokens, plan.prompts[-1])
+                    found += await self._measure_prefill(count, tokens, plan.prompts[-1])
         for batch in plan.batches:
             tell(f"both: prompts next to {batch} decoding")
-            found += await self._mixed(batch, plan)
+            found += await self._measure_mixed(batch, plan)
         # The longest prompt next to one stream, a quarter next to many.
         for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
             tell(f"both: a long prompt next to {batch} decoding")
-            found += await self._chunks(batch, plan, part)
+            found += await self._measure_chunks(batch, plan, part)
         tell("both: the ends of long prompts next to 1 decoding")
-        found += await self._ends(plan)
+        found += await self._measure_ends(plan)
         tell("whole prompts")
-        return MeasuredSteps(found, [await self._lone(tokens) for tokens in self._alone(plan)])
+        return MeasuredSteps(found, [await self._measure_alone(tokens) for tokens in self._prompt_lengths(plan)])
 
     # One kind of step each
 
-    async def _decode(self, batch: int, context: int, budget: int) -> list[TimedStep]:
+    async def _measure_decode(self, batch: int, context: int, budget: int) -> list[TimedStep]:
         # The first streams continue during the others' prompts.
         length = 2 * STREAM_TOKENS + 4 * batch + batch * context // budget
         length = min(length, self.max_model_len - context - 1)
         async with self.streams(batch, context, length) as streams:
             for stream in streams:
-                await stream.reached(1)
+                await stream.wait_until(1)
             latest = max(streams, key=lambda stream: stream.ticks[0])
-            await latest.reached(STREAM_TOKENS)
+            await latest.wait_until(STREAM_TOKENS)
         gaps = [
             (gap, latest.tokens[at])
             for at in range(2, len(latest.ticks))
@@ -145,7 +145,7 @@ class StepMeter(TokenApi):
             found.append(TimedStep(StepShape(decodes=batch, context_tokens=batch * each), seconds))
         return found
 
-    async def _mixed(self, batch: int, plan: CalibrationPlan) -> list[TimedStep]:
+    async def _measure_mixed(self, batch: int, plan: CalibrationPlan) -> list[TimedStep]:
         rounds = [tokens for tokens in plan.prompts for _ in range(REPEATS)]
         found: list[TimedStep] = []
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
@@ -154,11 +154,11 @@ class StepMeter(TokenApi):
         steps = min(len(rounds) * MAX_STEPS_BETWEEN, self.max_model_len - plan.contexts[0] - 1)
         async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
-                await stream.reached(1)
+                await stream.wait_until(1)
             for tokens in rounds:
                 if any(stream.count + MAX_STEPS_BETWEEN > steps for stream in streams):
                     break
-                if (step := await self._beside(streams, tokens)) is not None:
+                if (step := await self._time_beside_streams(streams, tokens)) is not None:
                     gaps[tokens].append(step[0])
                     contexts.append(step[1])
         for tokens, seen in gaps.items():
@@ -168,7 +168,7 @@ class StepMeter(TokenApi):
                 found.append(TimedStep(shape, statistics.median(seen)))
         return found
 
-    async def _beside(
+    async def _time_beside_streams(
         self, streams: Sequence[TimedStream], tokens: int
     ) -> tuple[float, int] | None:
         """Return the time and context of the step that prefills a prompt next to streams."""
@@ -176,11 +176,11 @@ class StepMeter(TokenApi):
         (found,) = await _last_steps(streams, newcomer.ticks[0], 1)
         return found
 
-    async def _prefill(self, prompts: int, tokens: int, plug: int) -> list[TimedStep]:
+    async def _measure_prefill(self, prompts: int, tokens: int, plug: int) -> list[TimedStep]:
         """Time a step that only prefills `prompts` prompts of `tokens` tokens."""
         times: list[float] = []
         for _ in range(2 * REPEATS):
-            if (seconds := await self._behind(prompts, tokens, plug)) is not None:
+            if (seconds := await self._time_behind_plug(prompts, tokens, plug)) is not None:
                 times.append(seconds)
             if len(times) == REPEATS:
                 break
@@ -189,7 +189,7 @@ class StepMeter(TokenApi):
         shape = StepShape(prompts * tokens, prompts * tokens * tokens / 2, prompts=prompts)
         return [TimedStep(shape, statistics.median(times))]
 
-    async def _behind(self, prompts: int, tokens: int, plug: int) -> float | None:
+    async def _time_behind_plug(self, prompts: int, tokens: int, plug: int) -> float | None:
         """Return the time of the step after a plug; None if it did not hold all prompts."""
         batch = [self.prompt(tokens) for _ in range(prompts)]
         first, then = await asyncio.gather(
@@ -205,7 +205,7 @@ class StepMeter(TokenApi):
         spare = batch * (plan.contexts[0] + prompts * MAX_STEPS_BETWEEN)
         return (room - spare) // (plan.budget - batch + prompts * batch)
 
-    async def _ends(self, plan: CalibrationPlan) -> list[TimedStep]:
+    async def _measure_ends(self, plan: CalibrationPlan) -> list[TimedStep]:
         """Time the last steps of long prompts: small parts with a long context."""
         chunk, own = plan.budget - 1, plan.contexts[0]
         parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
@@ -215,11 +215,11 @@ class StepMeter(TokenApi):
             return []
         found: list[TimedStep] = []
         async with self.streams(1, own, prompts * (most + MAX_STEPS_BETWEEN)) as streams:
-            await streams[0].reached(2)
+            await streams[0].wait_until(2)
             for count in (most // 2, most):
                 for part in parts:
                     tokens = count * chunk + part
-                    seen = [await self._beside(streams, tokens) for _ in range(LONG_REPEATS)]
+                    seen = [await self._time_beside_streams(streams, tokens) for _ in range(LONG_REPEATS)]
                     if good := [each for each in seen if each is not None]:
                         pairs = part * (count * chunk + part / 2)
                         context = round(statistics.median(each[1] for each in good))
@@ -228,7 +228,7 @@ class StepMeter(TokenApi):
                         found.append(TimedStep(shape, seconds))
         return found
 
-    async def _chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[TimedStep]:
+    async def _measure_chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[TimedStep]:
         """Time the steps of a long prompt that uses the budget that the streams leave."""
         chunk = plan.budget - batch
         count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))
@@ -273,7 +273,7 @@ class StepMeter(TokenApi):
         seen: list[list[tuple[float, int]]] = [[] for _ in range(count + 1)]
         async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
-                await stream.reached(2)
+                await stream.wait_until(2)
             for _ in range(LONG_REPEATS):
                 if any(stream.count + count + MAX_STEPS_BETWEEN // 2 > steps for stream in streams):
                     break
@@ -285,13 +285,13 @@ class StepMeter(TokenApi):
                         seen[index].append(found)
         return seen
 
-    def _alone(self, plan: CalibrationPlan) -> list[int]:
+    def _prompt_lengths(self, plan: CalibrationPlan) -> list[int]:
         """Return the lengths of whole prompts: several of one step, two of many steps."""
         most = self.max_model_len - 2
         longs = [each for each in (most // 4, most) if each > plan.budget]
         return [*plan.prompts[::3], *longs]
 
-    async def _lone(self, tokens: int) -> LonePrompt:
+    async def _measure_alone(self, tokens: int) -> LonePrompt:
         times = []
         for _ in range(LONG_REPEATS if tokens > LONG_PROMPT_TOKENS else LONE_REPEATS):
             await asyncio.sleep(IDLE_S)  # a worker is faster directly after a prompt
@@ -306,7 +306,7 @@ async def _last_steps(
     """Return the last steps until a moment: the duration of each and its context."""
     # The streams' tokens may arrive just before or after the prompt's.
     for stream in streams:
-        await stream.moved(3)
+        await stream.wait_for_more(3)
         # The streams may have ended before a late prompt.
         if stream.ended and moment - stream.ticks[-1] > stream.ticks[-1] - stream.ticks[-2]:
             return [None] * steps
@@ -324,6 +324,6 @@ async def _last_steps(
 async def meter(url: str, seed: int = 0) -> AsyncIterator[StepMeter]:
     with wire_to(url) as wire:
         worker = StepMeter(wire, seed)
-        await worker.meet()
+        await worker.read_model()
         await worker.read_cache()
         yield worker

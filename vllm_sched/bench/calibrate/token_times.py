@@ -76,14 +76,14 @@ class TimedStream:
         self.ended = True
         self._news.set()
 
-    async def moved(self, tokens: int) -> None:
+    async def wait_for_more(self, tokens: int) -> None:
         """Wait for `tokens` more tokens or the end of the stream."""
         until = self.count + tokens
         while self.count < until and not self.ended:
             self._news.clear()
             await self._news.wait()
 
-    async def reached(self, tokens: int) -> None:
+    async def wait_until(self, tokens: int) -> None:
         """Wait until the stream has `tokens` tokens; raise if it ends earlier."""
         while self.count < tokens:
             if self.ended:
@@ -103,7 +103,7 @@ class TokenApi:
         self.kv_tokens: int | None = None
         self.block_tokens: int | None = None
 
-    async def meet(self) -> None:
+    async def read_model(self) -> None:
         """Read the model's name and limits."""
         content = await self._get("/v1/models")
         try:

@@ -97,7 +97,7 @@ class Endpoint:
         return self.body(prompt, request.output_tokens, request.tenant)
 
 
-async def learn(asked: EndpointOptions) -> Endpoint:
+async def probe_endpoint(asked: EndpointOptions) -> Endpoint:
     """Return the endpoint with all that a load needs; raise `EndpointError` if it can't be used."""
     headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
     if asked.explain:
@@ -109,7 +109,7 @@ async def learn(asked: EndpointOptions) -> Endpoint:
     wire = endpoint.wire()
     try:
         endpoint = await _with_model(endpoint, wire)
-        endpoint = await _checked(endpoint, wire)
+        endpoint = await _check_streaming(endpoint, wire)
         measure, doubt = await _measure(endpoint, wire)
     except WireError as error:
         words = str(error).removeprefix(f"{address}: ")
@@ -166,7 +166,7 @@ def _with_path(path: str, error: WireError) -> WireError:
     return WireError(f"{path}: {error}") if STATUS_PATTERN.match(str(error)) else error
 
 
-async def _checked(endpoint: Endpoint, wire: Wire) -> Endpoint:
+async def _check_streaming(endpoint: Endpoint, wire: Wire) -> Endpoint:
     """Check that the endpoint streams, and whether it supports vLLM's `ignore_eos`."""
     try:
         await _usage(endpoint, wire, "good day")
@@ -201,7 +201,7 @@ async def _tokens(endpoint: Endpoint, wire: Wire, text: str) -> int:
     chat = {"messages": [{"role": "user", "content": text}]}
     question = {"model": endpoint.model} | (chat if endpoint.path == CHAT else {"prompt": text})
     try:
-        answer = await wire.ask("/tokenize", json.dumps(question).encode(), PROBE_TIMEOUT_S)
+        answer = await wire.post("/tokenize", json.dumps(question).encode(), PROBE_TIMEOUT_S)
         count = json.loads(answer)["count"]
         if isinstance(count, int):
             return count

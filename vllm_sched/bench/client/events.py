@@ -56,9 +56,9 @@ class EventStream:
             elif event.startswith(b"data: [DONE]"):
                 self._done = True
             elif event:
-                self._rare(event, now)
+                self._feed_unusual(event, now)
 
-    def _rare(self, event: bytes, now: float) -> None:
+    def _feed_unusual(self, event: bytes, now: float) -> None:
         data = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
         if not data or PING.search(event):
             return  # keep-alive

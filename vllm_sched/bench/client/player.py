@@ -147,7 +147,7 @@ class _Player:
             endpoint.max_model_len
         )
         self._sessions = SessionPlayer(
-            endpoint, texts, self._one, self._now,
+            endpoint, texts, self._send, self._now,
             limit=self._limit or inf, end=schedule.ends_after_s,
         )  # fmt: skip
 
@@ -159,7 +159,7 @@ class _Player:
         self._tally.began = self._start
         closed = self._schedule.concurrency is not None
         sending = asyncio.create_task(
-            self._closed(_chained(head, first)) if closed else self._open(_chained(head, first))
+            self._play_closed(_chain(head, first)) if closed else self._play_open(_chain(head, first))
         )
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -187,7 +187,7 @@ class _Player:
             sessions=tuple(self._sessions.played),
         )
 
-    async def _open(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
+    async def _play_open(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
         async with asyncio.TaskGroup() as group:
             for request, body in jobs:
                 if (early := request.at - self._now()) > 0:
@@ -196,7 +196,7 @@ class _Player:
                 # Late requests leave no sleep, and without one no response would be read.
                 await asyncio.sleep(0)
 
-    async def _closed(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
+    async def _play_closed(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
         """Keep `concurrency` requests in flight; pause after a failed one."""
         end = self._schedule.ends_after_s
 
@@ -222,12 +222,12 @@ class _Player:
         """Play a request or a session; return the seconds to wait if it failed, or None."""
         if request.begins is not None:
             return await self._sessions.play(request, at)
-        return (await self._one(request, at, body))[1]
+        return (await self._send(request, at, body))[1]
 
-    async def _one(
+    async def _send(
         self, request: Request, at: float, body: bytes, answer: list[bytes] | None = None
     ) -> tuple[Outcome, float | None]:
-        outcome = Outcome.of(request, at)
+        outcome = Outcome.from_request(request, at)
         self._outcomes.append(outcome)
         outcome.sent = self._now()
         self._tally.sent += 1
@@ -265,7 +265,7 @@ class _Player:
             if request.begins is not None:
                 yield request, b""
                 continue
-            fitted = request if self._limit is None else request.fitted(self._limit)
+            fitted = request if self._limit is None else request.fit_to(self._limit)
             self._cut += fitted is not request
             yield fitted, self._endpoint.request_body(self._texts, number, fitted)
 
@@ -292,7 +292,7 @@ class _Headers:
         self.retry_after_s = head.retry_after_s or 0.0
 
 
-def _chained(
+def _chain(
     head: tuple[Request, bytes] | None, rest: Iterator[tuple[Request, bytes]]
 ) -> Iterator[tuple[Request, bytes]]:
     if head is not None:

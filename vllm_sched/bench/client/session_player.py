@@ -79,7 +79,7 @@ class SessionPlayer:
 
     async def play(self, begin: Request, at: float) -> float | None:
         """Play a session; return the seconds to wait before the next if a turn failed, or None."""
-        played = PlayedSession.of(begin, at)
+        played = PlayedSession.from_request(begin, at)
         self.played.append(played)
         turns = plan_session(begin, self._limit)
         transcript = Transcript(chat=self._endpoint.path == CHAT)

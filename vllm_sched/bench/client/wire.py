@@ -83,10 +83,10 @@ class Wire:
         self._tls = ssl.create_default_context() if address.tls else None
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        return await self._whole("GET", path, b"", timeout_s)
+        return await self._fetch("GET", path, b"", timeout_s)
 
-    async def ask(self, path: str, body: bytes, timeout_s: float) -> bytes:
-        return await self._whole("POST", path, body, timeout_s)
+    async def post(self, path: str, body: bytes, timeout_s: float) -> bytes:
+        return await self._fetch("POST", path, body, timeout_s)
 
     async def stream(
         self,
@@ -108,7 +108,7 @@ class Wire:
         for each in list(self._open):
             each.abort()
 
-    async def _whole(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
+    async def _fetch(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
         pieces: list[bytes] = []
         await self._send(method, path, body, _ignore, pieces.append, timeout_s)
         return b"".join(pieces)

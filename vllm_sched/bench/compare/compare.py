@@ -107,7 +107,7 @@ def contender(
 ) -> Contender:
     """Return a side with its worker, one of `sharing` workers that run at the same time."""
     if trace is not None:
-        side, trace = engine_trace.traceable(side), engine_trace.path_of(trace, role)
+        side, trace = engine_trace.with_tracing(side), engine_trace.path_of(trace, role)
     # By default a worker takes nearly the whole accelerator.
     share = [] if on_cpu() else ["--gpu-memory-utilization", f"{0.85 / sharing:.2f}"]
     flags = [*share, *plan.workload.worker_flags]

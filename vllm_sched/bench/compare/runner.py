@@ -93,12 +93,12 @@ async def play(
     with realtime_priority(), closing(wire):
         for prefix in cached:
             body, record = request_body(model, prefix, 1), Outcome(0.0, "", len(prefix), 1)
-            if error := (await warming.one(body, record)).error:
+            if error := (await warming.send(body, record)).error:
                 raise WorkerError(f"a prefix of {len(prefix)} tokens could not be cached: {error}")
         async with StallWatch() as stalls:
             records = await client.play(workload.arrivals, bodies, number)
             lone = [
-                await client.one(body, Outcome(0.0, "lone", workload.lone_prompt_tokens, 1))
+                await client.send(body, Outcome(0.0, "lone", workload.lone_prompt_tokens, 1))
                 for body in lone_bodies
             ]
     return Round(number, tuple(records), tuple(lone), stalls.longest_s, client.began)
@@ -123,7 +123,7 @@ class _Client:
             for arrival, body, record in jobs:
                 if arrival.before_start:
                     running = asyncio.Event()
-                    group.create_task(self.one(body, record, running))
+                    group.create_task(self.send(body, record, running))
                     started.append(running.wait())
             await asyncio.gather(*started)
             before, self.began = self.began, time.perf_counter()
@@ -133,10 +133,10 @@ class _Client:
                     record.ticks[:] = [tick - (self.began - before) for tick in record.ticks]
             for arrival, body, record in jobs:
                 if not arrival.before_start:
-                    group.create_task(self._later(arrival.at, body, record))
+                    group.create_task(self._send_at(arrival.at, body, record))
         return records
 
-    async def one(
+    async def send(
         self, body: bytes, record: Outcome, running: asyncio.Event | None = None
     ) -> Outcome:
         """Send a request now; set `running` at its first token or its end."""
@@ -162,9 +162,9 @@ class _Client:
         self._on_done(record)
         return record
 
-    async def _later(self, at: float, body: bytes, record: Outcome) -> None:
+    async def _send_at(self, at: float, body: bytes, record: Outcome) -> None:
         await asyncio.sleep(at - self._now())
-        await self.one(body, record)
+        await self.send(body, record)
 
     def _now(self) -> float:
         return time.perf_counter() - self.began

@@ -116,7 +116,7 @@ class Scale:
         return LEFT + inner * min(max(seconds / self.until, 0.0), 1.0)
 
     @classmethod
-    def of(cls, panels: Sequence[Panel]) -> Scale:
+    def from_panels(cls, panels: Sequence[Panel]) -> Scale:
         """Return a scale on which all long and short requests of all panels fit."""
         ends = [foreground_end(panel.played) for panel in panels]
         until = max(*ends, 0.1) * 1.03
@@ -134,7 +134,7 @@ class Scale:
 
 def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
     """Return the panels, one above the other, as a self-contained SVG."""
-    scale = Scale.of(panels)
+    scale = Scale.from_panels(panels)
     y = HEAD
     parts: list[str] = []
     for panel in panels:

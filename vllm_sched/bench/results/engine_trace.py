@@ -43,7 +43,7 @@ class Phase:
 Stories: TypeAlias = Mapping[str, Sequence[Phase]]  # by the client's request name
 
 
-def traceable(side: Side) -> Side:
+def with_tracing(side: Side) -> Side:
     """Return the side with a scheduler that can be traced.
 
     Our scheduler without a policy replaces vLLM's own, which it equals.

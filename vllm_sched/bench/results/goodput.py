@@ -29,19 +29,19 @@ class Targets:
     def __bool__(self) -> bool:
         return any(value is not None for value in self.as_ms().values())
 
-    def met_by(self, outcome: Outcome) -> bool:
+    def is_met_by(self, outcome: Outcome) -> bool:
         """Return whether a request completed in time; with a single token, TPOT is 0."""
         if not outcome.good:
             return False
         gap = 0.0 if self.itl is None else max(outcome.itls, default=0.0)
-        paced = self.paced(outcome.tpot or 0.0, gap)
-        return paced and self.in_time(outcome.ttft, outcome.latency)
+        paced = self.is_paced(outcome.tpot or 0.0, gap)
+        return paced and self.is_in_time(outcome.ttft, outcome.latency)
 
-    def paced(self, tpot: float, gap: float) -> bool:
+    def is_paced(self, tpot: float, gap: float) -> bool:
         """Return whether tokens come in time after the first; `gap` is the longest."""
         return (self.tpot is None or tpot <= self.tpot) and (self.itl is None or gap <= self.itl)
 
-    def in_time(self, ttft: float, latency: float) -> bool:
+    def is_in_time(self, ttft: float, latency: float) -> bool:
         """Return whether the first and the last token come in time."""
         return (self.ttft is None or ttft <= self.ttft) and (
             self.e2el is None or latency <= self.e2el

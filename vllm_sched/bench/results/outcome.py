@@ -36,7 +36,7 @@ class Outcome:
     name: str = ""  # the X-Request-Id for the worker
 
     @classmethod
-    def of(cls, request: Request, at: float) -> Self:
+    def from_request(cls, request: Request, at: float) -> Self:
         """Return the outcome of a request that is planned for this time."""
         return cls(
             at,

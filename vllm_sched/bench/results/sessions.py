@@ -40,7 +40,7 @@ class PlayedSession:
     failed: bool = False
 
     @classmethod
-    def of(cls, request: Request, at: float) -> PlayedSession:
+    def from_request(cls, request: Request, at: float) -> PlayedSession:
         session = request.begins
         turns = len(session.turns) if session else 1
         return cls(session.name if session else "", at, turns, request.klass, request.tenant)

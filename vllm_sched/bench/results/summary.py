@@ -39,7 +39,7 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
     ended = [each for each in outcomes if not each.interrupted]
     good = [each for each in ended if each.good]
     busiest_tokens, busiest_requests = _peaks(good)
-    met = sum(map(targets.met_by, good))
+    met = sum(map(targets.is_met_by, good))
     return {
         "duration": duration,
         "failed": len(ended) - len(good),

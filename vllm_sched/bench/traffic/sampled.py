@@ -59,7 +59,7 @@ class Sampled(TrafficSource):
         stretches = self._stretches
         if not stretches:
             return
-        at, step = rng.randrange(len(stretches)), _spreading(len(stretches))
+        at, step = rng.randrange(len(stretches)), _stride(len(stretches))
         for number in itertools.count(1):
             for _ in stretches:
                 at = (at + step) % len(stretches)
@@ -75,7 +75,7 @@ def without_end(source: TrafficSource, rng: random.Random) -> TrafficSource:
     return source if source.count is None else Sampled(source, rng)
 
 
-def _spreading(count: int) -> int:
+def _stride(count: int) -> int:
     """Return a stride that reaches all stretches, with consecutive ones far apart."""
     wanted = max(round(GOLDEN * count), 1)
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)

@@ -144,7 +144,7 @@ class RequestTrace(TrafficFile):
         super().__init__(path, block_tokens)
         self._kept = self._keep() if is_pipe(path) else None
         count, last = 0, 0.0
-        for request in self._again():
+        for request in self._repeat():
             count += 1
             last = request.at
         if not count:
@@ -154,7 +154,7 @@ class RequestTrace(TrafficFile):
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
         del rng
-        return self._again()
+        return self._repeat()
 
     def _keep(self) -> list[Request]:
         kept = list(islice(self._read(), MAX_REQUESTS + 1))
@@ -165,7 +165,7 @@ class RequestTrace(TrafficFile):
             )
         return kept
 
-    def _again(self) -> Iterator[Request]:
+    def _repeat(self) -> Iterator[Request]:
         return self._read() if self._kept is None else iter(self._kept)
 
     def _read(self) -> Iterator[Request]:

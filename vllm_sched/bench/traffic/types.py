@@ -91,7 +91,7 @@ class Request:
             begins=self.begins and self.begins.scaled(factor),
         )
 
-    def fitted(self, limit: int) -> Request:
+    def fit_to(self, limit: int) -> Request:
         """Return the request shortened to `limit` tokens in all."""
         if self.prompt_tokens + self.output_tokens <= limit:
             return self

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, learn
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
@@ -25,7 +25,7 @@ from vllm_sched.cli.bench.load import (
     salt_of,
     save_and_draw,
     schedule_of,
-    unless_stopped,
+    run_until_stopped,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output
@@ -69,7 +69,7 @@ def run_bench(args: argparse.Namespace) -> int:
     console = Output()
     args.prompt_salt = salt_of(args)
     played, endpoint = run_interruptibly(
-        lambda stop: _measured(
+        lambda stop: _measure(
             endpoint_options(args, explain=bool(args.plot)), schedule, args, console, stop
         )
     )
@@ -117,16 +117,16 @@ def as_result(
 
 def print_result(result: BenchResult, played: PlayedRun, console: Output) -> None:
     if played.interrupted:
-        console.say("interrupted: partial results", "yellow")
+        console.print_text("interrupted: partial results", "yellow")
     print_tables(result, console)
-    console.say(
+    console.print_text(
         f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
         f"them within {played.late_p99 * 1000:.0f} ms of their time, with {played.busy:.0%} of a "
         "CPU",
         "dim",
     )
     for warning in result.warnings:
-        console.say(warning, "yellow")
+        console.print_text(warning, "yellow")
     print_errors([each.error for each in result.outcomes if each.error], console)
 
 
@@ -137,14 +137,14 @@ def print_tables(result: BenchResult, console: Output) -> None:
         console.print(session_table(figures))
 
 
-async def _measured(
+async def _measure(
     endpoint_options: EndpointOptions,
     schedule: Schedule,
     args: argparse.Namespace,
     console: Output,
     stop: asyncio.Event,
 ) -> tuple[PlayedRun, Endpoint]:
-    endpoint = await unless_stopped(stop, learn(endpoint_options))
+    endpoint = await run_until_stopped(stop, probe_endpoint(endpoint_options))
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     played = await play_with_progress(
         console, "bench", label, endpoint, schedule,
@@ -158,6 +158,6 @@ def print_errors(errors: Sequence[str], console: Output) -> None:
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1
     for error, count in sorted(kinds.items(), key=lambda item: -item[1])[:ERRORS_SHOWN]:
-        console.say(f"{count} failed: {error}", "red")
+        console.print_text(f"{count} failed: {error}", "red")
     if len(kinds) > ERRORS_SHOWN:
         console.print(f"and {len(kinds) - ERRORS_SHOWN} other errors", style="red")

@@ -104,10 +104,10 @@ def run_compare(args: argparse.Namespace) -> int:
     candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
     workload = build(args.workload, longs=args.longs, seed=args.seed)
     plan = ComparisonPlan(loadable(args.model), workload, args.rounds)
-    return measured(partial(compare, baseline, candidate, plan, trace=args.trace), args)
+    return run_measurement(partial(compare, baseline, candidate, plan, trace=args.trace), args)
 
 
-def measured(
+def run_measurement(
     measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison | Contest]],
     args: argparse.Namespace,
 ) -> int:
@@ -151,13 +151,13 @@ def _print_result(result: Comparison | Contest, console: Output) -> None:
         labels = [each.label for each in sides]
         console.print(report.table(result.figures, labels, [len(some) for some in failed]))
     if warning := result.warning():
-        console.say(warning, "yellow")
+        console.print_text(warning, "yellow")
     for each, some in zip(sides, failed, strict=True):
         _print_errors(console, each.role, [f"{record.klass}: {record.error}" for record in some])
 
 
 def _print_errors(console: Output, role: str, errors: Sequence[str]) -> None:
     for error in errors[:ERRORS_SHOWN]:
-        console.say(f"{role}: {error}", "red")
+        console.print_text(f"{role}: {error}", "red")
     if len(errors) > ERRORS_SHOWN:
         console.print(f"{role}: and {len(errors) - ERRORS_SHOWN} more", style="red")

@@ -251,7 +251,7 @@ def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
         raise KeyboardInterrupt from None
 
 
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+async def run_until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; raise `NothingYetError` if the user stops the command first."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)

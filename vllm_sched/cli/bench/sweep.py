@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.client.endpoint import Endpoint, learn
+from vllm_sched.bench.client.endpoint import Endpoint, probe_endpoint
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.results.summary import summary
@@ -30,7 +30,7 @@ from vllm_sched.cli.bench.load import (
     run_interruptibly,
     salt_of,
     traffic_of,
-    unless_stopped,
+    run_until_stopped,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output
@@ -101,7 +101,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     if stopped and not sweep.points:
         raise KeyboardInterrupt  # keep older results
     if stopped:
-        console.say("interrupted: partial results", "yellow")
+        console.print_text("interrupted: partial results", "yellow")
     console.print(sweep.table(targets=bool(targets)))
     _print_knees(sweep, console, targets=bool(targets))
     content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
@@ -157,9 +157,9 @@ class _Runner:
 
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play the plans; return True if the user stopped the sweep."""
-        endpoint = await unless_stopped(self._stop, learn(endpoint_options(self._args)))
+        endpoint = await run_until_stopped(self._stop, probe_endpoint(endpoint_options(self._args)))
         for doubt in endpoint.doubts:
-            self._console.say(doubt, "yellow")
+            self._console.print_text(doubt, "yellow")
         for plan in plans:
 
             async def measure(load: float, plan: _Plan = plan) -> float:
@@ -201,7 +201,7 @@ class _Runner:
             self._sweep.points.append(point)
             found.append(point.share if plan.axis == RATE else point.tokens)
             for warning in played.warnings():
-                self._console.say(f"{label}: {warning}", "yellow")
+                self._console.print_text(f"{label}: {warning}", "yellow")
         return fmean(found)
 
 
@@ -257,7 +257,7 @@ def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
     for name, rate in sweep.knees(RATE).items():
         what = "in time" if targets else "kept up with"
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
-        console.say(f"{name}: {words}", "")
+        console.print_text(f"{name}: {words}", "")
     for name, concurrency in sweep.knees(CONCURRENCY).items():
         points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
         if concurrency is not None:
@@ -267,4 +267,4 @@ def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
             words = f"throughput still grows at {most:g} concurrent requests, the most measured"
         else:
             words = "no request completed"
-        console.say(f"{name}: {words}", "")
+        console.print_text(f"{name}: {words}", "")

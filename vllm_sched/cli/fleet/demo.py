@@ -37,7 +37,7 @@ from vllm_sched.bench.compare.compare import (
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
-from vllm_sched.cli.fleet.up import described, placed
+from vllm_sched.cli.fleet.up import make_worker, assign_ports
 from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 
@@ -67,8 +67,8 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
     plan = ComparisonPlan(config.model, workload, arguments.rounds)
     told: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
-        play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder), told)
-        status = measuring.measured(play, arguments)
+        play = partial(_play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), told)
+        status = measuring.run_measurement(play, arguments)
     print(*told, *watch_hints(arguments.fleet, config), sep="\n")
     return status
 
@@ -103,7 +103,7 @@ async def _play(
 ) -> Comparison | Contest:
     """Measure all fleets; append a line on hand-overs to `told` for each."""
     workers = [
-        described(config, played_worker(worker, cpu), beside, folder)
+        make_worker(config, played_worker(worker, cpu), beside, folder)
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
     ]
     contenders = [
@@ -115,7 +115,7 @@ async def _play(
         for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
             if each.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
-                told.append(f"{contender.label}: {handed_over(page, plan)}")
+                told.append(f"{contender.label}: {describe_handovers(page, plan)}")
     if len(contenders) > 2:
         return Contest(plan, contenders)
     return Comparison(plan, *contenders)
@@ -125,7 +125,7 @@ def _page(router: Worker) -> str:
     return router.ask("/metrics", READY_S)[1].decode()
 
 
-def handed_over(page: str, plan: ComparisonPlan) -> str:
+def describe_handovers(page: str, plan: ComparisonPlan) -> str:
     """Return a sentence on the hand-overs that a router's metrics page counts."""
     done = TRANSFERRED.search(page)
     longs = sum(each.klass == LONG for each in plan.workload.arrivals)
@@ -145,10 +145,10 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     whole = [worker for worker in config.workers if worker.role not in PARTS]
     halves = [worker for worker in config.workers if worker.role in PARTS]
     policy = config.routing.policy
-    found = {"baseline": ("one pool, round robin", one_pool(_only(config, whole or halves)))}
+    found = {"baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))}
     if whole and halves:
-        found["pools"] = (f"short and long, {policy}", _only(config, whole, moves=False))
-        found["halves"] = ("prefill and decode", _only(config, halves))
+        found["pools"] = (f"short and long, {policy}", _with_workers(config, whole, moves=False))
+        found["halves"] = ("prefill and decode", _with_workers(config, halves))
         found["all"] = ("all four roles", config)
     else:
         label = f"pools, {policy}" if whole else "prefill and decode"
@@ -156,7 +156,7 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     return found
 
 
-def _only(
+def _with_workers(
     config: FleetConfig, workers: Sequence[WorkerConfig], *, moves: bool = True
 ) -> FleetConfig:
     less = config.model_copy(update={"workers": tuple(workers)})

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from proxy.admin.schemas import Drained, WorkerShown
 from proxy.core.request.continuable import WAITS
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
-from vllm_sched.cli.fleet.live_router import LiveRouter, ask
+from vllm_sched.cli.fleet.live_router import LiveRouter, call_router
 
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
@@ -38,16 +38,16 @@ def describe(commands: Commands) -> None:
 
 def drain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     """Drain a worker, and print what it still has."""
-    live = LiveRouter.of(config, arguments.fleet, arguments.url)
+    live = LiveRouter.from_config(config, arguments.fleet, arguments.url)
     path = f"workers/{quote(arguments.worker, safe='')}"
     if arguments.undo:
-        shown = ask(live, f"{path}/undrain", UNDRAINED, "{}")
+        shown = call_router(live, f"{path}/undrain", UNDRAINED, "{}")
         print(f"{shown.name}: {shown.state}")
         return 0
     query = "?now=true" if arguments.now else ""
     moved = 0
     while True:
-        drained = ask(live, f"{path}/drain{query}", DRAINED, "{}")
+        drained = call_router(live, f"{path}/drain{query}", DRAINED, "{}")
         moved += drained.moved
         if WAITS not in drained.remaining:
             break

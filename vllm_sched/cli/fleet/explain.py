@@ -13,7 +13,7 @@ from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
 from vllm_sched.cli.fleet.fleet import Commands, columns, fleet_command, read
-from vllm_sched.cli.fleet.live_router import LiveRouter, ask
+from vllm_sched.cli.fleet.live_router import LiveRouter, call_router
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     """
     live = None
     if arguments.live is not None:
-        live = LiveRouter.of(config, arguments.fleet, arguments.live)
+        live = LiveRouter.from_config(config, arguments.fleet, arguments.live)
     status = 0
     if arguments.prompt_tokens is not None:
         status = _explain_one(arguments, config, live)
@@ -113,7 +113,7 @@ def _explain_one(
     )
     if live is None:
         _note_discovered(config, question.model)
-        found = predicted(config, question)
+        found = predict(config, question)
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"no max_model_len is given, so no limit is assumed: {', '.join(unstated)}")
     else:
@@ -140,7 +140,7 @@ def _note_discovered(config: FleetConfig, model: str | None) -> None:
     print(f"the discovered pools {names} are left out; ask a running router with --live")
 
 
-def predicted(config: FleetConfig, question: Question) -> Explanation:
+def predict(config: FleetConfig, question: Question) -> Explanation:
     """Return the decision of a router that has just started, with all workers up and idle."""
     from proxy.app import router_settings, specs
 
@@ -155,12 +155,12 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
 def live_explanation(live: LiveRouter, question: Question) -> Explanation:
     """Return a running router's decision from its admin API."""
     unset = {name for name in ("session", "tenant") if not getattr(question, name)}
-    return ask(live, "explain", EXPLANATION, question.model_dump_json(exclude=unset))
+    return call_router(live, "explain", EXPLANATION, question.model_dump_json(exclude=unset))
 
 
 def balances(live: LiveRouter) -> list[BalanceShown]:
     """Return the load of prefill and decode workers from a running router's admin API."""
-    return ask(live, "balance", BALANCES)
+    return call_router(live, "balance", BALANCES)
 
 
 def _verdict(found: Explanation) -> str:

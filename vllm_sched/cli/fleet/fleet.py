@@ -46,11 +46,11 @@ def fleet_command(commands: Commands, name: str, what: str) -> argparse.Argument
 
 def read(path: Path, *more: Check) -> FleetConfig:
     """Return a fleet file's content, with its launch: blocks checked, which the router skips."""
-    config = load(path, also=[policies, compatibility_problems, journal_problems, *more])
+    config = load(path, also=[check_policies, compatibility_problems, journal_problems, *more])
     return config.model_copy(update={"workers": tuple(map(with_journal, config.workers))})
 
 
-def files(draft: PartialConfig) -> Iterator[Problem]:
+def check_files(draft: PartialConfig) -> Iterator[Problem]:
     """Check the files and environment variables that a fleet file refers to."""
     from proxy.net.tls import tls_problems
     from proxy.setup.secret_files import secret_problems
@@ -61,7 +61,7 @@ def files(draft: PartialConfig) -> Iterator[Problem]:
     yield from secret_problems(draft)
 
 
-def policies(draft: PartialConfig) -> Iterator[Problem]:
+def check_policies(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.legible_workers.items():
         for name, given in (worker.launch.policies if worker.launch else {}).items():
             try:
@@ -89,7 +89,7 @@ def _router(path: Path) -> int:
 def _check(path: Path, print_config: bool) -> int:
     from proxy.setup.app import url_of
 
-    config = read(path, files)
+    config = read(path, check_files)
     if print_config:
         print(yaml.safe_dump(shown(config), sort_keys=False), end="")
         return 0
@@ -103,12 +103,12 @@ def _check(path: Path, print_config: bool) -> int:
     rows = [_summary(config, worker) for worker in config.workers]
     rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
     print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
-    for note in (*narrow(config), *unshared(config)):
+    for note in (*note_narrow_workers(config), *note_missing_limits(config)):
         print(f"note    {note}")
     return 0
 
 
-def narrow(config: FleetConfig) -> Iterator[str]:
+def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
     """Yield a note for each short worker that may be too small for requests estimated as short.
 
     Only if another role has workers with a longer or unknown context.
@@ -132,7 +132,7 @@ def narrow(config: FleetConfig) -> Iterator[str]:
             )
 
 
-def unshared(config: FleetConfig) -> Iterator[str]:
+def note_missing_limits(config: FleetConfig) -> Iterator[str]:
     """Yield a note if tenants without a limit can fill the workers' own queues."""
     workers = [worker.name for worker in config.workers if worker.max_requests is None]
     pools = config.discovery.pools if config.discovery is not None else []

@@ -32,11 +32,11 @@ def describe(commands: Commands) -> None:
     command.set_defaults(func=lambda given: _key(stdin=given.stdin))
 
 
-def hashed(key: str) -> str:
+def hash_key(key: str) -> str:
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
-def fresh() -> str:
+def make_key() -> str:
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
@@ -54,7 +54,7 @@ def _key(*, stdin: bool) -> int:
                 "characters without spaces; without --stdin a new key is made"
             )
     else:
-        key = fresh()
+        key = make_key()
         print(f"key   {key}")
-    print(f"hash  {hashed(key)}")
+    print(f"hash  {hash_key(key)}")
     return 0

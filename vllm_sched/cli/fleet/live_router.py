@@ -40,7 +40,7 @@ class LiveRouter:
     tls: TlsConfig | None = None
 
     @classmethod
-    def of(cls, config: FleetConfig, source: Path, url: str = "") -> LiveRouter:
+    def from_config(cls, config: FleetConfig, source: Path, url: str = "") -> LiveRouter:
         """Return the router of a fleet file, or the one at a URL."""
         from proxy.setup.app import url_of
 
@@ -68,7 +68,7 @@ class LiveRouter:
         )
 
 
-def ask(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+def call_router(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
     """Return the response to a GET, or to a POST with a body."""
     url = live.url
     try:

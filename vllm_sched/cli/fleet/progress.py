@@ -65,7 +65,7 @@ class Progress:
             if all(each.state is KeeperState.STOPPED for each in self._rows.values()):
                 self._line("all workers have stopped", "dim")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         with self._lock, suppress(*READER_ERRORS):
             self._line(text, "dim")
 

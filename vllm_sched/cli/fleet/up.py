@@ -62,7 +62,7 @@ def describe(commands: Commands) -> None:
 
 def up(path: Path, log_dir: Path | None) -> int:
     """Start the workers, run the router, and stop all of them at the end."""
-    config = placed(read(path))
+    config = assign_ports(read(path))
     if problems := [*_problems_here(config)]:
         raise ConfigError(str(path), problems)
     logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
@@ -78,7 +78,7 @@ def up(path: Path, log_dir: Path | None) -> int:
         jobs = [each for each in config.workers if each.launch]
         wired = [wiring_of(config, each) for each in jobs]
         workers = [
-            described(config, each, path.parent, logs, wiring=wiring)
+            make_worker(config, each, path.parent, logs, wiring=wiring)
             for each, wiring in zip(jobs, wired, strict=True)
         ]
         devices = [device(each.launch.env) for each in jobs if each.launch]
@@ -89,7 +89,7 @@ def up(path: Path, log_dir: Path | None) -> int:
         ):
             for worker, wiring in zip(workers, wired, strict=True):
                 if wiring.said:
-                    progress.say(f"{worker.name}: {wiring.said}")
+                    progress.print_line(f"{worker.name}: {wiring.said}")
             return run(path, config=config, read=read)
     except KeyboardInterrupt:
         print("vllm-sched up: interrupted", file=sys.stderr)
@@ -98,7 +98,7 @@ def up(path: Path, log_dir: Path | None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def placed(config: FleetConfig) -> FleetConfig:
+def assign_ports(config: FleetConfig) -> FleetConfig:
     """Return the fleet with free ports for launched workers that lack a URL or a journal."""
     workers = []
     for worker in config.workers:
@@ -146,7 +146,7 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             )
         journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
         for key, shown, place in (("url", worker.url, worker.address), *journals):
-            if place is not None and (why := _unusable(*place)):
+            if place is not None and (why := _why_unusable(*place)):
                 yield Problem(
                     f"workers[{index}].{key}",
                     f"{shown!r}: a worker started here can't listen on this address ({why}); stop "
@@ -158,7 +158,7 @@ def _listed(cpus: set[int]) -> str:
     return ", ".join(map(str, sorted(cpus)))
 
 
-def _unusable(host: str, port: int) -> str:
+def _why_unusable(host: str, port: int) -> str:
     """Return why a server can't listen on this address now; empty if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -172,7 +172,7 @@ def _unusable(host: str, port: int) -> str:
     return ""
 
 
-def described(
+def make_worker(
     config: FleetConfig,
     worker: WorkerConfig,
     folder: Path,
@@ -189,7 +189,7 @@ def described(
     if worker.max_model_len and not worker.flag_max_model_len:
         flags += ["--max-model-len", str(worker.max_model_len)]
     return launch.worker(
-        Side.of(launched_policies(config, worker)),
+        Side.from_policies(launched_policies(config, worker)),
         model=_model(told.model or served, folder),
         flags=[*flags, *wiring.flags, *told.args],
         host=host,

@@ -43,7 +43,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     told = worker.launch or LaunchConfig()
     if config.transfer is None or worker.role not in PARTS:
         size = told.kv_offloading_size
-        return Wiring() if size is None else transfer.offloaded(size)
+        return Wiring() if size is None else transfer.offloading_wiring(size)
     host, _ = worker.address or (launch.LOOPBACK, None)
     made = transfer.wiring(
         config.transfer.connector,

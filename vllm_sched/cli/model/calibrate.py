@@ -190,7 +190,7 @@ async def _measure(
             worker = await stack.enter_async_context(_worker(args))
             url = worker.url
         found = await stack.enter_async_context(meter(url, args.seed))
-        plan = CalibrationPlan.of(
+        plan = CalibrationPlan.from_limits(
             budget=args.budget,
             max_batch=args.max_batch,
             max_model_len=found.max_model_len,
@@ -298,7 +298,7 @@ def _print_calibration(console: Output, found: Calibration) -> None:
     if error > MAX_MEDIAN_ERROR:
         text += "; more than 15 %: measure again when the machine is idle"
     style = "yellow" if error > MAX_MEDIAN_ERROR else ""
-    console.say(text, style)
+    console.print_text(text, style)
 
 
 def _print_whole_prompts(console: Output, whole: WholePrompts) -> None:
@@ -309,7 +309,7 @@ def _print_whole_prompts(console: Output, whole: WholePrompts) -> None:
         layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
     console.print(layout)
     text = f"outside the steps: {whole.front_s * 1e3:.3g} ms per request"
-    console.say(text, "")
+    console.print_text(text, "")
 
 
 def _print_nearest(console: Output, found: Calibration, gpus: int) -> None:
@@ -322,7 +322,7 @@ def _print_nearest(console: Output, found: Calibration, gpus: int) -> None:
         f"nearest built-in profile: {near.profile.name}; median of measured time over its time: "
         f"{ratios}"
     )
-    console.say(text, "")
+    console.print_text(text, "")
 
 
 def _residuals(found: Calibration, kind: Kind) -> list[str]:

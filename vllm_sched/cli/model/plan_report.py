@@ -38,47 +38,47 @@ TRACE_DRAWS_NOTE: Final = (
 
 def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
     if found.stopped_at is not None:
-        console.say(
+        console.print_text(
             f"interrupted at {found.stopped_at:.0%}: these are the best fleets so far; others may "
             "serve more",
             "yellow",
         )
     for line in _head(found):
-        console.say(line)
+        console.print_text(line)
     if found.candidates:
         console.print(_machines(found))
     for line, style in _of_trace(found.question.source):
-        console.say(line, style)
+        console.print_text(line, style)
     for at, served in enumerate(found.ranking):
         line = f"{_place(at) + ':':<11}{served.shape}"
-        console.say(line, "" if at else "bold")
+        console.print_text(line, "" if at else "bold")
     console.print(_fleets(found))
     rates = [served.rate for served in found.ranking]
     if rates != sorted(rates, reverse=True):
-        console.say(
+        console.print_text(
             f"rates within {SAME:.0%} count as equal: the simpler fleet comes first",
             "dim",
         )
     if left := found.gpus - found.gpus_of(found.best):
         each = found.question.machine.gpus
-        console.say(
+        console.print_text(
             f"{left} of {found.gpus} GPUs are unused: a worker takes {each}",
             "yellow",
         )
     for line in _otherwise(found, args.request_rate):
-        console.say(line, "")
+        console.print_text(line, "")
     console.print(_frontier(found))
     console.print(_capacity(found))
     machine = found.question.machine
     if machine.assumed:
         taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
-        console.say(
+        console.print_text(
             f"{machine.profile} does not contain these sizes; assumed: {taken}; add them "
             "to the file",
             "yellow",
         )
     for line in _judged_by(found, args):
-        console.say(line)
+        console.print_text(line)
 
 
 def _head(found: FleetPlan) -> Iterator[str]:

@@ -58,14 +58,14 @@ def run_profiles(args: argparse.Namespace) -> int:
         return 0
     console.print(_table(found))
     for source in dict.fromkeys(each.source for each in found):
-        console.say(f"source: {source}")
+        console.print_text(f"source: {source}")
     for each in found:
         if each.remark:
-            console.say(f"{each.name}: {each.remark}", "yellow")
+            console.print_text(f"{each.name}: {each.remark}", "yellow")
     for short, key in profiles.ALIASES.items():
         if any(each.key == key for each in found):
-            console.say(f"{short}: short for {key.name}")
-    console.say(NOTE)
+            console.print_text(f"{short}: short for {key.name}")
+    console.print_text(NOTE)
     return 0
 
 
@@ -101,4 +101,4 @@ def _error(error: FitError | None, *, assumed: bool) -> str:
 def _print_missing(console: Output, words: list[str]) -> None:
     for key, why in profiles.missing().items():
         if _matches(key.name, words):
-            console.say(f"{key.name}: {why}", "")
+            console.print_text(f"{key.name}: {why}", "")

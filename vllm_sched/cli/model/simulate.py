@@ -38,7 +38,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.policy_effects import declared_effects
 from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
-from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, in_si, worker_models
+from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, to_si, worker_models
 
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
@@ -164,7 +164,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         require_ended(run.played.outcomes)
     result = as_result(run, args, config, schedule, targets)
     if run.played.interrupted:
-        console.say("interrupted: partial results", "yellow")
+        console.print_text("interrupted: partial results", "yellow")
     else:
         require_requests(result)
     print_tables(result, console)
@@ -174,13 +174,13 @@ def run_simulate(args: argparse.Namespace) -> int:
         with writing(args.plot):
             drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
         for path in drawn:
-            console.say(f"drew {path}")
+            console.print_text(f"drew {path}")
     if args.trace:
         from vllm_sched.sim.fleet.perfetto import write
 
         with writing(args.trace):
             write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
-        console.say(f"wrote {args.trace}: open it at ui.perfetto.dev")
+        console.print_text(f"wrote {args.trace}: open it at ui.perfetto.dev")
     if run.played.interrupted:
         return INTERRUPTED
     return int(any(each.error for each in result.outcomes))
@@ -200,7 +200,7 @@ def _checked(
             f"{MAX_NUMBER:g}"
         )
     front_s = None if args.front_ms is None else args.front_ms / 1000
-    bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
+    bandwidth, mixed_s = to_si(args.bandwidth, args.mixed_ms)
     assumed = AssumedWorker(
         profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s
     )
@@ -375,7 +375,7 @@ def _print_result(console: Output, result: BenchResult, run: SimulationRun) -> N
     )
     if (share := run.scheduler_share) is not None:
         text += f"; vLLM's schedulers took {share:.0%} of it"
-    console.say(text)
+    console.print_text(text)
     for warning in result.warnings:
-        console.say(warning, "yellow")
+        console.print_text(warning, "yellow")
     print_errors([each.error for each in result.outcomes if each.error], console)

@@ -24,7 +24,7 @@ from vllm_sched.cost.events import EventRun, play
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
-from vllm_sched.cost.threshold import MIN_GAIN, closed_form, to_run
+from vllm_sched.cost.threshold import MIN_GAIN, closed_form, recommended
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
@@ -144,14 +144,14 @@ def run_threshold(args: argparse.Namespace) -> int:
     # Also show the best K of APART in the other regime, for comparison.
     findings = [apart, _find(ALONG, time, args, {apart.recursion: "best apart"})]
     console = Output()
-    console.say(
+    console.print_text(
         f"{args.slots} slots, outputs of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
         f"tokens on average; costs: {source}",
         "dim",
     )
     for finding in findings:
         console.print(_table(finding))
-        console.say(f"{finding.name}: {finding.verdict}", "")
+        console.print_text(f"{finding.name}: {finding.verdict}", "")
     content = json.dumps(_to_json(source, time, args, findings), indent=1) + "\n"
     console.save(args.save, lambda path: write_whole(path, content))
     console.save(args.plot, partial(draw_chart, _chart(findings, source, args)), "drew")
@@ -214,7 +214,7 @@ def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
 def _find(
     name: str, time: StepTime, args: argparse.Namespace, also: Mapping[int, str] | None = None
 ) -> Finding:
-    regime = Regime.of(
+    regime = Regime.from_step_time(
         time,
         slots=args.slots,
         mean_output=args.mean_output,
@@ -224,7 +224,7 @@ def _find(
     )
     exact = Recursion(regime)
     best, formula = exact.best(), closed_form(regime)
-    run = to_run(
+    run = recommended(
         regime,
         itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
         max_delay_s=CONSTANT_K_SHARE * args.max_delay_ms / 1000,

@@ -61,7 +61,7 @@ class Journal:
         if self._prefixes is not None:
             self._prefixes.fail(error)
 
-    def arrived(self, request: Request) -> None:
+    def record_arrival(self, request: Request) -> None:
         earlier = self._known.running.get(request.request_id)
         if earlier is not None:
             if earlier.request is request or not earlier.has_ended:
@@ -76,13 +76,13 @@ class Journal:
         """Give the requests with an X-Request-Id a name, for all readers."""
         self._named += [(known.number, name) for known in self._known.name(client_id, name)]
 
-    def scheduled(self, output: SchedulerOutput) -> None:
+    def record_schedule(self, output: SchedulerOutput) -> None:
         running = self._known.running
         if self._prefixes is not None:
             for new in output.scheduled_new_reqs:
                 if (known := running.get(new.req_id)) is not None:
                     self._note_found(known, new.num_computed_tokens)
-                    self._prefixes.reused(known, new.num_computed_tokens)
+                    self._prefixes.record_reuse(known, new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
             if (known := running.get(request_id)) is not None:
                 self._preempted.append(known.number)
@@ -95,12 +95,12 @@ class Journal:
         fetched = 0 if stats is None else stats.num_external_cached_tokens
         self._found += known.number, max(computed - fetched, 0)
 
-    def ended(self, request: Request) -> None:
+    def record_end(self, request: Request) -> None:
         if (known := self._known.running.get(request.request_id)) is not None:
             known.has_ended = True
             self._ended.append((known, str(request.get_finished_reason())))
 
-    def take(self, outputs: Outputs = NO_OUTPUTS) -> StepMessage | None:
+    def pop_step(self, outputs: Outputs = NO_OUTPUTS) -> StepMessage | None:
         """Return what happened since the last call, and the new tokens of `outputs`."""
         numbers: list[int] = []
         counts: list[int] = []
@@ -117,7 +117,7 @@ class Journal:
         for known, _ in ended:
             if known.request is not None:
                 self._known.end(known)
-        changes = NO_CHANGES if self._prefixes is None else self._prefixes.take_changes()
+        changes = NO_CHANGES if self._prefixes is None else self._prefixes.pop_changes()
         arrived, self._arrived = self._arrived, []
         named, self._named = self._named, []
         preempted, self._preempted = self._preempted, []
@@ -131,7 +131,7 @@ class Journal:
             tokens,
             preempted,
             [(known.number, reason) for known, reason in ended],
-            self._known.take_unneeded(),
+            self._known.pop_unneeded(),
             found,
         )
         return None if message == EMPTY else message

@@ -29,7 +29,7 @@ class KnownRequest:
     # Other owners of its first blocks, with the tokens up to the last block of each.
     shares: list[tuple[KnownRequest, int]] = field(default_factory=list)
 
-    def share(self, owner: KnownRequest, end: int) -> None:
+    def add_share(self, owner: KnownRequest, end: int) -> None:
         if owner is self:
             return
         if self.shares and self.shares[-1][0] is owner:
@@ -97,7 +97,7 @@ class KnownRequests:
         if known.request is None and not known.owned_blocks:
             self._unneeded.append(known)
 
-    def take_unneeded(self) -> list[int]:
+    def pop_unneeded(self) -> list[int]:
         """Forget the requests without a further use, and return their numbers."""
         if not self._unneeded:
             return []

@@ -99,7 +99,7 @@ class Publisher:
     def publish_step(self, outputs: Outputs = NO_OUTPUTS) -> None:
         """Have what happened since the last call sent."""
         with self.lock:
-            message = self.journal.take(outputs)
+            message = self.journal.pop_step(outputs)
             if message is not None and not self._stopped.is_set():
                 self._publish(message)
 
@@ -154,7 +154,7 @@ class Publisher:
             if self._read_requests():
                 self.publish_step()
             if now - self._sent_at >= HEARTBEAT_S:
-                self._publish(self.journal.take() or EMPTY)
+                self._publish(self.journal.pop_step() or EMPTY)
             if not self._wanted or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
                 return
             self.publish_step()

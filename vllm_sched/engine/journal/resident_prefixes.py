@@ -53,13 +53,13 @@ class ResidentPrefixes:
         self._pool.__class__ = BlockPool
         self._pool.cached_block_hash_to_block.__class__ = BlockHashToBlockMap
 
-    def reused(self, known: KnownRequest, tokens: int) -> None:
+    def record_reuse(self, known: KnownRequest, tokens: int) -> None:
         """Note the cached prefix with which a request starts."""
         if tokens > known.resident:
             known.resident = tokens
             self._grown[known] = None
 
-    def stored(
+    def record_stored(
         self,
         request: Request,
         blocks: Sequence[KVCacheBlock],
@@ -75,7 +75,7 @@ class ResidentPrefixes:
         if first * block_tokens != known.stored:  # its first blocks, or those after a preemption
             known.shares = []
             if first and (shared := owners.get(blocks[first - 1].block_hash)) is not None:
-                known.share(shared[0], first * block_tokens)
+                known.add_share(shared[0], first * block_tokens)
         for number in range(first, last):
             block_hash = blocks[number].block_hash
             if block_hash is None:
@@ -84,7 +84,7 @@ class ResidentPrefixes:
                 owners[block_hash] = known, number * block_tokens
                 known.owned_blocks += 1
             else:
-                known.share(shared[0], (number + 1) * block_tokens)
+                known.add_share(shared[0], (number + 1) * block_tokens)
         known.stored = last * block_tokens
         known.resident = last * block_tokens
         self._grown[known] = None
@@ -102,16 +102,16 @@ class ResidentPrefixes:
             self._known.release_if_unneeded(known)
         self.cleared = True
 
-    def take_changes(self) -> CacheChanges:
+    def pop_changes(self) -> CacheChanges:
         if self._error is not None:
             raise self._error
-        evicted = self._take_evictions() if self._removed else []
+        evicted = self._pop_evictions() if self._removed else []
         resident = [value for known in self._grown for value in (known.number, known.resident)]
         self._grown.clear()
         cleared, self.cleared = self.cleared, False
         return CacheChanges(cleared, evicted, resident)
 
-    def _take_evictions(self) -> list[int]:
+    def _pop_evictions(self) -> list[int]:
         cached = self._pool.cached_block_hash_to_block
         starts: defaultdict[KnownRequest, list[int]] = defaultdict(list)
         for block_hash in self._removed:
@@ -180,7 +180,7 @@ class FollowedBlockPool(BlockPool):
             **kwargs,
         )
         try:
-            self.prefixes.stored(
+            self.prefixes.record_stored(
                 request, blocks, num_cached_blocks, num_full_blocks, kv_cache_group_id
             )
         except Exception as error:

@@ -51,7 +51,7 @@ class JournaledScheduler(UpstreamScheduler):
             return super().schedule(*args, **kwargs)
         with publisher.lock:
             output = super().schedule(*args, **kwargs)
-            self._record_in_journal(publisher.journal.scheduled, output)
+            self._record_in_journal(publisher.journal.record_schedule, output)
         return output
 
     def update_from_output(
@@ -67,13 +67,13 @@ class JournaledScheduler(UpstreamScheduler):
     def add_request(self, request: Request) -> None:
         if (publisher := self._publisher) is not None:
             with publisher.lock:
-                self._record_in_journal(publisher.journal.arrived, request)
+                self._record_in_journal(publisher.journal.record_arrival, request)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if (publisher := self._publisher) is not None:
             with publisher.lock:
-                self._record_in_journal(publisher.journal.ended, request)
+                self._record_in_journal(publisher.journal.record_end, request)
         return super()._free_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

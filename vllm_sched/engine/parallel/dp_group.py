@@ -62,9 +62,9 @@ class DpGroup:
             _, number, scheduled_at, shape = self._open.popleft()
             self._write(number, scheduled_at, end, shape)
 
-    def others_at(self, time: float) -> list[StepShape]:
+    def other_shapes_at(self, time: float) -> list[StepShape]:
         """Return the shapes that the other ranks compute at a time."""
-        found = (self._at(rank * RANK_BYTES, time) for rank in self._others)
+        found = (self._shape_at(rank * RANK_BYTES, time) for rank in self._others)
         return [shape for shape in found if shape is not None]
 
     def remove(self) -> None:
@@ -85,7 +85,7 @@ class DpGroup:
         at = _place(self._start, number)
         self._map[at : at + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
 
-    def _at(self, start: int, time: float) -> StepShape | None:
+    def _shape_at(self, start: int, time: float) -> StepShape | None:
         (newest,) = NEWEST.unpack_from(self._map, start)
         shape = None
         for number in range(newest, max(newest - RING_RECORDS, 0), -1):

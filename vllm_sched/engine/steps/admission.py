@@ -94,7 +94,7 @@ class Admission:
         """Return whether a request with KV blocks, which has no lane, lacks a LoRA slot."""
         if (slots := self.lora_slots) is None or not self.closed_adapter(request):
             return False
-        slots.skipped(request)
+        slots.record_skip(request)
         return True
 
     def note_admissions(self) -> None:
@@ -105,7 +105,7 @@ class Admission:
             for admitted in self._hooks.admitted:
                 admitted(request)
             if self.lora_slots is not None:
-                self.lora_slots.admitted(request)
+                self.lora_slots.record_admission(request)
         self._num_running = len(running)
 
     def lanes_of(self, request: Request) -> LaneKey:

@@ -43,7 +43,7 @@ class PolicyHooks:
     observe: list[Callable[[StepResult], None]]
 
     @classmethod
-    def of(cls, policies: Sequence[Policy]) -> Self:
+    def from_policies(cls, policies: Sequence[Policy]) -> Self:
         return cls(
             lane=overrides(policies, "lane"),
             gate=overrides(policies, "gate"),

@@ -55,7 +55,7 @@ class StepPlanner:
             )
         self._departed = 0  # requests that left the KV cache since the last step
         self._last_was_empty = False  # although requests wait
-        self.hooks = PolicyHooks.of(policies)
+        self.hooks = PolicyHooks.from_policies(policies)
         self.classes = ServiceClasses(policies)
         self.prefixes = PrefixCacheLookups(scheduler, self._kv_cache)
         self.admission = Admission(
@@ -108,7 +108,7 @@ class StepPlanner:
             may_enter=self.admission.may_enter,
             ask_gates=self.admission.ask_gates,
             class_of=self.classes.of,
-            loading=self._loading,
+            loading=self._loading_requests,
             loaded=self._loaded,
             cached_of=self.prefixes.recent_tokens,
         )
@@ -167,20 +167,20 @@ class StepPlanner:
             waiting=len(scheduler.waiting),
         )
 
-    def _loading(self) -> list[Request]:
+    def _loading_requests(self) -> list[Request]:
         if not self.prefixes.tiers:
             return []
         return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
 
     def _loaded(self) -> list[Request]:
         received = self._scheduler.finished_recving_kv_req_ids
-        return [r for r in self._loading() if r.request_id in received] if received else []
+        return [r for r in self._loading_requests() if r.request_id in received] if received else []
 
-    def departed(self, request: Request, now: float) -> None:
+    def record_departure(self, request: Request, now: float) -> None:
         self._departed += request.num_computed_tokens > 0
         self.classes.forget(request)
         if self.admission.lora_slots is not None:
-            self.admission.lora_slots.departed(request)
+            self.admission.lora_slots.record_departure(request)
         if self._blocks is not None:
             self._blocks.forget(request)
         for departed in self.hooks.departed:

@@ -69,7 +69,7 @@ class RunningOrder:
             # Requests of the worst class are preempted first, decodes included.
             running.sort(key=(classes | {r: class_of(r) for r in prefills}).__getitem__)
             decode_is_last = True
-        if self._spares(prefills[-1], newest):
+        if self._preempts_newest(prefills[-1], newest):
             running.remove(newest)
             running.append(newest)
             decode_is_last = True
@@ -86,7 +86,7 @@ class RunningOrder:
         blocks = 2 * running * len(cache.groups) + cache.blocks_at_most(tokens)
         return bool(kv_free * cache.blocks < blocks)
 
-    def _spares(self, last: Request, newest: Request) -> bool:
+    def _preempts_newest(self, last: Request, newest: Request) -> bool:
         """Return whether the newest decode should be preempted before the last prefill.
 
         A decode that was preempted is recomputed as a prefill, and as the last request would be

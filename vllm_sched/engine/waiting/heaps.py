@@ -56,7 +56,7 @@ class LaneHeaps:
         self._now = 0.0  # when the step began
         self.counted = LaneCounts(num_policies)
         self.counts, self.here = self.counted.by_policy, self.counted.here
-        self.held = self.counted.held
+        self.held = self.counted.note_gate
 
     def __len__(self) -> int:
         return len(self._live)
@@ -82,13 +82,13 @@ class LaneHeaps:
 
     def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
         heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
-        self._hold(Place(entry, lane, group))
+        self._track(Place(entry, lane, group))
 
-    def _hold(self, place: Place) -> None:
+    def _track(self, place: Place) -> None:
         self._live[place.entry.request] = place
         self._count(place, 1)
 
-    def _drop(self, request: Request) -> None:
+    def _untrack(self, request: Request) -> None:
         place = self._live.pop(request)
         self._count(place, -1)
         if place.group == SET_ASIDE:

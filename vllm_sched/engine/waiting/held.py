@@ -74,7 +74,7 @@ class LaneCounts:
             count.requests += requests
             count.tokens += tokens
 
-    def held(self, lane: LaneKey, by: int | None) -> None:
+    def note_gate(self, lane: LaneKey, by: int | None) -> None:
         """Note which policy's gate was closed to the lane."""
         if by is None:
             self.held_by.pop(lane, None)

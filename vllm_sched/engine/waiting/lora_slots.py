@@ -45,7 +45,7 @@ class LoraSlots:
         for adapter in self._running:
             if (skipped := self._skipped.get(adapter)) is not None:
                 skipped.since = now
-        self._overdue = self._longest_without()
+        self._overdue = self._longest_waiting()
         full = len(self._running) >= self.max_loras
         self._kept_steps = 0 if full or self._overdue is None else self._kept_steps + 1
         self._leaving = None
@@ -54,7 +54,7 @@ class LoraSlots:
             if now - self._slot_since[oldest] >= MAX_WAIT_S:
                 self._leaving = oldest
 
-    def _longest_without(self) -> int | None:
+    def _longest_waiting(self) -> int | None:
         """Return the longest waiting adapter after MAX_WAIT_S."""
         if not self._skipped:
             return None
@@ -66,16 +66,16 @@ class LoraSlots:
             return None
         return adapter
 
-    def skipped(self, request: Request) -> None:
+    def record_skip(self, request: Request) -> None:
         adapter = adapter_of(request)
         self._skipped.setdefault(adapter, Skipped(self._now)).requests.add(request)
 
-    def admitted(self, request: Request) -> None:
+    def record_admission(self, request: Request) -> None:
         if adapter := adapter_of(request):
             self._running[adapter] += 1
-            self.departed(request)
+            self.record_departure(request)
 
-    def departed(self, request: Request) -> None:
+    def record_departure(self, request: Request) -> None:
         adapter = adapter_of(request)
         if (skipped := self._skipped.get(adapter)) is not None:
             skipped.requests.discard(request)

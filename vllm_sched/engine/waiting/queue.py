@@ -135,7 +135,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._turned_away.pop(self._offer, None)  # it can begin
             self._without_tokens = self._live[self._offer]
 
-    def could_begin(self, request: Request) -> bool:
+    def may_begin(self, request: Request) -> bool:
         """Return whether the request was not turned away lately."""
         return request not in self._turned_away
 

@@ -16,27 +16,27 @@ class RequestLengths:
         self._outputs = self._departed = 0.0
         self._prefilled = self._admitted = 0.0
 
-    def departed(self, outputs: int) -> None:
+    def record_departure(self, outputs: int) -> None:
         self._outputs = MEMORY * self._outputs + outputs
         self._departed = MEMORY * self._departed + 1
 
-    def admitted(self) -> None:
+    def record_admission(self) -> None:
         self._prefilled *= MEMORY
         self._admitted = MEMORY * self._admitted + 1
 
-    def prefilled(self, tokens: int) -> None:
+    def record_prefill(self, tokens: int) -> None:
         self._prefilled += tokens
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return min(self._departed, self._admitted) >= MIN_REQUESTS and self._prefilled > 0
 
     @property
-    def output(self) -> float:
+    def mean_output(self) -> float:
         """Return the mean decode steps of a request; prefill computes the first token."""
         return max(self._outputs / self._departed - 1, 1.0)
 
     @property
-    def prompt(self) -> float:
+    def mean_prompt(self) -> float:
         """Return the mean prefill tokens of a request."""
         return max(self._prefilled / self._admitted, 1.0)

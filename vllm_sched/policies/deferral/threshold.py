@@ -12,7 +12,7 @@ from typing import Final
 
 from vllm_sched.cost.fit import Kind, OnlineFit
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
+from vllm_sched.cost.threshold import asymptotic, recommended, within_itl
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
 from vllm_sched.policies.deferral.lengths import RequestLengths
 
@@ -55,7 +55,7 @@ class DepartureThreshold:
         self._estimates = deque([1] * ESTIMATES_IN_AGREEMENT, ESTIMATES_IN_AGREEMENT)
 
     @property
-    def holds(self) -> bool:
+    def may_hold(self) -> bool:
         return self.k > 1 and not self._checking
 
     def begin_step(self, index: int, running_full: int) -> None:
@@ -79,13 +79,13 @@ class DepartureThreshold:
 
     def _update(self, slots: int) -> None:
         model = self._fit.model
-        if model is None or not self._lengths.known:
+        if model is None or not self._lengths.is_known:
             return
-        regime = Regime.of(
+        regime = Regime.from_step_time(
             model,
             slots=slots,
-            mean_output=self._lengths.output,
-            mean_prompt=self._lengths.prompt,
+            mean_output=self._lengths.mean_output,
+            mean_prompt=self._lengths.mean_prompt,
             decodes_pause=self._decodes_pause,
             budget=self._budget,
         )
@@ -94,6 +94,6 @@ class DepartureThreshold:
                 self.k = max(min(self._configured, within_itl(regime, self._itl_s)), 1)
             return
         most_s = CONSTANT_K_SHARE * self._max_hold_s
-        self._estimates.append(to_run(regime, itl_s=self._itl_s, max_delay_s=most_s))
+        self._estimates.append(recommended(regime, itl_s=self._itl_s, max_delay_s=most_s))
         self.best = asymptotic(regime)
         self.k = min(self._estimates)

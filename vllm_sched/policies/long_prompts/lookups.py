@@ -31,7 +31,7 @@ class LongPromptLookups:
         self.threshold = threshold  # tokens left to compute
         self._found: dict[str, Lookup] = {}
 
-    def left_if_long(
+    def long_tokens_left(
         self, request: RequestView, cached: Callable[[], int], now: float
     ) -> int | None:
         """Return the tokens left of a waiting prompt above the threshold; None if it is short."""

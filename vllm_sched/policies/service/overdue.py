@@ -38,7 +38,7 @@ class OverdueTurns:
         """Return whether the front goes first, and was not released before."""
         return self._due.get(name, False)
 
-    def take(self, name: str) -> bool | None:
+    def pop(self, name: str) -> bool | None:
         """Forget a front; return `is_new`, or None if it does not go first."""
         return self._due.pop(name, None)
 
@@ -46,7 +46,7 @@ class OverdueTurns:
         self.released[lane] = name
         self.releases += 1
 
-    def departed(self, lane: str, name: str) -> bool:
+    def record_departure(self, lane: str, name: str) -> bool:
         """Forget the request, and return whether it was released."""
         if was_released := self.released.get(lane) == name:
             del self.released[lane]

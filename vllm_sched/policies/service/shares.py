@@ -25,7 +25,7 @@ class StepShares:
     def begin_chunk(self) -> None:
         self._charged.clear()
 
-    def left(self, group: str, share: Callable[[], int]) -> int:
+    def remaining(self, group: str, share: Callable[[], int]) -> int:
         """Return the tokens left; `share` returns those of the step."""
         if group not in self._left:
             self._left[group] = share()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape
-from vllm_sched.cost.threshold import to_run
+from vllm_sched.cost.threshold import recommended
 
 if TYPE_CHECKING:
     from vllm_sched.policies.fluid_effects import AdmissionHold
@@ -46,7 +46,7 @@ class Deferral:
         self._admitted = self._prompts = 0
         self._ended = self._outputs = 0
 
-    def admitted(self, task: Task) -> None:
+    def record_admission(self, task: Task) -> None:
         self._admitted += 1
         self._prompts += task.left
         if (
@@ -56,7 +56,7 @@ class Deferral:
         ):
             self.threshold = self._compute_threshold()
 
-    def departed(self, task: Task) -> None:
+    def record_departure(self, task: Task) -> None:
         self._departed += 1
         self._ended += 1
         self._outputs += task.job.output_tokens
@@ -73,7 +73,7 @@ class Deferral:
         if not filling.running or not wanted or filling.waiting < wanted or left >= wanted:
             self.on = False
 
-    def filled(self, filling: EngineLoad, *, refused: bool) -> None:
+    def record_fill(self, filling: EngineLoad, *, refused: bool) -> None:
         if not self.on:
             self._slots_full = filling.running >= self._model.max_num_seqs
             self._full = self._slots_full or refused
@@ -98,7 +98,7 @@ class Deferral:
 
     def _compute_threshold(self) -> int:
         model = self._model
-        regime = Regime.of(
+        regime = Regime.from_step_time(
             model.time,
             slots=model.max_num_seqs,
             mean_output=max(self._outputs / self._ended - 1, 1.0),
@@ -106,4 +106,4 @@ class Deferral:
             decodes_pause=self._decodes_pause,
             budget=model.max_num_batched_tokens,
         )
-        return to_run(regime, itl_s=self._hold.itl_s, max_delay_s=self._hold.max_s / 2)
+        return recommended(regime, itl_s=self._hold.itl_s, max_delay_s=self._hold.max_s / 2)

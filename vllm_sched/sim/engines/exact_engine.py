@@ -132,10 +132,10 @@ class ExactEngine:
         self._deliver_arrivals(now, events)
         while len(self._under_way) < self._depth and scheduler.unfinished:
             begun = scheduler.schedule(now)
-            for job_id, tokens in scheduler.fetches_begun().items():
-                self._load(job_id, tokens, now, events)
+            for job_id, tokens in scheduler.pop_fetches().items():
+                self._start_fetch(job_id, tokens, now, events)
             if begun is None:
-                self._wait(now)
+                self._check_stuck(now)
                 return
             self._held_since = inf
             start = self._under_way[-1][1] if self._under_way else now
@@ -151,7 +151,7 @@ class ExactEngine:
             elif finished:  # free the KV of an aborted prefill leg
                 self._released.append(job_id)
 
-    def _load(self, job_id: str, tokens: int, now: float, events: list[Event]) -> None:
+    def _start_fetch(self, job_id: str, tokens: int, now: float, events: list[Event]) -> None:
         if not tokens:  # fully cached
             events.append(Event(job_id, now, fetched=True))
             return
@@ -172,10 +172,10 @@ class ExactEngine:
             fetched.append(heappop(self._loads)[1])
         if fetched or self._released:
             events += [Event(each, now, fetched=True) for each in fetched]
-            scheduler.transferred(fetched, self._released, now)
+            scheduler.report_transfers(fetched, self._released, now)
         self._arrived, self._left, self._released = [], [], []
 
-    def _wait(self, now: float) -> None:
+    def _check_stuck(self, now: float) -> None:
         if self._under_way or len(self._loads) >= self.scheduler.unfinished:
             return
         self._held_since = min(self._held_since, now)

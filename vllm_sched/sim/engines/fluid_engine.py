@@ -74,10 +74,10 @@ class FluidEngine:
             self._transfers.waiting.append(task)
             self._transfers.start(now)
         else:
-            cached = self._prefixes.held(job.shared)
+            cached = self._prefixes.count_cached(job.shared)
             task.cached = min(cached, job.prompt_tokens - 1)
             task.left -= task.cached
-            self._enter(task, now)
+            self._enqueue(task, now)
 
     def abort(self, job_id: str, now: float) -> None:
         task = self._tasks.pop(job_id, None)
@@ -87,7 +87,7 @@ class FluidEngine:
         task.gone = True
         filling = self._filling
         if task.ends_at:
-            filling.left_decode(task, self._decode_steps)
+            filling.end_decode(task, self._decode_steps)
             self._run.decodes = min(self._run.decodes, filling.decoding)
         elif task.fetching:
             self._room.free(task)
@@ -96,13 +96,13 @@ class FluidEngine:
             self._transfers.start(now)
         else:
             filling.drop(task)
-        self._wake(now)
+        self._update_run(now)
 
     def release(self, job_id: str, now: float) -> None:
         task = self._kept.pop(job_id, None)
         if task is not None:
             self._room.free(task)
-            self._wake(now)
+            self._update_run(now)
 
     def next_at(self) -> float:
         fetching, end = self._transfers.under_way, self._run.end
@@ -117,11 +117,11 @@ class FluidEngine:
                 if not task.gone:
                     events.append(Event(task.job.id, at, fetched=True))
                     task.left, task.cached, task.fetching = 1, task.job.prompt_tokens - 1, False
-                    self._enter(task, at)
+                    self._enqueue(task, at)
             else:
                 self._end_run(at, events)
                 self._transfers.start(at)
-                self._plan(at)
+                self._plan_run(at)
         return events
 
     def gauges(self, now: float) -> Gauges:  # noqa: ARG002
@@ -153,41 +153,41 @@ class FluidEngine:
     def _need(self, job: Job) -> int:
         return job.prompt_tokens + (0 if job.leg is PREFILL else job.output_tokens)
 
-    def _enter(self, task: Task, now: float) -> None:
+    def _enqueue(self, task: Task, now: float) -> None:
         """Queue a request; cut the run if the request can enter before its end."""
         filling, run = self._filling, self._run
         if run.end == NEVER:
             task.ready = self._all_steps
             filling.push(task)
-            self._plan(now)
+            self._plan_run(now)
             return
-        passed = run.passed(now - run.began)
+        passed = run.steps_begun(now - run.began)
         passed += self.model.async_scheduling
         task.ready = self._all_steps + passed
         filling.push(task)
         if passed < run.steps and filling.disturbs(task):
             run.cut(passed)
 
-    def _wake(self, now: float) -> None:
+    def _update_run(self, now: float) -> None:
         self._transfers.start(now)
         if self._run.end == NEVER:
-            self._plan(now)
+            self._plan_run(now)
         elif self._filling.waiting:
             run = self._run
-            passed = run.passed(now - run.began) + self.model.async_scheduling
+            passed = run.steps_begun(now - run.began) + self.model.async_scheduling
             if passed < run.steps:
                 run.cut(passed)
 
     # Runs
 
-    def _plan(self, now: float) -> None:
+    def _plan_run(self, now: float) -> None:
         filling = self._filling
         parts, pausing, most = filling.fill(now, self._all_steps)
         decodes = 0 if pausing else filling.decoding
         if not parts and not decodes:
             if (ready := filling.next_ready(self._all_steps)) is not None:
                 self._all_steps = ready  # idle: no step to wait for
-                self._plan(now)
+                self._plan_run(now)
                 return
             self._run.stop()
             return
@@ -225,7 +225,7 @@ class FluidEngine:
                 continue
             done = part * steps
             self._computed += done
-            if filling.computed(task, done):
+            if filling.record_computed(task, done):
                 self._first_token(task, at, events)
 
     def _end_decodes(self, at: float, events: list[Event]) -> None:
@@ -240,7 +240,7 @@ class FluidEngine:
             task = heappop(decoding)[2]
             if task.gone:
                 continue
-            self._filling.left_decode(task, made)
+            self._filling.end_decode(task, made)
             del self._tasks[task.job.id]
             left = 1 if self._each else task.job.output_tokens - 1
             events.append(Event(task.job.id, at, left, finished=True))
@@ -252,7 +252,7 @@ class FluidEngine:
 
     def _first_token(self, task: Task, at: float, events: list[Event]) -> None:
         job, filling = task.job, self._filling
-        self._room.computed(task)
+        self._room.record_computed(task)
         self._written += 1
         over = job.leg is PREFILL or job.output_tokens <= 1
         events.append(Event(job.id, at, 1, finished=over, cached_tokens=task.cached))
@@ -260,10 +260,10 @@ class FluidEngine:
             task.decodes_from = self._decode_steps
             task.ends_at = self._decode_steps + job.output_tokens - 1
             heappush(self._decoding, (task.ends_at, task.number, task))
-            filling.began_decode(task)
+            filling.start_decode(task)
             return
         del self._tasks[job.id]
-        filling.ended_prefill(task)
+        filling.end_prefill(task)
         if job.leg is PREFILL:
             self._kept[job.id] = task
             return

@@ -135,7 +135,7 @@ class FluidSteps:
             if task.holds:
                 self.room.free(task)
 
-    def computed(self, task: Task, tokens: int) -> bool:
+    def record_computed(self, task: Task, tokens: int) -> bool:
         """Count computed prompt tokens; return True if the prompt is done."""
         self._count_computed(task, tokens)
         task.left -= tokens
@@ -146,21 +146,21 @@ class FluidSteps:
         if task.long:
             self.backlog_long -= tokens
 
-    def began_decode(self, task: Task) -> None:
+    def start_decode(self, task: Task) -> None:
         self._prefills.remove(task)
         self.decoding += 1
         self.context += task.job.prompt_tokens + 1
 
-    def ended_prefill(self, task: Task) -> None:
+    def end_prefill(self, task: Task) -> None:
         self._prefills.remove(task)
-        self._hold.departed(task)
+        self._hold.record_departure(task)
 
-    def left_decode(self, task: Task, made: int) -> None:
+    def end_decode(self, task: Task, made: int) -> None:
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
         self.room.free(task)
-        self._hold.departed(task)
+        self._hold.record_departure(task)
 
     def disturbs(self, task: Task) -> bool:
         """Return True if a new request changes the coming steps."""
@@ -196,9 +196,9 @@ class FluidSteps:
         if beside:
             left = self._within_gap(left)
         if longs := effects.longs:
-            parts, most = self._by_size(longs, left, now, step)
+            parts, most = self._fill_by_size(longs, left, now, step)
         else:
-            parts, most = self._in_turn(left, now, step)
+            parts, most = self._fill_in_turn(left, now, step)
         if self._left_s < math.inf and parts and most > 1:
             most = min(most, steps_as_sized(model.time, parts, self.decoding, self.context))
         if effects.batches and self.decoding and not parts:
@@ -211,7 +211,7 @@ class FluidSteps:
             most = min(most, steps_within(model.time, parts, since + pause_s - now))
         most = min(most, self._soon)
         if self._may_hold:
-            self._hold.filled(self, refused=self._refused)
+            self._hold.record_fill(self, refused=self._refused)
             most = min(most, self._hold.steps(now, self))
         return parts, pausing, max(most, 1)
 
@@ -226,15 +226,15 @@ class FluidSteps:
         fitting = self._learned.prefill_within(limit.step_s, self.decoding, self.context, done)
         return min(left, max(fitting, limit.min_chunk))
 
-    def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
+    def _fill_in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
         prefills, parts = self._prefills, Parts()
         all_of_it, index = left, 0
         while left > 0:
-            if index == len(prefills) and self._next(now, step) is None:
+            if index == len(prefills) and self._next_task(now, step) is None:
                 break
             task = prefills[index]
             wanted = min(task.left, left)
-            part = self._in_time(task, wanted, not parts)
+            part = self._cut_to_gap(task, wanted, not parts)
             if part:
                 parts.append((task, part))
             left = left - part if part == wanted else 0
@@ -247,7 +247,7 @@ class FluidSteps:
         self._hog = True
         return parts, task.left // part
 
-    def _in_time(self, task: Task, wanted: int, first: bool) -> int:
+    def _cut_to_gap(self, task: Task, wanted: int, first: bool) -> int:
         """Cut a chunk to the time left, as `chunk_budget` does."""
         if wanted <= 0 or self._left_s == math.inf:
             return wanted
@@ -258,15 +258,15 @@ class FluidSteps:
         self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
         return part
 
-    def _next(self, now: float, step: int) -> Task | None:
+    def _next_task(self, now: float, step: int) -> Task | None:
         if self._holding and (task := self._admit(self._holding, step)) is not None:
             return task
         queue = self._shorts
-        if not queue or not self._open(queue[0], now):
+        if not queue or not self._is_open(queue[0], now):
             return None
         return self._admit(queue, step)
 
-    def _open(self, head: Task, now: float) -> bool:
+    def _is_open(self, head: Task, now: float) -> bool:
         if self._hold.on:
             return False
         if (batches := self.effects.batches) is None:
@@ -295,7 +295,7 @@ class FluidSteps:
         self.waiting -= 1
         self._members += 1
         self._prefills.append(task)
-        self._hold.admitted(task)
+        self._hold.record_admission(task)
         return task
 
     # Long prompts apart
@@ -303,11 +303,11 @@ class FluidSteps:
     def _count_long_prefills(self) -> int:
         return sum(task.long for task in self._prefills)
 
-    def _by_size(
+    def _fill_by_size(
         self, limits: LongPromptLimits, left: int, now: float, step: int
     ) -> tuple[Parts, int]:
         running = next((task for task in self._prefills if not task.long), None)
-        while self._next(now, step) is not None:
+        while self._next_task(now, step) is not None:
             pass
         while self._longs and self._long_may_enter(limits, now) and not self._hold.on:
             if self._admit(self._longs, step) is None:
@@ -337,7 +337,7 @@ class FluidSteps:
             if number == len(shorts):
                 left = for_longs
             sharing = 1 if number < len(shorts) else len(shorts) + len(longs) - number
-            part = self._in_time(task, min(task.left, -(-left // sharing)), not parts)
+            part = self._cut_to_gap(task, min(task.left, -(-left // sharing)), not parts)
             if part > 0:
                 parts.append((task, part))
                 left -= part

@@ -63,7 +63,7 @@ class CachedPrefixes:
         self._held: OrderedDict[int | str, int] = OrderedDict()
         self._tokens = 0
 
-    def beginning(self, shared: Sequence[Piece]) -> list[Piece]:
+    def cached_beginning(self, shared: Sequence[Piece]) -> list[Piece]:
         found: list[Piece] = []
         for name, tokens in shared:
             if not (have := self._held.get(name, 0)):
@@ -73,10 +73,10 @@ class CachedPrefixes:
                 break
         return found
 
-    def held(self, shared: Sequence[Piece]) -> int:
+    def count_cached(self, shared: Sequence[Piece]) -> int:
         """Return the cached tokens of a prefix, and mark them as used."""
         found = 0
-        for name, tokens in reversed(self.beginning(shared)):
+        for name, tokens in reversed(self.cached_beginning(shared)):
             self._held.move_to_end(name)
             found += tokens
         return found
@@ -86,7 +86,7 @@ class CachedPrefixes:
         if name in self._held:
             self._held.move_to_end(name)
 
-    def keep(self, shared: Sequence[Piece], room: int, running: Container[int | str] = ()) -> None:
+    def store(self, shared: Sequence[Piece], room: int, running: Container[int | str] = ()) -> None:
         """Cache a computed prefix and evict down to `room`, except pieces in `running`."""
         if not self._room:
             return
@@ -132,13 +132,13 @@ class KvBlocks:
             return True
         saved = sum(
             min(tokens, self._users[name][1])
-            for name, tokens in self.prefixes.beginning(task.job.shared)
+            for name, tokens in self.prefixes.cached_beginning(task.job.shared)
             if name in self._users
         )
         return task.need - saved <= free
 
     def allocate(self, task: Task) -> None:
-        task.begins = self.prefixes.beginning(task.job.shared)
+        task.begins = self.prefixes.cached_beginning(task.job.shared)
         own = task.need
         for name, tokens in task.begins:
             own -= tokens
@@ -161,11 +161,11 @@ class KvBlocks:
                 self.prefixes.release(name)
         task.own, task.begins = 0, ()
 
-    def computed(self, task: Task) -> None:
+    def record_computed(self, task: Task) -> None:
         self.free(task)
         shared = task.job.shared
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)
-        self.prefixes.keep(shared, self.tokens - self._own - alone, self._users)
+        self.prefixes.store(shared, self.tokens - self._own - alone, self._users)
         self.allocate(task)
 
 
@@ -189,7 +189,7 @@ class KvTransfers:
                 if not room.fits(task):
                     return
                 room.allocate(task)
-                cached = min(room.prefixes.held(task.job.shared), task.job.prompt_tokens)
+                cached = min(room.prefixes.count_cached(task.job.shared), task.job.prompt_tokens)
                 seconds = self._model.transfer_s(task.job.prompt_tokens - cached)
                 self._link_free = max(self._link_free, now) + seconds
                 task.fetching = True

@@ -54,7 +54,7 @@ class QuantileSketch:
                 return min(middle, self.most)
         return self.most
 
-    def at_most(self, value: float) -> float:
+    def share_at_most(self, value: float) -> float:
         """Return the share of the samples that do not exceed a value; 1 without samples."""
         if not self.count or value >= self.most:
             return 1.0

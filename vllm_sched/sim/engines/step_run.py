@@ -38,7 +38,7 @@ class StepRun:
     def seconds(self, steps: int) -> float:
         return self.first_s * steps + self.growth_s * (steps * (steps - 1) / 2)
 
-    def passed(self, seconds: float) -> int:
+    def steps_begun(self, seconds: float) -> int:
         """Return how many steps have begun after `seconds`."""
         first, growth = self.first_s, self.growth_s
         if growth > 0:

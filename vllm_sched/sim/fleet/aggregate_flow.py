@@ -85,7 +85,7 @@ class AggregateFlow(FleetSimulation):
         class beyond the tolerated time. The first `warm` requests are not counted.
         """
         self._warm, self._most_late, self._most_lost = warm, most_late, most_lost or {}
-        self._queue.at(0.0, partial(self._read_gauges, self.router))
+        self._queue.schedule(0.0, partial(self._read_gauges, self.router))
         arrivals = Arrivals(self._queue, self._arrive)
         arrivals.open(iter(requests))
         while (arrivals.more or self._flights) and not self._failed:
@@ -102,13 +102,13 @@ class AggregateFlow(FleetSimulation):
             self._figures.arrived(request.klass)
         elif self._number == self._warm - 1:
             self._began = now
-        self._enter(request, Outcome.of(request, now), self.router, now, ended)
+        self._enter(request, Outcome.from_request(request, now), self.router, now, ended)
 
     def _gap_seen(self, job: Job, longest: float) -> None:
         self._flights[job.id].longest_gap = longest
 
     def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
-        super()._over(flight, now, pause_s=pause_s)
+        super()._end_release(flight, now, pause_s=pause_s)
         if flight.number < self._warm:
             return
         figures, outcome, klass = self._figures, flight.outcome, flight.request.klass

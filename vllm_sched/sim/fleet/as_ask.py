@@ -44,7 +44,7 @@ def ask_of(
         f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most))
     )
     ask.stream = ask.counted = True
-    ask.long = ask.budget > router.settings.short_limit
+    ask.long = ask.expected_tokens > router.settings.short_limit
     if router.settings.transfer and most <= 1:
         ask.whole = "one_token"
     if tenant is not None:

@@ -29,7 +29,7 @@ class EventQueue:
         self._entries: list[tuple[float, int, int, Call]] = []
         self._numbers = count()
 
-    def at(self, when: float, call: Call, *, rank: int = 0) -> None:
+    def schedule(self, when: float, call: Call, *, rank: int = 0) -> None:
         """Schedule a call; a time in the past means now."""
         heappush(self._entries, (max(when, self.now), rank, next(self._numbers), call))
 
@@ -53,7 +53,7 @@ class Arrivals:
         if schedule.concurrency is None:
             self.open(iter(schedule))
         else:
-            self._closed(schedule, schedule.concurrency)
+            self._play_closed(schedule, schedule.concurrency)
 
     def open(self, requests: Iterator[Request]) -> None:
         """Let requests arrive at their own times."""
@@ -67,9 +67,9 @@ class Arrivals:
             self._arrive(coming, now, None)
             self.open(requests)
 
-        self._queue.at(coming.at, come, rank=ARRIVAL_RANK)
+        self._queue.schedule(coming.at, come, rank=ARRIVAL_RANK)
 
-    def _closed(self, schedule: Schedule, concurrency: int) -> None:
+    def _play_closed(self, schedule: Schedule, concurrency: int) -> None:
         requests = iter(schedule)
         head = next(requests, None)
         requests = chain([head] if head is not None else [], requests)
@@ -83,4 +83,4 @@ class Arrivals:
                 self._arrive(request, now, following)
 
         for _ in range(concurrency):
-            self._queue.at(0.0, following, rank=ARRIVAL_RANK)
+            self._queue.schedule(0.0, following, rank=ARRIVAL_RANK)

@@ -129,8 +129,8 @@ class FlowFigures:
             return
         targets, output, tpot = self._targets, outcome.completed, outcome.tpot or 0.0
         ttft, latency = outcome.ttft, outcome.latency
-        paced = targets.paced(tpot, longest)
-        met = paced and targets.in_time(ttft, latency)
+        paced = targets.is_paced(tpot, longest)
+        met = paced and targets.is_in_time(ttft, latency)
         kept = met or (paced and ttft <= self._borne_s(outcome.prompt_tokens))
         for figures in self._of(klass):
             figures.ended += 1

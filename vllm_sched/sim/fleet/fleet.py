@@ -53,7 +53,7 @@ class PlayedFleet:
 def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Router:
     """Return a router to which all workers are up."""
     from proxy.app import router_settings, specs
-    from proxy.setup.tenancy import take_tenants
+    from proxy.setup.tenancy import apply_tenants
 
     fleet = Fleet()
     for spec in specs(config):
@@ -61,7 +61,7 @@ def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Route
         fleet.health.probe_ok(spec.name, now=0.0)
         fleet.roster.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
     router = Router(router_settings(config), fleet)
-    take_tenants(router.tenants, config, {})
+    apply_tenants(router.tenants, config, {})
     return router
 
 
@@ -105,7 +105,7 @@ class SimulatedFleet(FleetSimulation):
         """
         queue = self._queue
         for index, router in enumerate(self.routers):
-            queue.at(self._probe_s * index / len(self.routers), partial(self._read_gauges, router))
+            queue.schedule(self._probe_s * index / len(self.routers), partial(self._read_gauges, router))
         flow = SessionFlow(queue, self._arrive, limit=self.longest, end=schedule.ends_after_s)
         arrivals = Arrivals(queue, flow.begin if schedule.source.has_sessions else self._arrive)
         arrivals.play(schedule)
@@ -119,10 +119,10 @@ class SimulatedFleet(FleetSimulation):
             if stopped is not None and not steps & 0x3F and stopped():
                 for flight in self._flights.values():
                     flight.outcome.interrupted = True
-                return self._played(flow, queue.now, interrupted=True)
-        return self._played(flow, self._last)
+                return self._make_result(flow, queue.now, interrupted=True)
+        return self._make_result(flow, self._last)
 
-    def _played(self, flow: SessionFlow, end: float, *, interrupted: bool = False) -> PlayedFleet:
+    def _make_result(self, flow: SessionFlow, end: float, *, interrupted: bool = False) -> PlayedFleet:
         return PlayedFleet(
             tuple(self._outcomes),
             end,
@@ -138,11 +138,11 @@ class SimulatedFleet(FleetSimulation):
     def _arrive(
         self, request: Request, now: float, ended: Callable[[float], None] | None
     ) -> Outcome:
-        fitted = request.fitted(self.longest)
+        fitted = request.fit_to(self.longest)
         self._cut += fitted is not request
         router = self._choose_router()
         fitted = salt_prefixes(router, fitted)
-        outcome = self._outcome.of(fitted, now)
+        outcome = self._outcome.from_request(fitted, now)
         outcome.sent = now
         self._outcomes.append(outcome)
         self._enter(fitted, outcome, router, now, ended)

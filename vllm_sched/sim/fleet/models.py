@@ -147,10 +147,10 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
             flags=found.flags,
         )
     places = [folder / profile for folder in folders or (Path(),)]
-    return _calibrated(profile, next((each for each in places if each.exists()), places[-1]))
+    return _load_calibration(profile, next((each for each in places if each.exists()), places[-1]))
 
 
-def _calibrated(name: str, path: Path) -> WorkerModel:
+def _load_calibration(name: str, path: Path) -> WorkerModel:
     advice = "save one with `vllm-sched calibrate --save`"
     try:
         content = json.loads(path.read_text())
@@ -198,12 +198,12 @@ def model_of(
 ) -> WorkerModel:
     given = parse(worker.launch.args) if worker.launch else ()
     flags = {each.name: each.value or "" for each in given}
-    block = _whole(flags, "--block-size") or machine.block_tokens
-    blocks = _whole(flags, "--num-gpu-blocks-override")
+    block = _parse_number(flags, "--block-size") or machine.block_tokens
+    blocks = _parse_number(flags, "--num-gpu-blocks-override")
     kv_tokens = blocks * block if blocks else _kv_tokens(flags, machine)
     _check_gpus(flags, machine)
-    budget = _whole(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
-    seqs = _whole(flags, "--max-num-seqs")
+    budget = _parse_number(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
+    seqs = _parse_number(flags, "--max-num-seqs")
     if seqs and seqs > budget:
         raise UsageError(
             f"--max-num-seqs {seqs}: more than --max-num-batched-tokens, {budget}: vLLM "
@@ -218,18 +218,18 @@ def model_of(
         block_tokens=block,
         max_num_seqs=seqs or min(machine.max_num_seqs, budget),
         max_num_batched_tokens=budget,
-        prefix_caching=_on(flags, "enable-prefix-caching", machine.prefix_caching),
-        async_scheduling=_on(flags, "async-scheduling", machine.async_scheduling),
+        prefix_caching=_is_on(flags, "enable-prefix-caching", machine.prefix_caching),
+        async_scheduling=_is_on(flags, "async-scheduling", machine.async_scheduling),
         longest_chunk=_longest_chunk(flags, longest),
-        longest_chunk_adapts=_on(
+        longest_chunk_adapts=_is_on(
             flags, f"{CHUNK_LIMIT[2:]}-adaptive", machine.longest_chunk_adapts
         ),
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
-        unread=_unread(flags, machine.flags),
+        unread=_ignored_flags(flags, machine.flags),
     )
-    model = assuming(model, assumed.bandwidth, assumed.mixed_s)
+    model = with_assumed(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
         raise UsageError(
             f"its KV cache holds {model.kv_tokens:,} tokens, less than one request of "
@@ -239,14 +239,14 @@ def model_of(
     return model
 
 
-def in_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None, float | None]:
+def to_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None, float | None]:
     return (
         None if bandwidth is None else bandwidth * 1e9,
         None if mixed_ms is None else mixed_ms / 1000,
     )
 
 
-def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None) -> WorkerModel:
+def with_assumed(model: WorkerModel, bandwidth: float | None, mixed_s: float | None) -> WorkerModel:
     if bandwidth is not None:
         model = replace(model, transfer=transfer_of(model.gpus, bandwidth))
     if mixed_s is not None:
@@ -268,7 +268,7 @@ def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
 
 
 def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:
-    tokens = _whole(flags, CHUNK_LIMIT, least=0) or 0
+    tokens = _parse_number(flags, CHUNK_LIMIT, least=0) or 0
     if tokens > max_model_len:
         raise UsageError(
             f"{CHUNK_LIMIT} {tokens}: more than max_model_len, {max_model_len}: vLLM "
@@ -278,7 +278,7 @@ def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:
 
 
 def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
-    gpus = _whole(flags, "--tensor-parallel-size")
+    gpus = _parse_number(flags, "--tensor-parallel-size")
     if gpus and gpus != machine.gpus and "gpus" not in machine.assumed:
         raise UsageError(
             f"--tensor-parallel-size {gpus}: {machine.profile} is a worker with {machine.gpus} "
@@ -286,7 +286,7 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
         )
 
 
-def _unread(flags: Mapping[str, str], of_profile: Collection[str]) -> tuple[str, ...]:
+def _ignored_flags(flags: Mapping[str, str], of_profile: Collection[str]) -> tuple[str, ...]:
     named: dict[str, None] = {}
     known = HARMLESS_FLAGS.union(of_profile)
     for flag, value in flags.items():
@@ -296,7 +296,7 @@ def _unread(flags: Mapping[str, str], of_profile: Collection[str]) -> tuple[str,
     return tuple(named)
 
 
-def _whole(flags: Mapping[str, str], name: str, *, least: int = 1) -> int | None:
+def _parse_number(flags: Mapping[str, str], name: str, *, least: int = 1) -> int | None:
     value = flags.get(name)
     if value is None:
         return None
@@ -306,7 +306,7 @@ def _whole(flags: Mapping[str, str], name: str, *, least: int = 1) -> int | None
     return int(value)
 
 
-def _on(flags: Mapping[str, str], name: str, default: bool) -> bool:
+def _is_on(flags: Mapping[str, str], name: str, default: bool) -> bool:
     if f"--no-{name}" in flags:
         return False
     return True if f"--{name}" in flags else default

@@ -33,10 +33,10 @@ class TracedEngine(Protocol):
 
 
 def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float) -> None:
-    events = [*_clients(outcomes)]
+    events = [*_client_events(outcomes)]
     for number, (name, engine) in enumerate(engines.items()):
         if isinstance(engine, TracedEngine):
-            events += _moved(engine.trace_events(now), name, FIRST_WORKER + GROUPS * number)
+            events += _make_ids_unique(engine.trace_events(now), name, FIRST_WORKER + GROUPS * number)
     content = {
         "displayTimeUnit": "ms",
         "otherData": {"clock": "virtual"},
@@ -45,7 +45,7 @@ def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float)
     write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def _clients(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
+def _client_events(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
     yield _named("process_name", CLIENTS, 0, "requests as clients see them")
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -75,7 +75,7 @@ def _clients(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
             yield _slice(track, f"{name}: output", first, each.end, facts)
 
 
-def _moved(events: Iterable[dict[str, Any]], worker: str, base: int) -> Iterator[Mapping[str, Any]]:
+def _make_ids_unique(events: Iterable[dict[str, Any]], worker: str, base: int) -> Iterator[Mapping[str, Any]]:
     """Make a worker's process ids and names unique."""
     for event in events:
         event["pid"] += base

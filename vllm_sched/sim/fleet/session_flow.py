@@ -38,7 +38,7 @@ class SessionFlow:
 
     def begin(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         """Play a session; `ended` is called after its last turn."""
-        played = PlayedSession.of(request, now)
+        played = PlayedSession.from_request(request, now)
         self.played.append(played)
         self.open += 1
 
@@ -70,7 +70,7 @@ class SessionFlow:
                 return
             played.think_s += turn.think_s * own
             at = min(now + turn.think_s, self._end)
-            self._queue.at(at, partial(send, turn), rank=ARRIVAL_RANK)
+            self._queue.schedule(at, partial(send, turn), rank=ARRIVAL_RANK)
 
         def send(turn: PlannedTurn, now: float) -> None:
             if now >= self._end or played.failed:

@@ -89,9 +89,9 @@ class FleetSimulation:
             self._deadlines.append((now + self._timeout_s, flight.id))
         hashed = router.settings.prefix_affinity and bool(request.shared)
         ask = ask_of(router, self._model, request, number, hashed=hashed)
-        self._placed(flight, router.submit(ask, now), now)
+        self._handle_placement(flight, router.submit(ask, now), now)
 
-    def _placed(
+    def _handle_placement(
         self, flight: RequestFlight, answer: Lease | Ticket | core.Refusal, now: float
     ) -> None:
         if isinstance(answer, core.Refusal):
@@ -101,7 +101,7 @@ class FleetSimulation:
             flight.ticket = answer
             self._queued[answer] = flight
             settle = partial(self._dispatch_queued, flight.router)
-            self._queue.at(answer.deadline, settle, rank=ARRIVAL_RANK)
+            self._queue.schedule(answer.deadline, settle, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
             flight.priority = priority_of(flight.router, answer.ask)
@@ -115,8 +115,8 @@ class FleetSimulation:
     def _dispatch_queued(self, router: Router, now: float) -> None:
         if not self._queued:
             return
-        for ticket, answer in list(router.due(now)):  # a placement can free more slots
-            self._placed(self._queued.pop(ticket), answer, now)
+        for ticket, answer in list(router.pop_due(now)):  # a placement can free more slots
+            self._handle_placement(self._queued.pop(ticket), answer, now)
 
     def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
         request = flight.request
@@ -133,22 +133,22 @@ class FleetSimulation:
         )
         if front_s := self.engines[name].model.front_s:
             submit = partial(self._deliver, flight, name, job)
-            self._queue.at(now + front_s, submit, rank=ARRIVAL_RANK)
+            self._queue.schedule(now + front_s, submit, rank=ARRIVAL_RANK)
         else:
             self._deliver(flight, name, job, now)
 
     def _deliver(self, flight: RequestFlight, name: str, job: Job, now: float) -> None:
         if flight.id in self._flights:
             self.engines[name].submit(job, now)
-            self._plan(name)
+            self._schedule_engine(name)
 
     # Engine events
 
-    def _plan(self, name: str) -> None:
+    def _schedule_engine(self, name: str) -> None:
         at = self.engines[name].next_at()
         if at < self._planned[name]:
             self._planned[name] = at
-            self._queue.at(at, partial(self._step, name, at), rank=STEP_RANK)
+            self._queue.schedule(at, partial(self._step, name, at), rank=STEP_RANK)
 
     def _step(self, name: str, planned: float, now: float) -> None:
         if self._planned[name] != planned:
@@ -158,7 +158,7 @@ class FleetSimulation:
             flight = self._flights.get(event.job_id)
             if flight is not None and flight.lease is not None:
                 self._report_event(flight, flight.lease, event, now)
-        self._plan(name)
+        self._schedule_engine(name)
 
     def _report_event(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
@@ -171,13 +171,13 @@ class FleetSimulation:
         outcome, router = flight.outcome, flight.router
         if event.tokens:
             if not outcome.ticks:
-                router.leases.first_token(lease, event.at)
+                router.leases.record_first_token(lease, event.at)
                 flight.cached_tokens = event.cached_tokens
                 if first is None:
                     outcome.cached_tokens = event.cached_tokens
             outcome.ticks.append(event.at)
             outcome.completed += event.tokens
-            router.leases.tokens(lease, event.tokens)
+            router.leases.record_tokens(lease, event.tokens)
         if event.finished:
             self._release_prefill(flight, now)
             usage = core.Usage(
@@ -193,23 +193,23 @@ class FleetSimulation:
         router, flight.held_by = flight.router, first.worker.name
         flight.outcome.cached_tokens = event.cached_tokens
         usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
-        router.leases.prefilled(lease, now, usage)
-        if router.leases.reconsider(lease, now, may_move=True):
+        router.leases.end_prefill(lease, now, usage)
+        if router.leases.recheck_decode_worker(lease, now, may_move=True):
             flight.outcome.worker = pair = f"{flight.held_by}>{lease.worker.name}"
             self._transfers[pair] += 1
             self._send(flight, lease.worker.name, Leg.DECODE, now)
         else:  # no decode worker is available: restart the request
             self._release_prefill(flight, now)
-            avoid = lease.worker if router.leases.has_another(lease) else first.worker
+            avoid = lease.worker if router.leases.has_other_worker(lease) else first.worker
             outcome = core.Outcome.MOOT
             anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
-            self._placed(flight, anew, now)
+            self._handle_placement(flight, anew, now)
         self._dispatch_queued(router, now)
 
     def _release_prefill(self, flight: RequestFlight, now: float) -> None:
         if flight.held_by:
             self.engines[flight.held_by].release(flight.id, now)
-            self._plan(flight.held_by)
+            self._schedule_engine(flight.held_by)
             flight.held_by = ""
 
     # Ends
@@ -220,7 +220,7 @@ class FleetSimulation:
         if flight.ended is not None:
             # Scheduled, so that this request is removed before the next arrives. Without a pause
             # after a refusal, time would stand still.
-            self._queue.at(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
+            self._queue.schedule(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
         self._dispatch_queued(flight.router, now)
 
     def _give_up(self, now: float) -> None:
@@ -235,7 +235,7 @@ class FleetSimulation:
             elif flight.lease is not None:
                 name = flight.lease.running_leg.worker.name
                 self.engines[name].abort(flight.id, now)
-                self._plan(name)
+                self._schedule_engine(name)
                 self._release_prefill(flight, now)
                 flight.router.leases.finish(flight.lease, now, core.Outcome.CLIENT_GONE)
             self._end_request(flight, now)
@@ -263,4 +263,4 @@ class FleetSimulation:
             )
         self._give_up(now)
         self._dispatch_queued(router, now)
-        self._queue.at(now + self._probe_s, partial(self._read_gauges, router), rank=STEP_RANK)
+        self._queue.schedule(now + self._probe_s, partial(self._read_gauges, router), rank=STEP_RANK)

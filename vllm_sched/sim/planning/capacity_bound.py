@@ -132,7 +132,7 @@ class Capacity:
     limiting_prompt: int | None
 
     @classmethod
-    def of(cls, model: WorkerModel, prompt: float, output: float) -> Capacity:
+    def from_model(cls, model: WorkerModel, prompt: float, output: float) -> Capacity:
         time, size = model.time, model.kv_token_bytes
         held = min(sequences_held(model.kv_tokens, prompt, output), model.max_num_seqs)
         step = decode_seconds(time, max(held, 1), prompt + output / 2)

@@ -33,7 +33,7 @@ class DrawnRequests:
         self._unknown, self._class_of = iter(requests), class_of
         self._known: list[Request] = []
 
-    def at(self, moments: Sequence[float]) -> list[Request]:
+    def requests_at(self, moments: Sequence[float]) -> list[Request]:
         known, class_of = self._known, self._class_of
         known += islice(self._unknown, max(len(moments) - len(known), 0))
         return [
@@ -95,14 +95,14 @@ class CapacitySearch:
         while failed - rung > 1 and failed <= top:
             middle = (rung + failed) // 2
             rung, failed = (rung, middle) if play(middle, first) is None else (middle, failed)
-        return self._from(rung, bottom, failed - 1, play)
+        return self._search_from(rung, bottom, failed - 1, play)
 
-    def _from(
+    def _search_from(
         self, rung: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
         found: CapacityVerdict | None = None
         while bottom <= rung <= top:
-            if (verdict := self._at(rung, play)) is not None:
+            if (verdict := self._verdict_at(rung, play)) is not None:
                 found, rung = verdict, rung + 1
             elif found is not None:
                 break
@@ -110,7 +110,7 @@ class CapacitySearch:
                 top = rung = rung - 1
         return found
 
-    def _at(
+    def _verdict_at(
         self, rung: int, play: Callable[[int, int], FlowResult | None]
     ) -> CapacityVerdict | None:
         runs: list[FlowResult] = []

@@ -55,13 +55,13 @@ def rank_exactly(
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):
-            if search.trials.enough(run, brief=True):
+            if search.trials.is_good_enough(run, brief=True):
                 break
             rate *= EXACT_STEP
             run = play_exactly(search, served.shape, rate)
         proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
         played[str(served.shape)] = proof
-        if search.trials.enough(run, brief=True):
+        if search.trials.is_good_enough(run, brief=True):
             again.append(ServedRate(served.shape, rate, run))
     if not again:
         lowest = ", ".join(
@@ -83,7 +83,7 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
 
     question = search.question
     config = FleetConfig(**shape.to_fleet("model", *question.machines))
-    models = {each.model.name: each.model for each in shape.placed(*question.machines)}
+    models = {each.model.name: each.model for each in shape.place_workers(*question.machines)}
     fleet = SimulatedFleet(config, models, ExactEngine)
     count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 

@@ -34,9 +34,9 @@ def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
     profile = found.question.machine.profile
     named = (name for part, name in MODEL_NAMES.items() if part in profile)
     machine, prefill = found.question.machines
-    machine = replace(machine, profile=_seen_from(folder, machine.profile))
+    machine = replace(machine, profile=_relative_profile(folder, machine.profile))
     if prefill is not None:
-        prefill = replace(prefill, profile=_seen_from(folder, prefill.profile))
+        prefill = replace(prefill, profile=_relative_profile(folder, prefill.profile))
     return found.best.shape.to_fleet(model or next(named, "model"), machine, prefill)
 
 
@@ -60,7 +60,7 @@ def launch_lines(fleet: Mapping[str, Any]) -> list[str]:
     return [*lines.values()]
 
 
-def _seen_from(folder: Path, profile: str) -> str:
+def _relative_profile(folder: Path, profile: str) -> str:
     if not profile.endswith(".json") or Path(profile).is_absolute():
         return profile
     # Resolve links: `..` of a linked folder is the parent of its target.

@@ -87,7 +87,7 @@ class FleetShape:
             return whole
         return min(-(-HEADROOM * self.short_limit // CONTEXT_STEP) * CONTEXT_STEP, whole)
 
-    def placed(
+    def place_workers(
         self, machine: WorkerModel, prefill_machine: WorkerModel | None = None
     ) -> list[PlacedWorker]:
         """Return the workers; `prefill_machine` is for prefill workers, if it differs."""
@@ -127,7 +127,7 @@ class FleetShape:
                 "profile": each.model.profile,
                 "launch": _launch(each.model),
             }
-            for each in self.placed(machine, prefill_machine)
+            for each in self.place_workers(machine, prefill_machine)
         ]
         routing: dict[str, Any] = {"policy": "adaptive", "short_limit": self.short_limit}
         if self.prefill and self.disaggregate_above is not None:

@@ -56,7 +56,7 @@ def compare_machines(
     found: list[Candidate] = []
     for at, each in enumerate(asked):
         tell(each.profiles, at / (2 * len(asked)))
-        found.append(_compared(each, coarse))
+        found.append(_compare(each, coarse))
     if PREFILL_DECODE not in question.families or not (best := best_of(found)):
         return found
     wanted = precision(best[0].question.machine)
@@ -68,11 +68,11 @@ def compare_machines(
             question, machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,)
         )
         tell(pair.profiles, (1 + at / len(pairs)) / 2)
-        found.append(_compared(pair, coarse))
+        found.append(_compare(pair, coarse))
     return found
 
 
-def _compared(question: PlanQuestion, coarse: Callable[[FleetSearch], float]) -> Candidate:
+def _compare(question: PlanQuestion, coarse: Callable[[FleetSearch], float]) -> Candidate:
     families = tuple(each for each in question.families if each in COARSE_FAMILIES)
     rough = replace(
         question,

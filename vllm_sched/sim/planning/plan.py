@@ -15,7 +15,7 @@ from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.cost.profiles import named_by
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.models import assuming, of_profile
+from vllm_sched.sim.fleet.models import with_assumed, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly, require_vllm
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
@@ -85,7 +85,7 @@ class FleetPlan:
 def machine_of(
     profile: str, bandwidth: float | None = None, mixed_s: float | None = None
 ) -> WorkerModel:
-    return assuming(of_profile(profile), bandwidth, mixed_s)
+    return with_assumed(of_profile(profile), bandwidth, mixed_s)
 
 
 def machines_of(
@@ -157,7 +157,7 @@ def plan(
     if exact:
         require_vllm()
     if gpus is not None:
-        machines = _that_fit(machines or [question.machine], gpus)
+        machines = _fitting_machines(machines or [question.machine], gpus)
     compared = COMPARED if len(machines) > 1 else 0.0
     candidates, chosen = _choose(question, machines, gpus, rate, progress.part(0.0, compared))
     begin, sized = compared, gpus is None
@@ -244,7 +244,7 @@ def _plan_of(
         for each in (known.more, known.fewer, *known.smaller)
     )
     traffic = search.trials.traffic
-    capacity = Capacity.of(search.question.machine, traffic.prompt, traffic.output)
+    capacity = Capacity.from_model(search.question.machine, traffic.prompt, traffic.output)
     return FleetPlan(
         search.question,
         gpus,
@@ -304,7 +304,7 @@ def _smallest(chosen: Sequence[Candidate], rate: float, tell: Tell) -> tuple[lis
     return [best], gpus
 
 
-def _that_fit(machines: Sequence[WorkerModel], gpus: int) -> list[WorkerModel]:
+def _fitting_machines(machines: Sequence[WorkerModel], gpus: int) -> list[WorkerModel]:
     found = [each for each in machines if each.gpus <= gpus]
     if not found:
         least = min(each.gpus for each in machines)

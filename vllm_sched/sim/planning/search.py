@@ -61,7 +61,7 @@ class FleetSearch:
         self.told, self._done = tell, 0.0
         self._roughly: dict[int, float] = {}  # best rough rate, by number of GPUs
         self._judged: list[ServedRate] = []
-        self._judge = CapacitySearch(question.draws, self._served_of, self.trials.enough)
+        self._judge = CapacitySearch(question.draws, self._served_of, self.trials.is_good_enough)
 
     def report(self, what: str, share: float) -> None:
         self._done = share
@@ -77,7 +77,7 @@ class FleetSearch:
 
     def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
         run = self.trials.play(shape, rate, fine=True, draw=draw)
-        return run if self.trials.enough(run, strict=False) else None
+        return run if self.trials.is_good_enough(run, strict=False) else None
 
     def rate_of(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
         """Return the rough rate by one draw, up to the compute bound; None if below `least`."""
@@ -280,14 +280,14 @@ class FleetSearch:
 
     def with_one_fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker fewer."""
-        return next(iter(self._of_size(served, -1, share, 0.0)), None)
+        return next(iter(self._rate_of_size(served, -1, share, 0.0)), None)
 
     def with_one_more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
-        found = self._of_size(served, 1, share, served.rate)
+        found = self._rate_of_size(served, 1, share, served.rate)
         return next((each for each in found if each.rate > served.rate), None)
 
-    def _of_size(
+    def _rate_of_size(
         self, served: ServedRate, change: int, share: tuple[float, float], floor: float
     ) -> list[ServedRate]:
         half = (share[0] + share[1]) / 2

@@ -42,7 +42,7 @@ class TrafficStats:
     most_each: float  # requests/s that one worker can compute with a perfect cache
 
     @classmethod
-    def of(cls, sample: Sequence[Request], *machines: WorkerModel) -> TrafficStats:
+    def from_sample(cls, sample: Sequence[Request], *machines: WorkerModel) -> TrafficStats:
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
         cached = any(machine.prefix_caching for machine in machines)
         cache = CachedPrefixes(UNLIMITED_TOKENS if cached else 0)
@@ -64,8 +64,8 @@ class TrafficStats:
 
 
 def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
-    held = min(cache.held(request.shared), request.prompt_tokens - 1)
-    cache.keep(request.shared, UNLIMITED_TOKENS)
+    held = min(cache.count_cached(request.shared), request.prompt_tokens - 1)
+    cache.store(request.shared, UNLIMITED_TOKENS)
     return request.prompt_tokens, request.output_tokens, held
 
 
@@ -97,10 +97,10 @@ class FleetTrials:
         sample = list(islice(question.shapes(), some))
         if not sample:
             raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
-        self.traffic = traffic = TrafficStats.of(sample, *filter(None, question.machines))
+        self.traffic = traffic = TrafficStats.from_sample(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.
-        self.worker_rate = capacity_bound.Capacity.of(
+        self.worker_rate = capacity_bound.Capacity.from_model(
             machine, traffic.prompt, traffic.output
         ).requests_per_s
         self._note = note
@@ -135,7 +135,7 @@ class FleetTrials:
         question = self.question
         total = self.count(rate, fine=fine)
         self._note(f"{shape}: {total:,} requests")
-        requests = self._requests(draw).at(question.schedule(rate, total, draw).moments())
+        requests = self._requests(draw).requests_at(question.schedule(rate, total, draw).moments())
         flow = self._flow(shape)
         self.runs += 1
         warm = int(WARM_SHARE * total)
@@ -147,7 +147,7 @@ class FleetTrials:
         return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
 
     def _flow(self, shape: FleetShape) -> AggregateFlow:
-        workers = shape.placed(*self.question.machines)
+        workers = shape.place_workers(*self.question.machines)
         return AggregateFlow(workers, shape.settings(), self.question.targets, self.borne_s)
 
     def _requests(self, draw: int) -> DrawnRequests:
@@ -158,7 +158,7 @@ class FleetTrials:
     def class_of(self, prompt: int) -> str:
         return LONG if prompt > self._short_to else REST
 
-    def enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
+    def is_good_enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
         """Return True if enough requests are in time, also of the longest, and no queue grows.
 
         Unless `strict`, the longest prompts get one standard deviation. `brief` runs may show more
@@ -176,13 +176,13 @@ class FleetTrials:
 
     def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
         run = self.play(shape, rate, fine=False)
-        return run if self.enough(run, strict=False) else None
+        return run if self.is_good_enough(run, strict=False) else None
 
     def play_idle(self) -> FlowResult:
         """Play a draw on an idle worker, at even gaps: bursts are a matter of fleet size."""
         rate = min(self.worker_rate, self.traffic.most_each) * IDLE_LOAD
         total = self.count(rate, fine=True)
-        requests = self._requests(1).at([at / rate for at in range(1, total + 1)])
+        requests = self._requests(1).requests_at([at / rate for at in range(1, total + 1)])
         self.runs += 1
         split = self.question.prefill_machine is not None
         shape = FleetShape(prefill=1, decode=1) if split else FleetShape(general=1)
@@ -218,7 +218,7 @@ def check_feasible(trials: FleetTrials) -> None:
             "larger machine or a --scale below 1"
         )
     run = trials.play_idle()
-    if not trials.enough(run, strict=False):
+    if not trials.is_good_enough(run, strict=False):
         raise UsageError(_infeasible(trials.question, run))
 
 
@@ -234,7 +234,7 @@ def _infeasible(question: PlanQuestion, run: FlowResult) -> str:
         subject, met = f"the longest of {subject}", longs.kept_share
         named = {"tpot": longs.tpot, "itl": longs.longest}
     missed = [
-        f"{name}:{_up(sketch.quantile(share) * 1000)}"
+        f"{name}:{_round_up(sketch.quantile(share) * 1000)}"
         for name, sketch in named.items()
         if (target := getattr(question.targets, name)) is not None
         and sketch.quantile(share) > target
@@ -248,6 +248,6 @@ def _infeasible(question: PlanQuestion, run: FlowResult) -> str:
     )
 
 
-def _up(milliseconds: float) -> int:
+def _round_up(milliseconds: float) -> int:
     digits: int = 10 ** max(math.floor(math.log10(max(milliseconds, 1.0))) - 1, 0)
     return math.ceil(milliseconds / digits) * digits

@@ -57,11 +57,11 @@ def test_one_successful_trial_closes_the_breaker() -> None:
     breaker = opened()
     now = MIN_OPEN_S
     assert breaker.state(now) is BreakerState.HALF_OPEN
-    assert breaker.lets_pass(now)
+    assert breaker.may_send(now)
     assert breaker.record_sent(now)
-    assert not breaker.lets_pass(now)
+    assert not breaker.may_send(now)
     breaker.record_success()
-    assert breaker.lets_pass(now)
+    assert breaker.may_send(now)
     assert not breaker.record_sent(now)
 
 
@@ -86,11 +86,11 @@ def test_trial_without_result_blocks_one_interval() -> None:
     breaker = opened()
     now = MIN_OPEN_S
     breaker.record_sent(now)
-    assert not breaker.lets_pass(now + TRIAL_INTERVAL_S / 2)
-    assert breaker.lets_pass(now + TRIAL_INTERVAL_S)
+    assert not breaker.may_send(now + TRIAL_INTERVAL_S / 2)
+    assert breaker.may_send(now + TRIAL_INTERVAL_S)
     breaker.record_sent(now + TRIAL_INTERVAL_S)
     breaker.abandon_trial()
-    assert breaker.lets_pass(now + TRIAL_INTERVAL_S)
+    assert breaker.may_send(now + TRIAL_INTERVAL_S)
 
 
 @pytest.mark.parametrize("busy", [True, False])

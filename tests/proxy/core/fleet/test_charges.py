@@ -64,7 +64,7 @@ def test_first_token_moves_the_charge_from_prefill_to_decode(fleet: Fleet) -> No
     lease = charge(fleet, ask(1000, 50, samples=2, long=True))
     worker = members(fleet)[0]
     for _ in range(2):
-        fleet.first_token(lease, 1.0)
+        fleet.record_first_token(lease, 1.0)
         assert (worker.prefill_tokens, worker.long_tokens, worker.decoding) == (0, 0, 2)
     assert lease.first_token_at == 1.0
     assert worker.pace.prefills == 1
@@ -78,7 +78,7 @@ def test_requests_without_compute_do_not_change_the_pace(fleet: Fleet) -> None:
     for n in range(1, 4):
         lease = charge(fleet, ask(0, None, generates=False), 0.1 * n)
         assert (worker.requests, worker.prefill_tokens) == (2, 20_000)
-        fleet.first_token(lease, 0.1 * n + 0.003)
+        fleet.record_first_token(lease, 0.1 * n + 0.003)
         update_breaker(fleet, lease, 0.1 * n + 0.004, Outcome.DONE, None)
         fleet.release(lease)
     assert (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at) == known
@@ -88,15 +88,15 @@ def test_requests_without_compute_do_not_change_the_pace(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("info", [ask(1000, None, generates=False), ask(0, 50)])
 def test_first_token_of_a_prefill_teaches_the_pace(fleet: Fleet, info: RequestInfo) -> None:
-    fleet.first_token(charge(fleet, info), 1.0)
+    fleet.record_first_token(charge(fleet, info), 1.0)
     assert members(fleet)[0].pace.prefills == 1
 
 
 def test_seen_tokens_reduce_decode_tokens_to_zero_at_least(fleet: Fleet) -> None:
     lease = charge(fleet, ask(100, 50))
-    fleet.tokens(lease, 20)
+    fleet.record_tokens(lease, 20)
     assert members(fleet)[0].decode_tokens == 30
-    fleet.tokens(lease, 70)
+    fleet.record_tokens(lease, 70)
     assert members(fleet)[0].decode_tokens == 0
     assert lease.seen_tokens == 90
 
@@ -115,7 +115,7 @@ def test_decode_charge_doubles_when_the_estimate_is_reached(
         request.output_tokens = limit // 2
     lease = charge(fleet, request)
     for step in steps:
-        fleet.tokens(lease, step)
+        fleet.record_tokens(lease, step)
     assert members(fleet)[0].decode_tokens == lease.decode_tokens == left
     fleet.release(lease)
     assert idle(fleet.roster)
@@ -131,12 +131,12 @@ def test_release_returns_every_charge_once(
     lease = charge(fleet, ask(1000, 50, samples=3, stream=stream, generates=generates, long=True))
     other = charge(fleet, ask(7, 7))
     if begun:
-        fleet.first_token(lease, 1.0)
-    fleet.tokens(lease, written)
+        fleet.record_first_token(lease, 1.0)
+    fleet.record_tokens(lease, written)
     assert fleet.release(lease)
     assert not fleet.release(lease)
-    fleet.first_token(lease, 2.0)
-    fleet.tokens(lease, 5)
+    fleet.record_first_token(lease, 2.0)
+    fleet.record_tokens(lease, 5)
     assert members(fleet)[0].requests == 1
     assert members(fleet)[0].prefill_tokens == 7
     fleet.release(other)
@@ -146,9 +146,9 @@ def test_release_returns_every_charge_once(
 def test_settle_moves_a_non_streaming_request_to_decode(fleet: Fleet) -> None:
     worker = members(fleet)[0]
     lease = charge(fleet, ask(1000, 50, stream=False))
-    fleet.settle(0.01)
+    fleet.start_due_decodes(0.01)
     assert worker.decoding == 0
-    fleet.settle(10.0)
+    fleet.start_due_decodes(10.0)
     assert (worker.decoding, worker.prefill_tokens) == (1, 0)
     assert worker.pace.prefills == 0  # no first token was seen
     fleet.release(lease)
@@ -158,7 +158,7 @@ def test_settle_moves_a_non_streaming_request_to_decode(fleet: Fleet) -> None:
 def test_released_request_is_not_settled(fleet: Fleet) -> None:
     lease = charge(fleet, ask(1000, 50, stream=False))
     fleet.release(lease)
-    fleet.settle(10.0)
+    fleet.start_due_decodes(10.0)
     assert idle(fleet.roster)
 
 
@@ -168,7 +168,7 @@ def test_wait_shrinks_with_time_and_restarts_when_overdue(fleet: Fleet) -> None:
     lease = charge(fleet, ask(10_000))
     waits = [worker.wait_s(now, for_long=False) for now in (0.0, 5.0, 9.9, 10.1, 60.1)]
     assert waits == pytest.approx([10.0, 5.0, 2.0, 2.0, 52.0])
-    fleet.first_token(lease, 61.0)
+    fleet.record_first_token(lease, 61.0)
     assert worker.wait_s(61.0, for_long=False) == 0.0
 
 
@@ -179,7 +179,7 @@ def test_first_token_restarts_the_time_of_the_remaining_prefills(fleet: Fleet) -
     first = charge(fleet, ask(1000))
     charge(fleet, ask(1000), 0.5)
     assert worker.wait_s(4.0, for_long=False) == pytest.approx(0.4 + 3.0)
-    fleet.first_token(first, 4.0)
+    fleet.record_first_token(first, 4.0)
     assert worker.wait_s(4.0, for_long=False) == pytest.approx(1.0)
 
 
@@ -198,7 +198,7 @@ def test_first_token_of_a_trial_closes_the_breaker(fleet: Fleet) -> None:
     assert fleet.roster.ejections.resting == {worker}
     lease = charge(fleet, ask(), 1.0)
     assert lease.trial
-    fleet.first_token(lease, 1.5)
+    fleet.record_first_token(lease, 1.5)
     assert worker.breaker.closed
     assert fleet.roster.ejections.resting == set()
 
@@ -207,7 +207,7 @@ def test_prices_rise_with_decoding_sequences(fleet: Fleet) -> None:
     worker = members(fleet)[0]
     alone = worker.prompt_price
     lease = charge(fleet, ask(samples=4))
-    fleet.first_token(lease, 0.1)
+    fleet.record_first_token(lease, 0.1)
     assert worker.prompt_price > alone
     assert worker.output_price == pytest.approx(4 * worker.pace.each_s)
     fleet.release(lease)
@@ -233,7 +233,7 @@ def test_move_transfers_all_charges_of_a_decode_leg() -> None:
         1050,
     )
     assert (lease.worker, lease.decision.worker) == (other, other)
-    fleet.first_token(lease, 2.0)
+    fleet.record_first_token(lease, 2.0)
     fleet.move(lease, decode, 2.0)  # no effect after the first token
     assert lease.worker is other
     fleet.release(lease)

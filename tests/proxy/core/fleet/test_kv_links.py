@@ -18,13 +18,13 @@ def test_link_is_cold_until_warmed() -> None:
     _, prefill, decode = prefill_and_decode()
     links = KvLinks()
     links.are_made = True
-    assert links.are_cold(prefill, decode)
+    assert links.is_cold(prefill, decode)
     assert links.is_unusable(prefill, decode, 1e6)
     links.set_unmade(prefill, decode)
-    assert links.are_cold(prefill, decode)
+    assert links.is_cold(prefill, decode)
     assert "nothing for d0 yet" in links.describe(prefill, 1.0)
     links.set_warm(prefill, decode)
-    assert not links.are_cold(prefill, decode)
+    assert not links.is_cold(prefill, decode)
     assert not links.is_unusable(prefill, decode, 1.0)
     assert links.is_warm(prefill, decode)
     assert links.describe(prefill, 1.0) == ""
@@ -65,7 +65,7 @@ def test_three_failures_in_a_row_bar_a_link() -> None:
     assert [links.record_failure(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
     assert links.is_barred(prefill, decode, 1.0)
     assert not links.is_barred(prefill, None, 1.0)
-    assert links.barred(1.0) == [(prefill, decode)]
+    assert links.barred_links(1.0) == [(prefill, decode)]
     assert links.describe(prefill, 1.0) == "prefills nothing for d0 for now: its transfers fail"
     assert not links.is_barred(prefill, decode, 1.0 + BARRED_S)
     assert links.describe(prefill, 1.0 + BARRED_S) == ""
@@ -105,7 +105,7 @@ def test_keep_forgets_links_of_removed_workers() -> None:
         links.record_failure(prefill, decode, 1.0)
     links.keep_only([prefill, decode])
     assert links.is_warm(prefill, decode)
-    assert links.barred(1.0)
+    assert links.barred_links(1.0)
     links.keep_only([prefill])
     assert not links.is_warm(prefill, decode)
-    assert not links.barred(1.0)
+    assert not links.barred_links(1.0)

@@ -68,7 +68,7 @@ def test_shared_prefix_is_charged_once() -> None:
     alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
     assert worker.running_prefixes.saved == 119 * (COVERED[BLOCKS] // 4)
-    assert not worker.full
+    assert not worker.is_full
     assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
     router.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # the first holder of the prefix leaves
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
@@ -87,7 +87,7 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
         for _ in range(number):
             agent_request = ask(5500, 1500, prefix=begins[name])
             lease = router.fleet.charge(agent_request, Decision(worker, Reason.ONLY_CHOICE), 0.0)
-            router.fleet.first_token(lease, 0.1)
+            router.fleet.record_first_token(lease, 0.1)
         assert worker.kv_held > 0.9 * worker.kv_capacity
     router.fleet.roster.prefixes.record(begins["a"], worker_of(router, "a").index)
     request = ask(5500, 1500, prefix=begins["a"])
@@ -130,14 +130,14 @@ def test_page_with_free_cache_makes_room_until_it_is_old() -> None:
     sent = 0
     while isinstance(answer := agent(router, 0.0), Lease):
         sent += 1
-        router.leases.first_token(answer, 0.5)
+        router.leases.record_first_token(answer, 0.5)
     worker = worker_of(router, "a")
-    assert worker.full
+    assert worker.is_full
     assert 20 < sent < 30
     set_page(router, 1.0, (PROMPT + 500 * sent) / CACHE, running=sent)
-    assert not worker.full
+    assert not worker.is_full
     assert worker.kv_held < 0.3 * CACHE
-    [(_, after)] = router.due(1.0)
+    [(_, after)] = router.pop_due(1.0)
     assert isinstance(after, Lease)
     while isinstance(agent(router, 1.1), Lease):
         sent += 1
@@ -153,7 +153,7 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
     while isinstance(agent(router, 0.0), Lease):
         pass
     worker = set_page(router, 1.0, 0.05)
-    assert worker.full
+    assert worker.is_full
     charged = worker.kv_tokens
     router.fleet.health.apply_remote_load(
         worker, WorkerLoad(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0
@@ -167,35 +167,35 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
 def test_page_with_waiting_requests_or_no_usage_makes_no_room(usage: float, waiting: int) -> None:
     router = make_router(policy="least_loaded")
     while isinstance(answer := agent(router, 0.0), Lease):
-        router.leases.first_token(answer, 0.5)
-    assert set_page(router, 1.0, usage, 20, waiting).full
+        router.leases.record_first_token(answer, 0.5)
+    assert set_page(router, 1.0, usage, 20, waiting).is_full
 
 
 def test_full_page_corrects_the_assumed_sharing() -> None:
     router = make_router()
     for _ in range(40):
-        router.leases.first_token(
+        router.leases.record_first_token(
             placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5
         )
     worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
-    assert worker.full
+    assert worker.is_full
     assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
     waits(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 1.0))
     set_page(router, 2.0, 0.2, running=40)
-    assert not worker.full
+    assert not worker.is_full
 
 
 def test_worker_without_new_pages_has_room_after_finishes() -> None:
     router = make_router()
     leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
     for lease in leases:
-        router.leases.first_token(lease, 0.5)
+        router.leases.record_first_token(lease, 0.5)
     worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
-    assert worker.full
+    assert worker.is_full
     for lease in leases[1:]:
         router.leases.finish(lease, 2.0, Outcome.DONE)
     assert worker.kv_held == worker.kv_tokens
-    assert not worker.full
+    assert not worker.is_full
     placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
 
 
@@ -226,7 +226,7 @@ def test_decode_leg_shares_prefixes_from_its_first_token() -> None:
     fleet.move(leases[2], third, 1.1)
     assert (second.kv_tokens, third.kv_tokens) == (2 * (PROMPT + OUTPUT), PROMPT + OUTPUT)
     for lease in leases:
-        fleet.first_token(lease, 1.5)
+        fleet.record_first_token(lease, 1.5)
     assert second.kv_tokens < PROMPT + 2 * (OUTPUT + 2000)
     assert (second.kv_coming, third.kv_coming) == (0, 0)
     for lease in leases:

@@ -107,7 +107,7 @@ def test_success_in_panic_closes_a_breaker_and_ends_the_panic() -> None:
     leases = [placed(router.submit(ask(), now)) for _ in range(8)]
     trial = next(lease for lease in leases if lease.worker.name == "w0")
     assert trial.trial
-    router.leases.first_token(trial, now)
+    router.leases.record_first_token(trial, now)
     assert worker_of(router, "w0").breaker.closed
     assert not router.fleet.roster.ejections.panics
     assert served_by(router, now) == {"w0", "w3"}

@@ -22,13 +22,13 @@ class RecordingPeers:
         self.full_when_chosen: list[Worker] = []  # workers that are full when chosen
         self.chosen: list[Worker] = []
 
-    def look(self, now: float) -> None:
+    def take_in_charges(self, now: float) -> None:
         self.look_times.append(now)
 
-    def changed(self, worker: Worker) -> None:
+    def publish_soon(self, worker: Worker) -> None:
         self.changes.append(worker)
 
-    def have_filled(self, worker: Worker, now: float) -> bool:
+    def is_filled_by_others(self, worker: Worker, now: float) -> bool:
         self.chosen.append(worker)
         if self.fleet is None or worker not in self.full_when_chosen:
             return False
@@ -94,7 +94,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
     assert lease.trial
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
     assert not remote_worker.accepts(6.0)  # no second trial from the other process
-    local.leases.first_token(lease, 6.1)
+    local.leases.record_first_token(lease, 6.1)
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
     assert remote_worker.breaker.has_no_failures
     assert remote_worker not in remote.fleet.roster.ejections.resting
@@ -108,7 +108,7 @@ def test_peers_are_read_before_decisions_and_notified_of_changes() -> None:
     lease = placed(router.submit(ask(), 1.0))
     assert others.look_times == [1.0]
     for event in (
-        lambda: router.leases.first_token(lease, 2.0),
+        lambda: router.leases.record_first_token(lease, 2.0),
         lambda: router.leases.finish(lease, 3.0, Outcome.FAILED),
     ):
         others.changes.clear()

@@ -273,10 +273,10 @@ def test_page_values_expire_without_new_pages() -> None:
         fleet.health.set_gauges(
             "a", Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0})
         )
-    fleet.health.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # a page may still come
+    fleet.health.drop_old_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # a page may still come
     assert (worker.foreign_requests, worker.queued, worker.slots) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
-    fleet.health.no_gauges("a", 2.1 + MAX_PAGE_AGE_S)
+    fleet.health.drop_old_gauges("a", 2.1 + MAX_PAGE_AGE_S)
     assert (worker.gauges, worker.foreign_requests, worker.queued, worker.slots) == (
         None,
         0,
@@ -304,7 +304,7 @@ def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
     a, b = members(fleet)
     for worker, seconds in ((a, 10.0), (b, 0.1)):
         for i in range(20):
-            worker.pace.saw_first_token(1000, 0.0, 0.0, seconds, now=i / 20)
+            worker.pace.learn_first_token(1000, 0.0, 0.0, seconds, now=i / 20)
     slow = a.pace.token_s
     for second in range(120):
         fleet.health.set_gauges("a", Gauges(at=IDLE_BEFORE_RETRY_S + 1 + second))
@@ -314,7 +314,7 @@ def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
 def test_new_worker_starts_with_the_pace_of_its_peers() -> None:
     fleet = fleet_of(spec("a"))
     for i in range(20):
-        members(fleet)[0].pace.saw_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
+        members(fleet)[0].pace.learn_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
     fleet.roster.add(spec("b"))
     fleet.health.probe_ok("b", 2.0)
     assert members(fleet)[1].pace.token_s == pytest.approx(members(fleet)[0].pace.token_s)
@@ -353,11 +353,11 @@ def test_renamed_worker_inherits_charges() -> None:
     assert own(successor) == own(before)
     assert successor.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
     assert placed(router.submit(ask(2000), 0.1)).worker is other  # with half the work
-    fleet.first_token(lease, 0.4)
+    fleet.record_first_token(lease, 0.4)
     assert successor.wait_s(0.4, for_long=False) == 0.0
     assert successor.decoding == 2
     assert successor.prompt_price == pytest.approx(before.prompt_price)
-    fleet.tokens(lease, 100)
+    fleet.record_tokens(lease, 100)
     assert successor.decode_tokens == before.decode_tokens == 500
     fleet.release(lease)
     assert idle([successor, before])
@@ -374,7 +374,7 @@ def test_renamed_worker_inherits_first_tokens() -> None:
     successor = worker_of(router, "b")
     overdue = before.due_at + 5.0
     assert successor.wait_s(overdue, for_long=False) > 5.0
-    router.leases.first_token(first, overdue)
+    router.leases.record_first_token(first, overdue)
     assert successor.wait_s(overdue, for_long=False) == pytest.approx(before.pace.token_s * 5000)
     router.leases.finish(second, overdue, Outcome.DONE)
     assert successor.wait_s(overdue, for_long=False) == 0.0
@@ -389,7 +389,7 @@ def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
     fleet.roster.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
     successor = present(fleet.roster.get("q"))
     assert (successor.requests, successor.pinned) == (0, 1)
-    fleet.first_token(lease, 0.2)
+    fleet.record_first_token(lease, 0.2)
     assert successor.pinned == 0
     assert not fleet.roster.leaving
     fleet.release(lease)

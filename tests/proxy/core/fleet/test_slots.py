@@ -46,8 +46,8 @@ def decoding_handovers(router: Router, count: int, now: float = 0.0) -> list[Lea
     """Hand requests over until they decode."""
     leases = [placed(router.submit(ask(LONG), now)) for _ in range(count)]
     for lease in leases:
-        router.leases.prefilled(lease, now, None)
-        router.leases.first_token(lease, now)
+        router.leases.end_prefill(lease, now, None)
+        router.leases.record_first_token(lease, now)
     return leases
 
 
@@ -78,12 +78,12 @@ def test_no_prefill_without_a_decode_slot(rule: str, foreign_requests: int) -> N
         set_page(router, second, 4, foreign_requests or 1)
     ticket = waits(router.submit(ask(LONG), 3.0))
     assert worker_of(router, "p0").requests == 0
-    assert router.due(3.0) == []
+    assert router.pop_due(3.0) == []
     for lease in leases:
         router.leases.finish(lease, 4.0, Outcome.DONE)
     set_page(router, 4.0, 0)
     set_page(router, 5.0, 0)
-    [(ended, lease)] = router.due(5.0)
+    [(ended, lease)] = router.pop_due(5.0)
     assert ended is ticket
     assert placed(lease).decision.route == "p0>d0"
 
@@ -113,9 +113,9 @@ def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     assert placed(router.submit(ask(1000), 1.0)).prefill is not None  # it fits
     ticket = waits(router.submit(ask(20_000), 1.0))
     assert worker_of(router, "p0").requests == 1
-    assert router.due(1.5) == []
+    assert router.pop_due(1.5) == []
     set_small_cache_page(router, 2.0, 0.6)
-    [(ended, lease)] = router.due(2.0)
+    [(ended, lease)] = router.pop_due(2.0)
     assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
 
 
@@ -126,9 +126,9 @@ def test_uncharged_usage_takes_room_while_requests_queue(rule: str) -> None:
     set_small_cache_page(router, 1.0, 0.8)
     ticket = waits(router.submit(ask(20_000), 1.0))
     set_small_cache_page(router, 2.0, 0.8, queued=1)
-    assert router.due(2.0) == []
+    assert router.pop_due(2.0) == []
     set_small_cache_page(router, 3.0, 0.6)
-    assert [ended for ended, _ in router.due(3.0)] == [ticket]
+    assert [ended for ended, _ in router.pop_due(3.0)] == [ticket]
 
 
 def test_foreign_usage_takes_room_on_a_worker_without_own_requests() -> None:
@@ -171,7 +171,7 @@ def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
     leases = [placed(router.submit(ask(LONG), 0.0)) for _ in range(4)]
     ticket = waits(router.submit(ask(LONG), 0.0))
     router.leases.finish(leases[0], 1.0, Outcome.DONE)
-    [(ended, lease)] = router.due(1.0)
+    [(ended, lease)] = router.pop_due(1.0)
     assert ended is ticket
     assert placed(lease).prefill is not None
 
@@ -183,8 +183,8 @@ def decoding(router: Router, count: int, left: int) -> list[Lease]:
     """Return requests that decode, each with `left` tokens of its answer left."""
     leases = [placed(router.submit(ask(LONG, left), 0.0)) for _ in range(count)]
     for lease in leases:
-        router.leases.prefilled(lease, 0.0, None)
-        router.leases.first_token(lease, 0.0)
+        router.leases.end_prefill(lease, 0.0, None)
+        router.leases.record_first_token(lease, 0.0)
     worker_of(router, "p0").pace.token_s = 1e-4
     return leases
 
@@ -205,9 +205,9 @@ def test_answer_past_its_estimate_keeps_its_slot_as_long_again(rule: str) -> Non
     router = router_with_slots(4, policy=rule)
     leases = [placed(router.submit(ask(1500, None), 0.0)) for _ in range(4)]
     for lease in leases:
-        router.leases.prefilled(lease, 0.0, None)
-        router.leases.first_token(lease, 0.0)
-        router.leases.tokens(lease, lease.ask.expected_output)
+        router.leases.end_prefill(lease, 0.0, None)
+        router.leases.record_first_token(lease, 0.0)
+        router.leases.record_tokens(lease, lease.ask.expected_output)
     worker_of(router, "p0").pace.token_s = 1e-4
     assert slots.wait_s(worker_of(router, "d0"), 0.0) > 0.2
     waits(router.submit(ask(1500, None), 0.0))
@@ -219,11 +219,11 @@ def test_long_slot_wait_ends_in_one_handover_at_a_time(rule: str) -> None:
     router = router_with_slots(4, policy=rule, queue_wait_s=30.0)
     decoding(router, 4, 100_000)
     first, second = (waits(router.submit(ask(LONG), 0.0)) for _ in range(2))
-    assert router.due(14.9) == []
-    [(ended, lease)] = router.due(15.1)
+    assert router.pop_due(14.9) == []
+    [(ended, lease)] = router.pop_due(15.1)
     assert (ended, placed(lease).decision.route) == (first, "p0>d0")
-    router.leases.prefilled(placed(lease), 16.0, None)
-    [(ended, lease)] = router.due(16.0)
+    router.leases.end_prefill(placed(lease), 16.0, None)
+    [(ended, lease)] = router.pop_due(16.0)
     assert (ended, placed(lease).decision.route) == (second, "p0>d0")
 
 
@@ -235,16 +235,16 @@ def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     short = placed(router.submit(ask(1), 0.0))
     assert short.prefill is None
     long = placed(router.submit(ask(LONG), 0.0))
-    router.leases.prefilled(long, 1.0, None)
+    router.leases.end_prefill(long, 1.0, None)
     set_page(router, 1.0, 4, 1)
     learnt = pace.token_s, pace.fixed_s
-    router.leases.first_token(short, 9.0)
-    router.leases.first_token(long, 9.0)
+    router.leases.record_first_token(short, 9.0)
+    router.leases.record_first_token(long, 9.0)
     assert (pace.token_s, pace.fixed_s) == learnt
     assert router.placer.transfer_times("m").all.seen == before
     set_page(router, 10.0, 4)
     short = placed(router.submit(ask(1), 10.0))
-    router.leases.first_token(short, 10.5)
+    router.leases.record_first_token(short, 10.5)
     assert (pace.token_s, pace.fixed_s) != learnt
 
 
@@ -257,8 +257,8 @@ def test_old_page_blocks_no_handover() -> None:
     for second in (1.0, 2.0):
         set_page(router, second, 2, 2, usage=0.99)
     waits(router.submit(ask(LONG), 2.0))
-    assert router.due(2.0 + slots.MAX_PAGE_AGE_S) == []
-    [(_, lease)] = router.due(2.1 + slots.MAX_PAGE_AGE_S)
+    assert router.pop_due(2.0 + slots.MAX_PAGE_AGE_S) == []
+    [(_, lease)] = router.pop_due(2.1 + slots.MAX_PAGE_AGE_S)
     assert placed(lease).prefill is not None
 
 
@@ -272,7 +272,7 @@ def test_share_of_taken_slots_counts_present_requests() -> None:
     assert slots.share_taken(worker, 0.0) == 0
     set_page(router, 0.0, 0, usage=0.99)  # a cache may be full of unused blocks
     assert slots.share_taken(worker, 0.0) == 0
-    router.leases.prefilled(lease, 0.0, None)
+    router.leases.end_prefill(lease, 0.0, None)
     set_page(router, 0.5, 1)
     assert slots.share_taken(worker, 0.5) == 0.25
     for second in (1.0, 2.0):  # requests of other routers

@@ -37,7 +37,7 @@ def holds(learnt: LearnedSizes, text: int, tokens: float, within: float = 0.3) -
 def test_short_chats_teach_the_template_and_no_rate(text: int, tokens: int, times: int) -> None:
     learnt = LearnedSizes()
     for _ in range(times):
-        learnt.see_prompt(text, tokens)
+        learnt.learn_prompt(text, tokens)
     template = tokens - text / 4.5
     for size in (8_000, 20_000, 180_000):
         assert holds(learnt, size, template + size / 4.5)
@@ -55,7 +55,7 @@ def test_four_bytes_are_a_token_at_first() -> None:
 def test_unprinted_tools_do_not_change_bytes_per_token(tools: int, times: int) -> None:
     learnt = LearnedSizes()
     for _ in range(times):
-        learnt.see_prompt(8, 5, tools)
+        learnt.learn_prompt(8, 5, tools)
     assert holds(learnt, 180_000, 40_000)
     if times > 2:
         assert learnt.tokens(8, tools) < 30
@@ -65,7 +65,7 @@ def test_tools_have_their_own_rate() -> None:
     learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(200):
         text, tools = noise.randint(100, 20_000), noise.choice([2_000, 12_000, 20_000])
-        learnt.see_prompt(text, int(text / 4.6 + tools / 3.2 + 12), tools)
+        learnt.learn_prompt(text, int(text / 4.6 + tools / 3.2 + 12), tools)
     assert learnt.tokens(10_000, 12_000) == pytest.approx(10_000 / 4.6 + 12_000 / 3.2, rel=0.05)
     assert learnt.tokens(20_000) == pytest.approx(20_000 / 4.6, rel=0.1)
 
@@ -74,9 +74,9 @@ def test_rare_long_chats_are_estimated_accurately() -> None:
     learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(300):
         if noise.random() < 0.05:
-            learnt.see_prompt(36_000, 8_029)
+            learnt.learn_prompt(36_000, 8_029)
         else:
-            learnt.see_prompt(48, 40)
+            learnt.learn_prompt(48, 40)
     assert learnt.tokens(36_000) == pytest.approx(8_029, rel=0.01)
     assert learnt.tokens(48) == pytest.approx(40, abs=3)
     assert band(learnt, 36_000) < 0.1
@@ -87,14 +87,14 @@ def test_new_texts_weigh_more_than_old_texts() -> None:
     for per_token in (4.5, 2.8):
         for _ in range(100):
             text = noise.randint(4_000, 12_000)
-            learnt.see_prompt(text, int(text / per_token * noise.uniform(0.9, 1.1)))
+            learnt.learn_prompt(text, int(text / per_token * noise.uniform(0.9, 1.1)))
         assert learnt.bytes_per_token == pytest.approx(per_token, rel=0.05)
 
 
 def test_each_of_several_prompts_counts_a_template() -> None:
     learnt = LearnedSizes()
     for prompts in (1, 10, 100) * 10:
-        learnt.see_prompt(400 * prompts, 120 * prompts, prompts=prompts)
+        learnt.learn_prompt(400 * prompts, 120 * prompts, prompts=prompts)
     assert learnt.tokens(4_000, prompts=10) == pytest.approx(1_200, rel=0.02)
     assert learnt.tokens(400) == pytest.approx(120, rel=0.05)
 
@@ -108,7 +108,7 @@ SIZES = st.integers(0, 100_000_000)
 def test_estimates_stay_finite_and_bounded(prompts: list[tuple[int, int, int, int]]) -> None:
     learnt = LearnedSizes()
     for text, tokens, tools, count in prompts:
-        learnt.see_prompt(text, tokens, tools, count)
+        learnt.learn_prompt(text, tokens, tools, count)
         assert MIN_BYTES_PER_TOKEN <= learnt.bytes_per_token <= MAX_BYTES_PER_TOKEN
         assert 0.0 <= learnt.spread <= 1.0
         for size in (0, 1, text, 10_000_000):

@@ -17,7 +17,7 @@ def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) 
     for i in range(times):
         tokens = rng.choice([50, 200, 1000, 8000])
         seconds = (fixed + token * tokens) * rng.uniform(1 - noise, 1 + noise)
-        pace.saw_first_token(tokens, 0.0, 0.0, seconds, now=float(i))
+        pace.learn_first_token(tokens, 0.0, 0.0, seconds, now=float(i))
     return pace
 
 
@@ -31,7 +31,7 @@ def test_short_and_long_prompts_are_predicted(fixed: float, token: float) -> Non
 def test_first_observation_moves_the_estimate_most() -> None:
     pace = LatencyModel()
     before = pace.first_token_s(1000)
-    pace.saw_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
+    pace.learn_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
     assert 2.5 * before < pace.first_token_s(1000) < 4 * before
 
 
@@ -39,7 +39,7 @@ def test_step_times_are_learnt_apart_from_prefill() -> None:
     pace, rng = LatencyModel(), random.Random(1)
     for i in range(300):
         beside = rng.choice([1, 8, 64])
-        pace.saw_steps(beside, 0.01 + 0.002 * beside, now=float(i))
+        pace.learn_steps(beside, 0.01 + 0.002 * beside, now=float(i))
     assert pace.step_s(1) == pytest.approx(0.012, rel=0.3)
     assert pace.step_s(64) == pytest.approx(0.138, rel=0.2)
     assert (pace.fixed_s, pace.token_s) == (FIXED_S, TOKEN_S)
@@ -49,9 +49,9 @@ def test_passing_share_is_learnt_from_waits_behind_longs() -> None:
     fair, strict = LatencyModel(), LatencyModel()
     for i in range(50):
         for pace, waited in ((fair, 0.1), (strict, 1.0)):
-            pace.saw_first_token(200, 0.0, 0.0, 0.02 + 200 * 1e-4, now=float(i))
+            pace.learn_first_token(200, 0.0, 0.0, 0.02 + 200 * 1e-4, now=float(i))
             seconds = 0.02 + 200 * 1e-4 + waited * 30_000 * 1e-4
-            pace.saw_first_token(200, 30_000, 0.0, seconds, now=float(i))
+            pace.learn_first_token(200, 30_000, 0.0, seconds, now=float(i))
     assert fair.passing == pytest.approx(0.1, abs=0.1)
     assert strict.passing == pytest.approx(1.0, abs=0.1)
 
@@ -64,9 +64,9 @@ tokens = st.floats(0, 1e8)
 def test_parameters_stay_positive_and_finite(seen: list[tuple[float, float, float]]) -> None:
     pace = LatencyModel()
     for own, behind, took in seen:
-        pace.saw_first_token(own, behind, own, took, 0.0)
-        pace.saw_steps(own, took, 0.0)
-        pace.saw_whole(own, behind, own, 1, 10, took, 0.0)
+        pace.learn_first_token(own, behind, own, took, 0.0)
+        pace.learn_steps(own, took, 0.0)
+        pace.learn_total(own, behind, own, 1, 10, took, 0.0)
     for part in (pace.fixed_s, pace.token_s, pace.base_s, pace.each_s, pace.passing):
         assert 0 < part < 1e15
     assert pace.passing <= 1

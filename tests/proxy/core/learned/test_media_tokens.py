@@ -19,7 +19,7 @@ TEXT_TOKENS = 35
 
 
 def size(sizer: Sizer, body: dict[str, Any], path: str = "/v1/chat/completions") -> RequestInfo:
-    return sizer.ask(route(path), "m", body, 1000, "id")
+    return sizer.estimate(route(path), "m", body, 1000, "id")
 
 
 def images(number: int) -> dict[str, Any]:

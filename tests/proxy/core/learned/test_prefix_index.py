@@ -137,7 +137,7 @@ def test_workers_with_and_without_a_journal_match_together() -> None:
     assert index.matches(hashes) == [(3, 0b001), (2, 0b111)]
     index.follow(0)  # only what its journal reports counts from now on
     assert index.matches(hashes) == [(2, 0b110)]
-    index.hold(hashes[0], 0, 128)
+    index.add_block(hashes[0], 0, 128)
     assert held(index, text("a", "b", "c")) == {0: 1, 1: 2, 2: 2}
 
 

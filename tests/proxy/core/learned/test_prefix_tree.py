@@ -39,8 +39,8 @@ def test_each_held_block_is_counted_once(prompts: list[tuple[int, int]], shuffle
     ends: dict[tuple[int, ...], list[PrefixNode]] = {}
     holders: Counter[int] = Counter()
     for chain in chains(prompts):
-        shared = tree.shared(chain)
-        node, found = tree.hold(chain, 1.0)
+        shared = tree.shared_tokens(chain)
+        node, found = tree.add_request(chain, 1.0)
         assert found == shared == held(chain, holders)
         holders.update(chain)
         ends.setdefault(chain, []).append(node)
@@ -66,9 +66,9 @@ def check_agreement(
 def test_node_splits_where_another_prompt_branches_off() -> None:
     tree = PrefixTree()
     long = tuple(range(ALL))
-    node, _ = tree.hold(long, 0.25)
+    node, _ = tree.add_request(long, 0.25)
     assert (node.begin, node.end) == (0, ALL)
-    other, found = tree.hold((*long[:30], -1, -2), 0.25)
+    other, found = tree.add_request((*long[:30], -1, -2), 0.25)
     assert found == COVERED[30] // 4
     assert other.above is node.above
     assert (present(node.above).end, node.begin, other.begin) == (30, 30, 30)
@@ -79,8 +79,8 @@ def test_node_splits_where_another_prompt_branches_off() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 31, 32, ALL - 1, ALL])
 def test_prompt_that_ends_within_another_shares_all_its_blocks(depth: int) -> None:
     tree = PrefixTree()
-    whole, _ = tree.hold(tuple(range(ALL)), 1.0)
-    part, found = tree.hold(tuple(range(depth)), 1.0)
+    whole, _ = tree.add_request(tuple(range(ALL)), 1.0)
+    part, found = tree.add_request(tuple(range(depth)), 1.0)
     assert (part is whole, found) == (depth == ALL, COVERED[depth])
     tree.release(whole)
     assert tree.tokens == COVERED[depth]
@@ -90,6 +90,6 @@ def test_prompt_that_ends_within_another_shares_all_its_blocks(depth: int) -> No
 
 def test_first_holder_sets_the_tokens_per_byte_of_a_block() -> None:
     tree = PrefixTree()
-    tree.hold((1, 2), 0.25)
-    assert tree.hold((1, 3), 0.5)[1] == 32
+    tree.add_request((1, 2), 0.25)
+    assert tree.add_request((1, 3), 0.5)[1] == 32
     assert (tree.tokens, tree.saved) == (32 + 32 + 64, 32)

@@ -97,7 +97,7 @@ def test_an_expected_prefix_ends_with_its_request_unless_it_is_resident() -> Non
     engine.index.record(hashes, 0)
     engine.name(1, "a", "b")
     engine.prefixes.record_resident(1, TOKENS)
-    engine.index.end(hashes, 0)
+    engine.index.end_request(hashes, 0)
     for depth in (2, 1):  # the last report may come a moment after the response
         engine.index.drop_ended()
         assert held(engine.index, text("a", "b")) == {0: depth}

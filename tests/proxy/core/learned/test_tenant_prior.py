@@ -24,7 +24,7 @@ def tenant(name: str, **limits: int) -> Tenant:
 
 
 def size(sizer: Sizer, sender: Tenant, model: str = "m", **fields: Any) -> RequestInfo:
-    found = sizer.ask(route(), model, chat("x" * TEXT, **fields), TEXT, "id", sender)
+    found = sizer.estimate(route(), model, chat("x" * TEXT, **fields), TEXT, "id", sender)
     found.tenant = sender
     return found
 
@@ -84,7 +84,7 @@ def test_first_answers_of_a_tenant_all_teach() -> None:
         sender = small if number % 20 == 7 else flood
         request = size(router.sizer, sender, stream=True)
         lease = placed(router.submit(request, now))
-        router.leases.first_token(lease, now)
+        router.leases.record_first_token(lease, now)
         router.leases.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
     assert small.learnt["m", CHAT].seen >= MIN_SAMPLES_LEARNED
     assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "many answers are sampled"

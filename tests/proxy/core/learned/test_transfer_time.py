@@ -17,7 +17,7 @@ def taught(fixed_s: float, token_s: float, *, noise: float = 0.0, seed: int = 1)
     for _ in range(200):
         tokens = chance.choice([100, 500, 3000, 12_000])
         seconds = (fixed_s + token_s * tokens) * chance.lognormvariate(0.0, noise)
-        time.saw(tokens, seconds)
+        time.learn(tokens, seconds)
     return time
 
 
@@ -37,14 +37,14 @@ def test_prediction_follows_a_changed_link() -> None:
     time = taught(0.01, 1e-6)
     for number in range(150):
         tokens = (100, 500, 3000, 12_000)[number % 4]
-        time.saw(tokens, 0.1 + 1e-5 * tokens)
+        time.learn(tokens, 0.1 + 1e-5 * tokens)
     assert time.seconds(3000) == pytest.approx(0.13, rel=0.3)
 
 
 def test_one_slow_handshake_moves_the_prediction_little() -> None:
     time = taught(0.02, 1e-6)
     before = time.seconds(3000)
-    time.saw(3000, 60.0)
+    time.learn(3000, 60.0)
     assert time.seconds(3000) < 1.2 * before
 
 
@@ -54,11 +54,11 @@ def test_one_slow_handshake_moves_the_prediction_little() -> None:
 def test_new_pair_uses_the_times_of_all_pairs() -> None:
     times = TransferTimes()
     for _ in range(100):
-        times.saw("p0", "d0", 1000, 0.5)
+        times.learn("p0", "d0", 1000, 0.5)
     assert times.estimate_for("p1", "d0") is times.all
     for _ in range(UNCLAMPED_TRANSFERS):
         assert times.estimate_for("p1", "d0") is times.all
-        times.saw("p1", "d0", 1000, 0.01)
+        times.learn("p1", "d0", 1000, 0.01)
     assert times.estimate_for("p1", "d0").seconds(1000) == pytest.approx(0.01, rel=0.3)
     assert times.estimate_for("p0", "d0").seconds(1000) == pytest.approx(0.5, rel=0.01)
 
@@ -68,6 +68,6 @@ def test_number_of_pairs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     times = TransferTimes()
     for name in ("p0", "p1", "p2"):
         for _ in range(UNCLAMPED_TRANSFERS):
-            times.saw(name, "d0", 1000, 0.5)
+            times.learn(name, "d0", 1000, 0.5)
     left = [name for name in ("p0", "p1", "p2") if times.estimate_for(name, "d0") is not times.all]
     assert left == ["p1", "p2"]

@@ -89,15 +89,15 @@ def test_reported_beginning_decides_no_limit(tokens: int, most: int) -> None:
         assert isinstance(ask, RequestInfo)
         asks.append(ask)
         for block in ask.prefix:
-            router.fleet.roster.prefixes.hold(block, 0, tokens)
+            router.fleet.roster.prefixes.add_block(block, 0, tokens)
     assert asks[0].prompt_tokens != asks[1].prompt_tokens
     found = router.submit(asks[1], 0.0)
     if most == 1000:
         placed(found)
     else:
         assert refused(found).code == "context_length_exceeded"
-    router.counted(asks[1], 1001)
-    assert asks[1].sure_size == 1001
+    router.apply_count(asks[1], 1001)
+    assert asks[1].min_prompt_size == 1001
 
 
 @pytest.mark.parametrize("cut", [None, -1, 101, "x"])
@@ -132,8 +132,8 @@ def test_finish_charges_the_tokens_delivered(
     assert tokens_left(owner) == 850
     assert owner.virtual == 200
     if seen:
-        router.leases.first_token(lease, 0.0)
-        router.leases.tokens(lease, seen)
+        router.leases.record_first_token(lease, 0.0)
+        router.leases.record_tokens(lease, seen)
     router.leases.finish(lease, 0.0, outcome, usage)
     assert tokens_left(owner) == 1000 - used
     assert owner.ledger.running == 0
@@ -199,10 +199,10 @@ def charged(
     lease = placed(router.submit(request, 0.0))
     first = pace.first_token_s(100)
     if begins_s is not None:
-        router.leases.began(lease, first + begins_s)
+        router.leases.record_begin(lease, first + begins_s)
     if seen:
-        router.leases.first_token(lease, first + shows_s)
-        router.leases.tokens(lease, seen)
+        router.leases.record_first_token(lease, first + shows_s)
+        router.leases.record_tokens(lease, seen)
     router.leases.finish(lease, first + after_s + 0.001, outcome)
     assert owner.virtual == pytest.approx(100 + 2 * owner.totals.output_tokens)
     assert idle([worker_of(router, "w")])
@@ -255,8 +255,8 @@ def test_time_in_which_a_worker_hangs_is_not_charged(
     pace.base_s, pace.each_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
     lease = placed(router.submit(of(owner, 100, 5000, stream=stream), 0.0))
     if stream:
-        router.leases.first_token(lease, 0.5)
-        router.leases.tokens(lease, 1)
+        router.leases.record_first_token(lease, 0.5)
+        router.leases.record_tokens(lease, 1)
     for at, computed in pages:
         router.fleet.health.set_gauges("w", Gauges(at=at, generation_tokens_total=computed))
     router.leases.finish(lease, 39.501, Outcome.CLIENT_GONE)
@@ -270,7 +270,7 @@ def test_client_gone_in_a_handover_pays_for_the_decode_only() -> None:
         owner = tenant()
         lease = placed(router.submit(of(owner, 5000, 500, stream=False), 0.0))
         if prefilled:
-            router.leases.prefilled(lease, 60.0, None)
+            router.leases.end_prefill(lease, 60.0, None)
         decode_s = 100.5 * lease.worker.pace.step_s(1)
         now = 60.0 + present(lease.decision.handover).transfer_s + decode_s
         router.leases.finish(lease, now, Outcome.CLIENT_GONE)
@@ -291,8 +291,8 @@ def test_early_leave_or_few_events_gains_no_share(leaves: bool, streams: bool) -
         gone = leaves and name == "other"
         seconds = 0.95 if gone else 1.0
         if lease.ask.stream:
-            router.leases.first_token(lease, now)
-            router.leases.tokens(lease, 1)
+            router.leases.record_first_token(lease, now)
+            router.leases.record_tokens(lease, 1)
         ends.append((now + seconds, lease, gone))
         held[name] = held.get(name, 0.0) + seconds
 
@@ -305,7 +305,7 @@ def test_early_leave_or_few_events_gains_no_share(leaves: bool, streams: bool) -
             else:
                 usage = None if end[1].ask.stream else Usage(20, 500)
                 router.leases.finish(end[1], now, Outcome.DONE, usage)
-        for _, answer in router.due(now):
+        for _, answer in router.pop_due(now):
             assert isinstance(answer, Lease)
             took(answer, now)
         for owner in tenants:
@@ -321,10 +321,10 @@ def test_tokens_above_the_estimate_are_charged_as_they_pass() -> None:
     router, owner = router_of(spec("w")), tenant()
     lease = placed(router.submit(of(owner, 100, 10), 0.0))
     assert owner.virtual == 120
-    router.leases.first_token(lease, 0.0)
+    router.leases.record_first_token(lease, 0.0)
     seen = []
     for _ in range(4):
-        router.leases.tokens(lease, 5)
+        router.leases.record_tokens(lease, 5)
         seen.append(owner.virtual)
     assert seen == [120, 120, 130, 140]
     router.leases.finish(lease, 0.0, Outcome.DONE)
@@ -380,8 +380,8 @@ def test_a_continued_stream_is_charged_once(outcome: Outcome, end: str) -> None:
     owner = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
     request = of(owner)
     lease = placed(router.submit(request, 0.0))
-    router.leases.first_token(lease, 0.0)
-    router.leases.tokens(lease, 30)
+    router.leases.record_first_token(lease, 0.0)
+    router.leases.record_tokens(lease, 30)
     moves = outcome is Outcome.MOOT
     again = router.retry(
         lease, 0.0, outcome, avoid=None if moves else lease.worker, after=lease, free=moves
@@ -391,8 +391,8 @@ def test_a_continued_stream_is_charged_once(outcome: Outcome, end: str) -> None:
     assert owner.ledger.running == 1
     assert tokens_left(owner) == 1000 - 150  # as before
     refused(router.submit(of(owner), 0.0))  # concurrency
-    router.leases.first_token(again, 0.0)
-    router.leases.tokens(again, 20)
+    router.leases.record_first_token(again, 0.0)
+    router.leases.record_tokens(again, 20)
     last, usage = {
         "usage": (Outcome.DONE, Usage(100, 50)),
         "no usage": (Outcome.DONE, None),
@@ -414,7 +414,7 @@ def test_waiting_request_holds_and_releases_a_concurrency_slot() -> None:
     router.withdraw(ticket, 0.0)
     assert owner.ledger.running == 1
     waits(router.submit(of(owner), 0.0))
-    (gone,) = router.due(31.0)
+    (gone,) = router.pop_due(31.0)
     assert refused(gone[1]).reason is Reason.WAITED_TOO_LONG
     assert owner.ledger.running == 1
     router.leases.finish(lease, 31.0, Outcome.CLIENT_GONE)
@@ -443,14 +443,14 @@ def test_batch_waits_until_an_eighth_of_slots_is_free() -> None:
     held = [placed(router.submit(of(tenant()), 0.0)) for _ in range(7)]
     ticket = waits(router.submit(batch(), 0.0))
     last = placed(router.submit(of(tenant()), 0.0))
-    assert router.due(0.0) == []
+    assert router.pop_due(0.0) == []
     router.leases.finish(last, 0.0, Outcome.DONE)
-    assert router.due(0.0) == [], "an eighth is left free"
+    assert router.pop_due(0.0) == [], "an eighth is left free"
     for number, lease in enumerate(held):
-        router.leases.first_token(lease, 0.1)
+        router.leases.record_first_token(lease, 0.1)
         if number < 2:
             router.leases.finish(lease, 0.1, Outcome.DONE)
-    ((gone, answer),) = router.due(0.1)
+    ((gone, answer),) = router.pop_due(0.1)
     assert gone is ticket
     assert isinstance(answer, Lease)
 
@@ -480,10 +480,10 @@ def test_long_batch_waits_for_a_slot_on_a_prefill_worker() -> None:
     router = router_of(*FULL, transfer=True, disaggregate_above=1000)
     first = placed(router.submit(of(tenant(), 50_000), 0.0))
     for _ in range(4):
-        router.leases.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+        router.leases.record_first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
     waits(router.submit(batch(12_000), 0.0))
-    router.leases.prefilled(first, 5.0, None)
-    ((_, answer),) = router.due(5.0)
+    router.leases.end_prefill(first, 5.0, None)
+    ((_, answer),) = router.pop_due(5.0)
     assert isinstance(answer, Lease)
     assert answer.prefill is not None
 
@@ -491,7 +491,7 @@ def test_long_batch_waits_for_a_slot_on_a_prefill_worker() -> None:
 def test_long_batch_is_served_whole_without_prefill_workers() -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=1000)
     router.fleet.roster.drain("p")
-    router.leases.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+    router.leases.record_first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
     assert placed(router.submit(batch(12_000), 0.0)).worker.name == "d"
 
 
@@ -501,9 +501,9 @@ def test_batch_waits_for_an_idle_prefill_worker() -> None:
     first = placed(router.submit(of(tenant(), 500_000), 0.0))
     assert first.prefill is not None
     ticket = waits(router.submit(batch(5000), 0.0))
-    router.leases.prefilled(first, 30.0, None)
-    router.leases.first_token(first, 30.0)
-    ((gone, answer),) = router.due(30.0)
+    router.leases.end_prefill(first, 30.0, None)
+    router.leases.record_first_token(first, 30.0)
+    ((gone, answer),) = router.pop_due(30.0)
     assert gone is ticket
     assert isinstance(answer, Lease)
     assert answer.prefill is not None

@@ -48,7 +48,7 @@ def turn(output: int = OUTPUT, deadline: float = inf) -> RequestInfo:
 def serve_first_turn(router: Router) -> str:
     """Serve a session's first turn; return its worker."""
     lease = placed(router.submit(turn(), 0.0))
-    router.leases.first_token(lease, SAVED_S)
+    router.leases.record_first_token(lease, SAVED_S)
     router.leases.finish(lease, SAVED_S, Outcome.DONE)
     return lease.worker.name
 
@@ -61,7 +61,7 @@ def occupy(
         other.draining = other.name != name
     router.fleet.roster.live_changed()
     lease = placed(router.submit(ask(prompt, output), now))
-    router.leases.first_token(lease, now)
+    router.leases.record_first_token(lease, now)
     for other in router.fleet.roster:
         other.draining = False
     router.fleet.roster.live_changed()
@@ -77,7 +77,7 @@ def waiting_turn(**settings: object) -> tuple[Router, Lease, Ticket, str]:
 
 
 def settled(router: Router, now: float) -> Lease:
-    ((_, answer),) = router.due(now)
+    ((_, answer),) = router.pop_due(now)
     assert isinstance(answer, Lease)
     return answer
 
@@ -85,7 +85,7 @@ def settled(router: Router, now: float) -> Lease:
 def test_turn_waits_for_the_worker_with_its_cache() -> None:
     router, running, ticket, name = waiting_turn()
     assert router.placer.decisions[ticket.ask.model, Reason.AWAITS_CACHE] == 1
-    assert router.due(11.5) == []
+    assert router.pop_due(11.5) == []
     router.leases.finish(running, 12.0, Outcome.DONE)
     lease = settled(router, 12.0)
     assert (lease.worker.name, lease.decision.turn) == (name, "stayed")
@@ -103,7 +103,7 @@ def test_other_requests_pass_it() -> None:
 
 def test_lines_of_batches_do_not_wait_for_it() -> None:
     router, _, ticket, _ = waiting_turn()
-    assert not router.queue.has(ticket.ask.model)
+    assert not router.queue.has_waiting_for(ticket.ask.model)
     assert not router.queue.any_ahead_of(ask(10))
 
 
@@ -155,7 +155,7 @@ def test_turn_goes_elsewhere_where_a_wait_costs_more_or_is_impossible(case: str)
     if case == "retry":
         router.leases.finish(running, 11.0, Outcome.DONE)
         failed = placed(router.submit(info, 11.0))
-        occupy(router, name, now=11.0) if not failed.worker.full else None
+        occupy(router, name, now=11.0) if not failed.worker.is_full else None
         answer = router.retry(
             failed, 11.0, Outcome.FAILED, avoid=worker_of(router, name), after=failed
         )
@@ -205,7 +205,7 @@ def test_turn_waits_for_no_worker_that_has_dropped_its_model() -> None:
 def test_turn_that_waited_in_vain_goes_to_another_worker() -> None:
     router, _, ticket, name = waiting_turn()
     assert ticket.cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * WAIT_S)
-    assert router.due(ticket.cache_until - 0.01) == []
+    assert router.pop_due(ticket.cache_until - 0.01) == []
     assert settled(router, ticket.cache_until).worker.name != name
 
 
@@ -213,7 +213,7 @@ def test_turn_of_a_full_fleet_waits_for_any_slot_after_its_time() -> None:
     router, _, ticket, name = waiting_turn()
     other = "b" if name == "a" else "a"
     free = occupy(router, other, now=11.1)
-    assert router.due(ticket.cache_until) == []
+    assert router.pop_due(ticket.cache_until) == []
     assert router.queue.cache_waits.length == 0
     router.leases.finish(free, ticket.cache_until + 1.0, Outcome.DONE)
     assert settled(router, ticket.cache_until + 1.0).worker.name == other
@@ -238,7 +238,7 @@ def test_deadline_that_only_the_full_worker_can_meet_is_not_refused() -> None:
     running = occupy(router, name)
     deadline = 11.0 + 2.0
     ticket = waits(router.submit(turn(deadline=deadline), 11.0))
-    assert router.due(12.5) == []
+    assert router.pop_due(12.5) == []
     router.leases.finish(running, 12.6, Outcome.DONE)
     lease = settled(router, 12.6)
     assert lease.worker.name == name
@@ -277,7 +277,7 @@ def test_target_of_its_class_is_met_elsewhere_too(arrives: str) -> None:
     ticket = waits(router.submit(turn(), 11.0))
     if arrives == "in a full fleet":
         router.leases.finish(free, 12.0, Outcome.DONE)
-        assert router.due(12.0) == []
+        assert router.pop_due(12.0) == []
     lease = settled(router, ticket.cache_until)
     assert lease.worker.name != name
     assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= 11.0 + target_s + 0.01
@@ -308,7 +308,7 @@ def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
     name = serve_first_turn(router)
     worker = worker_of(router, name)
     written = worker.written
-    while not worker.full:
+    while not worker.is_full:
         occupy(router, name, prompt=1_200_000, output=200)
     worker.written = written  # the prompts are cached parts of others
     tickets = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
@@ -327,7 +327,7 @@ def test_full_queue_ends_the_wait_of_a_turn() -> None:
     router, _, ticket, name = waiting_turn(queue_requests=1)
     other = waits(router.submit(pinned_to(name), 11.1))
     assert (ticket.left, router.queue.length, router.queue.cache_waits.length) == (True, 1, 0)
-    ((found, lease),) = router.due(11.2)
+    ((found, lease),) = router.pop_due(11.2)
     assert found is ticket
     assert placed(lease).worker.name != name
     assert not other.left
@@ -337,9 +337,9 @@ def test_turn_that_leaves_a_full_queue_can_be_withdrawn() -> None:
     router, running, ticket, name = waiting_turn(queue_requests=1)
     waits(router.submit(pinned_to(name), 11.1))
     router.withdraw(ticket, 11.1)
-    assert router.due(11.2) == []
+    assert router.pop_due(11.2) == []
     router.leases.finish(running, 11.3, Outcome.DONE)
-    assert placed(router.due(11.3)[0][1]).worker.name == name
+    assert placed(router.pop_due(11.3)[0][1]).worker.name == name
     assert sum(worker.requests for worker in router.fleet.roster) == 1
 
 
@@ -368,7 +368,7 @@ def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queu
     router, _, ticket, name = waiting_turn(names="abc", queue_requests=1)
     urgent = waits(router.submit(turn(output=1, deadline=14.0), 11.0))
     assert (ticket.left, present(urgent.cache_wait).only) == (True, True)
-    assert placed(router.due(11.1)[0][1]).worker.name != name
+    assert placed(router.pop_due(11.1)[0][1]).worker.name != name
     assert refused(router.submit(pinned_to(name), 11.1)).reason is Reason.QUEUE_FULL
     assert not urgent.left
 
@@ -394,7 +394,7 @@ def test_withdrawn_turn_leaves_no_trace() -> None:
     router, _, ticket, _ = waiting_turn()
     router.withdraw(ticket, 11.5)
     assert router.queue.cache_waits.length == router.queue.length == 0
-    assert router.due(12.0) == []
+    assert router.pop_due(12.0) == []
 
 
 def test_wait_for_a_cache_says_nothing_of_the_queues_speed() -> None:
@@ -472,14 +472,14 @@ def test_no_turn_waits_longer_than_its_bound(events: list[tuple[str, float, int]
             answer = router.submit(info, now)
             if isinstance(answer, Lease):
                 running.append(answer)
-        for _, answer in router.due(now):
+        for _, answer in router.pop_due(now):
             assert not isinstance(answer, Refusal) or answer.reason is Reason.WAITED_TOO_LONG
             if isinstance(answer, Lease):
                 running.append(answer)
-        free = any(not worker.full for worker in router.fleet.roster)
+        free = any(not worker.is_full for worker in router.fleet.roster)
         for ticket in [t for _, _, t in router.queue._deadlines if not t.left]:
             bound = min(MAX_CACHE_WAIT * SAVED_S, MAX_CACHE_WAIT_SHARE * WAIT_S)
             if free:
                 assert ticket.cache_wait is not None, "only a wait for a cache leaves a slot free"
                 assert now < ticket.cache_until <= ticket.since + bound + 1e-6
-                assert ticket.cache_wait.worker.full
+                assert ticket.cache_wait.worker.is_full

@@ -161,12 +161,12 @@ def test_evicted_request_is_refused_and_not_charged() -> None:
     assert flood.ledger.running == 3
     single = waits(router.submit(of(tenant("single")), 0.0))
     assert (flood.ledger.running, flood.waiting) == (2, 1)
-    ((evicted, refusal),) = router.due(0.0)
+    ((evicted, refusal),) = router.pop_due(0.0)
     assert evicted is last
     assert refused(refusal).reason is Reason.QUEUE_FULL
-    assert router.due(0.0) == []
+    assert router.pop_due(0.0) == []
     router.leases.finish(lease, 0.0, Outcome.DONE)
-    ((next_ticket, answer),) = router.due(0.0)
+    ((next_ticket, answer),) = router.pop_due(0.0)
     assert isinstance(answer, Lease)
     assert next_ticket in (first, single)
 
@@ -179,4 +179,4 @@ def test_evicted_request_may_be_withdrawn_before_due(withdrawn: bool) -> None:
     ticket = waits(router.submit(of(flood), 0.0))
     single = waits(router.submit(of(tenant("single", 10.0)), 0.0))
     router.withdraw(ticket if withdrawn else single, 0.0)
-    assert [gone for gone, _ in router.due(0.0)] == ([] if withdrawn else [ticket])
+    assert [gone for gone, _ in router.pop_due(0.0)] == ([] if withdrawn else [ticket])

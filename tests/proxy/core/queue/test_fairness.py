@@ -187,7 +187,7 @@ def turns(
     for _ in range(20):
         between()
         router.leases.finish(lease, 0.0, Outcome.DONE)
-        [(ticket, answer)] = router.due(0.0)
+        [(ticket, answer)] = router.pop_due(0.0)
         lease = placed(answer)
         names[present(ticket.ask.tenant).name] += 1
     return names

@@ -54,7 +54,7 @@ def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
     for _ in range(20):  # a slot is free each second, and a request waits
         now += 1.0
         router.leases.finish(lease, now, Outcome.DONE)
-        ((_, answer),) = router.due(now)
+        ((_, answer),) = router.pop_due(now)
         assert isinstance(answer, Lease)
         lease = answer
         waits(router.submit(ask(10), now))
@@ -81,7 +81,7 @@ def test_idle_times_do_not_count_for_the_queue_rate(idle_s: float) -> None:
         waits(router.submit(ask(10), now))
         now += 0.006
         router.leases.finish(running.pop(0), now, Outcome.DONE)
-        ((_, answer),) = router.due(now)
+        ((_, answer),) = router.pop_due(now)
         assert isinstance(answer, Lease)
         running.append(answer)
     for _ in range(8):

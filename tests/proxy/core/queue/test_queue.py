@@ -52,8 +52,8 @@ def test_models_have_separate_queues() -> None:
     queue.push(ask(model="a"), 0.0)
     b = queue.push(ask(model="b"), 1.0)
     assert leave(queue, b) == [b]
-    assert queue.waiting("a", long=False) == 1
-    assert queue.waiting("b", long=False) == 0
+    assert queue.count_waiting("a", long=False) == 1
+    assert queue.count_waiting("b", long=False) == 0
 
 
 def test_ticket_is_removed_once() -> None:
@@ -77,7 +77,7 @@ def test_retry_after_follows_the_dispatch_rate() -> None:
     for _ in range(40):
         queue.push(ask(), 0.0)
     for i in range(100):  # four a second
-        queue.freed(100 + i / 4)
+        queue.record_freed_slot(100 + i / 4)
     assert queue.retry_after_s(125.0) == 11
 
 
@@ -89,7 +89,7 @@ def test_retry_after_ignores_idle_times(capacity: int) -> None:
         if capacity:
             ticket = queue.push(ask(), start)
         for i in range(1, 10):
-            queue.freed(start + i / 4)
+            queue.record_freed_slot(start + i / 4)
         assert queue.retry_after_s(start + 2.5) == 1
         if capacity:
             queue.remove(ticket)
@@ -103,7 +103,7 @@ def test_wait_ignores_a_short_idle_time() -> None:
         ticket = queue.push(ask(), now)
         for _ in range(80):  # four a second
             now += 0.25
-            queue.freed(now)
+            queue.record_freed_slot(now)
             assert queue.wait_s(now, 0) == pytest.approx(0.25)
         queue.remove(ticket)
 

@@ -50,7 +50,7 @@ def drain(router: Router, now: float, running: Lease) -> list[str]:
     order = []
     while True:
         router.leases.finish(running, now, Outcome.DONE)
-        found = router.due(now)
+        found = router.pop_due(now)
         if not found:
             return order
         ((ticket, answer),) = found
@@ -74,7 +74,7 @@ def test_what_a_session_knows_counts_as_cached() -> None:
     done = turn(router)
     done.session = 7
     lease = placed(router.submit(done, 0.0))
-    router.leases.first_token(lease, 0.1)
+    router.leases.record_first_token(lease, 0.1)
     router.leases.finish(lease, 0.2, Outcome.DONE)
     router.fleet.roster.prefixes.forget(0)
     running = placed(router.submit(ask(10), 1.0))
@@ -118,7 +118,7 @@ def test_long_prompt_begins_within_the_usual_wait_beside_turns_without_end(token
         waits(router.submit(ask(100), second - 0.5))
         waits(router.submit(ask(100), second - 0.4))
         router.leases.finish(running, float(second), Outcome.DONE)
-        ((ticket, answer),) = router.due(float(second))
+        ((ticket, answer),) = router.pop_due(float(second))
         assert isinstance(answer, Lease)
         running = answer
         waiting.append(ticket.ask.id)
@@ -151,7 +151,7 @@ def test_no_request_takes_another_tenants_turn(standing: float) -> None:
     waits(router.submit(first, 0.0))
     waits(router.submit(second, 0.5))
     router.leases.finish(running, 1.0, Outcome.DONE)
-    ((ticket, _),) = router.due(1.0)
+    ((ticket, _),) = router.pop_due(1.0)
     assert ticket.ask is first
 
 
@@ -178,7 +178,7 @@ def test_client_without_a_tenant_passes_no_request_that_waited_its_time(
     dated = fresh(100, deadline=now + left_s)
     waits(router.submit(dated, now))
     router.leases.finish(running, now, Outcome.DONE)
-    ((ticket, _),) = router.due(now)
+    ((ticket, _),) = router.pop_due(now)
     assert ticket.ask is (long if late else dated)
 
 
@@ -194,8 +194,8 @@ def test_waiting_request_is_refused_once_its_deadline_is_out_of_reach() -> None:
     router = make_router()
     placed(router.submit(ask(10), 0.0))
     waits(router.submit(fresh(40_000, deadline=6.0), 0.0))
-    assert router.due(1.9) == []
-    ((_, answer),) = router.due(2.1)
+    assert router.pop_due(1.9) == []
+    ((_, answer),) = router.pop_due(2.1)
     assert isinstance(answer, Refusal)
     assert (answer.status, answer.reason) == (429, Reason.DEADLINE)
 
@@ -205,8 +205,8 @@ def test_deadline_is_no_reason_before_the_pace_is_learnt() -> None:
     worker_of(router, "w").pace.prefills = 0
     placed(router.submit(ask(10), 0.0))
     waits(router.submit(fresh(deadline=1.0), 0.0))
-    assert router.due(0.9) == []
-    assert [type(answer) for _, answer in router.due(1.1)] == [Refusal]
+    assert router.pop_due(0.9) == []
+    assert [type(answer) for _, answer in router.pop_due(1.1)] == [Refusal]
 
 
 def test_deadline_chooses_a_worker_that_can_meet_it() -> None:

@@ -11,12 +11,12 @@ import pytest
 from proxy.core.model.types import RequestInfo
 from proxy.core.request.client_fields import (
     ClientFields,
-    forbidden,
-    forbidden_form,
+    find_forbidden,
+    find_forbidden_in_form,
     has_address,
-    repeated,
+    find_repeated,
 )
-from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_edit import edit_members
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.present import present
@@ -30,7 +30,7 @@ XARGS = b'Content-Disposition: form-data; name="vllm_xargs"'
 def forbidden_field(
     body: str, allowed: ClientFields = NONE_ALLOWED, *, tenants: bool = True
 ) -> str:
-    return forbidden(orjson.loads(body), body.encode(), tenants=tenants, may=allowed)
+    return find_forbidden(orjson.loads(body), body.encode(), tenants=tenants, may=allowed)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_forbidden_fields_with_tenants(body: str, name: str) -> None:
 @pytest.mark.parametrize("long", [0, 20_000])
 def test_repeated_stored_state_fields_are_found(body: str, name: str, long: int) -> None:
     body = f'{{"x": "{"y" * long}", {body[1:]}'
-    assert repeated(orjson.loads(body), body.encode()) == name
+    assert find_repeated(orjson.loads(body), body.encode()) == name
 
 
 @pytest.mark.parametrize("tenants", [True, False])
@@ -137,12 +137,12 @@ def test_half_an_address_is_enough(request_id: bytes) -> None:
 
 def test_forbidden_form_fields() -> None:
     lane = form((XARGS, b'{"lane": "urgent"}'))
-    assert forbidden_form(lane, TYPE, tenants=True, may=NONE_ALLOWED) == "vllm_xargs"
-    assert forbidden_form(lane, TYPE, tenants=False, may=NONE_ALLOWED) == ""
-    assert forbidden_form(lane, TYPE, tenants=True, may=ClientFields(arguments=True)) == ""
+    assert find_forbidden_in_form(lane, TYPE, tenants=True, may=NONE_ALLOWED) == "vllm_xargs"
+    assert find_forbidden_in_form(lane, TYPE, tenants=False, may=NONE_ALLOWED) == ""
+    assert find_forbidden_in_form(lane, TYPE, tenants=True, may=ClientFields(arguments=True)) == ""
     name = b'Content-Disposition: form-data; name="prompt"'
     plain = form((name, b"what is vllm_xargs?"))
-    assert forbidden_form(plain, TYPE, tenants=True, may=NONE_ALLOWED) == ""
+    assert find_forbidden_in_form(plain, TYPE, tenants=True, may=NONE_ALLOWED) == ""
 
 
 # Fields as the router reads them
@@ -263,7 +263,7 @@ def test_client_cannot_use_the_salt_of_another_tenant() -> None:
         tenant = router.tenants.get(name)
         info = router.read(route(), body, b"application/json", "id", tenant)
         assert isinstance(info, RequestInfo)
-        return info.salt, info.fields and json.loads(spliced(body, info.fields))
+        return info.salt, info.fields and json.loads(edit_members(body, info.fields))
 
     def tenants(*, salted: bool) -> None:
         specs = [TenantSpec("legal", salted=salted), TenantSpec("intern"), TenantSpec("c")]
@@ -331,7 +331,7 @@ def test_worker_receives_the_model_checked_for_the_tenant(model: str) -> None:
 
     for sent in (body, b'{"messages": []}'):
         fields = present(read_for(Tenant(TenantSpec("a", models=frozenset(["n"]))), sent).fields)
-        pairs = json.loads(spliced(sent, fields), object_pairs_hook=list)
+        pairs = json.loads(edit_members(sent, fields), object_pairs_hook=list)
         assert {model for name, model in pairs if name == "model"} == {"n"}
     if model.endswith('"n"'):
         assert read_for(Tenant(TenantSpec("b")), body).fields is None

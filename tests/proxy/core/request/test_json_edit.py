@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.request.json_edit import members, spliced
+from proxy.core.request.json_edit import members, edit_members
 from proxy.core.request.json_limits import JsonMask
 
 
@@ -29,7 +29,7 @@ from proxy.core.request.json_limits import JsonMask
 def test_blanks_are_kept(body: bytes, after: bytes, size: int) -> None:
     blanks = (b" \t\r\n" * size)[:size]
     changes: dict[str, bytes | None] = {"a": b"1", "b": b"3", "d": None}
-    found = spliced(body.replace(b"~", blanks), changes)
+    found = edit_members(body.replace(b"~", blanks), changes)
     assert found == after.replace(b"~", blanks)
 
 
@@ -44,9 +44,9 @@ def test_blanks_cost_at_most_ten_times_parsing() -> None:
 
     body = b'{"a":1' + b" " * (2 << 20) + b"}"
     limit = 10 * cost(orjson.loads)  # it was 80 times
-    assert cost(lambda body: spliced(body, {"b": b"1"}, {"a"})) < limit
+    assert cost(lambda body: edit_members(body, {"b": b"1"}, {"a"})) < limit
     body = b'{"a":1,' + b" " * (2 << 20) + b'"b":1}'
-    assert cost(lambda body: spliced(body, {"b": None}, {"a", "b"})) < limit
+    assert cost(lambda body: edit_members(body, {"b": None}, {"a", "b"})) < limit
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_blanks_cost_at_most_ten_times_parsing() -> None:
 def test_members_are_set_and_removed(
     body: bytes, fields: dict[str, bytes | None], after: bytes
 ) -> None:
-    assert spliced(body, fields) == after
+    assert edit_members(body, fields) == after
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_members_are_set_and_removed(
 def test_text_that_looks_like_the_member_is_kept(value: bytes) -> None:
     body = b'{"p":%b,"max_tokens":5,"q":%b}' % (value, value)
     assert json.loads(body)
-    assert spliced(body, {"max_tokens": b"1"}) == body.replace(
+    assert edit_members(body, {"max_tokens": b"1"}) == body.replace(
         b'"max_tokens":5,', b'"max_tokens":1,'
     )
-    assert spliced(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
+    assert edit_members(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100_000, 'say "no"\n' * 11_000, "\\" * 50_000])
 def test_long_prompts_are_kept(prompt: str) -> None:
     messages = [{"role": "user", "content": prompt}]
     body = json.dumps({"messages": messages, "stream": True, "n": 1}).encode()
-    after = json.loads(spliced(body, {"stream": b"false", "kv": b"{}"}))
+    after = json.loads(edit_members(body, {"stream": b"false", "kv": b"{}"}))
     assert after == {"messages": messages, "stream": False, "n": 1, "kv": {}}
 
 
@@ -151,7 +151,7 @@ def test_spliced_agrees_with_a_json_parser(
 ) -> None:
     body, pairs = drawn
     assert pairs_of(body) == pairs
-    after = spliced(
+    after = edit_members(
         body,
         {
             name: None if value is None else json.dumps(value).encode()
@@ -178,10 +178,10 @@ def test_known_names_do_not_change_the_result(
         for name, value in fields.items()
     }
     names = frozenset(json.loads(body))
-    after = spliced(body, wanted)
-    assert spliced(body, wanted, names) == after
+    after = edit_members(body, wanted)
+    assert edit_members(body, wanted, names) == after
     found = [member for member in members(body, JsonMask(body)) if member.name.decode() in wanted]
-    assert spliced(body, wanted, found=found) == after
+    assert edit_members(body, wanted, found=found) == after
 
 
 LONG = 'please tell me more\n "stream" ' * 1000
@@ -212,8 +212,8 @@ def test_known_name_is_edited_wherever_it_is(name: str, prompt: str, text: bytes
     names = frozenset(json.loads(body))
     assert "stream" in names
     fields = {"stream": text, "kv": b"{}"}
-    after = spliced(body, fields, names)
-    assert after == spliced(body, fields)
+    after = edit_members(body, fields, names)
+    assert after == edit_members(body, fields)
     pairs = [pair for pair in pairs_of(body) if pair[0] != "stream" or text is not None]
     pairs = [(key, False if key == "stream" else value) for key, value in pairs]
     assert pairs_of(after) == [*pairs, ("kv", {})]
@@ -225,16 +225,16 @@ def test_name_with_an_underscore_that_occurs_elsewhere(before: str, again: str) 
     text = json.dumps({"p": before})
     body = f'{text[:-1]},{again}"max_tokens":7}}'.encode()
     names = frozenset(json.loads(body))
-    after = spliced(body, {"max_tokens": b"1"}, names)
-    assert after == spliced(body, {"max_tokens": b"1"})
+    after = edit_members(body, {"max_tokens": b"1"}, names)
+    assert after == edit_members(body, {"max_tokens": b"1"})
     assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
 
 
 @given(texts())
 def test_no_edits_change_nothing(drawn: tuple[bytes, list[tuple[str, Any]]]) -> None:
     body, _ = drawn
-    assert spliced(body, {}) == body
-    assert spliced(body, {"absent": None}) == body
+    assert edit_members(body, {}) == body
+    assert edit_members(body, {"absent": None}) == body
 
 
 @given(texts(), PLAIN)
@@ -245,4 +245,4 @@ def test_setting_a_member_to_its_value_changes_nothing(
     same = {m.name.decode(): body[m.value : m.end] for m in members(body)}
     once = [m.name for m in members(body)].count(name.encode()) == 1
     if once:
-        assert spliced(body, {name: same[name]}) == body
+        assert edit_members(body, {name: same[name]}) == body

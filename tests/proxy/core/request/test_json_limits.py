@@ -16,7 +16,7 @@ from proxy.core.request.json_limits import (
     MAX_NODES,
     MAX_VALUES,
     PIECE_BYTES,
-    too_many,
+    exceeded_bound,
 )
 from proxy.core.request.token_estimate import MAX_EXAMINED, measure
 from tests.proxy.core.making import read, refused, route, router_of, spec
@@ -43,9 +43,9 @@ def listed(unit: bytes, times: int, key: bytes = b"x") -> bytes:
 )
 def test_number_of_strings_lists_and_objects_is_limited(unit: bytes, nodes: int) -> None:
     limit = (MAX_NODES - 3) // nodes  # minus the object, its key and the list
-    assert too_many(listed(unit, limit)) == ""
+    assert exceeded_bound(listed(unit, limit)) == ""
     more = listed(unit, limit + 1)
-    assert too_many(more) == (
+    assert exceeded_bound(more) == (
         "200,000 strings, lists and objects" if len(more) > LARGE_BODY_BYTES else ""
     )
 
@@ -53,13 +53,13 @@ def test_number_of_strings_lists_and_objects_is_limited(unit: bytes, nodes: int)
 def test_number_of_values_is_limited() -> None:
     limit = MAX_VALUES - 3
     for unit in (b"7", b"123456"):
-        assert too_many(listed(unit, limit)) == ""
-        assert too_many(listed(unit, limit + 2)) == "1,100,000 values"
+        assert exceeded_bound(listed(unit, limit)) == ""
+        assert exceeded_bound(listed(unit, limit + 2)) == "1,100,000 values"
 
 
 @pytest.mark.parametrize("mark", [b"\\", b'"', b'\\"', b'"\\', b'"' * (2 * MAX_NODES + 1)])
 def test_invalid_json_does_not_break_the_count(mark: bytes) -> None:
-    too_many(b"{" + mark + b"[," * MAX_VALUES)
+    exceeded_bound(b"{" + mark + b"[," * MAX_VALUES)
 
 
 def test_nodes_at_a_piece_boundary_are_counted() -> None:
@@ -71,7 +71,7 @@ def test_nodes_at_a_piece_boundary_are_counted() -> None:
         + b'{"a":1},' * 100_000
         + b"1]}"
     )
-    assert too_many(body) == "200,000 strings, lists and objects"
+    assert exceeded_bound(body) == "200,000 strings, lists and objects"
 
 
 @pytest.mark.parametrize("at", range(0, 100, 7))
@@ -79,7 +79,7 @@ def test_nodes_in_one_part_of_a_text_are_counted(at: int) -> None:
     nodes, text = b'"",' * (MAX_NODES + 1), b"x" * 30_000
     before = b'"%b",' % text * at
     after = b'"%b",' % text * (100 - at)
-    assert too_many(b"[" + before + nodes + after + b"1]").startswith("200,000")
+    assert exceeded_bound(b"[" + before + nodes + after + b"1]").startswith("200,000")
 
 
 @pytest.mark.plain("replaces a part")
@@ -89,7 +89,7 @@ def test_a_text_with_few_values_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         json_limits, "_counted", lambda text: counted.append(len(text)) or count(text)
     )
-    assert too_many(b'{"prompt":"%b"}' % (b"if x in {1, 2}: y(x)" * 40_000)) == ""
+    assert exceeded_bound(b'{"prompt":"%b"}' % (b"if x in {1, 2}: y(x)" * 40_000)) == ""
     assert counted == [len(json_limits.SAMPLE_PLACES) * json_limits.SAMPLE_BYTES]
 
 
@@ -125,7 +125,7 @@ EXPENSIVE: list[tuple[str, bytes]] = [
 @pytest.mark.parametrize("at", range(len(EXPENSIVE)))
 def test_cost_of_measuring_expensive_bodies_is_bounded(at: int) -> None:
     path, body = EXPENSIVE[at]
-    assert too_many(body) == "", "the body must pass the limit"
+    assert exceeded_bound(body) == "", "the body must pass the limit"
     fields, shape, lines = orjson.loads(body), route(path).shape, 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> Any:

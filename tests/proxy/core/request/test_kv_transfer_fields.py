@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.request.kv_transfer_fields import steering, steering_form
+from proxy.core.request.kv_transfer_fields import find_steering, find_steering_in_form
 
 EVIL = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
 TYPE = b"multipart/form-data; boundary=XyZ"
 
 
 def steering_field(body: str) -> str | None:
-    return steering(orjson.loads(body), body.encode())
+    return find_steering(orjson.loads(body), body.encode())
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def form(*parts: tuple[bytes, bytes]) -> bytes:
 def test_steering_fields_of_forms_are_found(head: bytes, value: bytes) -> None:
     file = (b'Content-Disposition: form-data; name="file"; filename="a.wav"', b"\x00\xff" * 5000)
     steers = "vllm_xargs.kv_transfer_params"
-    assert steering_form(form(file, (head, value)), TYPE) == steers
-    assert steering_form(form((head, value), file), TYPE) == steers
+    assert find_steering_in_form(form(file, (head, value)), TYPE) == steers
+    assert find_steering_in_form(form((head, value), file), TYPE) == steers
     harmless = (head, b'{"temperature": 1}')
-    assert steering_form(form(harmless, (head, value)), TYPE) == steers
-    assert steering_form(form((head, value), harmless), TYPE) == steers
-    assert steering_form(form(harmless, file), TYPE) is None
+    assert find_steering_in_form(form(harmless, (head, value)), TYPE) == steers
+    assert find_steering_in_form(form((head, value), harmless), TYPE) == steers
+    assert find_steering_in_form(form(harmless, file), TYPE) is None
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_steering_fields_of_forms_are_found(head: bytes, value: bytes) -> None:
     ],
 )
 def test_form_with_another_charset_is_steering(content_type: bytes) -> None:
-    assert steering_form(form(), content_type) == "charset"
-    assert steering_form(form(), TYPE + b"; charset=UTF-8") is None
-    assert steering_form(form(), TYPE + b"; charset=UTF-8; x=charset") is None
+    assert find_steering_in_form(form(), content_type) == "charset"
+    assert find_steering_in_form(form(), TYPE + b"; charset=UTF-8") is None
+    assert find_steering_in_form(form(), TYPE + b"; charset=UTF-8; x=charset") is None
 
 
 def test_cost_of_a_long_content_type_is_linear() -> None:
@@ -178,12 +178,12 @@ def test_cost_of_a_long_content_type_is_linear() -> None:
         content_type, best = TYPE + b"; " + b"charset" * (size // 7), 1e9
         for _ in range(3):
             began = time.process_time()
-            assert steering_form(b"", content_type) is None
+            assert find_steering_in_form(b"", content_type) is None
             best = min(best, time.process_time() - began)
         return best
 
     assert cost(64_000) < 64 * max(cost(4_000), 1e-4)  # it was 256 times
-    assert steering_form(b"", TYPE + b"; " + b"charset" * 9000 + b"=utf-8") == "charset"
+    assert find_steering_in_form(b"", TYPE + b"; " + b"charset" * 9000 + b"=utf-8") == "charset"
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,18 @@ def test_cost_of_a_long_content_type_is_linear() -> None:
     ],
 )
 def test_forms_without_steering_fields_pass(part: tuple[bytes, bytes]) -> None:
-    assert steering_form(form(part), TYPE) is None
+    assert find_steering_in_form(form(part), TYPE) is None
 
 
 def test_too_long_form_value_counts_as_steering() -> None:
     head = b'Content-Disposition: form-data; name="vllm_xargs"'
-    assert steering_form(form((head, b"[" + b"[]," * 30_000 + b"1]")), TYPE) == "vllm_xargs"
+    assert find_steering_in_form(form((head, b"[" + b"[]," * 30_000 + b"1]")), TYPE) == "vllm_xargs"
 
 
 @pytest.mark.parametrize("body", [b"", b"vllm_xargs", b"\nname*\r\n\r\n", b"name*" * 99])
 def test_bodies_that_are_no_form_pass(body: bytes) -> None:
-    assert steering_form(body, TYPE) is None
-    assert steering_form(body, b"") is None
+    assert find_steering_in_form(body, TYPE) is None
+    assert find_steering_in_form(body, b"") is None
 
 
 def test_truncated_form_is_read_up_to_its_end() -> None:
@@ -222,13 +222,13 @@ def test_truncated_form_is_read_up_to_its_end() -> None:
     for end in range(len(whole) + 1):
         is_whole = end >= begin + len(text) and not whole[:end].endswith(b"\r\n-")
         steers = "vllm_xargs.kv_transfer_params" if is_whole else None
-        assert steering_form(whole[:end], TYPE) == steers, whole[:end]
+        assert find_steering_in_form(whole[:end], TYPE) == steers, whole[:end]
 
 
 def test_form_too_expensive_to_check_counts_as_steering() -> None:
-    assert steering_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
+    assert find_steering_in_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
     head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)
-    assert steering_form(form((head, b'{"kv_transfer_params": 1}')), TYPE) == "vllm_xargs"
+    assert find_steering_in_form(form((head, b'{"kv_transfer_params": 1}')), TYPE) == "vllm_xargs"
     head = b'Content-Disposition: form-data; name="vllm_xargs"\r\n'
-    assert steering_form(head + b"y" * 10_000, TYPE) is None  # the part has no end
-    assert steering_form(head + b"y" * 100_000, TYPE) == "vllm_xargs"
+    assert find_steering_in_form(head + b"y" * 10_000, TYPE) is None  # the part has no end
+    assert find_steering_in_form(head + b"y" * 100_000, TYPE) == "vllm_xargs"

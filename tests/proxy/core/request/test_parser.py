@@ -10,7 +10,7 @@ import pytest
 from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.request import json_edit, json_limits
-from proxy.core.request.json_edit import MAX_MEMBERS, spliced
+from proxy.core.request.json_edit import MAX_MEMBERS, edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES, masked
 from proxy.core.request.parser import prompt_end, prompt_start
 from proxy.core.tenants.limits import Limits
@@ -103,7 +103,7 @@ def test_too_many_members_of_an_edited_body_are_400(unit: bytes) -> None:
         assert isinstance(found, RequestInfo) is (count < MAX_MEMBERS)
         if isinstance(found, RequestInfo):
             assert found.fields is not None
-            assert spliced(body, found.fields)
+            assert edit_members(body, found.fields)
         else:
             assert refused(found).status == 400
             assert "more than 2,000 members" in refused(found).message
@@ -167,7 +167,7 @@ def sized_again(
     reported, first = sized(router, body, f"/v1/{path}"), sized(router, again, f"/v1/{path}")
     assert reported.prefix
     for number, block in enumerate(reported.prefix, 1):
-        router.fleet.roster.prefixes.hold(block, 0, tokens * number)
+        router.fleet.roster.prefixes.add_block(block, 0, tokens * number)
     return first, sized(router, again, f"/v1/{path}")
 
 
@@ -184,7 +184,7 @@ def test_reported_beginning_changes_a_size_within_bounds(tokens: int) -> None:
     body = chat("a" * 1000)
     first, again = sized_again(body, tokens, body)
     assert again.prompt_tokens == first.prompt_tokens + first.prompt_error * (2 if tokens else -1)
-    assert again.sure_size == first.sure_size
+    assert again.min_prompt_size == first.min_prompt_size
 
 
 def test_text_beside_a_reported_prompt_counts() -> None:
@@ -194,7 +194,7 @@ def test_text_beside_a_reported_prompt_counts() -> None:
     assert again.prompt_tokens > 0.98 * first.prompt_tokens
     documents = {**chat("a" * 1000), "documents": [{"text": "b" * 100_000}]}
     first, again = sized_again(documents, 31, documents)
-    assert again.prompt_tokens >= first.sure_size
+    assert again.prompt_tokens >= first.min_prompt_size
 
 
 def test_prompts_with_other_tools_after_them_have_other_prefixes() -> None:
@@ -255,7 +255,7 @@ def test_tokens_are_counted_near_a_tenants_prompt_limit() -> None:
         tenant = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
         doubtful = of(100_000)
         assert router.counter_for(doubtful) is worker_of(router, "w")
-        router.counted(doubtful, tokens)
+        router.apply_count(doubtful, tokens)
         assert getattr(router.submit(doubtful, 0.0), "reason", None) is reason
     assert router.counter_for(of(100_000, "/v1/messages")) is None
     assert refused(router.submit(of(100_000, "/v1/messages"), 0.0)).reason is Reason.LIMITED
@@ -290,7 +290,7 @@ def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPat
     found = router_of(spec("w")).read(route(), body, b"", "id", tenant)
     assert isinstance(found, RequestInfo)
     assert found.fields is not None
-    after = spliced(body, found.fields, found=found.found)
+    after = edit_members(body, found.fields, found=found.found)
     assert sum(size >= len(escaped) for size in masked_sizes) == 1
     assert json.loads(after) == {
         **{name: value for name, value in json.loads(body).items() if name != "priority"},

@@ -26,7 +26,7 @@ def test_new_tenants_get_room_in_a_full_store() -> None:
     for tenant in tenants:
         remember_many(stored, 3, tenant)
     assert len(stored) == MAX_RESPONSES
-    assert all(stored.holder("resp_2", tenant) for tenant in tenants)
+    assert all(stored.find_worker("resp_2", tenant) for tenant in tenants)
 
 
 def test_many_responses_of_one_tenant_evict_no_other_tenants() -> None:
@@ -40,4 +40,4 @@ def test_many_responses_of_one_tenant_evict_no_other_tenants() -> None:
     assert isinstance(info, RequestInfo)
     assert info.pinned == "w"
     assert refused(router.read(path, body, b"application/json", "id", B)).status == 404
-    assert len(list(router.remembered())) == MAX_RESPONSES
+    assert len(list(router.stored_responses())) == MAX_RESPONSES

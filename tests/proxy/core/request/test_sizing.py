@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxy.core.learned.bytes_per_token import USUAL_OUTPUT
 from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo, Usage
-from proxy.core.request.sizing import Sizer, enlarged, fit
+from proxy.core.request.sizing import Sizer, enlarge, fit
 from proxy.core.request.token_estimate import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
 from tests.proxy.core.making import ask, chat, route
 
@@ -22,7 +22,7 @@ TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 def size(
     body: dict[str, Any], path: str = "/v1/chat/completions", sizer: Sizer | None = None
 ) -> RequestInfo:
-    return (sizer or Sizer()).ask(route(path), "m", body, 1000, "id")
+    return (sizer or Sizer()).estimate(route(path), "m", body, 1000, "id")
 
 
 @pytest.mark.parametrize("first", [1, 200])
@@ -53,7 +53,7 @@ def test_unprinted_tools_do_not_shrink_the_estimate_of_text() -> None:
 def test_count_and_usage_of_one_prompt_teach_once() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 8000), sizer=sizer)
-    sizer.counted(ask, 4000 + TEMPLATE)
+    sizer.apply_count(ask, 4000 + TEMPLATE)
     learnt = sizer.learnt("m", "chat/completions")
     assert learnt.bytes_per_token == pytest.approx(2, rel=0.1)
     sizer.learn(ask, Usage(4000 + TEMPLATE, 40))
@@ -105,8 +105,8 @@ def test_routes_and_models_learn_apart() -> None:
 def test_list_of_prompts_sums_tokens_and_samples() -> None:
     ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
     assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
-    assert ask.needs == 1009
-    assert ask.budget == 1100 + 4 * 9
+    assert ask.needed_context == 1009
+    assert ask.expected_tokens == 1100 + 4 * 9
 
 
 @pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
@@ -125,7 +125,7 @@ def test_max_completion_tokens_overrides_max_tokens() -> None:
 def test_embeddings_expect_no_output() -> None:
     ask = size({"input": ["x" * 40] * 3}, "/v1/embeddings")
     assert (ask.generates, ask.expected_output, ask.samples) == (False, 0, 3)
-    assert ask.needs == ask.largest_prompt == 10
+    assert ask.needed_context == ask.largest_prompt == 10
 
 
 def test_truncated_prompt_is_at_most_the_truncation() -> None:
@@ -135,20 +135,20 @@ def test_truncated_prompt_is_at_most_the_truncation() -> None:
         size({"input": "x" * 40_000, "truncate_prompt_tokens": -1}, "/v1/embeddings"),
         size({"texts": ["x" * 40_000]}, "/v2/embed"),
     ):
-        assert ask.needs - ask.prompt_error == 0
+        assert ask.needed_context - ask.prompt_error == 0
 
 
 @pytest.mark.parametrize("truncation", ["auto", None])
 def test_truncation_auto_fits_a_response_to_the_context(truncation: str | None) -> None:
     body = {"input": "x" * 900_000, "max_output_tokens": 100}
     cut = size(body | {"truncation": truncation}, "/v1/responses")
-    assert cut.needs - cut.prompt_error == 100
+    assert cut.needed_context - cut.prompt_error == 100
     fit(cut, 4000, cuts_output=False)
-    assert cut.needs == 4000
+    assert cut.needed_context == 4000
     whole = size(body | {"truncation": "disabled"}, "/v1/responses")
     assert whole == size(body, "/v1/responses")
     fit(whole, 4000, cuts_output=False)
-    assert whole.needs > 200_000
+    assert whole.needed_context > 200_000
 
 
 def test_max_tokens_per_doc_cuts_documents() -> None:
@@ -167,7 +167,7 @@ def test_count_removes_the_error() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 4000), sizer=sizer)
     assert ask.countable
-    sizer.counted(ask, 1234)
+    sizer.apply_count(ask, 1234)
     assert (ask.prompt_tokens, ask.largest_prompt, ask.prompt_error) == (1234, 1234, 0)
 
 
@@ -181,20 +181,20 @@ def test_any_number_gives_a_valid_size(
     body = chat("x" * 100, max_tokens=limit, n=n, best_of=n, truncate_prompt_tokens=cut)
     body |= {"prompt": ["x", "y"], "stream": stream, "sampling_params": {"max_tokens": limit}}
     ask = size(body, path)
-    assert ask.needs - ask.prompt_error >= 0
+    assert ask.needed_context - ask.prompt_error >= 0
     assert 0 <= ask.expected_output <= (ask.output_tokens or USUAL_OUTPUT)
     assert ask.samples >= 1
-    assert ask.budget >= ask.prompt_tokens >= 0
+    assert ask.expected_tokens >= ask.prompt_tokens >= 0
 
 
 def test_refusal_by_a_small_worker_raises_the_size() -> None:
     sized = ask(7000, 500, error=1100)
-    larger = enlarged(sized, 12288, 8192)
-    assert (sized.needs, sized.prompt_error, sized.long, larger.long) == (7500, 1100, False, True)
-    assert (larger.needs, larger.prompt_error) == (12289, 0)
+    larger = enlarge(sized, 12288, 8192)
+    assert (sized.needed_context, sized.prompt_error, sized.long, larger.long) == (7500, 1100, False, True)
+    assert (larger.needed_context, larger.prompt_error) == (12289, 0)
     assert larger.prompt_tokens == larger.largest_prompt == 11789
-    near = enlarged(ask(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
-    assert (near.needs, near.prompt_error) == (12500, 211)
+    near = enlarge(ask(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
+    assert (near.needed_context, near.prompt_error) == (12500, 211)
 
 
 @pytest.mark.parametrize(
@@ -223,17 +223,17 @@ def test_least_prompt_follows_the_learnt_rate() -> None:
 
 def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
     estimated = size(chat("x" * 20_000, max_tokens=100))
-    assert (estimated.needs, estimated.prompt_error) == (5000 + TEMPLATE + 100, 2503)
+    assert (estimated.needed_context, estimated.prompt_error) == (5000 + TEMPLATE + 100, 2503)
     fit(estimated, 4000, cuts_output=False)
-    assert (estimated.needs, estimated.largest_prompt, estimated.prompt_tokens) == (
+    assert (estimated.needed_context, estimated.largest_prompt, estimated.prompt_tokens) == (
         4000,
         3900,
         3900,
     )
-    assert estimated.needs - estimated.prompt_error >= 2500  # no smaller worker than before
+    assert estimated.needed_context - estimated.prompt_error >= 2500  # no smaller worker than before
     sure = size(chat("x" * 70_000, max_tokens=100))
     fit(sure, 4000, cuts_output=False)
-    assert sure.needs == 17_500 + TEMPLATE + 100
+    assert sure.needed_context == 17_500 + TEMPLATE + 100
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
 def test_fit_keeps_a_size_that_a_worker_would_refuse(tokens: int, limit: int) -> None:
     sized = size({"prompt": [1] * tokens, "max_tokens": limit}, "/v1/completions")
     fit(sized, 4000, cuts_output=True)
-    assert sized.needs == tokens + limit
+    assert sized.needed_context == tokens + limit
 
 
 def test_fit_cuts_the_output_limit_to_the_context() -> None:
     body = {"token_ids": [1] * 10, "sampling_params": {"max_tokens": 9000}}
     sized = size(body, "/inference/v1/generate")
     fit(sized, 4000, cuts_output=True)
-    assert sized.needs == 4000
+    assert sized.needed_context == 4000

@@ -9,7 +9,7 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo
-from proxy.core.request.json_edit import spliced
+from proxy.core.request.json_edit import edit_members
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Tenant, TenantSpec
 from tests.proxy.core.making import chat, router_of, sized, spec
@@ -104,6 +104,6 @@ def test_member_names_are_those_of_the_body_sent(router: Router) -> None:
     info = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
     assert isinstance(info, RequestInfo)
     assert info.fields is not None
-    assert info.field_names == json.loads(spliced(body, info.fields)).keys()
+    assert info.field_names == json.loads(edit_members(body, info.fields)).keys()
     assert {"cache_salt", "stream_options"} <= info.field_names
     assert "priority" not in info.field_names

@@ -21,7 +21,7 @@ from proxy.core.request.token_estimate import (
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
     PromptExtent,
-    count,
+    parse_count,
     measure,
     text_bytes,
 )
@@ -199,12 +199,12 @@ def test_conversations_of_a_batch_count_as_prompts() -> None:
     ],
 )
 def test_count_reads_numbers_in_every_spelling(value: object, tokens: int | None) -> None:
-    assert count(value) == tokens
+    assert parse_count(value) == tokens
 
 
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
 def test_count_is_none_or_within_bounds(value: object) -> None:
-    assert (tokens := count(value)) is None or 0 <= tokens <= MAX_TOKENS
+    assert (tokens := parse_count(value)) is None or 0 <= tokens <= MAX_TOKENS
 
 
 @given(st.text(alphabet="0123456789+-_. \t\n\u2003e", max_size=12))
@@ -214,9 +214,9 @@ def test_count_of_a_text_agrees_with_pydantic(value: str) -> None:
         parsed = TypeAdapter(int).validate_python(value)
     except ValidationError:
         parsed = None
-    assert count(value) in (None, None if parsed is None else min(parsed, MAX_TOKENS))
+    assert parse_count(value) in (None, None if parsed is None else min(parsed, MAX_TOKENS))
     if value.isdigit():
-        assert count(value) == parsed
+        assert parse_count(value) == parsed
 
 
 KEYS = [

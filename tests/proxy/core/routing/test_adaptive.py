@@ -45,7 +45,7 @@ def test_long_goes_to_an_idle_short_worker_only() -> None:
         for i in range(shorts):
             now = i / 5
             lease = placed(router.submit(ask(200, 10), now))
-            router.leases.first_token(lease, now + 0.03)
+            router.leases.record_first_token(lease, now + 0.03)
             router.leases.finish(lease, now + 0.1, Outcome.DONE)
         now = 1 + shorts / 5
         placed(router.submit(ask(40_000, long=True), now))
@@ -68,7 +68,7 @@ def test_reserve_is_kept_only_after_recent_longs() -> None:
     for _ in range(3):
         placed(router.submit(ask(10, 1), 2.0))
     waits(router.submit(ask(10, 1), 2.0))
-    assert len(router.due(29.0)) == 0
+    assert len(router.pop_due(29.0)) == 0
     placed(router.submit(ask(20_000, long=True), 29.5))
 
 
@@ -113,7 +113,7 @@ def test_reserve_is_closed_to_shorts_while_their_worker_is_busy(
     router.fleet.health.record_failure(worker_of(router, "s"), 1.5, 1.0, busy=True)
     waits(router.submit(ask(10, 1), 1.6))
     router.fleet.health.record_success(worker_of(router, "s"))
-    [(_, end)] = router.due(2.6)
+    [(_, end)] = router.pop_due(2.6)
     assert placed(end).worker.name == "s"
 
 

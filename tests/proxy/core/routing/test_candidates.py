@@ -26,7 +26,7 @@ def turn_ask(prompt: int = PROMPT, prefix: tuple[int, ...] = PREFIX, key: int = 
 def serve(router: Router, info: RequestInfo, now: float) -> Lease:
     """Serve a request to its end."""
     lease = placed(router.submit(info, now))
-    router.leases.first_token(lease, now + 0.5)
+    router.leases.record_first_token(lease, now + 0.5)
     router.leases.finish(lease, now + 1.0, Outcome.DONE, Usage(info.prompt_tokens, 50))
     return lease
 
@@ -104,7 +104,7 @@ def test_journal_is_believed_instead_of_the_session() -> None:
     prefixes = router.fleet.roster.prefixes
     prefixes.follow(w0.index)
     for block in PREFIX[:10]:
-        prefixes.hold(block, w0.index, 100)
+        prefixes.add_block(block, w0.index, 100)
     scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
     assert 0 < scores["w0"] < PROMPT // 4
 
@@ -133,7 +133,7 @@ def test_nothing_is_noted_of_a_worker_that_was_removed_meanwhile() -> None:
     router = three()
     lease = placed(router.submit(turn_ask(), 0.0))
     router.fleet.roster.remove("w0")
-    router.leases.first_token(lease, 0.5)
+    router.leases.record_first_token(lease, 0.5)
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
     router.fleet.roster.expect_prefix(lease.ask, lease.worker)
     assert not router.fleet.roster.prefixes.matches(PREFIX)
@@ -176,7 +176,7 @@ def test_request_that_continues_a_response_is_sized_with_it(*, journal: bool) ->
     lease = placed(router.submit(sized(router, body, path), 0.0))
     name = lease.worker.name
     router.remember("resp_1", name)
-    router.leases.stored(lease, "resp_1", 0.5)
+    router.leases.record_response_id(lease, "resp_1", 0.5)
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
     alone = sized(router, body, path)
     later = sized(router, {**body, "previous_response_id": "resp_1"}, path)
@@ -194,7 +194,7 @@ def test_estimate_of_a_stored_response_refuses_no_request() -> None:
     path, body = "/v1/responses", {"model": "m", "input": "go on", "max_output_tokens": 400}
     lease = placed(router.submit(sized(router, body, path), 0.0))
     router.remember("resp_1", "w")
-    router.leases.stored(lease, "resp_1", 0.5)
+    router.leases.record_response_id(lease, "resp_1", 0.5)
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 450))
     later = sized(router, {**body, "previous_response_id": "resp_1"}, path)
     assert placed(router.submit(later, 2.0)).worker.name == "w"
@@ -207,14 +207,14 @@ def test_chain_of_stored_responses_is_one_session() -> None:
     first = ask(100)
     first.chained = True
     lease = placed(router.submit(first, 0.0))
-    router.leases.stored(lease, "resp_1", 0.5)
+    router.leases.record_response_id(lease, "resp_1", 0.5)
     router.leases.finish(lease, 1.0, Outcome.DONE)
     session = lease.session
     assert session is not None
     second = ask(10)
     second.chained, second.pinned, second.session = True, lease.worker.name, session.key
     lease = placed(router.submit(second, 2.0))
-    router.leases.stored(lease, "resp_2", 2.5)
+    router.leases.record_response_id(lease, "resp_2", 2.5)
     router.leases.finish(lease, 3.0, Outcome.DONE)
     assert (lease.session is session, lease.decision.turn) == (True, Turn.STAYED)
     assert (len(sessions), second.session == session.key) == (1, False)

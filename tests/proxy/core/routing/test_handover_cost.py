@@ -48,7 +48,7 @@ def place_decoding(router: Router, name: str = "d0", count: int = 4) -> list[Lea
         info = ask(10, 1000)
         info.whole = "samples"
         lease = placed(router.submit(info, 0.0, Attempts(others(router, name))))
-        router.leases.first_token(lease, 0.0)
+        router.leases.record_first_token(lease, 0.0)
         leases.append(lease)
     return leases
 
@@ -125,7 +125,7 @@ def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
     first.token_s, second.token_s = 2e-4, 2e-5
     worker_of(router, "d0").reprice()
     assert placed(router.submit(ask(LONG), 0.0)).prefill is None  # the length is not learnt yet
-    first.saw_length(LONG)
+    first.learn_length(LONG)
     assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
     assert placed(router.submit(ask(100), 0.0)).prefill is None
 
@@ -134,7 +134,7 @@ def test_prompt_length_is_learnt_for_prefill_workers() -> None:
     router = make_router(disaggregate_above=1)
     for size in (LONG, LONG, 2000):
         lease = placed(router.submit(ask(size), 0.0))
-        router.leases.prefilled(lease, 1.0, None)
+        router.leases.end_prefill(lease, 1.0, None)
         router.leases.finish(lease, 2.0, Outcome.DONE)
     assert worker_of(router, "p0").pace.length == pytest.approx(11_000)
     assert worker_of(router, "d0").pace.length == 0.0
@@ -222,11 +222,11 @@ def test_prefix_in_transfer_is_not_held_by_the_decode_worker(
     assert blocks_held(router, prefix, d0) == 0
     first = present(leases[0].prefill)
     assert blocks_held(router, prefix, first.worker) == len(prefix)
-    router.leases.prefilled(leases[0], 2.0, None)
-    assert router.leases.reconsider(leases[0], 2.0, may_move=True)
+    router.leases.end_prefill(leases[0], 2.0, None)
+    assert router.leases.recheck_decode_worker(leases[0], 2.0, may_move=True)
     assert (submit(2.0).prefill is None) != stream  # the first token shows that it has arrived
     if stream:
-        router.leases.first_token(leases[0], 2.1)
+        router.leases.record_first_token(leases[0], 2.1)
     assert blocks_held(router, prefix, d0) == len(prefix)
     assert submit(2.2).prefill is None
 
@@ -245,7 +245,7 @@ def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     prefix = tuple(range(8))
     lease = placed(router.submit(ask(1000, prefix=prefix), 0.0))
     holder = present(lease.prefill).worker
-    router.leases.prefilled(lease, 1.0, Usage(1000))
+    router.leases.end_prefill(lease, 1.0, Usage(1000))
     again = placed(
         router.submit(ask(1000, prefix=prefix), 2.0, Attempts(frozenset([lease.worker])))
     )
@@ -342,9 +342,9 @@ def test_failed_prefill_records_no_prefix_at_the_decode_worker(
     assert again.decision.handover is not None
     assert again.decision.handover.prefill is not first
     assert again.decision.handover.tokens == tokens
-    router.leases.prefilled(again, 2.0, None)
+    router.leases.end_prefill(again, 2.0, None)
     assert blocks_held(router, blocks, d0) == before
-    router.leases.first_token(again, 2.5)
+    router.leases.record_first_token(again, 2.5)
     router.leases.finish(again, 3.0, Outcome.FAILED)  # the blocks had arrived by then
     assert blocks_held(router, blocks, d0) == len(blocks)
 
@@ -363,19 +363,19 @@ def test_both_workers_are_charged_at_once_and_released_in_turn(stream: bool) -> 
     lease = placed(router.submit(ask(1000, 50, stream=stream), 0.0))
     assert charges(router, "p0") == (1, 1, 1000, 0, 1000, 0)
     assert charges(router, "d0") == (1, 0, 0, 50, 1050, 0)
-    router.leases.first_token(lease, 0.1)  # ignored: nothing was sent there yet
+    router.leases.record_first_token(lease, 0.1)  # ignored: nothing was sent there yet
     assert charges(router, "d0") == (1, 0, 0, 50, 1050, 0)
-    router.leases.prefilled(lease, 0.5, Usage(1000))
-    router.leases.prefilled(lease, 0.5, Usage(1000))
+    router.leases.end_prefill(lease, 0.5, Usage(1000))
+    router.leases.end_prefill(lease, 0.5, Usage(1000))
     assert charges(router, "p0") == (0, 0, 0, 0, 0, 0)
     assert charges(router, "d0") == (1, 1, 0, 50, 1050, 0)
     if stream:
-        router.leases.first_token(lease, 0.6)
-        router.leases.first_token(lease, 0.7)
+        router.leases.record_first_token(lease, 0.6)
+        router.leases.record_first_token(lease, 0.7)
     else:
-        router.fleet.settle(5.0)
+        router.fleet.start_due_decodes(5.0)
     assert charges(router, "d0") == (1, 1, 0, 50, 1050, 1)
-    router.leases.tokens(lease, 20)
+    router.leases.record_tokens(lease, 20)
     assert charges(router, "d0") == (1, 1, 0, 30, 1050, 1)
     router.leases.finish(lease, 9.0, Outcome.DONE, Usage(1000, 50))
     assert idle(router.fleet.roster)
@@ -387,12 +387,12 @@ def test_every_outcome_releases_both_workers(outcome: Outcome, phase: int) -> No
     router = make_router(disaggregate_above=1)
     lease = placed(router.submit(ask(1000, 50), 0.0))
     if phase > 0:
-        router.leases.prefilled(lease, 0.5, None)
+        router.leases.end_prefill(lease, 0.5, None)
     if phase > 1:
-        router.leases.first_token(lease, 0.6)
+        router.leases.record_first_token(lease, 0.6)
     router.leases.finish(lease, 0.7, outcome)
     router.leases.finish(lease, 0.8, outcome)
-    router.leases.prefilled(lease, 0.9, None)
+    router.leases.end_prefill(lease, 0.9, None)
     assert idle(router.fleet.roster)
 
 
@@ -404,9 +404,9 @@ def test_legs_teach_prefill_pace_and_transfer_time() -> None:
     for at in range(40):
         now = at * 10.0
         lease = placed(router.submit(ask(2000, 50), now))
-        router.leases.prefilled(lease, now + 0.8, Usage(2000))
+        router.leases.end_prefill(lease, now + 0.8, Usage(2000))
         step_s = lease.worker.pace.step_s(0)
-        router.leases.first_token(lease, now + 0.8 + 0.3 + step_s)
+        router.leases.record_first_token(lease, now + 0.8 + 0.3 + step_s)
         router.leases.finish(lease, now + 3.0, Outcome.DONE, Usage(2000, 50))
     prefill, decode = worker_of(router, "p0"), worker_of(router, "d0")
     assert prefill.pace.first_token_s(2000) == pytest.approx(0.8, rel=0.1)
@@ -423,7 +423,7 @@ def test_end_without_a_stream_teaches_the_decode_step_time() -> None:
     for _ in range(80):
         lease = placed(router.submit(ask(LONG, 100, stream=False), now))
         now += 1.0
-        router.leases.prefilled(lease, now, None)
+        router.leases.end_prefill(lease, now, None)
         now += present(lease.decision.handover).transfer_s + 100 * 0.03
         if router.leases.may_learn(lease, now):
             router.leases.finish(lease, now, Outcome.DONE, Usage(LONG, 100))
@@ -438,14 +438,14 @@ def test_cached_tokens_of_a_handover_count_for_the_prefill_worker() -> None:
     router = make_router(disaggregate_above=1)
     prefix = tuple(range(8))
     lease = placed(router.submit(ask(1000, prefix=prefix), 0.0))
-    router.leases.prefilled(lease, 0.5, Usage(1000, 1, 0))
+    router.leases.end_prefill(lease, 0.5, Usage(1000, 1, 0))
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(1000, 50, 900))
     assert not worker_of(router, "d0").reports_cache
     before = worker_of(router, "p0").pace.missing
     for _ in range(20):
         info = ask(9000, prefix=prefix)
         lease = placed(router.submit(info, 2.0))
-        router.leases.prefilled(lease, 2.5, Usage(9000, 1, 1))
+        router.leases.end_prefill(lease, 2.5, Usage(9000, 1, 1))
         router.leases.finish(lease, 3.0, Outcome.DONE)
     assert worker_of(router, "p0").pace.missing > before
 
@@ -513,7 +513,7 @@ def test_no_handover_if_the_transfer_outlasts_the_blocks(above: int | None) -> N
     router = make_router(disaggregate_above=above, transfer_within_s=24.0)
     place_decoding(router, count=1)
     for _ in range(50):
-        router.placer.transfer_times(MODEL).all.saw(LONG, 30.0)
+        router.placer.transfer_times(MODEL).all.learn(LONG, 30.0)
     assert placed(router.submit(ask(LONG), 0.0)).prefill is None
     assert placed(router.submit(ask(LONG // 2), 0.0)).prefill is not None or above is None
 
@@ -523,16 +523,16 @@ def test_time_spent_reduces_the_time_left_to_fetch() -> None:
     lease = placed(router.submit(ask(LONG), 0.0))
     busy_one, halves = lease.worker, lease.decision.handover
     present(halves).transfer_s = 5.0
-    router.leases.prefilled(lease, 1.0, None)
-    assert router.leases.reconsider(lease, 1.0, may_move=False, spent_s=18.0)
-    assert not router.leases.reconsider(lease, 1.0, may_move=True, spent_s=20.0)
+    router.leases.end_prefill(lease, 1.0, None)
+    assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=18.0)
+    assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=20.0)
     busy_one.pace.token_s = 1e-3
     whole = ask(10_000)
     whole.whole = "samples"
     placed(router.submit(whole, 1.0, Attempts(others(router, busy_one.name))))
-    assert router.leases.reconsider(lease, 1.0, may_move=False, spent_s=8.0)
-    assert not router.leases.reconsider(lease, 1.0, may_move=False, spent_s=10.0)
-    assert router.leases.reconsider(lease, 1.0, may_move=True, spent_s=10.0)
+    assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=8.0)
+    assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=10.0)
+    assert router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=10.0)
     assert lease.worker is not busy_one
 
 
@@ -542,9 +542,9 @@ def test_only_decode_worker_is_used_while_down_within_the_limit(
 ) -> None:
     router = make_router(disaggregate_above=1, transfer_within_s=24.0)
     lease = placed(router.submit(ask(LONG), 0.0))
-    router.leases.prefilled(lease, 1.0, None)
+    router.leases.end_prefill(lease, 1.0, None)
     lease.worker.up = False
-    assert router.leases.reconsider(lease, 1.0, may_move=True, spent_s=spent_s) is reconsidered
+    assert router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=spent_s) is reconsidered
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -554,13 +554,13 @@ def test_prefix_is_recorded_for_the_final_decode_worker_only(stream: bool) -> No
     for name, blocks in had.items():
         router.fleet.roster.prefixes.record(prefix[:blocks], worker_of(router, name).index)
     lease = placed(router.submit(ask(LONG, prefix=prefix, stream=stream), 0.0))
-    router.leases.prefilled(lease, 1.0, None)
+    router.leases.end_prefill(lease, 1.0, None)
     first = lease.worker
     first.up = False
-    assert router.leases.reconsider(lease, 1.0, may_move=True)
+    assert router.leases.recheck_decode_worker(lease, 1.0, may_move=True)
     second = lease.worker
     assert second is not first
-    router.leases.first_token(lease, 1.1)
+    router.leases.record_first_token(lease, 1.1)
     assert (blocks_held(router, prefix, first), blocks_held(router, prefix, second)) == (
         had[first.name],
         8,
@@ -571,9 +571,9 @@ def test_prefix_is_not_recorded_if_no_decode_worker_remains() -> None:
     router = make_router(decodes=2, disaggregate_above=1)
     prefix = tuple(range(1, 9))
     lease = placed(router.submit(ask(LONG, prefix=prefix, stream=False), 0.0))
-    router.leases.prefilled(lease, 1.0, None)
+    router.leases.end_prefill(lease, 1.0, None)
     lease.worker.up = False
-    assert not router.leases.reconsider(lease, 1.0, may_move=False)
+    assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=False)
     assert blocks_held(router, prefix, lease.worker) == 0
 
 
@@ -599,8 +599,8 @@ def test_transfer_time_is_learnt_per_pair() -> None:
     place_decoding(router, "d1", 1)
     times = router.placer.transfer_times(MODEL)
     for _ in range(20):
-        times.saw("p0", "d0", LONG, 30.0)
-        times.saw("p0", "d1", LONG, 0.01)
+        times.learn("p0", "d0", LONG, 30.0)
+        times.learn("p0", "d1", LONG, 0.01)
     for _ in range(3):
         lease = placed(router.submit(ask(LONG), 0.0))
         assert lease.decision.route == "p0>d1"
@@ -620,8 +620,8 @@ def test_handover_avoids_a_full_decode_worker(rule: str) -> None:
         router.fleet.roster.drain("d1" if name == "d0" else "d0")
         for prompt in prompts:  # d0 has fewer requests and less room
             lease = placed(router.submit(ask(prompt), 0.0))
-            router.leases.prefilled(lease, 1.0, None)
-            router.leases.first_token(lease, 1.0)
+            router.leases.end_prefill(lease, 1.0, None)
+            router.leases.record_first_token(lease, 1.0)
     router.fleet.roster.drain("d0", draining=False)
     for _ in range(3):
         lease = placed(router.submit(ask(5000), 2.0))
@@ -640,7 +640,7 @@ def fill_cache(router: Router, count: int = 20) -> list[Lease]:
         worker.kv_capacity = CACHE
     leases = [placed(router.submit(ask(1000, 1000), 0.0)) for _ in range(count)]
     for lease in leases:
-        router.leases.first_token(lease, 0.0)
+        router.leases.record_first_token(lease, 0.0)
     return leases
 
 
@@ -649,8 +649,8 @@ def test_request_without_room_is_served_whole_after_a_wait(rule: str) -> None:
     router = make_router(disaggregate_above=1500, queue_wait_s=30.0, policy=rule)
     fill_cache(router)
     ticket = waits(router.submit(ask(110_000, 500), 1.0))
-    assert router.due(15.0) == []
-    [(ended, lease)] = router.due(16.0)
+    assert router.pop_due(15.0) == []
+    [(ended, lease)] = router.pop_due(16.0)
     assert ended is ticket
     assert placed(lease).prefill is None
     assert placed(lease).worker.name == "d0"
@@ -665,7 +665,7 @@ def test_short_prompt_does_not_wait_for_room() -> None:
     for _ in range(5):
         info = ask(27_000, 1000)
         info.whole = "samples"
-        router.leases.first_token(placed(router.submit(info, 0.0)), 0.0)
+        router.leases.record_first_token(placed(router.submit(info, 0.0)), 0.0)
     for worker in router.fleet.roster:
         worker.pace.token_s, worker.pace.fixed_s = 1e-4, 0.02
         worker.reprice()
@@ -678,12 +678,12 @@ def test_requests_without_room_are_served_whole_one_at_a_time() -> None:
     router = make_router(disaggregate_above=1500, queue_wait_s=30.0)
     fill_cache(router)
     tickets = [waits(router.submit(ask(110_000, 500), 1.0)) for _ in range(3)]
-    [(first, lease)] = router.due(20.0)
+    [(first, lease)] = router.pop_due(20.0)
     assert first is tickets[0]
-    assert router.due(21.0) == []
-    router.leases.first_token(placed(lease), 22.0)
-    [(second, _)] = router.due(22.0)
+    assert router.pop_due(21.0) == []
+    router.leases.record_first_token(placed(lease), 22.0)
+    [(second, _)] = router.pop_due(22.0)
     assert second is tickets[1]
-    [(third, refusal)] = router.due(31.0)
+    [(third, refusal)] = router.pop_due(31.0)
     assert third is tickets[2]
     assert refused(refusal).status == 429

@@ -17,9 +17,9 @@ def test_requests_wait_for_a_full_pool() -> None:
     router = router_of(spec("s", SHORT, most=1), spec("l", LONG), policy="length")
     lease = placed(router.submit(ask(), 0.0))
     ticket = waits(router.submit(ask(), 0.0))
-    assert router.due(0.5) == []
+    assert router.pop_due(0.5) == []
     router.leases.finish(lease, 1.0, Outcome.DONE)
-    assert [gone for gone, _ in router.due(1.0)] == [ticket]
+    assert [gone for gone, _ in router.pop_due(1.0)] == [ticket]
 
 
 def test_long_above_its_pools_limit_goes_to_another_pool() -> None:

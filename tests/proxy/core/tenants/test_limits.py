@@ -29,7 +29,7 @@ def test_any_period_passes_one_minute_plus_the_refill(
     taken: list[tuple[float, int]] = []
     for pause, amount in steps:
         now += pause
-        if amount <= per_minute and not bucket.take(now, amount):
+        if amount <= per_minute and not bucket.try_charge(now, amount):
             taken.append((now, amount))
     for first, (start, _) in enumerate(taken):
         for last in range(first, len(taken)):
@@ -43,7 +43,7 @@ def test_wait_is_sufficient_and_minimal(steps: list[tuple[float, int]], per_minu
     bucket, now = TokenBucket(per_minute), 5.0
     for pause, amount in steps:
         now += pause
-        if wait := bucket.take(now, amount):
+        if wait := bucket.try_charge(now, amount):
             assert bucket.wait_s(now + wait * 0.99 - 1e-6, amount) > 0
             assert bucket.wait_s(now + wait + 1e-6, amount) == 0
             assert wait <= MINUTE * (1 + 30 / per_minute) + 1e-6
@@ -52,8 +52,8 @@ def test_wait_is_sufficient_and_minimal(steps: list[tuple[float, int]], per_minu
 def test_bucket_starts_full_and_refills_steadily() -> None:
     bucket = TokenBucket(60)
     assert bucket.remaining(0.0) == 60
-    assert [bucket.take(0.0, 20) for _ in range(3)] == [0, 0, 0]
-    assert bucket.take(0.0, 1) == pytest.approx(1.0)
+    assert [bucket.try_charge(0.0, 20) for _ in range(3)] == [0, 0, 0]
+    assert bucket.try_charge(0.0, 1) == pytest.approx(1.0)
     assert bucket.remaining(10.0) == pytest.approx(10)
     assert bucket.reset_s(10.0) == pytest.approx(50)
     assert bucket.remaining(1e6) == 60
@@ -61,10 +61,10 @@ def test_bucket_starts_full_and_refills_steadily() -> None:
 
 def test_amount_above_capacity_passes_a_full_bucket() -> None:
     bucket = TokenBucket(60)
-    assert bucket.take(0.0, 200) == 0
+    assert bucket.try_charge(0.0, 200) == 0
     assert bucket.remaining(0.0) == -140  # a debt
-    assert bucket.take(0.0, 1) == pytest.approx(141)
-    assert bucket.take(150.0, 200) > 0
+    assert bucket.try_charge(0.0, 1) == pytest.approx(141)
+    assert bucket.try_charge(150.0, 200) > 0
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_changed_limits_keep_usage() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=60, concurrency=9))
     for _ in range(9):
         ledger.enter(0.0, 1, 1)
-    ledger.limit(Limits(requests_per_minute=6))
+    ledger.set_limits(Limits(requests_per_minute=6))
     assert ledger.running == 9
     breaches = [ledger.enter(0.0, 1, 1) for _ in range(7)]
     assert breaches[0] is None
     assert breaches[-1] is not None
-    ledger.limit(Limits())
+    ledger.set_limits(Limits())
     assert ledger.enter(0.0, 10**9, 10**9) is None
 
 
@@ -139,9 +139,9 @@ def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
     breach = present(ledger.spent_limit(0.0))
     assert (breach.limit, breach.retry_after_s) == (Limit.TOKENS, pytest.approx(120))
     assert ledger.spent_limit(121.0) is None
-    ledger.was_read(121.0)
+    ledger.charge_read(121.0)
     assert ledger.spent_limit(121.0) is None
-    ledger.was_read(121.0)
+    ledger.charge_read(121.0)
     breach = present(ledger.spent_limit(121.0))
     assert (breach.limit, breach.retry_after_s) == (Limit.REQUESTS, pytest.approx(30))
     assert ledger.spent_limit(152.0) is None

@@ -29,13 +29,13 @@ def two_tenants() -> Tenants:
 def test_no_tenants_means_no_key_is_required() -> None:
     tenants = Tenants()
     assert tenants.open
-    assert tenants.of_key(KEY) is None
+    assert tenants.find_by_key(KEY) is None
     assert not two_tenants().open
 
 
 @given(st.binary(max_size=80))
 def test_only_configured_keys_match(key: bytes) -> None:
-    found = two_tenants().of_key(key)
+    found = two_tenants().find_by_key(key)
     assert (found is not None) == (key in (KEY, OTHER))
 
 
@@ -43,7 +43,7 @@ def test_only_configured_keys_match(key: bytes) -> None:
     "key", [b"", KEY[:-1], KEY + b"x", hashed(KEY), hashed(KEY).hex().encode()]
 )
 def test_altered_key_does_not_match(key: bytes) -> None:
-    assert two_tenants().of_key(key) is None
+    assert two_tenants().find_by_key(key) is None
 
 
 @pytest.mark.plain("replaces a part")
@@ -58,8 +58,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         "proxy.core.tenants.tenants.hmac", type("hmac", (), {"compare_digest": compare})
     )
     tenants = two_tenants()
-    assert tenants.of_key(KEY) is not None
-    assert tenants.of_key(b"nobody's") is None
+    assert tenants.find_by_key(KEY) is not None
+    assert tenants.find_by_key(b"nobody's") is None
     assert [found for found, _ in compared] == [hashed(KEY), b""]
     assert KEY not in [key_hash for pair in compared for key_hash in pair], "hashes, not keys"
 
@@ -81,8 +81,8 @@ def test_replace_keeps_usage_of_kept_tenants() -> None:
     assert tenants.get("a") is a
     assert (a.virtual, a.ledger.running, a.spec.weight) == (7.0, 1, 2.0)
     assert a.ledger.enter(0.0, 5, 1) is not None, "the new limit holds"
-    assert tenants.of_key(KEY) is None
-    assert tenants.of_key(OTHER) is a
+    assert tenants.find_by_key(KEY) is None
+    assert tenants.find_by_key(OTHER) is a
     assert tenants.get("b") is None
     assert tenants.edition > edition
 

@@ -12,7 +12,7 @@ from tests.proxy.processes.router_group import DEADLINE_S, POLL_S, RouterGroup, 
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, bearer
 from tests.redis_server import RedisServer
-from vllm_sched.cli.fleet.key import hashed
+from vllm_sched.cli.fleet.key import hash_key
 from vllm_sched.workers.launch import free_port
 
 NAMES = ("a", "b")
@@ -37,7 +37,7 @@ def start_host(
 ) -> RouterGroup:
     """Start a router of one process before workers on these ports."""
     tenants = "".join(
-        f"  - {{name: {name}, key_hashes: ['{hashed(f'key-of-{name}-0123456789')}'], "
+        f"  - {{name: {name}, key_hashes: ['{hash_key(f'key-of-{name}-0123456789')}'], "
         f"limits: {limits}}}\n"
         for name, limits in LIMITS.items()
     )

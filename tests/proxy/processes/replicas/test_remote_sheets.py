@@ -100,9 +100,9 @@ def test_host_that_ends_after_a_lost_message_frees_its_requests(receiver: Receiv
     receiver.receive(1.0, loaded(), whole=True)
     receiver.numbers["m"] += 1
     receiver.receive(1.1)
-    assert receiver.table.sheet(FIRST).has(5)
+    assert receiver.table.sheet(FIRST).has_charges(5)
     assert receiver.sheets.expire(1.2 + LEASE_S) == ["m"]
-    assert not receiver.table.sheet(FIRST).has(5)
+    assert not receiver.table.sheet(FIRST).has_charges(5)
 
 
 def test_silent_host_frees_its_requests_but_keeps_what_tenants_were_charged(
@@ -111,16 +111,16 @@ def test_silent_host_frees_its_requests_but_keeps_what_tenants_were_charged(
     receiver.receive(1.0, loaded(), whole=True)
     sheet = receiver.table.sheet(FIRST)
     assert receiver.sheets.expire(1.0 + LEASE_S) == []
-    assert sheet.has(5)
+    assert sheet.has_charges(5)
     assert receiver.sheets.expire(1.1 + LEASE_S) == ["m"]
-    assert not sheet.has(5)
+    assert not sheet.has_charges(5)
     assert (sheet.count(WAITING), receiver.settled(FIRST)) == (0, 70.0)
     assert not receiver.sheets.wants_whole(1.1 + LEASE_S)
     # It returns: the same charges, in the same sheet.
     receiver.receive(9.0, loaded())
     assert receiver.sheets.wants_whole(9.0)
     receiver.receive(9.1, loaded(), whole=True)
-    assert sheet.has(5)
+    assert sheet.has_charges(5)
     assert receiver.settled(FIRST) == 70.0
     # It does not return: its charges move into the history.
     receiver.sheets.expire(9.2 + FORGET_S)
@@ -155,7 +155,7 @@ def test_history_and_sheets_are_bounded(receiver: Receiver) -> None:
     receiver.receive(1.0, member="m", whole=True, history={"m0/0": {MARK: (70.0, 0.0, 0.0)}})
     assert receiver.settled(HISTORY) == total
     receiver.receive(1.0, *(loaded(index) for index in range(MAX_REMOTE)), whole=True)
-    assert sum(receiver.table.sheet(at).has(5) for at in range(MAX_REMOTE + 1)) == MAX_REMOTE - 1
+    assert sum(receiver.table.sheet(at).has_charges(5) for at in range(MAX_REMOTE + 1)) == MAX_REMOTE - 1
 
 
 def test_history_of_many_tenants_is_small_and_new_hosts_learn_all_of_it(receiver: Receiver) -> None:
@@ -206,16 +206,16 @@ def test_restarted_process_is_read_anew(receiver: Receiver) -> None:
     assert sheet.count(LIFE) == before
     receiver.receive(1.2, loaded(life=2), gone=[0])
     assert sheet.count(LIFE) != before
-    assert sheet.has(5)
+    assert sheet.has_charges(5)
     receiver.receive(1.3, gone=[0])
-    assert not sheet.has(5)
+    assert not sheet.has_charges(5)
     assert receiver.settled(FIRST) == 70.0
 
 
 def test_worker_that_this_host_finds_later_has_its_load(receiver: Receiver) -> None:
     receiver.workers.apply(WorkersChanged((), gone=("a",)))
     receiver.receive(1.0, loaded(), whole=True)
-    assert not receiver.table.sheet(FIRST).has(8)
+    assert not receiver.table.sheet(FIRST).has_charges(8)
     receiver.sheets.place(receiver.workers.apply(WorkersChanged((known(row=8),))))
     assert receiver.table.sheet(FIRST).read_load(8)[0] == LOAD
 
@@ -240,7 +240,7 @@ def test_worker_that_another_host_removed_has_no_charges_of_it(receiver: Receive
     part = loaded()
     part.loads.clear()
     receiver.receive(1.1, part, whole=True)
-    assert not sheet.has(5)
+    assert not sheet.has_charges(5)
 
 
 def test_sheets_of_silent_hosts_are_given_to_living_ones(
@@ -255,4 +255,4 @@ def test_sheets_of_silent_hosts_are_given_to_living_ones(
     receiver.receive(1.3 + LEASE_S, loaded(), member="n", whole=True)
     assert not receiver.sheets.wants_whole(1.3 + LEASE_S)
     assert list(receiver.sheets.members) == ["n"]
-    assert sum(receiver.table.sheet(at).has(5) for at in range(MAX_REMOTE + 1)) == 1
+    assert sum(receiver.table.sheet(at).has_charges(5) for at in range(MAX_REMOTE + 1)) == 1

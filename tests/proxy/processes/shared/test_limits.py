@@ -212,7 +212,7 @@ def test_shares_count_service_in_all_processes(make_processes: MakeGroup) -> Non
     for lease in leases[:2]:
         group.finish(0, lease)
     group.now += 1.0
-    dispatched = [ticket.ask.tenant for ticket, _ in group.routers[1].due(group.now)]
+    dispatched = [ticket.ask.tenant for ticket, _ in group.routers[1].pop_due(group.now)]
     assert dispatched == [tenant(group, 1, "none"), second]
 
 
@@ -322,7 +322,7 @@ def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_all: M
     tenant(group, 1, "u").charge(1e6)
     waits(submit(group, 1, "u"))
     group.routers[1].leases.finish(leases[0], group.now, Outcome.DONE)
-    assert len(group.routers[1].due(group.now)) == 1
+    assert len(group.routers[1].pop_due(group.now)) == 1
     group.end_turn()
     group.read_all()
     waits(submit(group, 0, "t"))
@@ -340,7 +340,7 @@ def start_flood(make_group: MakeGroup) -> VirtualGroup:
         waits(submit(group, 0, "flood", 1_000_000))
     group.finish(0, leases[0])
     group.now += 1.0
-    [(_, answer)] = group.routers[0].due(group.now)
+    [(_, answer)] = group.routers[0].pop_due(group.now)
     placed(answer)
     group.end_turn()
     group.read_all()

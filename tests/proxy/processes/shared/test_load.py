@@ -95,9 +95,9 @@ def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGrou
     group = make_all(2, spec("a", most=3), queue_wait_s=5.0)
     leases = [group.submit(0), group.submit(1), group.submit(0)]
     ticket = waits(group.routers[1].submit(ask(), group.now))
-    assert not [*group.routers[1].due(group.now)]
+    assert not [*group.routers[1].pop_due(group.now)]
     group.finish(0, leases[0])
-    [(found, lease)] = group.routers[1].due(group.now)
+    [(found, lease)] = group.routers[1].pop_due(group.now)
     assert found is ticket
     group.routers[1].leases.finish(placed(lease), group.now, Outcome.DONE)
 
@@ -141,7 +141,7 @@ def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     assert trial.trial
     group.read_all()
     assert not group.worker(2, "a").accepts(group.now)
-    group.routers[1].leases.first_token(trial, group.now)
+    group.routers[1].leases.record_first_token(trial, group.now)
     group.end_turn()
     group.read_all()
     assert all(group.worker(index, "a").breaker.has_no_failures for index in range(3))
@@ -176,7 +176,7 @@ def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
         assert {lease.worker.name for lease in leases} == set("abcd")
         lease_b = next(lease for lease in leases if lease.worker.name == "b")
         if index == 2:
-            router.leases.first_token(lease_b, group.now)
+            router.leases.record_first_token(lease_b, group.now)
         for lease in leases:
             group.finish(index, lease, Outcome.CLIENT_GONE)
         group.read_all()
@@ -226,7 +226,7 @@ def test_limit_check_reads_one_number_per_process(
         for _ in range(2):
             group.routers[index].fleet.charge(ask(), decision, group.now)
     assert a.requests == 0
-    assert group.sharings[3].have_filled(a, group.now)
+    assert group.sharings[3].is_filled_by_others(a, group.now)
     assert a.requests == 6
     assert group.worker(3, "a").shut
 
@@ -279,8 +279,8 @@ def test_moved_decode_legs_keep_the_limit(make_all: Callable[..., VirtualGroup])
         group.worker(number, "d1").up = False
     for number, lease in legs:
         if lease.worker.name == "d1":
-            group.routers[number].leases.prefilled(lease, group.now, None)
-            group.routers[number].leases.reconsider(lease, group.now, may_move=True)
+            group.routers[number].leases.end_prefill(lease, group.now, None)
+            group.routers[number].leases.recheck_decode_worker(lease, group.now, may_move=True)
     group.end_turn()
     group.read_all()
     assert [group.worker(number, "d2").requests for number in (0, 1)] == [8, 8]

@@ -69,7 +69,7 @@ def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGrou
         info, router = ask(400), group.routers[number % 3]
         info.chained, info.session = True, keys[-1]
         lease = placed(router.submit(info, group.now))
-        router.leases.stored(lease, f"resp_{number}", group.now)
+        router.leases.record_response_id(lease, f"resp_{number}", group.now)
         group.end_turn()
         group.finish(number % 3, lease)
         for _ in range(2):
@@ -102,8 +102,8 @@ def test_handed_over_prefix_is_shared_after_the_first_token(make_all: MakeGroup)
     other = placed(group.routers[1].submit(ask(4000, prefix=prefix), group.now))
     assert (lease.prefill is None, other.prefill is None) == (False, False)
     group.finish(1, other, Outcome.CLIENT_GONE)
-    group.routers[0].leases.prefilled(lease, group.now, None)
-    group.routers[0].leases.first_token(lease, group.now)
+    group.routers[0].leases.end_prefill(lease, group.now, None)
+    group.routers[0].leases.record_first_token(lease, group.now)
     group.end_turn()
     assert placed(group.routers[1].submit(ask(4000, prefix=prefix), group.now)).prefill is None
 

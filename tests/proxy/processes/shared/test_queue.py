@@ -33,7 +33,7 @@ def wait(
 
 def due(group: VirtualGroup, index: int) -> list[Ticket]:
     """Return the tickets that a process dispatches now."""
-    found = group.routers[index].due(group.now)
+    found = group.routers[index].pop_due(group.now)
     group.leases |= {ticket: placed(lease) for ticket, lease in found}
     group.end_turn()
     return [ticket for ticket, _ in found]
@@ -87,15 +87,15 @@ def test_full_queue_of_one_tenant_gives_way_in_another_process(make_processes: M
     assert refused(submit(group, 1, "crowd")).status == 429
     single = waits(submit(group, 0, "single"))
     assert due(group, 0) == [], "it has no more than its share"
-    [(ticket, refusal)] = group.routers[1].due(group.now)
+    [(ticket, refusal)] = group.routers[1].pop_due(group.now)
     group.end_turn()
     assert (ticket, refused(refusal).status) == (crowd[-1], 429)
-    assert group.routers[1].due(group.now) == []
+    assert group.routers[1].pop_due(group.now) == []
     assert len(group.routers[0].queue) + len(group.routers[1].queue) == 6
     for _ in range(2):
         waits(submit(group, 0, "single"))
     assert refused(submit(group, 0, "single")).status == 429
-    assert [ticket for ticket, _ in group.routers[1].due(group.now)] == crowd[4:2:-1]
+    assert [ticket for ticket, _ in group.routers[1].pop_due(group.now)] == crowd[4:2:-1]
     assert not single.left
 
 
@@ -105,11 +105,11 @@ def test_one_of_two_equal_processes_evicts(make_processes: MakeGroup) -> None:
     crowd = [waits(submit(group, index, "crowd")) for index in (0, 0, 0, 1, 1, 1)]
     waits(submit(group, 2, "single"))
     found = [
-        router.due(group.now) for router in group.routers
+        router.pop_due(group.now) for router in group.routers
     ]  # before any process reads the others
     group.end_turn()
     assert [[ticket for ticket, _ in pairs] for pairs in found] == [[crowd[2]], [], []]
-    assert [router.due(group.now) for router in group.routers] == [[], [], []]
+    assert [router.pop_due(group.now) for router in group.routers] == [[], [], []]
 
 
 def test_large_bodies_of_one_tenant_give_way_in_another_process(make_processes: MakeGroup) -> None:
@@ -117,7 +117,7 @@ def test_large_bodies_of_one_tenant_give_way_in_another_process(make_processes: 
     add_two_tenants(group)
     large = [waits(submit(group, 1, "crowd", size=200)) for _ in range(5)]
     waits(submit(group, 0, "single", size=10))
-    assert [ticket for ticket, _ in group.routers[1].due(group.now)] == large[-1:]
+    assert [ticket for ticket, _ in group.routers[1].pop_due(group.now)] == large[-1:]
     group.end_turn()
     assert refused(submit(group, 0, "single", size=600)).status == 429
 
@@ -127,7 +127,7 @@ def test_request_above_the_limit_is_kept_if_the_queue_was_empty(make_group: Make
     add_two_tenants(group)
     waits(submit(group, 1, "crowd", prompt=500))
     waits(submit(group, 0, "single", prompt=50))
-    assert group.routers[1].due(group.now) == []
+    assert group.routers[1].pop_due(group.now) == []
 
 
 @pytest.mark.parametrize("urgent", ["crowd", "single"])
@@ -197,7 +197,7 @@ def test_no_request_is_held_back_for_ever(make_group: MakeGroup, polls: float) -
     for _ in range(200):
         if not running.released:
             group.finish(0, running)
-        for ticket, lease in group.routers[0].due(group.now):
+        for ticket, lease in group.routers[0].pop_due(group.now):
             dispatched.append(ticket)
             running = placed(lease)
         group.end_turn()
@@ -256,7 +256,7 @@ def begin_session(group: VirtualGroup) -> Lease:
         for worker in router.fleet.roster:
             worker.pace.prefills, worker.pace.token_s, worker.pace.base_s = 100, 1e-4, 0.02
     running = group.submit(0, prompt=100_000, output=50, long=True, prefix=PREFIX)
-    group.routers[0].leases.first_token(running, group.now)
+    group.routers[0].leases.record_first_token(running, group.now)
     group.end_turn()
     return running
 
@@ -275,7 +275,7 @@ def take_slot(group: VirtualGroup, before: Lease) -> Lease:
     pinned = ask(100, 50)
     pinned.pinned = before.worker.name
     lease = placed(group.routers[1].submit(pinned, group.now))
-    group.routers[1].leases.first_token(lease, group.now)
+    group.routers[1].leases.record_first_token(lease, group.now)
     group.end_turn()
     return lease
 
@@ -361,8 +361,8 @@ def test_long_requests_of_other_processes_count_as_waiting(make_all: MakeGroup) 
     group.submit(0)
     wait(group, 1, long=True)
     group.read_all()
-    assert group.routers[0].queue.waiting("m", long=True) == 1
-    assert group.routers[0].queue.waiting("m", long=False) == 0
+    assert group.routers[0].queue.count_waiting("m", long=True) == 1
+    assert group.routers[0].queue.count_waiting("m", long=False) == 0
 
 
 def test_empty_queue_of_another_process_holds_nothing_back(make_all: MakeGroup) -> None:

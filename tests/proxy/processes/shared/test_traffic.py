@@ -35,7 +35,7 @@ def test_traffic_rates_are_shared(make_all: MakeGroup) -> None:
     shares = [traffic.long_share(group.now) for traffic in traffics]
     assert rates == pytest.approx([15 / 20] * 3, rel=0.02)
     assert shares == pytest.approx([shares[0]] * 3, rel=0.02)
-    assert all(traffic.longs_lately(group.now) for traffic in traffics)
+    assert all(traffic.has_recent_longs(group.now) for traffic in traffics)
 
 
 def test_restarted_process_counts_from_zero(make_processes: MakeGroup) -> None:

@@ -21,7 +21,7 @@ class RecordingClient:
     def write(self, data: bytes, /) -> None:
         self.written.append(data[:15].decode())
 
-    def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
+    def end_response(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
         self.written.append("done")
 
     def break_off(self) -> None:

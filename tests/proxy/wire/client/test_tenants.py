@@ -10,7 +10,7 @@ import pytest
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.http.request_parser import ParserState
-from proxy.telemetry.logs import account
+from proxy.telemetry.logs import log_fields
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
@@ -268,7 +268,7 @@ async def test_limit_is_checked_before_the_body_is_parsed(guarded: Site) -> None
 async def test_log_names_the_tenant_of_refused_requests(guarded: Site) -> None:
     set_tenants(guarded, TenantSpec("a", Rank.BATCH, limits=Limits(requests_per_minute=1)), a=KEY)
     records: list[dict[str, Any]] = []
-    guarded.metrics.at_end = (lambda *of: records.append(account(*of)),)
+    guarded.metrics.at_end = (lambda *of: records.append(log_fields(*of)),)
     assert [(await guarded.ask(chat("hi", bearer()))).status for _ in range(2)] == [200, 429]
     assert (await guarded.ask(chat())).status == 401
     await eventually(lambda: len(records) == 3)

@@ -551,8 +551,8 @@ async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
 def test_a_worker_with_many_streams_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     log, record = ContinuationLog(), RequestRecord()
     for number in range(1000):
-        log.lost(number / 1000, record, "w0", NO_WORKER, "")
+        log.log_lost(number / 1000, record, "w0", NO_WORKER, "")
     assert len(caplog.messages) == MAX_LINES
-    log.lost(INTERVAL_S, record, "w0", NO_WORKER, "")
+    log.log_lost(INTERVAL_S, record, "w0", NO_WORKER, "")
     assert caplog.messages[MAX_LINES].startswith(f"{1000 - MAX_LINES} lines")
     assert len(caplog.messages) == MAX_LINES + 2

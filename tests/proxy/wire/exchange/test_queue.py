@@ -137,7 +137,7 @@ async def test_error_in_one_queued_request_does_not_affect_others(
     gate = asyncio.Event()
     clients = await fill(site, gate, 2)
     first, _ = site.wire.queued.values()
-    usual = type(first).placed
+    usual = type(first).placement_decided
 
     def placed(exchange: Exchange, now: float, answer: Lease | Refusal) -> None:
         if exchange is first:

@@ -25,7 +25,7 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
     record.decision = Decision(site.worker(), Reason.ONLY_CHOICE)
     record.started = 1.0
     for now, tokens in ((2.0, 1), (2.5, 1), (4.0, 3)):  # three speculative tokens in one event
-        record.saw_tokens(now, metrics, tokens)
+        record.record_tokens(now, metrics, tokens)
     record.close(5.0, metrics, "completions", 200, None)
     [tpot] = metrics.tpot.values()
     [ttft] = metrics.ttft.values()
@@ -38,7 +38,7 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
 async def test_single_token_has_no_time_per_token(metrics: Metrics) -> None:
     record = RequestRecord()
     record.ask = ask()
-    record.saw_tokens(2.0, metrics, 1)
+    record.record_tokens(2.0, metrics, 1)
     record.close(5.0, metrics, "completions", 200, None)
     [tpot] = metrics.tpot.values()
     assert tpot.cumulative()[-1] == 0
@@ -51,7 +51,7 @@ async def test_real_and_predicted_ttft_start_at_arrival(site: Site, metrics: Met
     record.queue_s = 0.5
     for placed in (1.5, 3.0):  # the first leg failed
         record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25))
-    record.saw_tokens(3.5, metrics)
+    record.record_tokens(3.5, metrics)
     record.close(5.0, metrics, "completions", 200, None)
     [real], [predicted] = metrics.ttft.values(), metrics.predicted.values()
     assert (real.total, predicted.total) == (2.5, 2.25)
@@ -76,7 +76,7 @@ def stream_record(
     record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25, handover=handover))
     if handover is not None:
         record.prefilled_at = 3.5
-    record.saw_tokens(5.0, site.metrics)
+    record.record_tokens(5.0, site.metrics)
     return record
 
 

@@ -41,6 +41,6 @@ async def test_repr_of_an_exchange_shows_its_state(start: Start) -> None:
         "<Exchange 0 chat/completions SENT>", "<Exchange 1 chat/completions QUEUED>",
     ]  # fmt: skip
     with pytest.raises(RuntimeError, match="no transition"):
-        next(iter(site.wire.exchanges)).enter(READING)
+        next(iter(site.wire.exchanges)).set_state(READING)
     gate.set()
     assert [(await client.answer()).status for client in clients] == [200, 200]

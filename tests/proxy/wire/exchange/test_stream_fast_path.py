@@ -65,7 +65,7 @@ class Client:
     def write(self, data: bytes) -> None:
         self.got += data
 
-    def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
+    def end_response(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
         self.is_over = True
 
     def break_off(self) -> None:

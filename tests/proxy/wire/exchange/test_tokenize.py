@@ -52,9 +52,9 @@ class CountRequest:
 )
 def test_count_is_read_from_two_pieces(status: int, answer: bytes, count: int | None) -> None:
     request = CountRequest(status)
-    request.count.received(2.0, answer[:4], ended=False)
+    request.count.body_received(2.0, answer[:4], ended=False)
     assert request.found == []
-    request.count.received(3.0, answer[4:], ended=True)
+    request.count.body_received(3.0, answer[4:], ended=True)
     assert request.found == [(3.0, count)]
     assert request.count.connection is None
     assert not request.connection.dropped
@@ -63,9 +63,9 @@ def test_count_is_read_from_two_pieces(status: int, answer: bytes, count: int | 
 def test_oversized_response_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RESPONSE_BYTES", 10)
     request = CountRequest()
-    request.count.received(2.0, b"x" * 10, ended=False)
+    request.count.body_received(2.0, b"x" * 10, ended=False)
     assert request.found == []
-    request.count.received(3.0, b"x", ended=False)
+    request.count.body_received(3.0, b"x", ended=False)
     assert request.found == [(3.0, None)]
     assert request.connection.dropped
 

@@ -40,15 +40,15 @@ def test_opening_or_part_of_it_is_no_result(path: str) -> None:
     assert first_token.find_result(whole.replace(b"\n", b"\r\n")) == -1
     for result in (ERRORS[path], DELTA, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'):
         assert first_token.find_result(whole + result) == len(whole)
-    assert first_token.says_failed(whole + ERRORS[path])
-    assert not first_token.says_failed(whole + DELTA)
-    assert not first_token.says_failed(whole)
+    assert first_token.begins_with_error(whole + ERRORS[path])
+    assert not first_token.begins_with_error(whole + DELTA)
+    assert not first_token.begins_with_error(whole)
 
 
 @pytest.mark.parametrize("text", [b"{", b'{"error": 1}', b"<html>"])
 def test_other_bodies_than_streams_are_a_result(text: bytes) -> None:
     assert first_token.find_result(text) == 0
-    assert not first_token.says_failed(text)
+    assert not first_token.begins_with_error(text)
 
 
 @pytest.mark.parametrize("path", OPENINGS)

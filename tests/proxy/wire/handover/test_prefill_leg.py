@@ -22,16 +22,16 @@ class Owner:
         self.connection: WorkerConnection | None = None
         self.calls: list[object] = []
 
-    def prefilled(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, answer: bytes) -> None:
         self.calls.append((now, answer))
 
-    def begun(self, now: float, head: ResponseHead) -> None:
+    def response_begun(self, now: float, head: ResponseHead) -> None:
         self.calls.append((now, head.status))
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         self.calls.append((now, body, ended))
 
-    def lost(self, now: float, trouble: WorkerError) -> None:
+    def connection_failed(self, now: float, trouble: WorkerError) -> None:
         self.calls.append((now, trouble))
 
 
@@ -75,7 +75,7 @@ def test_other_responses_are_passed_to_the_owner(status: int) -> None:
     owner = Owner()
     leg, connection = leg_of(owner)
     leg.response_begun(1.0, head(status))
-    leg.received(1.1, b"no", ended=True)
+    leg.body_received(1.1, b"no", ended=True)
     assert owner.calls == [(1.0, status), (1.1, b"no", True)]
     assert owner.connection is connection
 
@@ -93,7 +93,7 @@ def test_oversized_response_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Owner()
     leg, connection = leg_of(owner)
     leg.response_begun(1.0, head(200))
-    leg.received(1.1, b"x" * 11, ended=False)
+    leg.body_received(1.1, b"x" * 11, ended=False)
     assert owner.calls == [(1.1, WorkerError.BROKEN)]
     assert connection.dropped
 
@@ -105,7 +105,7 @@ def test_deadline_of_the_body_is_fixed_at_its_head() -> None:
     assert connection.deadline == 9.0
     for at in (1.1, 8.0):
         connection.deadline = at + 300.0  # as after each piece of a response
-        leg.received(at, b"x", ended=False)
+        leg.body_received(at, b"x", ended=False)
         assert connection.deadline == 1.0 + module.MAX_BODY_S
 
 
@@ -113,8 +113,8 @@ def test_owner_may_change_during_the_response() -> None:
     first, second = Owner(), Owner()
     leg, _ = leg_of(first)
     leg.response_begun(1.0, head(200))
-    leg.leave_to(second)
-    leg.received(1.1, b"{}", ended=True)
+    leg.set_owner(second)
+    leg.body_received(1.1, b"{}", ended=True)
     assert first.calls == []
     assert second.calls == [(1.1, b"{}")]
 

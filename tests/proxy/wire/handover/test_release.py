@@ -141,10 +141,10 @@ async def test_abandoned_prefill_response_is_released(start: Start) -> None:
     whole = params | {"do_remote_prefill": True, "remote_block_ids": [[1]]}
     leg = PrefillLeg(UnusedOwner(), 60.0)
     abandoned = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
-    abandoned.prefilled(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
+    abandoned.prefill_ended(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
     await eventually(lambda: site.fakes["d0"].served)
     assert site.fakes["d0"].served[0].json()["kv_transfer_params"] == whole
-    abandoned.prefilled(site.clock(), b"{}")
+    abandoned.prefill_ended(site.clock(), b"{}")
     assert len(site.wire.releases) <= 1
 
 

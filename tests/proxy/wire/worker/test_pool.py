@@ -63,13 +63,13 @@ class Listener:
     calls: list[object] = field(default_factory=list)
     more_s: list[float] = field(default_factory=list)
 
-    def begun(self, now: float, head: ResponseHead) -> None:
+    def response_begun(self, now: float, head: ResponseHead) -> None:
         del now
         self.calls.append(head.status)
         if self.drops and self.connection is not None:
             self.connection.drop()
 
-    def received(self, now: float, body: bytes, ended: bool) -> None:
+    def body_received(self, now: float, body: bytes, ended: bool) -> None:
         del now
         self.calls.append((body, ended))
 
@@ -77,7 +77,7 @@ class Listener:
         del now
         return self.more_s.pop(0) if self.more_s else 0.0
 
-    def lost(self, now: float, trouble: WorkerError) -> None:
+    def connection_failed(self, now: float, trouble: WorkerError) -> None:
         del now
         self.calls.append(trouble)
 

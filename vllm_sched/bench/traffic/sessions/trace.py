@@ -113,11 +113,11 @@ class SessionTrace(TrafficFile):
             klass, tenant = read_text(entry, "class") or self.name, read_text(entry, "tenant")
             known = self._lines[name] = _Line(name, number, at, klass, tenant)
         if "turns" in entry:
-            _take_turns(known, entry["turns"])
+            _add_turns(known, entry["turns"])
         else:
-            self._take_request(known, entry)
+            self._add_request(known, entry)
 
-    def _take_request(self, session: _Line, entry: dict[str, Any]) -> None:
+    def _add_request(self, session: _Line, entry: dict[str, Any]) -> None:
         if "messages" in entry and entry.get("message_mode") != "delta":
             raise BadLineError("messages need message_mode delta; or give input_length")
         if "messages" in entry or "text_input" in entry:
@@ -142,7 +142,7 @@ class SessionTrace(TrafficFile):
                 parents[name] = line
         made: dict[str, Session] = {}
         roots = [
-            (line, self._made(line, made, MAX_DEPTH))
+            (line, self._make_session(line, made, MAX_DEPTH))
             for line in self._lines.values()
             if line.name not in parents
         ]
@@ -153,14 +153,14 @@ class SessionTrace(TrafficFile):
                 raise self._error(line, f"session {name!r} is a sub-agent of itself")
         return roots
 
-    def _made(self, line: _Line, made: dict[str, Session], depth: int) -> Session:
+    def _make_session(self, line: _Line, made: dict[str, Session], depth: int) -> Session:
         if not depth:
             raise self._error(line, f"sub-agents are nested deeper than {MAX_DEPTH} levels")
         turns = [
             replace(
                 turn,
                 forks=tuple(
-                    replace(self._made(self._lines[name], made, depth - 1), fresh=fresh)
+                    replace(self._make_session(self._lines[name], made, depth - 1), fresh=fresh)
                     for name, fresh in line.forks.get(number, ())
                 ),
             )
@@ -173,7 +173,7 @@ class SessionTrace(TrafficFile):
         return UsageError(f"{self._path}, line {line.line}: {text}")
 
 
-def _take_turns(session: _Line, turns: Any) -> None:
+def _add_turns(session: _Line, turns: Any) -> None:
     if not (isinstance(turns, list) and turns and all(isinstance(each, dict) for each in turns)):
         raise BadLineError(f"turns is {turns!r:.60}; it must be a list of objects, at least one")
     if len(turns) > 1 and _is_system(turns[0]):
