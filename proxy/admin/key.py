@@ -8,18 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import os
-import re
-from collections.abc import Iterator, Mapping
 from hashlib import sha256
-
-from proxy.config import AdminConfig, PartialConfig
-from proxy.errors import ConfigError, Problem
-
-KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
-KEY_FORMAT = (
-    "a key has 16 to 512 printable characters without spaces; `openssl rand -hex 32` makes one"
-)
 
 
 class AdminKey:
@@ -55,46 +44,3 @@ def _key_in(authorization: str) -> bytes:
         except (binascii.Error, ValueError):
             return b""
     return b""
-
-
-def key_of(admin: AdminConfig, source: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Read the configured key; None if none is configured.
-
-    Raises `ConfigError` if the key cannot be read.
-    """
-    found = _read(admin, environ)
-    if isinstance(found, Problem):
-        raise ConfigError(source, [found])
-    return found
-
-
-def key_problems(draft: PartialConfig) -> Iterator[Problem]:
-    """Yield what is wrong with the configured key."""
-    if draft.router is not None:
-        found = _read(draft.router.admin, os.environ)
-        if isinstance(found, Problem):
-            yield found
-
-
-def _read(admin: AdminConfig, environ: Mapping[str, str]) -> str | Problem | None:
-    if (file := admin.key_file) is not None:
-        where = "router.admin.key_file"
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError:
-            return Problem(where, f"{str(file)!r}: not text; {KEY_FORMAT}")
-        except OSError as error:
-            message = f"{str(file)!r}: cannot be read: {error.strerror}; check path and permissions"
-            return Problem(where, message)
-    elif (variable := admin.key_env) is not None:
-        where = "router.admin.key_env"
-        key = environ.get(variable, "").strip()
-        if not key:
-            return Problem(where, f"{variable}: not set; set it to the key")
-    else:
-        return None
-    return (
-        key
-        if KEY_PATTERN.fullmatch(key)
-        else Problem(where, f"contains no valid key; {KEY_FORMAT}")
-    )

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.admin import key as admin_key
 from proxy.discovery import reconcile
-from proxy.journal import key as journal_key
-from proxy.setup import redis_password, tenancy
+from proxy.setup import tenancy
+from proxy.setup.secret_files import admin_key, journal_key, read_secret, redis_password
 
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
@@ -34,10 +33,10 @@ class SecretKeys:
         """Read the keys; raise `ProxyError` on failure."""
         return cls(
             tenancy.read_keys(config, source),
-            admin_key.key_of(config.router.admin, source),
+            read_secret(admin_key, config.router, source),
             reconcile.keys_of(config),
-            journal_key.key_of(config.router.journal, source),
-            redis_password.password_of(config.router.shared, source),
+            read_secret(journal_key, config.router, source),
+            read_secret(redis_password, config.router, source),
         )
 
     @property

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-from pathlib import Path
 
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
 from proxy.admin.auth import HostCheck
-from proxy.admin.key import AdminKey, key_of
-from proxy.config import AdminConfig, parse
+from proxy.admin.key import AdminKey
+from proxy.config import parse
 from proxy.errors import ConfigError
 
 KEY = "0123456789abcdef-key"
@@ -65,30 +64,6 @@ def test_new_key_replaces_the_old_one() -> None:
     assert not key.admits(f"Bearer {KEY}")
     assert key.admits("Bearer another-key-of-20-letters")
     assert KEY not in repr(vars(key))
-
-
-def test_key_is_read_from_file_or_environment(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text(f"{KEY}\n")
-    assert key_of(AdminConfig(), "f") is None
-    assert key_of(AdminConfig(key_file=file), "f") == KEY
-    assert key_of(AdminConfig(key_env="ADMIN"), "f", {"ADMIN": KEY}) == KEY
-
-
-@pytest.mark.parametrize("content", [b"", b"short", b"two words of the key", b"\xff" * 20])
-def test_invalid_key_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "key"
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^f: router\.admin\.key_file: .*16 to 512") as caught:
-        key_of(AdminConfig(key_file=file), "f")
-    assert "two words" not in str(caught.value)
-
-
-def test_missing_key_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"router\.admin\.key_env: ADMIN: not set"):
-        key_of(AdminConfig(key_env="ADMIN"), "f", {})
-    with pytest.raises(ConfigError, match=r"key_file: '.*none': cannot be read: No such file"):
-        key_of(AdminConfig(key_file=tmp_path / "none"), "f")
 
 
 def fleet(admin: str) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from proxy.config import FleetConfig, PartialConfig, parse
+from proxy.config import FleetConfig, parse
 from proxy.errors import ConfigError
-from proxy.setup.redis_password import password_of, password_problems
 
 
 def config(shared: str) -> FleetConfig:
@@ -50,16 +47,3 @@ def test_errors_say_what_to_write(shared: str, message: str) -> None:
         config(shared)
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
-
-
-def test_password_is_read_from_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "password"
-    fleet = config(f"{{url: 'redis://r', password_file: '{file}'}}")
-    for content, message in ((None, "cannot be read"), ("\n", "is empty")):
-        if content is not None:
-            file.write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            password_of(fleet.router.shared, "fleet.yaml")
-        assert message in str([*password_problems(PartialConfig(router=fleet.router))])
-    file.write_text("secret\n")
-    assert password_of(fleet.router.shared, "fleet.yaml") == "secret"

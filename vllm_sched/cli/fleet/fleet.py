@@ -52,16 +52,13 @@ def read(path: Path, *more: Check) -> FleetConfig:
 
 def files(draft: PartialConfig) -> Iterator[Problem]:
     """Check the files and environment variables that a fleet file refers to."""
-    from proxy.admin import key
-    from proxy.journal import key as journal_key
     from proxy.net.tls import tls_problems
-    from proxy.setup import redis_password, tenancy
+    from proxy.setup.secret_files import secret_problems
+    from proxy.setup.tenancy import key_problems
 
     yield from tls_problems(draft)
-    yield from tenancy.key_problems(draft)
-    yield from key.key_problems(draft)
-    yield from journal_key.key_problems(draft)
-    yield from redis_password.password_problems(draft)
+    yield from key_problems(draft)
+    yield from secret_problems(draft)
 
 
 def policies(draft: PartialConfig) -> Iterator[Problem]:

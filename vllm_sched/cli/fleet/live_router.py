@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from proxy.admin.key import key_of
 from proxy.config import TlsConfig
+from proxy.setup.secret_files import admin_key, read_secret
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LiveRouter:
 
         admin = config.router.admin
         url = url or url_of(admin.host, admin.port, admin.tls)
-        return cls(url, key_of(admin, str(source)), admin.tls)
+        return cls(url, read_secret(admin_key, config.router, str(source)), admin.tls)
 
     def headers(self) -> dict[str, str]:
         key = {"Authorization": f"Bearer {self.key}"} if self.key else {}

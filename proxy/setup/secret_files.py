@@ -1,0 +1,95 @@
+"""The secrets that the block `router` refers to: each is in a file or an environment variable."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from proxy.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from proxy.config import PartialConfig, RouterConfig
+
+T = TypeVar("T")
+ADMIN_KEY: Final = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
+ADMIN_KEY_FORMAT: Final = (
+    "a key has 16 to 512 printable characters without spaces; `openssl rand -hex 32` makes one"
+)
+MIN_JOURNAL_KEY_BYTES: Final = 16
+
+
+def read_secret(
+    read: Callable[[RouterConfig], T | Problem | None], router: RouterConfig, source: str
+) -> T | None:
+    """Return a secret; None if none is configured, `ConfigError` if it cannot be read."""
+    found = read(router)
+    if isinstance(found, Problem):
+        raise ConfigError(source, [found])
+    return found
+
+
+def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the configured secrets."""
+    if draft.router is None:
+        return
+    for read in (admin_key, journal_key, redis_password):
+        if isinstance(found := read(draft.router), Problem):
+            yield found
+
+
+def admin_key(router: RouterConfig) -> str | Problem | None:
+    """Return the key of the admin API."""
+    admin = router.admin
+    if (file := admin.key_file) is not None:
+        where = "router.admin.key_file"
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError:
+            return Problem(where, f"{str(file)!r}: not text; {ADMIN_KEY_FORMAT}")
+        except OSError as error:
+            return _unreadable(where, file, error.strerror)
+    elif (variable := admin.key_env) is not None:
+        where = "router.admin.key_env"
+        key = os.environ.get(variable, "").strip()
+        if not key:
+            return Problem(where, f"{variable}: not set; set it to the key")
+    else:
+        return None
+    if ADMIN_KEY.fullmatch(key):
+        return key
+    return Problem(where, f"contains no valid key; {ADMIN_KEY_FORMAT}")
+
+
+def journal_key(router: RouterConfig) -> bytes | Problem | None:
+    """Return the key that signs the journals."""
+    where = "router.journal.key_file"
+    if (file := router.journal.key_file) is None:
+        return None
+    try:
+        key = file.read_bytes().strip()  # as the engine does
+    except OSError as error:
+        return _unreadable(where, file, error.strerror)
+    if len(key) < MIN_JOURNAL_KEY_BYTES:
+        why = f"{str(file)!r}: has {len(key)} bytes; a key has {MIN_JOURNAL_KEY_BYTES} or more; "
+        return Problem(where, why + "`openssl rand -hex 32` makes one")
+    return key
+
+
+def redis_password(router: RouterConfig) -> str | Problem | None:
+    """Return the password of the Redis server that replicas share."""
+    where = "router.shared.password_file"
+    if router.shared is None or (file := router.shared.password_file) is None:
+        return None
+    try:
+        password = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        return _unreadable(where, file, error)
+    return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")
+
+
+def _unreadable(where: str, file: Path, why: object) -> Problem:
+    return Problem(where, f"{str(file)!r}: cannot be read: {why}; check path and permissions")
