@@ -37,8 +37,8 @@ from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cost.calibration import Calibration, Measured, calibrate
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.calibration import Calibration, calibrate
+from vllm_sched.cost.step_time import StepTime, TimedStep
 from vllm_sched.engine.simulated import SimulatedStep
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
@@ -70,7 +70,7 @@ def real_engine() -> LLMEngine:
 class ComputedEngine(ExactEngine):
     """An engine whose steps take the processor time of computing them."""
 
-    def __init__(self, model: WorkerModel, *, executor: Any, seen: list[Measured]) -> None:
+    def __init__(self, model: WorkerModel, *, executor: Any, seen: list[TimedStep]) -> None:
         super().__init__(model)
         self._executor = executor
         self._seen = seen
@@ -81,7 +81,7 @@ class ComputedEngine(ExactEngine):
         if self._executor.execute_model(step.output) is None:
             self._executor.sample_tokens(None)
         seconds = time.process_time() - started
-        self._seen.append(Measured(step.shape, seconds))
+        self._seen.append(TimedStep(step.shape, seconds))
         return seconds
 
 
@@ -116,7 +116,7 @@ def fit(
     executor: Any, fleets: Sequence[Mapping[str, Any]], schedule: Schedule, folder: Path
 ) -> Calibration:
     """Fit the cost model to the computed steps of all fleets."""
-    seen: list[Measured] = []
+    seen: list[TimedStep] = []
     for blocks in fleets:
         play(blocks, schedule, partial(ComputedEngine, executor=executor, seen=seen), folder)
     return calibrate(seen)

@@ -10,9 +10,9 @@ import pytest
 from tests.cost.test_fit import TRUE, shape
 from tests.present import present
 from vllm_sched.cost import calibration
-from vllm_sched.cost.calibration import Calibration, Measured, calibrate
+from vllm_sched.cost.calibration import Calibration, calibrate
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import StepShape, StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
 
@@ -22,13 +22,13 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "SAMPLES", 40)
 
 
-def measured(time: StepTime, *, noise: float = 0.0, count: int = 240) -> list[Measured]:
+def measured(time: StepTime, *, noise: float = 0.0, count: int = 240) -> list[TimedStep]:
     """Return steps of all kinds, with noise that only adds."""
     rng = random.Random(2)
     steps = []
     for _ in range(count):
         step = shape(rng, batch=(1, 32))
-        steps.append(Measured(step, time.seconds(step) * (1 + abs(rng.gauss(0, noise)))))
+        steps.append(TimedStep(step, time.seconds(step) * (1 + abs(rng.gauss(0, noise)))))
     return steps
 
 
@@ -90,7 +90,7 @@ def test_calibration_finds_a_prefill_floor() -> None:
     for _ in range(60):
         tokens = rng.randint(10, 3000)
         step = StepShape(tokens, tokens * tokens / 2)
-        steps.append(Measured(step, with_floor.seconds(step) * (1 + rng.random() / 100)))
+        steps.append(TimedStep(step, with_floor.seconds(step) * (1 + rng.random() / 100)))
     steps = [m for m in steps if m.shape.decodes or m.seconds >= 0.060]
     found = calibrate(steps)
     assert found.time.floor_s == pytest.approx(0.060, rel=0.03)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sched.cost.calibration import Measured, nearest
+from vllm_sched.cost.calibration import nearest
 from vllm_sched.cost.profiles import find, measured
-from vllm_sched.cost.step_time import Chunk, StepShape
+from vllm_sched.cost.step_time import Chunk, StepShape, TimedStep
 
 SHAPES = [
     *(StepShape(decodes=b, context_tokens=1000 * b) for b in (1, 8, 32)),
@@ -20,7 +20,7 @@ SHAPES = [
 def test_a_worker_like_one_but_with_slow_mixed_steps() -> None:
     profile = find("h100-llama-3.1-8b-bf16-tp1")
     worker = replace(profile.time, mixed_s=0.01)
-    steps = [Measured(shape, 1.1 * worker.seconds(shape)) for shape in SHAPES]
+    steps = [TimedStep(shape, 1.1 * worker.seconds(shape)) for shape in SHAPES]
     found = nearest(steps, [find("a100-llama-3.1-70b-bf16-tp4"), profile, find("h200-8b")])
     assert found is not None
     assert found.profile is profile
@@ -31,4 +31,4 @@ def test_a_worker_like_one_but_with_slow_mixed_steps() -> None:
 
 def test_nothing_to_compare() -> None:
     assert nearest([], measured().values()) is None
-    assert nearest([Measured(SHAPES[0], 0.01)], []) is None
+    assert nearest([TimedStep(SHAPES[0], 0.01)], []) is None

@@ -9,12 +9,12 @@ from vllm_sched.cost.fit import kind_of
 from vllm_sched.cost.profile_fit import (
     KNOTS,
     FitError,
-    SampledStep,
     errors,
     fit,
     misses,
     sample_shapes,
 )
+from vllm_sched.cost.step_time import TimedStep
 
 TRUE = CurvedStepTime(
     decode_fixed_s=0.001, decode_s=1e-5, context_s=2e-8, prefill_fixed_s=0.0015, pair_s=8e-10,
@@ -34,7 +34,7 @@ def test_the_samples_span_what_a_profile_promises() -> None:
 
 
 def test_it_finds_the_curve() -> None:
-    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
+    sampled = [TimedStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
     found = errors(fit(sampled), sampled)
     assert set(found) == {"decode", "prefill", "mixed"}
     assert max(error.worst for error in found.values()) < 0.005
@@ -42,7 +42,7 @@ def test_it_finds_the_curve() -> None:
 
 
 def test_a_line_misses_it_and_is_told() -> None:
-    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
+    sampled = [TimedStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
     found = errors(CurvedStepTime(knots=(0, 1), knots_s=(0.0, 2e-5)), sampled)
     assert any(text.startswith("decode median") for text in misses(found))
     assert any(text.startswith("decode worst") for text in misses(found))
@@ -51,7 +51,7 @@ def test_a_line_misses_it_and_is_told() -> None:
 
 def test_a_source_without_mixed_steps() -> None:
     shapes = [shape for shape in sample_shapes() if not shape.mixed]
-    sampled = [SampledStep(shape, TRUE.seconds(shape)) for shape in shapes]
+    sampled = [TimedStep(shape, TRUE.seconds(shape)) for shape in shapes]
     found = errors(fit(sampled), sampled)
     assert set(found) == {"decode", "prefill"}
     assert found["prefill"].median == pytest.approx(0, abs=0.005)

@@ -20,8 +20,8 @@ from tests.sim.making import Listed
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.cost.calibration import Measured, calibrate
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.calibration import calibrate
+from vllm_sched.cost.step_time import StepTime, TimedStep
 from vllm_sched.engine.simulated import SimulatedStep
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
@@ -49,14 +49,14 @@ class ReplayEngine(ExactEngine):
     """An engine whose steps take the real steps' times."""
 
     def __init__(
-        self, model: WorkerModel, *, seconds: Iterator[float], seen: list[Measured]
+        self, model: WorkerModel, *, seconds: Iterator[float], seen: list[TimedStep]
     ) -> None:
         super().__init__(model)
         self._seconds, self._seen = seconds, seen
 
     def step_s(self, step: SimulatedStep) -> float:
         """Return the next real step's time."""
-        self._seen.append(Measured(step.shape, next(self._seconds)))
+        self._seen.append(TimedStep(step.shape, next(self._seconds)))
         return self._seen[-1].seconds
 
 
@@ -79,7 +79,7 @@ def play(name: str, run: Run, make: MakeEngine, time: StepTime) -> Sequence[Outc
     return played.outcomes
 
 
-def replay(name: str, run: Run, seen: list[Measured]) -> Sequence[Outcome]:
+def replay(name: str, run: Run, seen: list[TimedStep]) -> Sequence[Outcome]:
     """Simulate with the real steps' times, and record each step's shape."""
     seconds = iter(run["seconds"])
     outcomes = play(name, run, partial(ReplayEngine, seconds=seconds, seen=seen), StepTime())
@@ -100,26 +100,26 @@ def test_replay_with_real_step_times_matches_the_real_run(runs: Runs, name: str)
 @pytest.fixture(scope="module")
 def costs(runs: Runs) -> StepTime:
     """Return the cost model fitted to some sets."""
-    seen: list[Measured] = []
+    seen: list[TimedStep] = []
     for name in FITTED:
         replay(name, runs[name], seen)
     return calibrate(seen).time
 
 
 @pytest.fixture(scope="module")
-def measured(runs: Runs) -> dict[str, list[Measured]]:
+def measured(runs: Runs) -> dict[str, list[TimedStep]]:
     """Return the processor time of each step."""
-    found: dict[str, list[Measured]] = {}
+    found: dict[str, list[TimedStep]] = {}
     for name in SIMULATED_SETS:
         replay(name, runs[name], seen := [])
         found[name] = [
-            Measured(step.shape, took) for step, took in zip(seen, runs[name]["took"], strict=True)
+            TimedStep(step.shape, took) for step, took in zip(seen, runs[name]["took"], strict=True)
         ]
     return found
 
 
 def test_processor_times_are_close_to_the_fitted_model(
-    measured: dict[str, list[Measured]],
+    measured: dict[str, list[TimedStep]],
 ) -> None:
     time = calibrate([each for name in FITTED for each in measured[name]]).time
     for name, steps in measured.items():

@@ -17,7 +17,7 @@ from typing import Final
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, FitSums, Kind, kind_of, row_of, solve
 from vllm_sched.cost.profile_fit import KINDS
 from vllm_sched.cost.profiles import Profile
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
 HELD_OUT_EVERY: Final = 4
@@ -32,24 +32,18 @@ MAX_FLOOR_ERROR_RATIO: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    shape: StepShape
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     time: StepTime
     intervals: Mapping[str, tuple[float, float]]
-    fitted: tuple[Measured, ...]
-    held_out: tuple[Measured, ...]
+    fitted: tuple[TimedStep, ...]
+    held_out: tuple[TimedStep, ...]
 
     def error(self, kind: Kind | None = None) -> float | None:
         return _error(self.time, [m for m in self.held_out if kind in (None, kind_of(m.shape))])
 
 
-def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
-    by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
+def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
+    by_kind: dict[Kind, list[TimedStep]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
     for each in measured:
         if each.seconds > 0:
             by_kind[kind_of(each.shape)].append(each)
@@ -61,8 +55,8 @@ def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
                 "speculative decoding, no --stream-interval)"
             )
     rng = random.Random(seed)
-    fitted: list[Measured] = []
-    held_out: list[Measured] = []
+    fitted: list[TimedStep] = []
+    held_out: list[TimedStep] = []
     for steps in by_kind.values():
         shuffled = rng.sample(steps, len(steps))
         held_out += shuffled[::HELD_OUT_EVERY]
@@ -79,7 +73,7 @@ def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
     return Calibration(time, intervals, tuple(fitted), tuple(held_out))
 
 
-def _with_floor(steps: Sequence[Measured]) -> StepTime:
+def _with_floor(steps: Sequence[TimedStep]) -> StepTime:
     best = _fit(steps, 0.0)
     least = _error(best, steps) or 0.0
     alone = sorted(each.seconds for each in steps if kind_of(each.shape) == "prefill")
@@ -91,7 +85,7 @@ def _with_floor(steps: Sequence[Measured]) -> StepTime:
     return best
 
 
-def _fit(steps: Sequence[Measured], floor: float) -> StepTime:
+def _fit(steps: Sequence[TimedStep], floor: float) -> StepTime:
     above = [m for m in steps if kind_of(m.shape) != "prefill" or m.seconds > 1.05 * floor]
     time: StepTime | None = None
     spread = 0.1
@@ -111,7 +105,7 @@ def _fit(steps: Sequence[Measured], floor: float) -> StepTime:
     return replace(_as_long_together(time, above, spread), floor_s=floor) if time else StepTime()
 
 
-def _as_long_together(time: StepTime, steps: Sequence[Measured], spread: float) -> StepTime:
+def _as_long_together(time: StepTime, steps: Sequence[TimedStep], spread: float) -> StepTime:
     expected = [time.seconds(each.shape) for each in steps]
     most = 1 + HICCUP_ERRORS * spread
     took = [min(each.seconds, most * usual) for each, usual in zip(steps, expected, strict=True)]
@@ -119,7 +113,7 @@ def _as_long_together(time: StepTime, steps: Sequence[Measured], spread: float) 
     return StepTime(**{name: factor * value for name, value in time.to_json().items()})
 
 
-def _error(time: StepTime, steps: Sequence[Measured]) -> float | None:
+def _error(time: StepTime, steps: Sequence[TimedStep]) -> float | None:
     errors = [abs(time.seconds(each.shape) / each.seconds - 1) for each in steps]
     return statistics.median(errors) if errors else None
 
@@ -134,13 +128,13 @@ class Distance:
         return max(abs(math.log(ratio)) for ratio in self.ratios.values())
 
 
-def nearest(steps: Sequence[Measured], candidates: Iterable[Profile]) -> Distance | None:
+def nearest(steps: Sequence[TimedStep], candidates: Iterable[Profile]) -> Distance | None:
     """Return the profile whose steps are nearest to the measured ones in their worst kind."""
     found = [Distance(each, ratios) for each in candidates if (ratios := _ratios(steps, each))]
     return min(found, key=lambda each: each.size, default=None)
 
 
-def _ratios(steps: Sequence[Measured], profile: Profile) -> dict[Kind, float]:
+def _ratios(steps: Sequence[TimedStep], profile: Profile) -> dict[Kind, float]:
     ratios: dict[Kind, float] = {}
     for kind in KINDS:
         of_kind = [each for each in steps if kind_of(each.shape) == kind and each.seconds > 0]

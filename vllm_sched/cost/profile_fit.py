@@ -17,7 +17,7 @@ from typing import Final
 from vllm_sched.cost.curved import CurvedStepTime
 from vllm_sched.cost.fit import Kind, kind_of
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
+from vllm_sched.cost.step_time import Chunk, StepShape, StepTime, TimedStep
 
 KIB: Final = 1024
 CONTEXTS: Final = tuple(n * KIB for n in (1, 2, 4, 8, 16, 32))
@@ -53,12 +53,6 @@ WORST_TARGET: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class SampledStep:
-    shape: StepShape
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class FitError:
     """Relative errors of one kind of step."""
 
@@ -84,7 +78,7 @@ def sample_shapes() -> list[StepShape]:
     return shapes
 
 
-def fit(sampled: Sequence[SampledStep]) -> CurvedStepTime:
+def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
     """Return the best curve for the steps that are not held out."""
     steps = [each for n, each in enumerate(sampled) if n % HELD_OUT_EVERY]
     counts = {kind: sum(kind_of(each.shape) == kind for each in steps) for kind in KINDS}
@@ -102,7 +96,7 @@ def fit(sampled: Sequence[SampledStep]) -> CurvedStepTime:
     return best
 
 
-def errors(time: StepTime, sampled: Sequence[SampledStep]) -> dict[Kind, FitError]:
+def errors(time: StepTime, sampled: Sequence[TimedStep]) -> dict[Kind, FitError]:
     """Return the errors over all sampled steps, by kind."""
     found: dict[Kind, FitError] = {}
     for kind in KINDS:
@@ -131,7 +125,7 @@ def misses(found: Mapping[Kind, FitError]) -> list[str]:
     return off
 
 
-def _score(steps: Sequence[SampledStep], off: Sequence[float]) -> float:
+def _score(steps: Sequence[TimedStep], off: Sequence[float]) -> float:
     """Return how far the worst target or median is exceeded, or nearly reached."""
     score = max(off) / WORST_TARGET
     for kind in KINDS:
@@ -161,7 +155,7 @@ def _row(shape: StepShape) -> list[float]:
 
 
 def _solve(
-    rows: Sequence[Sequence[float]], steps: Sequence[SampledStep], weights: Sequence[float]
+    rows: Sequence[Sequence[float]], steps: Sequence[TimedStep], weights: Sequence[float]
 ) -> CurvedStepTime:
     size = len(rows[0])
     matrix = [[0.0] * size for _ in range(size)]

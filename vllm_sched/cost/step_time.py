@@ -59,6 +59,14 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step whose time was measured, or sampled from a source."""
+
+    shape: StepShape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
     decode_fixed_s: float = 0.0  # c_d
     decode_s: float = 0.0  # t_d, per sequence

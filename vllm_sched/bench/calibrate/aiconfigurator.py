@@ -19,9 +19,9 @@ from typing import Any, Final, Self, TypeAlias
 
 from vllm_sched.cost import profiles
 from vllm_sched.cost.kv_size import kv_bytes_per_token
-from vllm_sched.cost.profile_fit import SampledStep, errors, fit, sample_shapes
+from vllm_sched.cost.profile_fit import errors, fit, sample_shapes
 from vllm_sched.cost.profiles import EXTRA, MEMORY_SHARE, QUANTIZED, Profile, ProfileKey, WorkerSize
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import StepShape, TimedStep
 from vllm_sched.errors import UsageError
 
 PACKAGE: Final = "aiconfigurator-core"
@@ -175,7 +175,7 @@ def _profile(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> 
     size = _size(key, checkpoint, experts)
     seconds = _estimator(key, checkpoint, experts)
     shapes = [s for s in sample_shapes() if not (checkpoint.latent and s.mixed)]
-    sampled = [SampledStep(shape, seconds(shape)) for shape in shapes]
+    sampled = [TimedStep(shape, seconds(shape)) for shape in shapes]
     time = fit(sampled)
     return Profile(
         key.name,

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
-from vllm_sched.cost.calibration import Measured
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import StepShape, TimedStep
 
 # Streamed tokens; the first and last are not from full batches.
 STREAM_TOKENS, WINDOW_TOKENS = 44, 8
@@ -89,7 +88,7 @@ class LonePrompt:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    steps: list[Measured]
+    steps: list[TimedStep]
     lone: list[LonePrompt]
 
 
@@ -100,7 +99,7 @@ class StepMeter(TokenApi):
         tell("warming up")
         await self._decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._prefill(1, plan.prompts[-1], plan.prompts[-1])
-        found: list[Measured] = []
+        found: list[TimedStep] = []
         for batch in plan.batches:
             for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
@@ -124,7 +123,7 @@ class StepMeter(TokenApi):
 
     # One kind of step each
 
-    async def _decode(self, batch: int, context: int, budget: int) -> list[Measured]:
+    async def _decode(self, batch: int, context: int, budget: int) -> list[TimedStep]:
         # The first streams continue during the others' prompts.
         length = 2 * STREAM_TOKENS + 4 * batch + batch * context // budget
         length = min(length, self.max_model_len - context - 1)
@@ -143,12 +142,12 @@ class StepMeter(TokenApi):
             window = gaps[start : start + WINDOW_TOKENS]
             seconds = statistics.median(gap for gap, _ in window)
             each = context + round(statistics.fmean(token for _, token in window)) - 1
-            found.append(Measured(StepShape(decodes=batch, context_tokens=batch * each), seconds))
+            found.append(TimedStep(StepShape(decodes=batch, context_tokens=batch * each), seconds))
         return found
 
-    async def _mixed(self, batch: int, plan: CalibrationPlan) -> list[Measured]:
+    async def _mixed(self, batch: int, plan: CalibrationPlan) -> list[TimedStep]:
         rounds = [tokens for tokens in plan.prompts for _ in range(REPEATS)]
-        found: list[Measured] = []
+        found: list[TimedStep] = []
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
         contexts: list[int] = []
         # Enough for all prompts, with steps between them.
@@ -166,7 +165,7 @@ class StepMeter(TokenApi):
             if len(seen) > REPEATS // 2:
                 context = round(statistics.median(contexts))
                 shape = StepShape(tokens, tokens * tokens / 2, batch, context, prompts=1)
-                found.append(Measured(shape, statistics.median(seen)))
+                found.append(TimedStep(shape, statistics.median(seen)))
         return found
 
     async def _beside(
@@ -177,7 +176,7 @@ class StepMeter(TokenApi):
         (found,) = await _last_steps(streams, newcomer.ticks[0], 1)
         return found
 
-    async def _prefill(self, prompts: int, tokens: int, plug: int) -> list[Measured]:
+    async def _prefill(self, prompts: int, tokens: int, plug: int) -> list[TimedStep]:
         """Time a step that only prefills `prompts` prompts of `tokens` tokens."""
         times: list[float] = []
         for _ in range(2 * REPEATS):
@@ -188,7 +187,7 @@ class StepMeter(TokenApi):
         if len(times) <= REPEATS // 2:
             return []
         shape = StepShape(prompts * tokens, prompts * tokens * tokens / 2, prompts=prompts)
-        return [Measured(shape, statistics.median(times))]
+        return [TimedStep(shape, statistics.median(times))]
 
     async def _behind(self, prompts: int, tokens: int, plug: int) -> float | None:
         """Return the time of the step after a plug; None if it did not hold all prompts."""
@@ -206,7 +205,7 @@ class StepMeter(TokenApi):
         spare = batch * (plan.contexts[0] + prompts * MAX_STEPS_BETWEEN)
         return (room - spare) // (plan.budget - batch + prompts * batch)
 
-    async def _ends(self, plan: CalibrationPlan) -> list[Measured]:
+    async def _ends(self, plan: CalibrationPlan) -> list[TimedStep]:
         """Time the last steps of long prompts: small parts with a long context."""
         chunk, own = plan.budget - 1, plan.contexts[0]
         parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
@@ -214,7 +213,7 @@ class StepMeter(TokenApi):
         most = self._most_chunks(1, plan, prompts)
         if most < 2:
             return []
-        found: list[Measured] = []
+        found: list[TimedStep] = []
         async with self.streams(1, own, prompts * (most + MAX_STEPS_BETWEEN)) as streams:
             await streams[0].reached(2)
             for count in (most // 2, most):
@@ -226,10 +225,10 @@ class StepMeter(TokenApi):
                         context = round(statistics.median(each[1] for each in good))
                         seconds = statistics.median(each[0] for each in good)
                         shape = StepShape(part, pairs, 1, context, 1, count * chunk)
-                        found.append(Measured(shape, seconds))
+                        found.append(TimedStep(shape, seconds))
         return found
 
-    async def _chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[Measured]:
+    async def _chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[TimedStep]:
         """Time the steps of a long prompt that uses the budget that the streams leave."""
         chunk = plan.budget - batch
         count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))
@@ -251,7 +250,7 @@ class StepMeter(TokenApi):
                 "max_num_batched_tokens, and the worker must have no policy that sizes chunks"
             )
         return [
-            Measured(
+            TimedStep(
                 StepShape(
                     chunk,
                     chunk * (index * chunk + chunk / 2),

@@ -117,7 +117,21 @@ def pieces_of(names: Any, prompt: int, block_tokens: int) -> tuple[Piece, ...]:
     )
 
 
-class RequestTrace(TrafficSource):
+class TrafficFile(TrafficSource):
+    """A file with a JSON object per line."""
+
+    def __init__(self, path: Path, block_tokens: int) -> None:
+        if block_tokens < 1:
+            raise UsageError(
+                f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's is {BLOCK_TOKENS}"
+            )
+        # A file name may contain any bytes, but this name is printed and saved.
+        self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
+        self._path = path
+        self._block = block_tokens
+
+
+class RequestTrace(TrafficFile):
     """A file of requests with times, read line by line each time it is played.
 
     A pipe is read once and kept in memory.
@@ -127,14 +141,7 @@ class RequestTrace(TrafficSource):
 
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
         """Read the file once to find errors and the rate."""
-        if block_tokens < 1:
-            raise UsageError(
-                f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's is {BLOCK_TOKENS}"
-            )
-        # A file name may contain any bytes, but this name is printed and saved.
-        self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
-        self._path = path
-        self._block = block_tokens
+        super().__init__(path, block_tokens)
         self._kept = self._keep() if is_pipe(path) else None
         count, last = 0, 0.0
         for request in self._again():

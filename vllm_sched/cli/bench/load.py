@@ -144,10 +144,15 @@ def add_traffic(
         help="share of prompt tokens in a prefix of an earlier request (default: the workload's)",
     )
     add_block_tokens(parser)
+    add_goodput(parser)
+
+
+def add_goodput(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     parser.add_argument(
         "--goodput",
         nargs="+",
         default=[],
+        required=required,
         metavar="NAME:MS",
         help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
     )

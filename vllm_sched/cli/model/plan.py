@@ -13,15 +13,15 @@ from vllm_sched.bench.plots.chart import check_chart, draw_chart
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
-from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens
+from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens, add_goodput
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
-from vllm_sched.cli.model.simulate import MIXED_HELP
+from vllm_sched.cli.model.simulate import add_link
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cli.progress_bar import progress
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, in_si
+from vllm_sched.sim.fleet.models import in_si
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.exact_check import require_vllm
 from vllm_sched.sim.planning.fleet_file import write
@@ -58,26 +58,13 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "best is taken; model=M,system=S tries each tp and dtype that is built in, and different "
         "tp for prefill and decode",
     )
-    add(
-        "--goodput",
-        nargs="+",
-        required=True,
-        metavar="NAME:MS",
-        help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
-    )
+    add_goodput(command, required=True)
     add("--request-rate", type=float, metavar="R", help="required requests per second")
     add("--burstiness", type=float, metavar="B", help="of the gaps between requests (default: 1)")
     add("--scale", type=float, default=1.0, metavar="F", help="factor for all lengths, such as 0.1")
     add("--prefix-hit", type=float, metavar="SHARE", help="share of prompt tokens sent before")
     add_block_tokens(command)
-    add(
-        "--bandwidth",
-        type=float,
-        metavar="GB/S",
-        help="bandwidth of the link to each worker, for hand-overs "
-        f"(default: {GPU_BANDWIDTH / 1e9:g} per GPU)",
-    )
-    add("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
+    add_link(command)
     add(
         "--policies",
         nargs="+",

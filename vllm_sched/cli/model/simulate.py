@@ -45,10 +45,6 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.schedule import Schedule
     from vllm_sched.sim.types import MakeEngine, WorkerModel
 
-MIXED_HELP: Final = (
-    "extra time of a step with decode and prefill (default: from the profile; 0 in all built-in "
-    "profiles, because no value is published)"
-)
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)
 MAX_DRAWN_WORKERS: Final = 8
@@ -86,14 +82,7 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="time that HTTP, router and tokenizer add to each request (default: the value that "
         "`calibrate` measured for the worker alone, otherwise 0)",
     )
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        metavar="GB/S",
-        help="bandwidth of the link to each worker, for hand-overs "
-        f"(default: {GPU_BANDWIDTH / 1e9:g} per GPU)",
-    )
-    parser.add_argument("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
+    add_link(parser)
     parser.add_argument(
         "--timeout",
         type=float,
@@ -118,6 +107,24 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write a trace for Perfetto (for long runs the last part of each worker)",
     )
     parser.set_defaults(func=run_simulate)
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """Add the options of hand-overs and mixed steps."""
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="bandwidth of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} per GPU)",
+    )
+    parser.add_argument(
+        "--mixed-ms",
+        type=float,
+        metavar="MS",
+        help="extra time of a step with decode and prefill (default: from the profile; 0 in all "
+        "built-in profiles, because no value is published)",
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ Texts count as a token per four bytes. The text fields `tenant` and `class` are 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +20,7 @@ from vllm_sched.bench.traffic.sessions.conversation import first_request
 from vllm_sched.bench.traffic.traces import (
     BLOCK_TOKENS,
     BadLineError,
+    TrafficFile,
     is_pipe,
     pieces_of,
     read_lines,
@@ -28,7 +28,7 @@ from vllm_sched.bench.traffic.traces import (
     read_text,
     read_tokens,
 )
-from vllm_sched.bench.traffic.types import Session, TrafficSource, Turn
+from vllm_sched.bench.traffic.types import Session, Turn
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,19 +74,13 @@ def has_sessions(path: Path) -> bool:
     return isinstance(entry, dict) and ("session_id" in entry or "turns" in entry)
 
 
-class SessionTrace(TrafficSource):
+class SessionTrace(TrafficFile):
     """A file of sessions, read once. Sessions have times of their own if their times differ."""
 
     has_sessions = True
 
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
-        if block_tokens < 1:
-            raise UsageError(
-                f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's is {BLOCK_TOKENS}"
-            )
-        self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
-        self._path = path
-        self._block = block_tokens
+        super().__init__(path, block_tokens)
         self._lines: dict[str, _Line] = {}
         for _ in read_lines(path, self._read):
             pass
