@@ -97,7 +97,7 @@ frontier: setup ## compare policies and baselines on modelled GPUs; the table an
 cache-pressure: setup ## compare what the router knows of the caches, when prefixes do not fit into them (20 minutes of processor time)
 	@$(BIN)/python -m benchmarks.cache_pressure
 
-figures: setup ## draw the figures of docs/evaluation.md in docs/figures (minutes)
+figures: setup ## draw the figures of docs/simulated-fleets.md in docs/figures (minutes)
 	@$(BIN)/python -m benchmarks.figures --out docs/figures
 
 fuzz: setup ## send 100,000 malformed messages to the compiled HTTP parsers

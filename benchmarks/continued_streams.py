@@ -29,7 +29,6 @@ from tests.proxy.wire.raw_client import BrokenError, chat
 from tests.proxy.wire.site import Fake, Site
 
 GAP_S = 1.0
-ATTEMPTS = 10  # a stream may see as many kills
 
 
 class FakeEngines:
@@ -131,7 +130,7 @@ async def drain(site: Site, every_s: float, until: float, seed: int) -> list[flo
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    site = Site({"max_attempts": ATTEMPTS, "retry_budget": 1.0}, {})
+    site = Site({"max_attempts": arguments.attempts, "retry_budget": 1.0}, {})
     await site.start(tuple(Fake(f"w{number}") for number in range(arguments.workers)))
     engines = FakeEngines(arguments.words)
     site.fleet.roster.stream_tokens = engines.tokens
@@ -168,6 +167,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
     parser.add_argument("--words", type=int, default=20, help="tokens of a response, one a second")
+    parser.add_argument("--attempts", type=int, default=10, help="router.retries.attempts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drain", action="store_true", help="drain workers instead of killing")
     result = asyncio.run(run(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Simulate and draw the figures and tables of docs/evaluation.md.
+"""Simulate and draw the figures and tables of docs/simulated-fleets.md.
 
     python -m benchmarks.figures --out docs/figures            # all of them
     python -m benchmarks.figures --out /tmp/figures --only fleets --quick
@@ -280,7 +280,7 @@ class Figures:
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.at(k).throughput) for k in drawn]
         dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]
-        self.values["deferred"] = {"recursion": line, "plain worker": dots}
+        self.values["deferred"] = {"recursion": line, "fluid engine": dots}
         print("deferred", json.dumps(self.values["deferred"]))
         picture = Chart(
             title="Throughput against K: 8B on an A100, 256 slots, prompts of 220, answers of 200",
@@ -289,7 +289,7 @@ class Figures:
             y="requests/s",
             series=[
                 Series("recursion", line),
-                Series("plain worker", dots, dots=True),
+                Series("fluid engine", dots, dots=True),
             ],
             log_x=True,
             from_zero=False,
@@ -340,7 +340,7 @@ def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> None:
     """Draw the chosen figures."""
-    parser = argparse.ArgumentParser(description="draw the figures of docs/evaluation.md")
+    parser = argparse.ArgumentParser(description="draw the figures of docs/simulated-fleets.md")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=[], choices=FIGURES)
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")

@@ -3,10 +3,10 @@
     python -m benchmarks.handed_over
 
 A prefill and a decode worker of the tiny model run in virtual time, with vLLM's schedulers and the
-router's core. Step times were measured on one processor (docs/evaluation.md); transfers take no
-time. Prompts of 100 tokens arrive twice a second, prompts of 12,000 tokens as each row says. In the
-last rows two long prompts arrive together, then eight short ones, while four streams run. The
-output is the same on any machine.
+router's core. Step times were measured on one processor; transfers take no time. Prompts of 100
+tokens arrive twice a second, prompts of 12,000 tokens as each row says. In the last rows two long
+prompts arrive together, then eight short ones, while four streams run. The output is the same on
+any machine.
 """
 
 from __future__ import annotations

@@ -61,10 +61,7 @@ def test_advisories_of_other_packages_are_only_printed() -> None:
 
 @pytest.mark.parametrize(
     "report",
-    [
-        None,
-        {"dependencies": [{"name": "orjson", "skip_reason": "not found"}, package("torch")]},
-    ],
+    [None, {"dependencies": [{"name": "orjson", "skip_reason": "not found"}, package("torch")]}],
 )
 def test_an_unreachable_service_is_reported(report: object) -> None:
     status, output = audit(report)

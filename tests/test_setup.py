@@ -71,8 +71,7 @@ class Machine:
     def python(self, version: str) -> Path:
         """Put a Python on the PATH."""
         return self._write(
-            self.bin / f"python{version}",
-            PYTHON.format(bash=shutil.which("bash"), version=version),
+            self.bin / f"python{version}", PYTHON.format(bash=shutil.which("bash"), version=version)
         )
 
     def _write(self, file: Path, text: str) -> Path:

@@ -148,9 +148,9 @@ def _compile(folder: Path) -> None:
         script_args=arguments,
     )
     compiled = set(hot())
-    for part in FOLDERS:
-        for path in (PACKAGE / part).rglob("*.py"):
-            if path not in compiled:
+    for part in {folder.partition("/")[0] for folder in FOLDERS}:
+        for path in (PACKAGE / part).rglob("*.*"):
+            if path not in compiled and "__pycache__" not in path.parts:
                 place = folder / path.relative_to(PACKAGE.parent)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, place)

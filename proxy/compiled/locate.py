@@ -16,7 +16,7 @@ PACKAGE: Final = Path(__file__).parents[1]
 # Next to the package.
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
 BUILD_VERSION: Final = b"2"  # increase it when the build itself changes
-FOLDERS: Final = ("core", "http", "wire")
+FOLDERS: Final = ("core", "http", "wire", "processes/shared")
 # uvloop's objects lack the types that `server`, `bind` and `ticks` declare. `specs` objects are
 # sent to processes that may run plain modules.
 PLAIN: Final = ("core/model/specs.py", "wire/bind.py", "wire/server.py", "wire/ticks.py")

@@ -29,6 +29,7 @@ from proxy.core.model.route_table import Route
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.queue.eviction import amounts
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
@@ -44,7 +45,6 @@ from proxy.core.tenants.tenants import Tenant, Tenants
 __all__ = ["Router", "RouterSettings"]
 
 ERRED = Outcome.ERRED
-RETRY_AFTER_S = 1.0  # the retry budget refills with time
 
 
 class Router:
@@ -61,7 +61,6 @@ class Router:
         # Reports stored responses to other processes.
         self.others_remember: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
-        self._evicted: dict[Ticket, Refusal] = {}  # not yet reported by `due`
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = WorkerFailureEvents()
@@ -148,8 +147,8 @@ class Router:
         """Place, queue or refuse a request.
 
         `after`: the failed leg; requests that fail with one worker need no retry budget. `free`:
-        only a prefill was lost. The retry is no attempt and needs no budget: the decode worker is
-        healthy, and a dead prefill worker may have had many requests.
+        only a prefill was lost. The retry is no attempt and needs no budget: a dead prefill worker
+        may have had many requests.
         """
         again = attempts.is_retry
         if self.draining and not again:
@@ -191,12 +190,9 @@ class Router:
         """
         before = lease.attempts
         ask = before.enlarged or lease.ask
-        attempts = replace(
-            before,
-            tried=before.tried if avoid is None else before.tried | {avoid},
-            moved=before.moved or avoid is None,
-            drops=before.drops + dropped,  # by a worker that may have read it
-        )
+        attempts = replace(before, moved=True)
+        if avoid is not None:
+            attempts = before.after_failure(avoid, now, outcome, counts=not free, dropped=dropped)
         if outcome is ERRED:
             attempts = replace(attempts, erred_on=(*before.erred_on, lease.under_way.worker.name))
         ledger = None if ask.tenant is None else ask.tenant.ledger
@@ -225,7 +221,7 @@ class Router:
             wait = answer
         refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
         give_way: list[Ticket] = []
-        if refusal is None and not queue.room_for(ask):
+        if refusal is None and not queue.make_room(amounts(ask), self.placer.place_queued, now):
             give_way = queue.choose_evicted(ask)
             if not give_way:
                 refusal = self._no_room(ask, now)
@@ -250,23 +246,25 @@ class Router:
             self.queue.remove(ticket)
             billing.leave(ticket.ask, now)
             full = refusals.queue_full(self.queue.retry_after_s(now))
-            self._evicted[ticket] = self.placer.count_refusal(ticket.ask.model, full)
+            self.queue.ended[ticket] = self.placer.count_refusal(ticket.ask.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
         if self.queue.remove(ticket):
             billing.leave(ticket.ask, now)
-        else:
-            self._evicted.pop(ticket, None)
+        elif isinstance(answer := self.queue.ended.pop(ticket, None), Lease):
+            self.leases.finish(answer, now, Outcome.MOOT)
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Remove and return the tickets that are placed, refused or expired."""
         queue = self.queue
-        if not queue.length and not self._evicted:
+        if not queue.length and not queue.ended:
             return []
         self.fleet.settle(now)
+        if queue.elsewhere is not None:  # which needs the room
+            queue.make_room(queue.usual, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
-        gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
-        self._evicted.clear()
+        gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
+        queue.ended.clear()
         for ticket in queue.expired(now):
             refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
@@ -295,15 +293,19 @@ class Router:
     ) -> Refusal | None:
         if attempts.drops >= MAX_DROPS:
             return self.placer.count_refusal(ask.model, refusals.dropped())
-        if free:  # few: the last attempt is whole
+        longest_s = self.queue.longest_wait_s(ask)
+        after_s: float | None = None
+        if attempts.paused and now - attempts.failing_since > longest_s:
+            why = f"no other one has continued it in {longest_s:g} s"
+        elif free:  # few: the last attempt is whole
             return None
-        if attempts.failures >= self.settings.max_attempts:
+        elif attempts.failures >= self.settings.max_attempts:
             why = "it has used all its attempts (router.retries.attempts)"
-            return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
-        if self._failed_with_worker(ask, now, attempts.tried, after) or self._retries.spend(now):
+        elif self._failed_with_worker(ask, now, attempts, after) or self._retries.spend(now):
             return None
-        why = "too many requests are being retried"
-        return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, RETRY_AFTER_S))
+        else:
+            why, after_s = "too many requests are being retried (router.retries.budget)", 1.0
+        return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, after_s))
 
     def may_go_over(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
         """Return whether a request would be retried if the current leg failed."""
@@ -317,18 +319,18 @@ class Router:
             return False
         if free:
             return True
-        spared = len(tried) == 1 and self._falls.would_spare(leg.worker, leg.charged_at, now)
-        return spared or self._retries.affords(now)
+        spared = self._falls.would_spare(leg.worker, leg.charged_at, now)
+        return (spared and len(attempts.failed_on) == 1) or self._retries.affords(now)
 
     def _failed_with_worker(
-        self, ask: RequestInfo, now: float, tried: frozenset[Worker], after: Lease | None
+        self, ask: RequestInfo, now: float, attempts: Attempts, after: Lease | None
     ) -> bool:
         """Return whether a request failed with its worker, for the first time."""
         if after is None or not self._retries.share:
             return False
         live_workers = len(self._roster.pool(ask.model).all)
         spared = self._falls.spare(after.worker, after.charged_at, now, live_workers)
-        return spared and len(tried) == 1
+        return spared and len(attempts.failed_on) == 1
 
     def _split(self, settings: RouterSettings) -> None:
         self._roster.ejections.set_threshold(settings.panic_threshold)

@@ -11,6 +11,7 @@ from collections import deque
 from zlib import crc32
 
 from proxy.http.output_parts import (
+    STRING,
     OtherOutputError,
     OutputPart,
     OutputReader,
@@ -27,22 +28,30 @@ FAILED = re.compile(
 CHAT_FAILURES = b'data: {"error"', b'"finish_reason":"abort"'
 MESSAGE_FAILURES = b"event: error", b'"delta":{"stop_reason":null'
 DATA = re.compile(rb"(?:\A|\n)data: ?([^\n]*)")
+# The last event but for the usage.
+ENDED = re.compile(rb'"finish_reason" ?: ?"|(?:\A|\n)event: ?message_delta')
+MESSAGE = re.compile(rb'"message" ?: ?' + STRING)
 DONE = b"[DONE]"
 EVENT_END = b"\n\n"
 # Kept for the usage and the end of the stream.
 MAX_LAST_PIECES = 3
 # An event with all output so far, and what is new before each text is complete.
 MAX_EVENT_BYTES, MAX_NEW_BYTES = 16 << 20, 64 << 10
+MAX_MESSAGE_BYTES = 200
 
 
 class TextDiffersError(Exception):
     """The other worker's output does not begin with the client's."""
 
 
+class EngineFailedError(Exception):
+    """The other worker reports a failure; the argument is its message."""
+
+
 class SentText:
     """Counts the text in a stream's events, in batches: this costs the stream nothing."""
 
-    __slots__ = ("_messages", "_other", "_reader", "_texts", "pieces")
+    __slots__ = ("_ended", "_messages", "_other", "_reader", "_texts", "pieces")
 
     def __init__(self, pieces: deque[bytes], *, messages: bool = False) -> None:
         self.pieces = deque(pieces)
@@ -50,6 +59,12 @@ class SentText:
         self._reader = OutputReader(messages=messages)
         self._texts: dict[str, tuple[int, int]] = {}  # characters and checksum of each channel
         self._other = ""
+        self._ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the client has the reason of the end."""
+        return self._ended or ENDED.search(b"".join(self.pieces)) is not None
 
     @property
     def failures(self) -> tuple[bytes, ...]:
@@ -76,25 +91,39 @@ class SentText:
         if self._other:
             return self._other
         try:
-            reader = OutputReader(messages=self._messages, call=self._reader.call)
-            reader.texts(b"".join(self.pieces))
+            self._last_texts()
         except OtherOutputError as error:
             return str(error)
         return ""
 
+    @property
+    def is_empty(self) -> bool:
+        if self.other_output:
+            return False
+        texts = self._last_texts()
+        return not any(texts.values()) and not any(length for length, _ in self._texts.values())
+
+    def _last_texts(self) -> dict[str, str]:
+        reader = OutputReader(messages=self._messages, call=self._reader.call)
+        return reader.texts(b"".join(self.pieces))
+
     def rest(self) -> RestOfText:
         """Return the filter of the other worker's stream."""
+        self._ended = self.has_ended
         self.condense(0)
-        return RestOfText(self._texts, messages=self._messages)
+        return RestOfText(self._texts, messages=self._messages, ended=self._ended)
 
 
 class RestOfText:
     """Removes the beginning of a stream, which the client has."""
 
-    __slots__ = ("_checksums", "_held", "_left", "_new", "_reader", "is_reached")
+    __slots__ = ("_checksums", "_ended", "_held", "_left", "_new", "_reader", "is_reached")
 
-    def __init__(self, texts: dict[str, tuple[int, int]], *, messages: bool = False) -> None:
+    def __init__(
+        self, texts: dict[str, tuple[int, int]], *, messages: bool = False, ended: bool = False
+    ) -> None:
         self.is_reached = False  # the rest passes unchanged
+        self._ended = ended  # only the usage is new
         self._reader = OutputReader(messages=messages)
         # Characters and checksum of what is still to be repeated.
         self._left = {channel: length for channel, (length, _) in texts.items() if length}
@@ -126,8 +155,12 @@ class RestOfText:
         if found is None:
             return b""
         data: bytes = found[1]
-        if FAILED.search(event) is not None or data.startswith(DONE):
-            raise TextDiffersError  # also without a reason of the end
+        if FAILED.search(event) is not None:
+            if (message := MESSAGE.search(data)) is None:
+                raise EngineFailedError("it stopped")
+            raise EngineFailedError(message[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace"))
+        if data.startswith(DONE):  # without a reason of the end
+            raise TextDiffersError
         try:
             whole = parsed(data)
             parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
@@ -137,11 +170,14 @@ class RestOfText:
         if self._left:
             if ends:
                 raise TextDiffersError
-        elif parts or ends:
+        elif ends or (parts and not self._ended):
             self.is_reached = True
         known = sum(count for _, count in parts)
-        if not ends and known == sum(len(part.text) for part, _ in parts):
-            return b""
+        if known == sum(len(part.text) for part, _ in parts):
+            if self._ended or not ends:
+                return b""
+        elif self._ended:
+            raise TextDiffersError
         if not known:
             return event
         return event[: found.start(1)] + without_known(parts, whole) + event[found.end(1) :]

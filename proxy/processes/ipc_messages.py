@@ -107,6 +107,11 @@ class WorkerDrained:
 
 
 @dataclass(frozen=True, slots=True)
+class UrgentChange:
+    """A change in the shared memory must not wait until small changes are published."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Refuse new requests, let requests in flight finish, and exit."""
 
@@ -153,6 +158,7 @@ Message: TypeAlias = (
     | WorkersChanged
     | StoredResponses
     | WorkerDrained
+    | UrgentChange
     | Drain
     | Stop
     | IpcQuestion

@@ -15,7 +15,7 @@ from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.errors import ProxyError
-from proxy.metrics.recent import RecentRequest, RequestFilter
+from proxy.metrics.recent import RecentRequest
 from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
 from proxy.processes.child import freeze_objects
@@ -35,12 +35,13 @@ from proxy.processes.ipc_messages import (
     Serving,
     Stop,
     StoredResponses,
+    UrgentChange,
     What,
     WorkerDrained,
     WorkersChanged,
 )
 from proxy.processes.replicas.limits import SharedLimiter
-from proxy.processes.replicas.ticks import until_flush
+from proxy.processes.replicas.ticks import FlushTimer
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
@@ -48,6 +49,7 @@ from proxy.processes.shared.process_sheet import ALIVE, LIFE
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.signals import reload
 from proxy.setup.app import App
 from proxy.setup.secrets import SecretKeys
@@ -84,7 +86,7 @@ class ServerProcess:
         shared, router = SharedTable(table, begin.processes), self.app.router
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
         if begin.processes == 1:
-            soon = lambda flush: loop.call_later(until_flush(), flush)  # noqa: E731
+            soon = FlushTimer(lambda: self._sharing.has_urgent()).start  # noqa: PLW0108 -- made next
         self._sharing = SharedLoad(shared, index, fleet, clock, soon)
         self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
         self._queues = SharedQueues(router.queue, self._sharing)
@@ -101,6 +103,9 @@ class ServerProcess:
             password = begin.keys.shared
             limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
             self._limiter = limiter
+            self._sharing.urgent = UrgentChanges(
+                shared, self._sharing.sheet, lambda: channel.send(UrgentChange())
+            )
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
         alone = begin.processes == 1
@@ -188,8 +193,8 @@ class ServerProcess:
         """Send a reloaded file and its keys to the other processes."""
         self._channel.send(ConfigReloaded(config, keys))
 
-    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
-        found = await self._ask("decisions", (limit, wanted))
+    async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
+        found = await self._ask("decisions", (limit, dict(filters)))
         entries: list[RecentRequest] = [entry for part in found for entry in part]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
@@ -252,7 +257,8 @@ class ServerProcess:
             return None
         if what == "move":
             return await self.app.wire.moves.leave(given)
-        return list(self.app.recent.newest(*given))
+        limit, filters = given
+        return list(self.app.recent.newest(limit, **filters))
 
     def _remember(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.send(StoredResponses(((response_id, worker, tenant),)))

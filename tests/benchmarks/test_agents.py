@@ -76,10 +76,7 @@ def test_a_router_that_knows_caches_has_more_hits(monkeypatch: pytest.MonkeyPatc
 def test_the_load_where_the_peers_rule_first_misses() -> None:
     served = replace(SOME, in_time=0.96)
     better = replace(SOME, goodput=1.4, in_time=0.99)
-    found = {
-        16: {SCORES: [served], OURS: [served]},
-        24: {SCORES: [SOME], OURS: [better]},
-    }
+    found = {16: {SCORES: [served], OURS: [served]}, 24: {SCORES: [SOME], OURS: [better]}}
     assert report.first_miss(found, SCORES) == 24
     lines = list(report.verdicts(found))
     assert "24 sessions at once" in lines[0]
@@ -104,9 +101,7 @@ def test_sessions_of_one_turn_have_no_later_turns() -> None:
     assert real.table({"ours": played}).row_count == 1
 
 
-async def test_the_sides_play_sessions_of_the_same_sizes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_sides_play_sessions_of_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "THINK_S", 0.0)
     sent: dict[str, list[tuple[int, int]]] = {}
 

@@ -61,7 +61,7 @@ def test_blocks_grow_with_depth() -> None:
 
 @pytest.mark.parametrize("load", LOADS)
 def test_journals_predict_the_cached_tokens(load: str) -> None:
-    found = {side: play((Cell(2, 2.0, load), side, 1, 30.0)) for side in SIDES}
+    found = {side: play((Cell(2, 2.0, load), side, 1, 20.0)) for side in SIDES}
     assert not any(figures.failed for figures in found.values())
     assert found[EXACT].within_block > 0.95
     assert found[ORACLE].within_block > 0.95

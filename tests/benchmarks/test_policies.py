@@ -136,9 +136,7 @@ def test_promise_without_a_measurement_is_not_kept() -> None:
     assert "kept" not in capture.get()
 
 
-def test_unknown_trial_error_lists_the_valid_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unknown_trial_error_lists_the_valid_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["rotations"])
     assert "'rotations' is no trial; use one of: rotation, chunk_budget" in capsys.readouterr().err

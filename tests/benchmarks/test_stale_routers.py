@@ -37,7 +37,7 @@ def test_routers_know_each_other_after_the_age() -> None:
 
 
 def test_a_run_is_the_same_each_time() -> None:
-    job = Side(4, USUAL_AGE_S), Load(30.0, 3.0, max_requests=8), 1
+    job = Side(4, USUAL_AGE_S), Load(30.0, 1.5, max_requests=8), 1
     figures = play(job)
     assert figures == play(job)
     assert figures.most <= 8 + 3  # one request per other host above the limit

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from vllm_sched.bench.plots import style
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect no garbage: the objects of all tests and of vLLM would be scanned in each command."""
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
 
 
 @pytest.fixture

@@ -42,10 +42,10 @@ def test_runs_of_few_long_rounds_count_whole_rounds(
     decodes_pause: bool, mean_output: float
 ) -> None:
     """With forty rounds, the prompts of one are more than two percent of the total."""
-    regime = Regime(1024, mean_output, 0.006, 5e-5, 0.006, 0.0079, decodes_pause=decodes_pause)
+    regime = Regime(256, mean_output, 0.006, 2e-4, 0.006, 0.0316, decodes_pause=decodes_pause)
     exact = Recursion(regime)
-    for threshold in (1, 300, 1024):
-        played = play(regime, threshold)
+    for threshold in (1, 75, 256):
+        played = play(regime, threshold, requests=10_000)
         assert played.throughput == pytest.approx(exact.at(threshold).throughput, rel=0.01)
 
 

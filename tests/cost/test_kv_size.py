@@ -22,11 +22,7 @@ def llama(layers: int, hidden: int, heads: int, **more: object) -> dict[str, Any
 
 @pytest.mark.parametrize(
     ("config", "kib"),
-    [
-        (llama(32, 4096, 32), 128),
-        (llama(80, 8192, 64), 320),
-        (llama(126, 16384, 128), 504),
-    ],
+    [(llama(32, 4096, 32), 128), (llama(80, 8192, 64), 320), (llama(126, 16384, 128), 504)],
 )
 def test_llama_3_kv_size_matches_published(config: dict[str, Any], kib: int) -> None:
     assert kv_bytes_per_token(config) == kib * KIB

@@ -38,7 +38,7 @@ def rendered(folder: Path) -> tuple[Json, ...]:
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     assert not done.stderr, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+    return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def overlay(name: str) -> tuple[Json, ...]:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from proxy.config import FleetConfig
+from tests.cli.conftest import no_collection
 from tests.deploy.rendered import ROOT
 from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.main import main
+
+__all__ = ["no_collection"]
 
 FLEETS = ROOT / "deploy" / "fleets"
 GPUS = {"one-gpu": 1, "two-gpus": 2, "four-gpus": 4, "eight-gpus": 8}

@@ -40,7 +40,7 @@ def chart(values: Json, folder: Path) -> tuple[Json, ...]:
     """Render the chart as the release `router`."""
     done = helm("template --namespace vllm-sched router", values, folder)
     assert done.returncode == 0, done.stderr
-    return tuple(filter(None, yaml.safe_load_all(done.stdout)))
+    return tuple(filter(None, yaml.load_all(done.stdout, yaml.CSafeLoader)))
 
 
 def plain(value: Any) -> Any:
@@ -57,9 +57,9 @@ def plain(value: Any) -> Any:
 
 def by_name(objects: tuple[Json, ...], pattern: str, name: str) -> dict[tuple[str, str], Json]:
     """Return comparable objects; names that match the pattern are changed."""
-    text = re.sub(pattern, name, yaml.safe_dump_all(map(plain, objects)))
+    text = re.sub(pattern, name, yaml.dump_all(map(plain, objects), Dumper=yaml.CSafeDumper))
     found = {}
-    for each in yaml.safe_load_all(text):
+    for each in yaml.load_all(text, yaml.CSafeLoader):
         each["metadata"] = {"name": each["metadata"]["name"]}
         if each["kind"] == "ConfigMap":
             each["data"] = yaml.safe_load(LINE.sub("  ", each["data"]["fleet.yaml"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import kubernetes_validate
 import pydantic
 import pytest
 import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from kubernetes_validate.utils import schema_contents
+from referencing import Registry, Resource
 
 from grafana import rules
 from proxy.config import FleetConfig
@@ -42,6 +46,7 @@ from vllm_sched.cli.serve import vllm_command
 
 # The oldest supported version, and the newest with schemas.
 VERSIONS = ("1.30.0", kubernetes_validate.latest_version())
+STRICT = "kubernetes-json-schema/v{}-local-strict"
 PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
@@ -87,12 +92,27 @@ def sleeps(container: Json) -> int:
     return int(seconds)
 
 
+@functools.cache
+def definitions(version: str) -> Registry:
+    """Return the types of a version; `kubernetes_validate` reads megabytes for each object."""
+    contents = schema_contents(f"{STRICT.format(version)}/_definitions.json", version)
+    return (Resource.from_contents(contents) @ Registry()).crawl()
+
+
+@functools.cache
+def validator(kind: str, api_version: str, version: str) -> Draft202012Validator:
+    """Return the validator of a kind that refuses unknown fields."""
+    group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
+    schema = schema_contents(f"{STRICT.format(version)}/{kind.lower()}-{group}.json", version)
+    return Draft202012Validator(schema, registry=definitions(version))
+
+
 def validate(resource: Json, *versions: str) -> None:
     """Validate an object or a custom resource."""
     own = custom.contained_objects(resource) if resource["kind"] in custom.KINDS else (resource,)
     for one in own:
         for version in versions:
-            kubernetes_validate.validate(one, version, strict=True)
+            validator(one["kind"], one["apiVersion"], version).validate(one)
 
 
 @each_overlay
@@ -104,18 +124,19 @@ def test_objects_are_valid(name: str) -> None:
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_objects_with_a_component_are_valid(name: str) -> None:
     for each in with_components(name):
-        validate(each, *VERSIONS)
+        if each not in overlay(COMPONENTS[name]):
+            validate(each, *VERSIONS)
 
 
 def test_schemas_refuse_unknown_fields() -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"container": []}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(pod, VERSIONS[0], strict=True)
+    with pytest.raises(ValidationError):
+        validate(pod, VERSIONS[0])
 
 
 # Maps with free keys.
 FREE = {"labels", "annotations", "matchLabels"}
-REFUSED = (pydantic.ValidationError, kubernetes_validate.ValidationError)
+REFUSED = (pydantic.ValidationError, ValidationError)
 
 
 def maps(value: object, name: str = "") -> Iterator[Json]:

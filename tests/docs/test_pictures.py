@@ -17,7 +17,7 @@ PICTURES = sorted(path for path in DOCS.rglob("*") if path.suffix in (".svg", ".
 ROW = re.compile(r"^\| \[[^]]*\]\(([^)]+)\)[^|]*\| `([^`]+)` \|$", re.MULTILINE)
 NAMED = {
     (DOCS / picture).resolve(): shlex.split(command)
-    for picture, command in ROW.findall((DOCS / "evaluation.md").read_text())
+    for picture, command in ROW.findall((DOCS / "pictures.md").read_text())
 }
 SHOWN = re.compile(r"^!" + r"\[[^]]*" + LINK.pattern, re.MULTILINE)
 

@@ -53,10 +53,7 @@ def serve_in_two_parts(engine: LLMEngine) -> dict[str, list[tuple[Any, Any]]]:
 
 
 def _serve(
-    engine: LLMEngine,
-    prompts: list[list[int]],
-    parameters: dict[str, Any],
-    so_far: list[list[int]],
+    engine: LLMEngine, prompts: list[list[int]], parameters: dict[str, Any], so_far: list[list[int]]
 ) -> list[tuple[list[int], str, str | None]]:
     for number, (prompt, tokens) in enumerate(zip(prompts, so_far, strict=True)):
         given = dict(parameters)

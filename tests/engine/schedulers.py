@@ -50,9 +50,7 @@ def base_config() -> VllmConfig:
     """Return the checked model configuration; the check is slow, so it runs once."""
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(tiny_model()),
-            skip_tokenizer_init=True,
-            dtype="float32",
+            model=str(tiny_model()), skip_tokenizer_init=True, dtype="float32"
         ),
         scheduler_config=SchedulerConfig.default_factory(),
         cache_config=CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, cache_dtype="auto"),

@@ -31,7 +31,7 @@ MACHINE = StepTime(
 )
 TARGET_S, NOISE = 0.1, 0.02
 PROMPTS = (2_000, 12_000)
-SECONDS, LEARNT_S = 30.0, 10.0
+SECONDS, LEARNT_S = 22.0, 8.0
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def play(
         ((3_000, 12_000, 12_000, 12_000), 1.0),
         ((9_000, 9_000, 9_000, 9_000), 1.0),
         ((8_000, 0, 0, 0), 1.0),
-        ((12_000, 12_000, 12_000, 6_000), 15.0),
+        ((12_000, 12_000, 12_000, 6_000), 8.0),
     ],
     ids=["saturated", "even", "one rank", "late rank"],
 )

@@ -173,7 +173,7 @@ def closed_loop(options: dict[str, Any] | None, time: StepTime, clock: list[floa
     done = sent = 0
     begun = clock[0]
     counted_from = 0
-    while done < 1100:
+    while done < 700:
         while len(scheduler.waiting) < 64:
             scheduler.add_request(make_request(20, output=outputs[sent], name=str(sent)))
             sent += 1

@@ -15,12 +15,7 @@ import pytest
 from tests.engine.stubs import STUBS
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.engine.parallel import dp_group
-from vllm_sched.engine.parallel.dp_group import (
-    MAX_STEP_S,
-    RANK_BYTES,
-    RING_RECORDS,
-    DpGroup,
-)
+from vllm_sched.engine.parallel.dp_group import MAX_STEP_S, RANK_BYTES, RING_RECORDS, DpGroup
 
 FIRST, SECOND = StepShape(512, 4096.5, 8, 700, 1, 2048), StepShape(64, 2048.0, 9, 710, 1, 0)
 # Publishes different steps on rank 1, and dies during a step.

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.tiered import (
-    HANDS_OVER,
-    KEPT,
-    OFFLOADING,
-    SIMPLE,
-    Tiered,
-    several,
-)
+from tests.engine.tiered import HANDS_OVER, KEPT, OFFLOADING, SIMPLE, Tiered, several
 from vllm_sched.engine.steps.kv_tiers import KvTiers, lookup_of
 
 LONG_PROMPT = {"long_prompt": {"long_prefill_token_threshold": 100}}

@@ -180,9 +180,7 @@ def lookups_while_held(
     return lookups.count(len(held.block_hashes))
 
 
-def test_prefix_is_looked_up_once_without_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prefix_is_looked_up_once_without_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = loaded(options={}, prefix_caching=True, budget=256)
     document = list(range(10, 510))
     scheduler.add_request(make_request(document, output=1))
@@ -462,9 +460,7 @@ def test_kv_transfer_params_are_ignored_without_a_connector(claim: Any) -> None:
     assert [r.request_id for r in scheduler.running] == ["0"]
 
 
-def test_wait_of_a_held_long_is_bounded_under_many_shorts(
-    clock: list[float],
-) -> None:
+def test_wait_of_a_held_long_is_bounded_under_many_shorts(clock: list[float]) -> None:
     scheduler = loaded(1990, 1200, options={"max_wait_s": 5}, budget=128, max_num_seqs=64)
     number = 0
     while clock[0] < 1004.5:

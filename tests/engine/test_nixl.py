@@ -48,9 +48,7 @@ def test_thread_affinity_is_restored() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_nixl_without_the_setting_is_unchanged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nixl_without_the_setting_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unknown:
         """The settings of another NIXL."""
 

@@ -96,9 +96,7 @@ def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyP
         configure(2049)
 
 
-def test_chunk_budget_is_refused_without_chunked_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunk_budget_is_refused_without_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
     plugin.register()
 

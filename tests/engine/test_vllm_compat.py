@@ -41,9 +41,7 @@ def test_tested_range_of_versions(version: str, tested: bool) -> None:
     assert vllm_compat.is_tested(version) is tested
 
 
-def test_untested_version_is_refused_without_the_override(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_untested_version_is_refused_without_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_compat, "installed_version", lambda: "0.29.0")
     monkeypatch.delenv(vllm_compat.OVERRIDE, raising=False)
     with pytest.raises(UnsupportedVllmError) as caught:
@@ -134,11 +132,9 @@ def test_serve_with_an_untested_vllm_prints_one_line(arguments: list[str], tmp_p
 ENGINE = Path(vllm_compat.__file__).parent
 STEPS = sorted(path.stem for path in (ENGINE / "steps").glob("*.py"))
 # The names of the scheduler in each module.
-SCHEDULERS = {
-    "scheduler": {"self"},
-    "telemetry": {"self"},
-    "policy_setup": {"scheduler"},
-} | {f"steps/{name}": {"scheduler", "self._scheduler"} for name in STEPS}
+SCHEDULERS = {"scheduler": {"self"}, "telemetry": {"self"}, "policy_setup": {"scheduler"}} | {
+    f"steps/{name}": {"scheduler", "self._scheduler"} for name in STEPS
+}
 
 
 def scheduler_attributes(module: str) -> dict[str, bool]:

@@ -22,7 +22,7 @@ from tests.fleet.test_worker import Workers, client_of
 
 pytestmark = pytest.mark.engine
 
-OUTPUT_TOKENS = 300
+OUTPUT_TOKENS = 160
 STREAMS, DRAINED_STREAMS = 12, 6
 
 

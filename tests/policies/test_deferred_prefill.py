@@ -332,19 +332,18 @@ def test_paper_regime_reaches_nine_tenths_of_the_theoretical_gain(
             mean_output=200,
             noise=noise,
             decodes_pause=decodes_pause,
-        ).measured(4000, 6000)
+        ).measured(3000, 4000)
         for departures in (1, "auto")
     }
     assert rates["auto"] / rates[1] - 1 >= 0.9 * theory
 
 
-@pytest.mark.parametrize("slots", [32, 256])
-@pytest.mark.parametrize("mean_output", [16, 64, 200])
+@pytest.mark.parametrize(("slots", "mean_output"), [(32, 16), (32, 64), (256, 200)])
 def test_free_mixed_steps_lose_no_throughput(slots: int, mean_output: float) -> None:
     rates = {
         departures: loop(
             a100(), {"departures": departures}, slots=slots, mean_output=mean_output, noise=0.1
-        ).measured(1000, 3000)
+        ).measured(800, 2000)
         for departures in (1, "auto")
     }
     assert rates["auto"] >= 0.98 * rates[1]
@@ -358,13 +357,13 @@ def test_fixed_cost_per_prompt_causes_no_holds(prompt: float, delta: float) -> N
     rates = {
         departures: loop(
             time, {"departures": departures}, slots=32, mean_output=50, noise=0.05
-        ).measured(500, 3000)
+        ).measured(500, 2000)
         for departures in (1, 2, 4, "auto")
     }
     assert rates["auto"] >= 0.985 * max(rates.values())
 
 
-@pytest.mark.parametrize("delta", [0.0005, 0.002, 0.010, 0.050])
+@pytest.mark.parametrize("delta", [0.0005, 0.010, 0.050])
 def test_auto_threshold_is_close_to_the_best_fixed_one(delta: float) -> None:
     time = StepTime(
         decode_fixed_s=0.004, decode_s=1e-4, context_s=1e-7, prefill_s=2e-5, mixed_s=delta
@@ -372,7 +371,7 @@ def test_auto_threshold_is_close_to_the_best_fixed_one(delta: float) -> None:
     rates = {
         departures: loop(
             time, {"departures": departures}, slots=32, mean_output=48, noise=0.1
-        ).measured(1000, 3000)
+        ).measured(800, 2000)
         for departures in (1, 2, 4, 8, 16, "auto")
     }
     assert rates["auto"] >= 0.98 * max(rates.values())

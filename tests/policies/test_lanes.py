@@ -446,12 +446,7 @@ def test_head_of_a_lane_waits_at_most_its_bound(lane: str | None, key: str) -> N
 
 @pytest.mark.parametrize(
     "beside",
-    [
-        {},
-        {"long_prompt": {}},
-        {"rotation": {}},
-        {"long_prompt": {}, "rotation": {}},
-    ],
+    [{}, {"long_prompt": {}}, {"rotation": {}}, {"long_prompt": {}, "rotation": {}}],
     ids="+".join,
 )
 def test_overdue_requests_of_a_lane_are_released_one_at_a_time(

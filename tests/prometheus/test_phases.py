@@ -34,10 +34,7 @@ def series(pool: str, requests: int, phases: dict[str, float]) -> list[dict[str,
 
 @pytest.mark.parametrize(
     ("title", "wanted"),
-    [
-        ("Time to first token, by phase", WANTED),
-        ("Request time, by phase", WANTED | DECODE),
-    ],
+    [("Time to first token, by phase", WANTED), ("Request time, by phase", WANTED | DECODE)],
 )
 def test_phases_sum_to_the_mean_request(
     title: str, wanted: dict[str, float], tmp_path: Path

@@ -24,7 +24,7 @@ FILES = ("rules.yml", "alerts.yml")
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 Json = dict[str, Any]
 
-document: Json = yaml.safe_load(TESTS.read_text())
+document: Json = yaml.load(TESTS.read_text(), yaml.CSafeLoader)
 cases: list[Json] = document["tests"]
 each_alert = pytest.mark.parametrize("name", ALERTS)
 
@@ -76,9 +76,9 @@ def run_cases(cases_to_run: Iterable[Json], folder: Path) -> subprocess.Complete
     files = []
     for number, (names, tests) in enumerate(by_rules.items()):
         rules_file, file = folder / f"rules-{number}.yml", folder / f"cases-{number}.yml"
-        rules_file.write_text(yaml.safe_dump(groups_with(names)))
+        rules_file.write_text(yaml.dump(groups_with(names), Dumper=yaml.CSafeDumper))
         cases_file = document | {"rule_files": [str(rules_file)], "tests": tests}
-        file.write_text(yaml.safe_dump(cases_file))
+        file.write_text(yaml.dump(cases_file, Dumper=yaml.CSafeDumper))
         files.append(str(file))
     return promtool("test", "rules", *files)
 

@@ -367,28 +367,28 @@ async def listening(process: asyncio.subprocess.Process) -> tuple[int, int]:
     return clients, operators
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Half: ", b""])
 async def test_admin_connections_leave_files_for_requests(
-    tmp_path: Path, fakes: list[FakeWorker], data: bytes
+    tmp_path: Path, fakes: list[FakeWorker]
 ) -> None:
     """450 connections exceed the process's limit of open files."""
     source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     low_limit = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
     async with router_process(source, *low_limit) as started:
         port, admin = await listening(started)
-        connections = []
-        for _ in range(450):
-            connections.append(await Client.connect(admin))
-            await connections[-1].send(data)
-        for _ in range(3):
-            clients = [await Client.connect(port) for _ in range(20)]
-            for client in clients:
-                assert (await client.ask(chat())).status == 200
-                client.close()
-        operator = await Client.connect(admin)
-        assert (await operator.ask(get("/admin/workers"))).status == 200
-        for fake in (operator, *connections):
-            fake.close()
+        for data in (b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Half: ", b""):
+            connections = []
+            for _ in range(450):
+                connections.append(await Client.connect(admin))
+                await connections[-1].send(data)
+            for _ in range(3):
+                clients = [await Client.connect(port) for _ in range(20)]
+                for client in clients:
+                    assert (await client.ask(chat())).status == 200
+                    client.close()
+            operator = await Client.connect(admin)
+            assert (await operator.ask(get("/admin/workers"))).status == 200
+            for each in (operator, *connections):
+                each.close()
 
 
 async def any_received(fakes: list[FakeWorker]) -> None:
@@ -406,25 +406,6 @@ async def port_closed(port: int) -> None:
             except ConnectionRefusedError:
                 return
             await asyncio.sleep(0.01)
-
-
-async def test_sigterm_drains_the_router(
-    process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
-) -> None:
-    started, port = process
-    gate = asyncio.Event()
-    for fake in fakes:
-        fake.always(scripts.gated(gate, scripts.answer()))
-    client = await Client.connect(port)
-    await client.send(chat())
-    await any_received(fakes)
-    started.send_signal(signal.SIGTERM)
-    await port_closed(port)
-    assert started.returncode is None
-    gate.set()
-    assert (await client.answer()).status == 200
-    client.close()
-    assert await asyncio.wait_for(started.wait(), DEADLINE_S) == 0
 
 
 async def test_second_signal_stops_at_once(
@@ -446,7 +427,7 @@ async def test_second_signal_stops_at_once(
     client.close()
 
 
-async def test_sighup_reloads_the_fleet_file(
+async def test_sighup_reloads_the_fleet_file_and_sigterm_drains(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
     started, port = process
@@ -463,7 +444,17 @@ async def test_sighup_reloads_the_fleet_file(
             pass
     client = await Client.connect(port)
     assert [(await client.ask(chat())).status for _ in range(3)] == [200] * 3
+    gate = asyncio.Event()
+    fakes[0].always(scripts.gated(gate, scripts.answer()))
+    await client.send(chat())
+    await fakes[0].got(4, within=DEADLINE_S)
+    started.send_signal(signal.SIGTERM)
+    await port_closed(port)
+    assert started.returncode is None
+    gate.set()
+    assert (await client.answer()).status == 200
     client.close()
+    assert await asyncio.wait_for(started.wait(), DEADLINE_S) == 0
     assert not fakes[1].served
 
 

@@ -31,12 +31,10 @@ class Classes(NamedTuple):
 
 
 OURS = Classes(
-    "vllm_sched.engine.scheduler:SyncPolicyScheduler",
-    "vllm_sched.engine.scheduler:PolicyScheduler",
+    "vllm_sched.engine.scheduler:SyncPolicyScheduler", "vllm_sched.engine.scheduler:PolicyScheduler"
 )
 UPSTREAM = Classes(
-    "vllm.v1.core.sched.scheduler:Scheduler",
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+    "vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 )
 
 

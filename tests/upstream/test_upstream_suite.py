@@ -27,7 +27,6 @@ SUITE = {
     f"{CORE}/test_deferred_block_free.py": 14,
     f"{CORE}/test_prefix_replay.py": 6,
     f"{CORE}/test_priority_preemption_bug.py": 1,
-    f"{BLAST}[preemption-None-False]": 1,
     f"{BLAST}[preemption-5-True]": 1,
     f"{CORE}/test_swa_inflight_window_free.py": 7,
     f"{CORE}/test_worker_slot_overflow.py": 3,

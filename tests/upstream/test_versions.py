@@ -57,10 +57,7 @@ def test_outcomes_are_counted_by_suite(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     counts = versions.counts_of(report)
-    assert counts == {
-        "tests/engine": {"passed": 1, "skipped": 1},
-        "tests/policies": {"failed": 2},
-    }
+    assert counts == {"tests/engine": {"passed": 1, "skipped": 1}, "tests/policies": {"failed": 2}}
     assert not versions.passes(counts)
     assert versions.passes(dict.fromkeys(versions.SUITES, counts["tests/engine"]))
     assert not versions.passes({"tests/engine": counts["tests/engine"]}), "suites did not run"

@@ -69,9 +69,7 @@ def test_difference_is_reported_as_written() -> None:
     assert found == [(BLOCK, "64", "")]
 
 
-def test_both_defaults_are_accepted_without_vllm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_defaults_are_accepted_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> bool:
         raise launch.WorkerError("none")
 

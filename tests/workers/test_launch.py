@@ -152,9 +152,7 @@ def test_ports_are_free_and_not_offered_twice() -> None:
     assert len({free_port() for _ in range(50)}) == 50
 
 
-def test_ports_are_outside_the_ephemeral_range(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as outgoing:
         outgoing.bind(("127.0.0.1", 0))
         assert outgoing.getsockname()[1] not in launch.PORTS
@@ -193,9 +191,7 @@ def test_cpu_defaults_override_no_flag_and_no_file(tmp_path: Path) -> None:
     assert not {"--block-size", "--dtype", "--enforce-eager"} & {*command}
 
 
-def test_scheduler_class_depends_on_all_flags(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_scheduler_class_depends_on_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     command = worker("long_prompt", model="m", flags=["--no-async-scheduling"]).command
     assert "vllm_sched.SyncPolicyScheduler" in command

@@ -76,6 +76,7 @@ class Fleet:
             lease.ahead_tokens = ahead
         worker.served = next(self.roster.numbers)
         worker.requests += 1
+        worker.placed += 1
         worker.sequences += ask.samples
         worker.prefill_tokens += prefill
         if ask.long:

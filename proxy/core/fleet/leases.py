@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_tree import PrefixNode
 from proxy.core.learned.sessions import Session
 from proxy.core.model.specs import Score
-from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.model.types import Outcome, Reason, RequestInfo
 
 NO_WORKERS: frozenset[Worker] = frozenset()
+PAUSE_S = 1.0  # before a stream returns to a worker that failed it
+PASSING = Outcome.FAILED, Outcome.BUSY  # the worker may be well again soon
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,6 +21,9 @@ class Attempts:
     """What earlier attempts of a request have shown."""
 
     tried: frozenset[Worker] = NO_WORKERS  # workers that failed it
+    paused: frozenset[Worker] = NO_WORKERS  # may get a stream again after a pause
+    paused_until: float = 0.0
+    failing_since: float = 0.0  # of those
     earlier_failures: int = 0  # of workers that may be tried again
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
@@ -35,9 +40,31 @@ class Attempts:
     def failures(self) -> int:
         return len(self.tried) + self.earlier_failures
 
-    def allows(self, worker: Worker) -> bool:
-        """Return whether a worker may be tried."""
+    @property
+    def failed_on(self) -> frozenset[Worker]:
+        return self.tried | self.paused
+
+    def may_try(self, worker: Worker) -> bool:
+        """Return whether a worker may be tried, now or later."""
         return worker not in self.tried and (worker.can_continue or not self.continues)
+
+    def allows(self, worker: Worker, now: float) -> bool:
+        """Return whether a worker may be tried now."""
+        return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
+
+    def after_failure(
+        self, worker: Worker, now: float, outcome: Outcome, *, counts: bool, dropped: bool
+    ) -> Attempts:
+        """Return the attempts after a failure; `dropped`: the worker may have read the request."""
+        if not (self.continues and outcome in PASSING):
+            return replace(self, tried=self.tried | {worker}, drops=self.drops + dropped)
+        return replace(
+            self,
+            paused=self.paused | {worker},
+            paused_until=now + PAUSE_S,
+            failing_since=self.failing_since if self.paused else now,
+            earlier_failures=self.earlier_failures + counts,
+        )
 
 
 FIRST_ATTEMPT: Final = Attempts()
@@ -80,6 +107,8 @@ class CacheWait:
     worker: Worker
     seconds: float  # predicted
     until: float  # the longest
+    only: bool  # other workers would be late
+    placed: int  # by other processes, until then
 
 
 class Lease:

@@ -42,6 +42,7 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
         worker.pinned - remote[7],
         worker.kv_coming - remote[8],
         worker.written - remote[9],
+        worker.placed - remote[10],
     )
 
 
@@ -79,6 +80,7 @@ def _shift(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
     worker.pinned += load[7] - before[7]
     worker.kv_coming += load[8] - before[8]
     worker.written += load[9] - before[9]
+    worker.placed += load[10] - before[10]
     if load[6] != before[6]:
         worker.decoding += load[6] - before[6]
         worker.reprice()

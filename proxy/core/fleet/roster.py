@@ -13,7 +13,7 @@ from proxy.core.fleet.ejection import Ejections
 from proxy.core.fleet.model_lists import ModelLists
 from proxy.core.fleet.pool import NO_POOL, Pool
 from proxy.core.fleet.remote_load import RemoteLoad, inherit_load, replace
-from proxy.core.fleet.worker import Origin, Worker
+from proxy.core.fleet.worker import NO_LIMIT, Origin, Worker
 from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.learned.prefix_index import PrefixIndex
 from proxy.core.learned.sessions import Sessions
@@ -39,6 +39,7 @@ class Roster:
         self.name_prefix: Callable[[Worker, RequestInfo], None] | None = None
         self.by_index: dict[int, Worker] = {}
         self.others: RemoteLoad | None = None  # other processes
+        self.unpublished: set[Worker] = set()  # with changes that other processes do not see yet
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self.ejections = Ejections(self._workers, self.moved, clock)
@@ -184,6 +185,11 @@ class Roster:
             self.leaving.add(worker)
             self._left[worker.url] = worker
 
+    def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
+        """Return whether other processes have filled a chosen worker."""
+        others = self.others
+        return others is not None and worker.most != NO_LIMIT and others.have_filled(worker, now)
+
     def hand_down(self, worker: Worker) -> None:
         if (successor := worker.successor) is not None:
             inherit_load(successor, worker)
@@ -286,7 +292,8 @@ class Roster:
                 worker.key = key
                 for group in worker.ranked_in:
                     group.put(worker)
-        if self.others is not None:
-            self.others.changed(worker)
+        others = self.others
+        if others is not None and (worker not in self.unpublished or worker.most != NO_LIMIT):
+            others.changed(worker)
         if self.leaving and worker in self.leaving:
             self.hand_down(worker)

@@ -78,6 +78,7 @@ class Worker:
         "output_price",
         "pace",
         "pinned",
+        "placed",
         "prefill_tokens",
         "probed",
         "prompt_price",
@@ -148,6 +149,7 @@ class Worker:
         self.pinned = 0  # hand-overs not fetched yet
         self.decoding = 0  # after the first token
         self.written = 0  # to its cache, total
+        self.placed = 0  # requests, total
         self.worked_at = -inf  # when its page last showed progress
         self.free_at = 0.0  # when its prefills are done
         self.due_at = 0.0  # next progress is due

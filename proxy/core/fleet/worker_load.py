@@ -18,6 +18,7 @@ class WorkerLoad(NamedTuple):
     pinned: int = 0
     kv_coming: int = 0
     written: int = 0  # to the cache, total
+    placed: int = 0  # requests, total
 
 
 NO_LOAD = WorkerLoad()

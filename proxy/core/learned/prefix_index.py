@@ -44,10 +44,10 @@ class PrefixIndex:
         self._old: dict[int, int] = {}
         self._resident: dict[int, int] = {}
         self._tokens: dict[int, int] = {}  # up to the end of a resident block
-        # Cached tokens by the last common block: where prompts went apart, and of prompts that
-        # begin with a whole earlier one.
-        self._forks: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
+        # Cached tokens by the last common block and worker: where prompts went apart, and of
+        # prompts that begin with a whole earlier one.
+        self._forks: dict[int, dict[int, int]] = {}
+        self._ends: dict[int, dict[int, int]] = {}
         self._gone = 0  # stale bits of removed workers
         self._seeds: dict[str, int] = {}
         self._ending: list[tuple[tuple[int, ...], int]] = []
@@ -125,8 +125,8 @@ class PrefixIndex:
                 high = middle - 1
         if not low:
             return 0, 0
-        last = hashes[low - 1]
-        return low, max(tokens[last], self._forks.get(last, 0))
+        last, forks = hashes[low - 1], self._forks
+        return low, max(tokens[last], max(forks[last].values()) if last in forks else 0)
 
     def matched_tokens(
         self,
@@ -140,14 +140,33 @@ class PrefixIndex:
         blocks, tokens = self.known(hashes)
         begin = COVERED[blocks] if blocks else -bytes_before
         per_byte = max(prompt_tokens - tokens, 0) / max(prompt_bytes - begin, 1)
-        found = []
+        found: Matches = []
         for depth, workers in matches:
             last = hashes[depth - 1]
-            held = self._forks.get(last) or self._ends.get(last) or self._tokens.get(last)
+            held = self._tokens.get(last)
             if held is None:
                 held = tokens + int((COVERED[depth] - begin) * per_byte)
-            found.append((max(min(held, prompt_tokens), 0), workers))
+            if last in self._forks or last in self._ends:
+                found += self._found_on(workers, last, held, prompt_tokens)
+            else:
+                found.append((max(min(held, prompt_tokens), 0), workers))
         return found
+
+    def _found_on(self, workers: int, last: int, held: int, prompt_tokens: int) -> Matches:
+        """Return the tokens by what each worker found after the last block."""
+        forks, ends = self._forks.get(last, {}), self._ends.get(last, {})
+        masks: dict[int, int] = {}
+        for worker in {**forks, **ends}:
+            if bit := workers & 1 << worker:
+                tokens = min(forks.get(worker) or ends.get(worker, 0), prompt_tokens)
+                masks[tokens] = masks.get(tokens, 0) | bit
+                workers ^= bit
+        if workers:
+            if forks:  # the texts are the same
+                held = next(reversed(forks.values()))
+            tokens = max(min(held, prompt_tokens), 0)
+            masks[tokens] = masks.get(tokens, 0) | workers
+        return [*masks.items()]
 
     def record(self, hashes: tuple[int, ...], worker: int) -> None:
         if self._followed >> worker & 1:
@@ -188,23 +207,25 @@ class PrefixIndex:
         if tokens >= 0:
             self._tokens.setdefault(block, tokens)
 
-    def fork(self, block: int, tokens: int) -> None:
+    def fork(self, block: int, worker: int, tokens: int) -> None:
         """Note the cached tokens of a prompt that goes apart from others in or after a block."""
-        self._forks[block] = tokens
-        self._ends.pop(block, None)
+        forks = self._forks.setdefault(block, {})
+        forks.pop(worker, None)
+        forks[worker] = tokens  # the newest is the last one
+        _forget(self._ends, block, worker)
 
-    def end_prompt(self, block: int, tokens: int) -> None:
+    def end_prompt(self, block: int, worker: int, tokens: int) -> None:
         """Note the cached tokens of a whole prompt and its response, by the last block."""
         if block in self._resident:
-            self._ends[block] = tokens
+            self._ends.setdefault(block, {})[worker] = tokens
 
     def drop(self, block: int, worker: int) -> None:
         """Note that a worker's cache holds a block no longer."""
         _clear(self._resident, block, 1 << worker)
         if block not in self._resident:
             self._tokens.pop(block, None)
-            self._forks.pop(block, None)
-            self._ends.pop(block, None)
+        _forget(self._forks, block, worker)
+        _forget(self._ends, block, worker)
         self.expect_no_longer((block,), worker)
 
     def end(self, hashes: tuple[int, ...], worker: int) -> None:
@@ -244,6 +265,13 @@ def _clear(holders: dict[int, int], block: int, bit: int) -> None:
         del holders[block]
     elif found & bit:
         holders[block] = found ^ bit
+
+
+def _forget(tokens: dict[int, dict[int, int]], block: int, worker: int) -> None:
+    if (found := tokens.get(block)) is not None:
+        found.pop(worker, None)
+        if not found:
+            del tokens[block]
 
 
 def workers_of_deepest(matches: Matches, most: int) -> list[int]:

@@ -107,7 +107,7 @@ class ResidentPrefixes:
         last = hashes[depth - 1]
         earlier = self._ends.get(last)
         if earlier is None or not self._goes_on(earlier, prompt, tokens):
-            self._index.fork(last, tokens)
+            self._index.fork(last, self._worker, tokens)
 
     def resident(self, number: int, tokens: int) -> None:
         if (prompt := self._prompts.get(number)) is None:
@@ -145,7 +145,7 @@ class ResidentPrefixes:
         last, prompt.end = prompt.hashes[-1], tokens
         self._ends[last] = prompt
         found = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
-        self._index.end_prompt(last, found)
+        self._index.end_prompt(last, self._worker, found)
 
     def evicted(self, number: int, first: int, last: int) -> None:
         if (prompt := self._prompts.get(number)) is None:

@@ -88,9 +88,9 @@ class LeaseBook:
         return True
 
     def _another(self, lease: Lease, now: float, within_s: float) -> Worker | None:
-        workers, others = self._roster.pool(lease.ask.model).all, self._roster.others
+        workers = self._roster.pool(lease.ask.model).all
         other = handover_cost.choose_other_decode(workers, lease, now, self._placer.links, within_s)
-        while other is not None and others is not None and others.have_filled(other, now):
+        while other is not None and self._roster.is_filled_elsewhere(other, now):
             other = handover_cost.choose_other_decode(
                 workers, lease, now, self._placer.links, within_s
             )

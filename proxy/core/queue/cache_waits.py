@@ -2,14 +2,15 @@
 
 Other requests pass them. A wait ends when the worker has a slot, drains or fails, at a multiple of
 what the cache saves, at half of the longest wait, or where another worker would miss the deadline
-or target later. Then the request is in order with others.
+or target later. With requests of other processes only, of which one took a slot, it ends when the
+slot was due. If the queue is full, the request goes to another worker. Then it is in order.
 
 Cost: one check per ticket and round of the queue.
-
-How it fails: requests in other processes may take the slot.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 from proxy.core.fleet.leases import CacheWait
 from proxy.core.fleet.worker import Worker
@@ -38,11 +39,30 @@ class CacheWaits:
         if not tickets:
             del self._tickets[wait.worker]
 
+    def voluntary(self) -> list[list[Ticket]]:
+        """Return each worker's tickets that others may serve in time, last first."""
+        return [
+            [t for t in reversed(tickets) if t.cache_wait is not None and not t.cache_wait.only]
+            for tickets in self._tickets.values()
+        ]
+
+    def next_slot_s(self, now: float) -> float:
+        """Return when the first slot is due; inf if none."""
+        tickets = (ticket for tickets in self._tickets.values() for ticket in tickets)
+        return max(min((ticket.cache_due for ticket in tickets), default=inf) - now, 0.0)
+
     def ended(self, now: float) -> list[Ticket]:
         """Return the tickets that wait no longer."""
-        return [
-            ticket
-            for worker, tickets in self._tickets.items()
-            for ticket in tickets
-            if now >= ticket.cache_until or not (worker.live and worker.full) or worker.barred
-        ]
+        ended: list[Ticket] = []
+        for worker, tickets in self._tickets.items():
+            at_once = not (worker.live and worker.full) or worker.barred
+            elsewhere = worker.elsewhere
+            frees_slots = worker.requests > elsewhere.requests
+            for ticket in tickets:
+                wait = ticket.cache_wait
+                overtaken = wait is not None and elsewhere.placed > wait.placed
+                if overtaken and not frees_slots and now >= ticket.cache_due:
+                    ticket.cache_until = now
+                if at_once or now >= ticket.cache_until:
+                    ended.append(ticket)
+        return ended

@@ -61,6 +61,7 @@ class Queue:
         self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
         self.cache_waits = CacheWaits()
+        self.ended: dict[Ticket, End] = {}  # not yet reported by the router's `due`
         self._capacity = QueueCapacity()
         self._lines = Buckets()
         self.aged = Overtaking()
@@ -75,13 +76,42 @@ class Queue:
     def __len__(self) -> int:
         return self.length
 
-    def room_for(self, ask: RequestInfo) -> bool:
-        return max(self._excess(ask)) <= 0
+    def has_room(self, more: Amounts) -> bool:
+        return max(self._excess(more)) <= 0
 
-    def _excess(self, ask: RequestInfo) -> Amounts:
+    def make_room(
+        self, more: Amounts, end: Callable[[Ticket, float], Found | None], now: float
+    ) -> bool:
+        """Return whether there is room; place the last turns that wait for a cache elsewhere."""
+        if self.has_room(more):
+            return True
+        stuck = set[Place]()
+        for tickets in self.cache_waits.voluntary():
+            for ticket in tickets:
+                place, until = place_of(ticket.ask), ticket.cache_until
+                if place in stuck:
+                    break
+                ticket.cache_until = now
+                answer = None if self.any_ahead_of(ticket.ask) else end(ticket, now)
+                if answer is None or isinstance(answer, CacheWait):
+                    ticket.cache_until = until
+                    stuck.add(place)
+                    break
+                self.remove(ticket)
+                self.ended[ticket] = answer
+                if self.has_room(more):
+                    return True
+        return False
+
+    @property
+    def usual(self) -> Amounts:
+        length = max(self.length, 1)
+        return 1, self.bytes / length, self.tokens / length
+
+    def _excess(self, one: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
         (length, size, tokens), most = self._total(), self._limits()
-        one, own = amounts(ask), (self.length, self.bytes, self.tokens)
+        own = self.length, self.bytes, self.tokens
         if (others := self.elsewhere) is not None:
             parts = others.processes + 1
             if all((a + b) * parts <= c for a, b, c in zip(own, one, most, strict=True)):
@@ -105,7 +135,7 @@ class Queue:
     def choose_evicted(self, ask: RequestInfo) -> list[Ticket]:
         """Return the tickets to evict; none if that does not help."""
         return self._capacity.choose_evicted(
-            ask, self._lines.by_key.values(), self._excess(ask), self._shares()
+            ask, self._lines.by_key.values(), self._excess(amounts(ask)), self._shares()
         )
 
     def _shares(self) -> Amounts:
@@ -198,8 +228,9 @@ class Queue:
         """Put a ticket in order with others, or let it wait for a cache."""
         ticket.cache_wait = cache_wait
         if cache_wait is not None:
-            longest = ticket.since + MAX_CACHE_WAIT_SHARE * (ticket.deadline - ticket.since)
-            ticket.cache_until = min(ticket.cache_until, cache_wait.until, longest)
+            due = cache_wait.until if cache_wait.only else now + cache_wait.seconds
+            ticket.cache_due = min(ticket.cache_due, due)
+            ticket.cache_until = min(ticket.cache_until, cache_wait.until)
             self.cache_waits.add(ticket, cache_wait)
         else:
             if not self._in_order:
@@ -298,6 +329,7 @@ class Queue:
         return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
 
     def retry_after_s(self, now: float) -> int:
-        wait = self.wait_s(now, self.length)
-        wait = self.max_wait_s if wait is None else wait
+        wait = self.wait_s(now, self._in_order)
+        if wait is None:
+            wait = min(self.cache_waits.next_slot_s(now), self.max_wait_s)
         return min(max(ceil(wait), 1), MAX_RETRY_AFTER_S)

@@ -20,5 +20,6 @@ class Ticket:
     explain: bool = False
     left: bool = False
     cache_wait: CacheWait | None = None
+    cache_due: float = inf  # when the slot was predicted
     cache_until: float = inf  # it waits for a cache no longer
     aged: bool = False  # went ahead of its class by age

@@ -67,7 +67,14 @@ def why_not_continued(body: bytes) -> str:
     return ""
 
 
+def is_greedy(body: bytes) -> bool:
+    """Return whether a readable request is not sampled."""
+    return bool(orjson.loads(body).get(TEMPERATURE) == 0)
+
+
 def with_output(body: bytes, tokens: Sequence[int]) -> bytes:
     """Return the body with the tokens that were returned."""
+    if not tokens:
+        return body
     extra = orjson.dumps({OUTPUT_SO_FAR: list(tokens)})
     return spliced(body, {EXTRA_FIELD: extra})

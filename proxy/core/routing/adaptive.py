@@ -135,25 +135,41 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
 def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | None:
     """Return a wait for a full worker that costs less than a placement on the other worker.
 
-    At its end the other worker would still be in time, if it is now.
+    At its end the other would still be in time. If it is late now, any wait in time counts.
     """
+    ask, now = view.ask, view.now
+    latest = view.due - other.ttft_s(ask, now, other.cached(view.held))
+    found: CacheWait | None = None
+    if latest >= now:
+        return cheapest_wait(view, other, cost_s, latest)
+    if ask.deadline == inf:
+        found = cheapest_wait(view, other, cost_s, inf)
+    return found or cheapest_wait(view, other, cost_s, None)
+
+
+def cheapest_wait(
+    view: View, other: Worker, cost_s: float, latest: float | None
+) -> CacheWait | None:
+    """`latest`: for the slot; None: as its due time permits."""
     ask, now, held, waits = view.ask, view.now, view.held, view.waits
     found: CacheWait | None = None
     if waits is None:
         return None
-    elsewhere, least_s = other.cached(held), cost_s
-    latest = view.due - other.ttft_s(ask, now, elsewhere)
-    if latest < now and ask.deadline == inf:
-        latest = inf
+    elsewhere, least_s = other.cached(held), inf if latest is None else cost_s
     for worker in view.holders:
         cached = worker.cached(held)
         if cached <= elsewhere or not may_await(worker, view):
             continue
         own_s = placement_costs([worker], view)[0][0]
         wait_s = slots.next_slot_s(worker, waits.count(worker))
-        if own_s + wait_s < least_s and now + wait_s < latest:
+        if latest is None:
+            until = end = view.due - worker.ttft_s(ask, now, cached)
+        else:
+            end = latest
+            until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), end, view.wait_until)
+        if own_s + wait_s < least_s and now + wait_s < end and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest))
+            found = CacheWait(worker, wait_s, until, latest is None, worker.elsewhere.placed)
     return found
 
 

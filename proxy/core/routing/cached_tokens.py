@@ -48,7 +48,10 @@ def with_visits(
         else:
             tokens = visit.left(worker.kv_capacity, worker.written)
             left.append((min(tokens, ask.prompt_tokens), worker.bit))
-    masks = {tokens: holders & ~visited for tokens, holders in held if holders & ~visited}
+    masks: dict[int, int] = {}
+    for tokens, holders in held:
+        if others := holders & ~visited:
+            masks[tokens] = masks.get(tokens, 0) | others
     common = max(masks, default=0)
     for tokens, bit in left:
         if tokens > common:

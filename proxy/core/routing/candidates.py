@@ -36,7 +36,7 @@ def find_candidates(
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
     if attempts.continues:
-        tried |= {worker for worker in pool.all if not worker.can_continue}
+        tried |= {worker for worker in pool.all if not attempts.allows(worker, now)}
     matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
     session = session_of(roster, ask)
     held = cached_tokens(roster, ask, matches, session)
@@ -53,6 +53,8 @@ def find_candidates(
         found = pool.open_to(ask, now, roster.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
+    if attempts.paused:
+        found = [worker for worker in found if worker not in attempts.paused] or found
     if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
@@ -129,7 +131,7 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
 
 def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
-    left = [w for w in pool.all if w.may_hold(ask) and attempts.allows(w)]
+    left = [w for w in pool.all if w.may_hold(ask) and attempts.allows(w, now)]
     if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):
         return []  # full or busy: worth the wait
     return [w for w in left if w.takes(now)]
@@ -142,7 +144,7 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
     """Return whether another worker would take a request."""
     return not ask.pinned and any(
-        attempts.allows(w) and w.may_hold(ask) and (not w.barred or w.takes(now))
+        attempts.allows(w, now) and w.may_hold(ask) and (not w.barred or w.takes(now))
         for w in roster.pool(ask.model).all
     )
 
@@ -159,10 +161,14 @@ def why_hopeless(
     holders = [w for w in workers if w.may_hold(ask)]
     if workers and not holders:  # down and draining workers included
         return refusals.too_long(ask, max(w.limit for w in workers))
-    if any(not w.probed and not w.draining and attempts.allows(w) for w in holders):
+    if attempts.continues:  # its client can't send it again
+        if any(not w.draining and attempts.may_try(w) for w in holders):
+            return None
+        return refusals.no_worker_left("no other worker can continue it")
+    if any(not w.probed and not w.draining and attempts.may_try(w) for w in holders):
         return None  # its first probe is due
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
-    left = [w for w in live if attempts.allows(w)]
+    left = [w for w in live if attempts.may_try(w)]
     if live and not left:
         return refusals.no_worker_left("no other worker can take it")
     if any(_can_serve(w, ask, attempts) for w in left):
@@ -173,7 +179,7 @@ def why_hopeless(
 
 def _can_serve(worker: Worker, ask: RequestInfo, attempts: Attempts) -> bool:
     well = not worker.barred or worker.breaker.busy
-    return well and attempts.allows(worker) and worker.may_hold(ask)
+    return well and attempts.may_try(worker) and worker.may_hold(ask)
 
 
 def note(worker: Worker, ask: RequestInfo, now: float) -> str:

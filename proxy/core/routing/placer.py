@@ -8,7 +8,6 @@ from math import inf
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Decision, Lease
-from proxy.core.fleet.remote_load import RemoteLoad
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
@@ -16,6 +15,7 @@ from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
+from proxy.core.queue.eviction import amounts
 from proxy.core.queue.latency_admission import NO_TARGETS, AdmissionSettings, placed_too_late
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE, Queue
 from proxy.core.queue.ticket import Ticket
@@ -28,14 +28,6 @@ from proxy.core.tenants.tenants import Rank
 BATCH = Rank.BATCH
 # Longer queues of prefills get no request that another worker serves.
 MAX_MOVE_WAIT_S = 0.5
-
-
-def _is_filled(decision: Decision, others: RemoteLoad, now: float) -> bool:
-    """Return whether other processes have filled a chosen worker."""
-    handover = decision.handover
-    if handover is not None and others.have_filled(handover.prefill, now):
-        return True
-    return others.have_filled(decision.worker, now)
 
 
 class Placer:
@@ -87,7 +79,7 @@ class Placer:
         view, decision = self.decide(
             ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
         )
-        if view.cache_wait is not None and not queued and not self.queue.room_for(ask):
+        if view.cache_wait is not None and not queued and not self._may_wait(view):
             view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
         if decision is None:
             return view.cache_wait
@@ -121,7 +113,7 @@ class Placer:
     def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
         ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
         late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-        may_wait = not (late or attempts.is_retry) and now < ticket.cache_until
+        may_wait = not attempts.is_retry and now < ticket.cache_until
         since = ticket.since if may_wait else None
         return self.place(
             ask, now, attempts,
@@ -148,13 +140,18 @@ class Placer:
         wait_since: float | None = None,
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
-        others = self.roster.others
         while True:
             view, decision = self._decide(
                 ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
             )
-            if decision is None or others is None or not _is_filled(decision, others, now):
+            if decision is None or not self._is_filled(decision, now):
                 return view, decision
+
+    def _is_filled(self, decision: Decision, now: float) -> bool:
+        handover, roster = decision.handover, self.roster
+        if handover is not None and roster.is_filled_elsewhere(handover.prefill, now):
+            return True
+        return roster.is_filled_elsewhere(decision.worker, now)
 
     def _decide(
         self,
@@ -194,6 +191,14 @@ class Placer:
         if not (ask.pinned or ask.rank is BATCH or view.pool.decodes) and self.queue.most:
             view.waits = self.queue.cache_waits
             view.due = (self.settings.admission or NO_TARGETS).due(ask, since)
+            longest_s = min(self.queue.longest_wait_s(ask), ask.deadline - since)
+            view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
+
+    def _may_wait(self, view: View) -> bool:
+        queue, more, wait = self.queue, amounts(view.ask), view.cache_wait
+        if wait is not None and wait.only:
+            return queue.make_room(more, self.place_queued, view.now)
+        return queue.has_room(more)
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
@@ -275,7 +280,7 @@ class Placer:
         """Return the placement of a request now, with all scores."""
         self.fleet.settle(now)
         view = self._look(ask, now, FIRST_ATTEMPT, explain=True)
-        if self.queue.room_for(ask):
+        if self.queue.has_room(amounts(ask)):
             self._allow_wait(view, now)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
@@ -291,11 +296,10 @@ class Placer:
             turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
         if (wait := view.cache_wait) is not None:
-            longest_s = MAX_CACHE_WAIT_SHARE * self.queue.longest_wait_s(ask)
             message = (
                 f"The request would wait for a slot of {wait.worker.name}, whose cache saves more: "
                 f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
-                f"after {min(wait.until - now, longest_s):.1f} s."
+                f"after {wait.until - now:.1f} s."
             )
             refusal: Refusal | None = Refusal(429, Reason.AWAITS_CACHE, message)
         else:

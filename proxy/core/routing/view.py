@@ -48,6 +48,7 @@ class View:
     holders: Sequence[Worker] = ()  # of its cache, among many workers
     waits: CacheWaits | None = None  # None: it may not wait for a cache
     due: float = inf  # its first token, if it may
+    wait_until: float = inf  # the longest, if others are in time
     cache_wait: CacheWait | None = None  # why no worker is chosen
 
 

@@ -235,7 +235,7 @@ class TenantUsage:
 
     def spent(self, now: float) -> LimitExceeded | None:
         """Return the limit that refuses every request now."""
-        if self.remote is not None and not self.remote.is_fresh:
+        if self.remote is not None and not (self.is_limited and self.remote.is_fresh):
             return None
         most, others, requests, bucket = (
             self._concurrency, self.others, self._requests, self._tokens,

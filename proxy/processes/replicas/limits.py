@@ -10,11 +10,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Decided, Limit
 from proxy.processes.replicas import redis_server
+from proxy.processes.replicas.timers import EarliestTimer, ReplyDeadline
 
 if TYPE_CHECKING:
     from proxy.config.shared import SharedConfig
@@ -115,6 +117,9 @@ class TenantLimits:
         self._limiter.changed(self, soon=soon)
 
 
+Asked: TypeAlias = tuple[TenantLimits, Call, list[LimitRequest]]
+
+
 class SharedLimiter:
     """The limits of all tenants."""
 
@@ -140,29 +145,22 @@ class SharedLimiter:
         self._changed: dict[TenantLimits, None] = {}
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
-        self._wakeup = asyncio.Event()
-        self._timer: asyncio.Handle | None = None
-        self._timer_at = 0.0  # uvloop's handle of a short delay does not know it
+        self._asked: list[Asked] | None = None  # without a reply
+        self._is_due = False  # the next call is arranged
+        self._next_at = 0.0  # not earlier
+        self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
+        self._lost = asyncio.Event()  # the connection
+        self._defect: Exception | None = None
+        self._timer = EarliestTimer(self._call_soon)
         self._arrange()
-        self._wakeup.set()
 
     def wake(self, limits: TenantLimits) -> None:
         self._changed[limits] = None
-        self._wakeup.set()
+        self._call_soon()
 
     def changed(self, limits: TenantLimits, *, soon: bool) -> None:
         self._changed[limits] = None
-        loop = asyncio.get_running_loop()
-        at = loop.time() + (SOON_S if soon else GATHER_S)
-        if self._timer is not None and self._timer_at > at:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer, self._timer_at = loop.call_at(at, self._gathered), at
-
-    def _gathered(self) -> None:
-        self._timer = None
-        self._wakeup.set()
+        self._timer.start(SOON_S if soon else GATHER_S)
 
     def _arrange(self) -> None:
         """Follow the tenants of the fleet file."""
@@ -183,22 +181,25 @@ class SharedLimiter:
 
     async def run(self) -> None:
         """Decide until cancelled."""
-        beat_at = 0.0
         try:
             while True:
-                try:
-                    async with asyncio.timeout(BEAT_S):
-                        await self._wakeup.wait()
-                except TimeoutError:
-                    pass
-                self._wakeup.clear()
-                self._arrange()
-                if (now := self.clock()) >= beat_at:
-                    beat_at = now + BEAT_S
+                self._lost.clear()
+                if self._connection is None:
+                    await self._connect()
+                if self._connection is not None:
+                    self._arrange()
                     self._changed.update(dict.fromkeys(self._to_report()))
-                await self._call()
-                await asyncio.sleep(PACE_S if self.is_up else DOWN_PAUSE_S)
+                    self._call_soon()
+                if self.is_up:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(BEAT_S):
+                            await self._lost.wait()
+                else:
+                    await asyncio.sleep(DOWN_PAUSE_S)
+                if self._defect is not None:
+                    raise self._defect
         finally:
+            self._asked = None
             self._disconnect()
 
     def _to_report(self) -> list[TenantLimits]:
@@ -209,14 +210,38 @@ class SharedLimiter:
             if tenant.ledger.is_limited and (tenant.ledger.running or limits.has_more)
         ]
 
-    async def _call(self) -> None:
+    async def _connect(self) -> None:
+        key = f"{{{self._settings.namespace}}}"
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                connection = await redis_server.connect(self._settings, self._password, key)
+                try:
+                    self._script = await connection.ask("SCRIPT", "LOAD", SCRIPT.read_text())
+                    self._connection = connection
+                finally:
+                    if self._connection is None:
+                        connection.close()
+        except Exception as error:  # requests go on after any error
+            self._went_down(error)
+
+    def _call_soon(self) -> None:
+        """Call the server for all requests of this turn, a moment after the last call."""
+        if self._is_due or self._asked is not None or self._connection is None:
+            return
+        self._is_due = True
+        loop = asyncio.get_running_loop()
+        loop.call_later(max(self._next_at - loop.time(), 0.0), self._call)
+
+    def _call(self) -> None:
+        self._is_due = False
+        if (connection := self._connection) is None:
+            return
+        self._arrange()
         batch = list(self._changed)[:MAX_KEYS]
         for limits in batch:
             del self._changed[limits]
-        if self._changed:
-            self._wakeup.set()
         self._calls += 1
-        calls = []
+        asked = self._asked = []
         keys, arguments = [], [self._name, LEASE_S]
         for limits in batch:
             again = limits.unsure
@@ -227,50 +252,60 @@ class SharedLimiter:
                 limits.requests = limits.tokens = 0
             else:
                 call, waiting = again, []
-            calls.append((limits, call, waiting))
+            asked.append((limits, call, waiting))
             keys.append(f"{{{self._settings.namespace}}}:tenant:{limits.tenant.name}")
             arguments += self._arguments(limits, call, waiting, again=again is not None)
+        self._deadline.start()
+        if connection.error is not None:
+            self._replied(connection.error)
+        elif keys:
+            words = "EVALSHA", self._script, len(keys), *keys, *arguments
+            connection.send(*words, replied=self._replied)
+        else:
+            connection.send("PING", replied=self._replied)
+
+    def _too_late(self) -> None:
+        if self._asked is not None and self._connection is not None:
+            self._connection.fail(TimeoutError())
+
+    def _replied(self, reply: Any) -> None:
+        if (asked := self._asked) is None:
+            return
+        self._asked = None
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                answers = await self._ask(keys, arguments)
-            found = [
+            if isinstance(reply, Exception):
+                raise reply
+            answers = [
                 Answer.read(answer, len(waiting))
-                for (_, _, waiting), answer in zip(calls, answers, strict=True)
+                for (_, _, waiting), answer in zip(asked, reply if asked else (), strict=True)
             ]
         except Exception as error:  # requests go on after any error
-            for limits, call, waiting in calls:
+            for limits, call, waiting in asked:
                 limits.unsure = call
                 limits.waiting = waiting + limits.waiting
                 self._changed[limits] = None
             self._disconnect()
             self._went_down(error)
             return
+        self._next_at = asyncio.get_running_loop().time() + PACE_S
         self._came_up()
-        for (limits, _, waiting), answer in zip(calls, found, strict=True):
-            limits.unsure = None
-            self._take(limits, waiting, answer)
-            if limits.has_more:
-                self.wake(limits)
-
-    async def _ask(self, keys: list[str], arguments: list[Any]) -> list[Any]:
-        """Return the server's answer for each tenant."""
-        if (connection := self._connection) is None:
-            key = f"{{{self._settings.namespace}}}"
-            connection = await redis_server.connect(self._settings, self._password, key)
-            self._connection = connection
-            self._script = await connection.ask("SCRIPT", "LOAD", SCRIPT.read_text())
-        if not keys:
-            await connection.ask("PING")
-            return []
-        found: list[Any] = await connection.ask(
-            "EVALSHA", self._script, len(keys), *keys, *arguments
-        )
-        return found
+        try:
+            for (limits, _, waiting), answer in zip(asked, answers, strict=True):
+                limits.unsure = None
+                self._take(limits, waiting, answer)
+                if limits.has_more:
+                    self._changed[limits] = None
+        except Exception as error:  # a defect; this process must not go on with lost requests
+            self._defect = error
+            self._lost.set()
+        if self._changed:
+            self._call_soon()
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+            self._lost.set()
 
     def _arguments(
         self, limits: TenantLimits, call: Call, waiting: list[LimitRequest], *, again: bool

@@ -20,12 +20,12 @@ from proxy.processes.shared.process_sheet import (
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.urgent_changes import LARGE_TOKENS
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
 
 NO_USAGE = TenantRow()
-LARGE_TOKENS = 2048
 
 
 class LocalSheet:
@@ -86,9 +86,7 @@ class LocalSheet:
         self._read_workers(changed, workers, whole=whole)
         self._read_places(changed)
         self._read_tenants(changed, whole=whole)
-        self._logged, entries = sheet.read_log(self._logged)
-        names = workers.names
-        changed.prefixes = [(names[row], hashes) for row, hashes in entries if row in names]
+        self._logged, changed.prefixes = sheet.read_log(self._logged)
         if not whole and changed == ProcessChanges(self.index, life, waiting=self._waiting):
             return None
         self._waiting = changed.waiting

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from proxy.core.fleet.worker_load import NO_LOAD
-from proxy.processes.shared.process_sheet import CLASSES, FRONTS, MAX_HASHES, PLACES
+from proxy.processes.shared.process_sheet import CLASSES, FRONTS, LOG, PLACES, WORD
 
 MAX_INT = 2**63 - 1
 Int: TypeAlias = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
@@ -25,7 +25,7 @@ Charges: TypeAlias = Annotated[
     tuple[Int, ...], Meta(min_length=len(NO_LOAD), max_length=len(NO_LOAD))
 ]
 Floors: TypeAlias = Annotated[tuple[float, ...], Meta(min_length=CLASSES, max_length=CLASSES)]
-Hashes: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_HASHES)]
+Words: TypeAlias = Annotated[bytes, Meta(max_length=LOG * WORD)]
 Load: TypeAlias = tuple[Charges, float]  # and when the next progress is due
 Breaker: TypeAlias = tuple[float, tuple[bool, bool, float, Int, Int, float, str]]
 Front: TypeAlias = tuple[Int, float, float, float]
@@ -50,7 +50,7 @@ class ProcessChanges(msgspec.Struct, array_like=True):
     traffic: dict[PlaceIndex, Traffic] = {}
     usage: dict[Mark, Usage] = {}
     floors: Floors | None = None
-    prefixes: list[tuple[str, Hashes]] = []
+    prefixes: Words = b""  # as in the log
 
 
 class Update(msgspec.Struct, array_like=True):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.config.shared import SharedConfig
 
 PATH = "router.shared"
-VERSION = 1  # replicas of another version use another channel
+VERSION = 2  # replicas of another version use another channel
 CHECK_INTERVAL_S = 1.0
 READ_ONLY = "READONLY"
 

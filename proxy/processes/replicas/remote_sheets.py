@@ -240,9 +240,8 @@ class RemoteSheets:
         if part.floors is not None:
             sheet.write_floors(part.floors)
             sheet.mark_changed(FLOORS_ROW, TENANT_CHANGES)
-        for name, hashes in part.prefixes:
-            if (worker_row := self._workers.rows.get(name)) is not None:
-                sheet.write_log(worker_row, hashes)
+        if part.prefixes:
+            sheet.write_log(part.prefixes)
 
     def _write_worker(self, process: RemoteProcess, name: str, offset: float) -> None:
         if (row := self._workers.rows.get(name)) is None:

@@ -21,14 +21,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from proxy.metrics.replica_counts import ReplicaCounts
-from proxy.processes.ipc_messages import StoredResponses, WorkerDrained, WorkersChanged
+from proxy.processes.ipc_messages import (
+    StoredResponses,
+    UrgentChange,
+    WorkerDrained,
+    WorkersChanged,
+)
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Update, decode, encode
 from proxy.processes.replicas.notices import Notices
 from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
-from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, until_publish
+from proxy.processes.replicas.ticks import (
+    MIN_PAUSE_S,
+    PUBLISH_INTERVAL_S,
+    SMALL_INTERVAL_S,
+    PublishTimes,
+)
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
@@ -38,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SMALL_INTERVAL_S = 0.09  # between messages with small changes only
 HEARTBEAT_S = 0.5
 ECHO_TIMEOUT_S = 2.0  # without this replica's own messages the connection is dead
 PAUSE_S = 1.0  # without a step, this process was stopped
@@ -87,6 +96,7 @@ class Replication:
         self._heard: dict[str, int] = {}
         self._owes_answer = False  # a replica's slots depend on what this one has heard
         self._notices = Notices(send)
+        self._times = PublishTimes()
 
     @classmethod
     def on_redis(
@@ -109,12 +119,17 @@ class Replication:
             case WorkersChanged():
                 self.sheets.place(self.workers.take(message))
                 self._reserve(self._now())
+            case UrgentChange():
+                self._times.wake()
             case _:
                 self._notices.report(message)
+                if self._notices.has_new:
+                    self._times.wake()
 
     def process_ended(self, index: int) -> None:
         self._gone.append(index)
         self._requests[index].clear()
+        self._times.wake()
 
     @property
     def counts(self) -> ReplicaCounts:
@@ -147,10 +162,15 @@ class Replication:
 
     async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
+        small = True  # changes are due too
         try:
             while True:
-                self._publish(channel)
-                await asyncio.sleep(until_publish())
+                self._publish(channel, small=small)
+                self._table.await_urgent(awaits=True)  # before the last look
+                try:
+                    small = await self._times.wait(urgent=self._has_urgent())
+                finally:
+                    self._table.await_urgent(awaits=False)
         except asyncio.CancelledError:
             self._number += 1
             with suppress(Exception):  # the server may be gone too
@@ -174,7 +194,7 @@ class Replication:
         self._expire(now)
         self._reserve(now)
 
-    def _publish(self, channel: redis_server.ReplicaChannel) -> None:
+    def _publish(self, channel: redis_server.ReplicaChannel, *, small: bool) -> None:
         now = self._now()
         if channel.error is not None:
             raise channel.error
@@ -183,7 +203,7 @@ class Replication:
         self._expire(now)
         if not self._joined:
             self._reserve(now)
-        if self.is_due(now) and (message := self.next_message(now)) is not None:
+        if (small or self.is_due(now)) and (message := self.next_message(now)) is not None:
             channel.publish(message)
 
     def _now(self) -> float:
@@ -198,9 +218,12 @@ class Replication:
 
     def is_due(self, now: float) -> bool:
         """Return True if an update must be sent now."""
-        if now - self._last_sent >= SMALL_INTERVAL_S or self._whole or self._owes_answer:
+        return now - self._last_sent >= SMALL_INTERVAL_S - MIN_PAUSE_S or self._has_urgent()
+
+    def _has_urgent(self) -> bool:
+        if self._whole or self._owes_answer or self.sheets.waits:
             return True
-        if self._gone or self._notices.has_new or self.sheets.waits:
+        if self._gone or self._notices.has_new:
             return True
         return any(sheet.has_large_change(self.workers, self._is_scarce) for sheet in self._local)
 
@@ -234,6 +257,7 @@ class Replication:
             update.folded, update.folded_names = self.sheets.folded, self.sheets.folded_names
         self._notices.write(update)
         self._number += 1
+        self._table.note_sent()
         self._last_sent, self._owes_answer = now, False
         self._gone = []
         if self._note_requests(update):  # before others take what is reported as free
@@ -291,6 +315,8 @@ class Replication:
         if self.workers.limits.keys() & changed:
             self._owes_answer = True
         self._notices.take(update)
+        if self._whole or self._owes_answer or self.sheets.waits:
+            self._times.wake()
         concerns_all = update.whole or update.gone or update.leaves
         self._reserve(now, None if concerns_all else changed)
 

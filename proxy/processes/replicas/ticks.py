@@ -1,20 +1,74 @@
 """Return the wait until the next publishing time, a multiple of 20 ms of the wall clock.
 
-All hosts use the same times, so each wakes once for all messages.
+Small changes wait for a multiple of 100 ms. All hosts use the same times, so each wakes once for
+all messages.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 
-PUBLISH_INTERVAL_S = 0.02
+PUBLISH_INTERVAL_S, SMALL_INTERVAL_S = 0.02, 0.1
 MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written before
 
 
-def until_publish() -> float:
-    left = PUBLISH_INTERVAL_S - time.time() % PUBLISH_INTERVAL_S
-    return left if left > MIN_PAUSE_S else left + PUBLISH_INTERVAL_S
+def until_publish(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN_PAUSE_S) -> float:
+    left = interval_s - time.time() % interval_s
+    return left if left > pause_s else left + interval_s
 
 
-def until_flush() -> float:
-    return PUBLISH_INTERVAL_S - (time.time() + FLUSH_LEAD_S) % PUBLISH_INTERVAL_S
+def until_flush(interval_s: float = PUBLISH_INTERVAL_S) -> float:
+    return interval_s - (time.time() + FLUSH_LEAD_S) % interval_s
+
+
+class FlushTimer:
+    """Has a host's only process write its changes before the supervisor publishes them."""
+
+    def __init__(self, has_urgent: Callable[[], bool]) -> None:
+        self._has_urgent = has_urgent
+        self._small_at = 0.0
+
+    def start(self, flush: Callable[[], None]) -> None:
+        """Call `flush` once, earlier if there are urgent changes."""
+        self._small_at = time.time() + until_flush(SMALL_INTERVAL_S) - FLUSH_LEAD_S
+        self._wait(flush)
+
+    def _wait(self, flush: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(until_flush(), self._look, flush)
+
+    def _look(self, flush: Callable[[], None]) -> None:
+        if time.time() >= self._small_at or self._has_urgent():
+            flush()
+        else:
+            self._wait(flush)
+
+
+class PublishTimes:
+    """Waits for the times at which changes are published."""
+
+    def __init__(self) -> None:
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Publish an urgent change at the next time."""
+        self._woken.set()
+
+    async def wait(self, *, urgent: bool) -> bool:
+        """Wait for the next time; return True if small changes are due too.
+
+        `urgent`: there are urgent changes already.
+        """
+        if urgent:
+            self._woken.clear()
+            await asyncio.sleep(until_publish())
+            return False
+        try:
+            async with asyncio.timeout(until_publish(SMALL_INTERVAL_S)):
+                await self._woken.wait()
+        except TimeoutError:
+            return True
+        self._woken.clear()
+        await asyncio.sleep(until_publish(pause_s=0.0))
+        return False

@@ -190,7 +190,8 @@ class SharedLimits:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
-        tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
+        if self._sheets.local:  # other hosts are counted by the server, or have their parts
+            tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share

@@ -21,6 +21,8 @@ from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import BREAKS, MAX_WORKERS, ProcessSheet
 from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
+from proxy.processes.shared.urgent_changes import UrgentChanges
+from proxy.processes.shared.worker_marks import WorkerMarks
 
 if TYPE_CHECKING:
     from proxy.core.fleet.breaker import BreakerSnapshot
@@ -67,6 +69,7 @@ class SharedLoad:
         self.process = process
         self.sheet = table.sheet(process)
         self.parts: list[SharedPart] = []
+        self.urgent: UrgentChanges | None = None  # for other hosts
         self.changes = 0  # changes applied; after a change queued requests may find capacity
         self.table = table
         self.peers = self.peers_of(LoadPeer)
@@ -75,7 +78,7 @@ class SharedLoad:
         self._soon = soon
         self._rows: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
-        self._changed: set[Worker] = set()
+        self.marks = WorkerMarks()
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
         self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
         self._reading = self._scheduled = False
@@ -91,6 +94,7 @@ class SharedLoad:
         """Share a worker in a row that it owns since then; read the others' values."""
         self._rows[worker] = row
         self._workers[row] = worker
+        self.marks.add(worker)
         self._breakers[worker] = since, NEW_BREAKER  # earlier values are another worker's
         self.sheet.wipe(row)
         self._take([row], self._clock(), breakers=True)
@@ -100,21 +104,19 @@ class SharedLoad:
     def row(self, worker: Worker) -> int | None:
         return self._rows.get(worker)
 
-    def worker(self, row: int) -> Worker | None:
-        return self._workers.get(row)
-
     def leave(self, worker: Worker) -> None:
         """Stop reading a removed worker; its own charges are still written until they end."""
         row = self._rows.get(worker)
         if row is not None and self._workers.get(row) is worker:
             del self._workers[row]
+        self.marks.remove(worker)
         if not worker.requests:
             self._forget(worker)
 
     def _forget(self, worker: Worker) -> None:
         self._rows.pop(worker, None)
         self._breakers.pop(worker, None)
-        self._changed.discard(worker)
+        self._fleet.roster.unpublished.discard(worker)
 
     def is_free(self, row: int) -> bool:
         """Return True if no process has charges in a row."""
@@ -128,40 +130,63 @@ class SharedLoad:
             own = worker.requests - worker.elsewhere.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
-        self._changed.add(worker)
+        self._fleet.roster.unpublished.add(worker)
         if not self._scheduled:
             self.schedule()
 
-    def schedule(self) -> None:
+    def schedule(self, *, urgent: bool = False) -> None:
+        if urgent and self.urgent is not None:
+            self.urgent.unwritten = True
         if not self._scheduled:
             self._scheduled = True
             self._soon(self.flush)
 
+    def has_urgent(self) -> bool:
+        """Return whether other hosts should see a change that is not written yet at once."""
+        urgent = self.urgent
+        if urgent is None or urgent.unwritten or not self.table.awaits_urgent:
+            return True
+        for worker in self._fleet.roster.unpublished:
+            if (row := self._rows.get(worker)) is None:
+                continue
+            if urgent.includes(worker, row, own_numbers(worker)) or self._has_new_breaker(worker):
+                return True
+        return False
+
     def flush(self) -> None:
-        changed, self._changed = self._changed, set()
-        sheet = self.sheet
+        roster, sheet = self._fleet.roster, self.sheet
+        changed, roster.unpublished = roster.unpublished, set()
         self._scheduled = False
         for part in self.parts:
             part.publish()
+        urgent = self.urgent
         for worker in changed:
             row = self._rows.get(worker)
             if row is None:
                 continue
             load = own_numbers(worker)
+            if urgent is not None:
+                urgent.writes(worker, row, load)
             sheet.write_load(row, load, worker.due_at)
-            if not worker.breaker.has_no_failures or self._breakers[worker][1] is not NEW_BREAKER:
+            if self._has_new_breaker(worker):
                 self._write_breaker(worker, row)
             sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
+        if urgent is not None:
+            urgent.report()
+
+    def _has_new_breaker(self, worker: Worker) -> bool:
+        known, breaker = self._breakers[worker][1], worker.breaker
+        if breaker.has_no_failures and known is NEW_BREAKER:
+            return False
+        return breaker.snapshot() != known
 
     def _write_breaker(self, worker: Worker, row: int) -> None:
-        snapshot = worker.breaker.snapshot()
-        if snapshot != self._breakers[worker][1]:
-            now = self._clock()
-            self._breakers[worker] = now, snapshot
-            self.sheet.write_breaker(row, now, snapshot)
-            self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
+        now, snapshot = self._clock(), worker.breaker.snapshot()
+        self._breakers[worker] = now, snapshot
+        self.sheet.write_breaker(row, now, snapshot)
+        self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
 
     def publish_written(self) -> None:
         """Write generated tokens; no decision depends on them at once."""
@@ -202,7 +227,7 @@ class SharedLoad:
 
     def have_filled(self, worker: Worker, now: float) -> bool:
         """Return True if other processes have filled the worker since the last look."""
-        if worker.most == NO_LIMIT or (row := self._rows.get(worker)) is None:
+        if (row := self._rows.get(worker)) is None:
             return False
         # The supervisor lowers this before other hosts learn that slots are free.
         self._fleet.health.reserve(worker, self.table.reserved(row))
@@ -252,7 +277,7 @@ class SharedLoad:
             state = peer.sheet.read_breaker(row)
             if state[0] > at:
                 at, snapshot = state
-        if at > self._breakers[worker][0] and worker not in self._changed:
+        if at > self._breakers[worker][0] and worker not in self._fleet.roster.unpublished:
             self._breakers[worker] = at, snapshot
             if snapshot != worker.breaker.snapshot():
                 self.changes += 1

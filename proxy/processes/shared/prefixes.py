@@ -1,11 +1,18 @@
-"""Shares which prompt prefixes were sent to which worker, and turns of sessions."""
+"""Shares which prompt prefixes were sent to which worker, and turns of sessions.
+
+An entry of the log is the worker's mark with the number of hashes, and the hashes. Hosts copy logs
+unread, so a mark is the same on all hosts.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
+from struct import unpack
 from typing import TYPE_CHECKING
 
 from proxy.core.learned.sessions import Session, Visit
-from proxy.processes.shared.process_sheet import LIFE, ProcessSheet
+from proxy.processes.shared.process_sheet import LENGTH_BITS, LENGTH_MASK, LIFE, WORD, ProcessSheet
 
 if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet
@@ -24,12 +31,17 @@ class PrefixPeer:
         self.sheet = sheet
         self._life = self._read = 0
 
-    def new_entries(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the entries since the last call."""
+    def new_entries(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Return the marks and hashes since the last call."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life, self._read = life, 0
         self._read, found = self.sheet.read_log(self._read)
-        return found
+        words = unpack(f"@{len(found) // WORD}Q", found)
+        at = 0
+        while at < len(words):
+            end = at + 1 + (words[at] & LENGTH_MASK)
+            yield words[at] >> LENGTH_BITS, words[at + 1 : end]
+            at = end
 
 
 class SharedPrefixes:
@@ -39,7 +51,7 @@ class SharedPrefixes:
         self._fleet = fleet
         self._sharing = sharing
         self._peers = sharing.peers_of(PrefixPeer)
-        self._new: list[tuple[int, tuple[int, ...]]] = []
+        self._new = array("Q")
         self._taking = False
         self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
         fleet.roster.prefixes.others_record = self._recorded
@@ -49,23 +61,23 @@ class SharedPrefixes:
         if self._taking:
             return
         worker = self._fleet.roster.by_index.get(index)
-        if worker is None or worker.reports_prefixes:  # each process reads its journal
-            return
-        row = self._sharing.row(worker)
-        if row is not None:
-            self._new.append((row, hashes))
+        if worker is not None and not worker.reports_prefixes:  # each process reads its journal
+            self._add(worker, hashes)
+
+    def _add(self, worker: Worker, hashes: tuple[int, ...]) -> None:
+        if mark := self._sharing.marks.of(worker):
+            self._new.append(mark << LENGTH_BITS | len(hashes))
+            self._new.extend(hashes)
             self._sharing.schedule()
 
     def _turn_ended(self, session: Session, visit: Visit) -> None:
         worker = self._fleet.roster.by_index.get(visit.worker)
-        row = None if worker is None else self._sharing.row(worker)
-        if row is not None:
+        if worker is not None and self._sharing.marks.of(worker):
             sole = len(session.visits) == 1
             marks = session.depth, session.mark, *session.tail
             entry = (TURN, session.key, visit.tokens, *marks, int(sole), session.known_as)
             session.known_as = session.key
-            self._new.append((row, entry))
-            self._sharing.schedule()
+            self._add(worker, entry)
 
     def _take_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
         _, key, tokens, depth, mark, tail_depth, tail_mark, sole, known_as = entry
@@ -81,23 +93,23 @@ class SharedPrefixes:
 
     def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""
-        new, self._new = self._new, []
-        for row, hashes in new:
-            self._sharing.sheet.write_log(row, hashes)
+        if self._new:
+            self._sharing.sheet.write_log(self._new.tobytes())
+            self._new = array("Q")
 
     def take(self, now: float) -> None:
         turns, self._turns = self._turns, []
-        for row, entry in turns:
-            if (worker := self._sharing.worker(row)) is not None:
+        for mark, entry in turns:
+            if (worker := self._sharing.marks.worker(mark)) is not None:
                 self._take_turn(entry, worker, now)
         self._taking = True
         for peer in self._peers:
-            for row, hashes in peer.new_entries():
-                worker = self._sharing.worker(row)
+            for mark, hashes in peer.new_entries():
+                worker = self._sharing.marks.worker(mark)
                 if worker is None:
                     continue
                 if len(hashes) == TURN_WORDS and hashes[0] == TURN:
-                    self._turns.append((row, hashes))
+                    self._turns.append((mark, hashes))
                 else:
                     self._fleet.roster.prefixes.record(hashes, worker.index)
         self._taking = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from enum import Enum
-from struct import Struct, pack, unpack_from
+from struct import Struct
 from typing import NamedTuple
 
 from proxy.core.fleet.breaker import BreakerSnapshot
@@ -27,9 +27,8 @@ MAX_TENANTS = 1024
 PLACES = 64  # models and sizes are hashed into this many places
 RING = 1024  # numbers of changed rows
 LOG = 8192  # words of the prefix log
-MAX_HASHES = LOG - 1  # of a prompt; the rest is not logged
 
-HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 11
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TRAFFIC_WORDS, TENANT_WORDS = 16, 18, 4, 4, 4, 11
 CLASSES = len(Rank)
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
@@ -46,7 +45,7 @@ CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = r
 RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by the word that counts their changes
 FLOORS = 9  # and the next two words: each class's position when its last request left
 
-LOAD = Struct("@10qd")
+LOAD = Struct("@11qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, LAST, TRAFFIC = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")
@@ -89,7 +88,9 @@ class TenantRow(NamedTuple):
 class PlaceKind(Enum):
     """What is written by model and size."""
 
-    FRONT, LAST, TRAFFIC = range(3)
+    FRONT = 0
+    LAST = 1
+    TRAFFIC = 2
 
 
 def changed_places(before: bytes, now: bytes) -> Iterator[tuple[PlaceKind, int]]:
@@ -153,7 +154,7 @@ class ProcessSheet:
 
     def has(self, row: int) -> bool:
         """Return True if a worker has charges."""
-        return any(self.read_load(row)[0][:-1])  # generated tokens, the last number, only grow
+        return any(self.read_load(row)[0][:-2])  # totals, the last numbers, only grow
 
     def wipe(self, row: int) -> None:
         """Clear a row for another worker."""
@@ -251,42 +252,35 @@ class ProcessSheet:
     def read_floors(self) -> tuple[float, ...]:
         return FLOOR.unpack_from(self._memory, self._start + FLOORS * WORD)
 
-    def write_log(self, row: int, hashes: tuple[int, ...]) -> None:
-        """Log the block hashes of a prompt prefix that a worker got."""
-        hashes = hashes[:MAX_HASHES]
-        length, logged = len(hashes), self.count(LOGGED)
-        at = logged % LOG
-        if at + 1 + length > LOG:  # records are contiguous; the rest of the log stays empty
-            store(self._memory, self._log + at * WORD, MARK.pack(0))
-            logged, at = logged + LOG - at, 0
-        mark = (row + 1) << LENGTH_BITS | length
-        store(self._memory, self._log + at * WORD, pack(f"@{length + 1}Q", mark, *hashes))
-        self.write_count(LOGGED, logged + 1 + length)
+    def write_log(self, words: bytes) -> None:
+        """Add words to the prefix log; more than it holds are lost."""
+        logged, length = self.count(LOGGED), len(words) // WORD
+        if length <= LOG:
+            at = logged % LOG
+            until_end = (LOG - at) * WORD
+            store(self._memory, self._log + at * WORD, words[:until_end])
+            store(self._memory, self._log, words[until_end : length * WORD])
+        self.write_count(LOGGED, logged + length)
 
     def places(self) -> bytes:
         """Return all that is written by model and size, to see whether it has changed."""
         return self._memory[self._fronts : self._tenants]
 
-    def read_log(self, since: int) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
-        """Return the new position and the entries since the last one.
+    def read_log(self, since: int) -> tuple[int, bytes]:
+        """Return the new position and the words since the last one.
 
-        Overwritten entries are lost.
+        None are returned if some are overwritten.
         """
         now = self.count(LOGGED)
-        found: list[tuple[int, tuple[int, ...]]] = []
-        reached = since
-        while reached < now and now - since <= LOG:
-            at = reached % LOG
-            mark = MARK.unpack_from(self._memory, self._log + at * WORD)[0]
-            length = mark & LENGTH_MASK
-            if not mark or at + 1 + length > LOG:
-                reached += LOG - at
-                continue
-            hashes = unpack_from(f"@{length}Q", self._memory, self._log + (at + 1) * WORD)
-            found.append(((mark >> LENGTH_BITS) - 1, hashes))
-            reached += 1 + length
-        # Entries that were overwritten during the loop are invalid.
-        return (now, found) if self.count(LOGGED) - since <= LOG else (now, [])
+        if not 0 < now - since <= LOG:
+            return now, b""
+        first, end = self._log + since % LOG * WORD, self._log + LOG * WORD
+        last = first + (now - since) * WORD
+        words = self._memory[first : min(last, end)]
+        if last > end:
+            words += self._memory[self._log : self._log + last - end]
+        # Words that were overwritten in the meantime are invalid.
+        return (now, words) if self.count(LOGGED) - since <= LOG else (now, b"")
 
 
 def _number_of(why: str) -> int:
@@ -307,8 +301,9 @@ def store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
     memory[place : place + len(numbers)] = numbers
 
 
-ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")
+ONE_COUNT, ONE_TIME = Struct("@q"), Struct("@d")
 WORKER_ERRORS = ("", *(error.value for error in WorkerError))
 STATUS_DIGITS = 3
+# Of an entry of the log: its number of hashes, below the mark of the worker.
 LENGTH_BITS = 16
 LENGTH_MASK = (1 << LENGTH_BITS) - 1

@@ -60,7 +60,7 @@ class SharedQueues:
         """Write the queue's state at the end of this turn."""
         self._moved = True
         self.came.set()
-        self._sharing.schedule()
+        self._sharing.schedule(urgent=True)
 
     def before(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""

@@ -34,9 +34,11 @@ MAX_REMOTE = 64  # sheets for processes of other hosts
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
 # Then written by the supervisor: the number of remote sheets in use, of changes of reservations and
-# of remote sheets, of hosts, and for each worker the slots reserved for other hosts.
+# of remote sheets, of hosts, of updates sent, whether it awaits urgent changes, and for each worker
+# the slots reserved for other hosts.
 AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
-AT_RESERVATIONS, AT_UPDATES, AT_HOSTS, AT_RESERVED = range(AT_REMOTE + 1, AT_REMOTE + 5)
+AT_RESERVATIONS, AT_UPDATES, AT_HOSTS = range(AT_REMOTE + 1, AT_REMOTE + 4)
+AT_SENT, AT_AWAITS, AT_RESERVED = range(AT_HOSTS + 1, AT_HOSTS + 4)
 COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 
 Peer = TypeVar("Peer")
@@ -90,6 +92,22 @@ class SharedTable:
 
     def write_hosts(self, count: int) -> None:
         self._write_common(AT_HOSTS, count)
+
+    @property
+    def sent(self) -> int:
+        """The number of updates that this host sent."""
+        return self._common_count(AT_SENT)
+
+    def note_sent(self) -> None:
+        self._write_common(AT_SENT, self.sent + 1)
+
+    @property
+    def awaits_urgent(self) -> bool:
+        """Whether the supervisor does not look itself, but awaits a message of urgent changes."""
+        return bool(self._common_count(AT_AWAITS))
+
+    def await_urgent(self, *, awaits: bool) -> None:
+        self._write_common(AT_AWAITS, int(awaits))
 
     @property
     def reservation_changes(self) -> int:

@@ -1,7 +1,6 @@
 """One attempt at a request: a worker, or two for a hand-over, and the response as it arrives.
 
-An attempt passes the response on, or fails and lets its exchange try another worker. There is no
-retry once the client has a byte of the response.
+An attempt passes the response on, or fails and lets its exchange try another worker.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
-    DIFFERENT,
     REFUSED_TOO,
     is_silent,
     leaves_failed,
     move_stream,
+    recover,
     rest_of,
     take_up,
 )
@@ -190,9 +189,10 @@ class Attempt:
             response = self.response = writer_for(owner, head)
         if owner.rest is not None:
             rest = rest_of(owner, self.lease, now, body)
-            if rest is None:
-                self._end_with(now, Outcome.UNFINISHED, DIFFERENT)
-            if not rest and (rest is None or not ended):
+            if isinstance(rest, Refusal):
+                self._end_with(now, Outcome.UNFINISHED, rest)
+                return
+            if rest is None or not (rest or ended):
                 return
             body = rest
         if ended:
@@ -293,6 +293,8 @@ class Attempt:
             return
         if lease.under_way.worker not in workers:
             return
+        if begun:
+            recover(owner, lease)
         connection = self.connection
         if handover is not None and handover.prefills:
             connection = handover.prefill_connection

@@ -20,20 +20,25 @@ from proxy.core.request.continuable import (
     NO_WORKER,
     OTHER_OUTPUT,
     TORN,
+    is_greedy,
     why_not_continued,
     with_output,
 )
-from proxy.http.sent_text import FAILED, TextDiffersError
+from proxy.http.sent_text import FAILED, EngineFailedError, TextDiffersError
 from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
+    from proxy.core.model.types import Refusal
+    from proxy.http.sent_text import SentText
     from proxy.wire.exchange.owner import AttemptOwner
     from proxy.wire.exchange.response_writer import ResponseWriter
 
 # After this time without a token, a stream leaves a worker that is down.
 SILENT_S = 10.0
+MAX_REPEATED_TOKENS = 1024  # that are generated again
+RECOVERED_S = 2.0  # on a worker, until a stream has all its attempts again
 DIFFERENT = no_worker_left("another worker's response differs from what was sent")
 REFUSED_TOO = no_worker_left("another worker refused it")
 
@@ -43,7 +48,7 @@ def keep_for_continuation(
 ) -> bool:
     """Keep the body and count the text of a stream that may be continued."""
     wire, body = owner.wire, owner.request.body
-    if lease is None or not lease.worker.reports_prefixes or not wire.settings.continuation:
+    if lease is None or not lease.worker.can_continue or not wire.settings.continuation:
         return False
     if lease.prefill is not None:  # a decode leg's tokens are those of its worker only
         return False
@@ -71,25 +76,36 @@ def find_tokens(
 ) -> Sequence[int] | Obstacle:
     """Return the tokens of a stream, or why it can't be continued. Nothing changes."""
     sent, request = owner.sent_text, owner.request
-    tokens_of = owner.wire.router.fleet.roster.stream_tokens
-    if sent is None or not request.body or tokens_of is None:
-        return Obstacle(NO_TOKENS)
-    if request.head.id and owner.wire.has_twin(request):  # two streams of one name in a journal
-        return Obstacle(NO_TOKENS)
-    tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
-    if tokens is None:
+    if sent is None or not request.body:
         return Obstacle(NO_TOKENS)
     if other := sent.other_output:
         return Obstacle(OTHER_OUTPUT, other)
     if owner.begun is None and (field := why_not_continued(request.body)):
         return Obstacle(FIELD, field)
-    return Obstacle(TORN) if response.is_torn else tokens
+    if response.is_torn:
+        return Obstacle(TORN)
+    tokens_of = owner.wire.router.fleet.roster.stream_tokens
+    if tokens_of is None or sent.has_ended:
+        return Obstacle(NO_TOKENS)
+    if request.head.id and owner.wire.has_twin(request):  # two streams of one name in a journal
+        return Obstacle(NO_TOKENS)
+    tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
+    return Obstacle(NO_TOKENS) if tokens is None else tokens
+
+
+def begins_anew(owner: AttemptOwner, sent: SentText) -> bool:
+    """Return whether another worker generates the same text from the beginning, and soon."""
+    if sent.is_empty:
+        return True
+    is_short = owner.record.opening + owner.record.tokens <= MAX_REPEATED_TOKENS
+    return is_short and is_greedy(owner.request.body)
 
 
 def prepare(
     owner: AttemptOwner, lease: Lease, response: ResponseWriter, tokens: Sequence[int]
 ) -> None:
     """Write the request that continues the stream."""
+    recover(owner, lease)
     if owner.begun is None:
         lease.attempts = continued(lease.attempts)
         owner.whole_body = owner.request.body
@@ -99,6 +115,13 @@ def prepare(
     owner.failed_worker = lease.worker.name
 
 
+def recover(owner: AttemptOwner, lease: Lease) -> None:
+    """Forget the failures of a stream that its worker has served for a while."""
+    first_at, last_at = lease.first_token_at, owner.record.last_token_at
+    if first_at is not None and last_at - first_at >= RECOVERED_S:
+        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, earlier_failures=0)
+
+
 def continued(attempts: Attempts) -> Attempts:
     """Return the attempts of a stream whose next attempt continues it."""
     return replace(attempts, whole="continued", continues=True)
@@ -106,7 +129,9 @@ def continued(attempts: Attempts) -> Attempts:
 
 def has_gone_on(attempts: Attempts) -> Attempts:
     """Return the attempts of a stream that has new tokens; its first workers may run again."""
-    return replace(attempts, tried=NO_WORKERS, earlier_failures=attempts.failures)
+    return replace(
+        attempts, tried=NO_WORKERS, paused=NO_WORKERS, earlier_failures=attempts.failures
+    )
 
 
 def not_continued(owner: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
@@ -125,14 +150,18 @@ def move_stream(
     outcome: Outcome = Outcome.FAILED,
 ) -> bool:
     """Continue the stream on another worker; False if it can't be continued."""
-    if owner.sent_text is None or lease is None:
+    sent = owner.sent_text
+    if sent is None or lease is None:
         return False
     found = find_tokens(owner, lease, response)
+    if isinstance(found, Obstacle) and found.reason == NO_TOKENS and begins_anew(owner, sent):
+        found = ()
     if not isinstance(found, Obstacle):
         prepare(owner, lease, response, found)
-        if owner.try_another(now, outcome, error) is None:
+        refusal = owner.try_another(now, outcome, error)
+        if refusal is None:
             return True
-        found = Obstacle(NO_WORKER)
+        found = Obstacle(NO_WORKER, refusal.message)
     not_continued(owner, now, found, lease.worker.name)
     return False
 
@@ -141,8 +170,13 @@ def leaves_failed(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, body: bytes
 ) -> bool:
     """Continue on another worker if this one reports a failure, as after a 500."""
-    if owner.sent_text is None or FAILED.search(response.partial_event + body) is None:
+    sent = owner.sent_text
+    if sent is None or lease is None or FAILED.search(response.partial_event + body) is None:
         return False
+    router = owner.wire.router
+    if sent.is_empty and not router.may_go_over(lease, now, continues=True):
+        not_continued(owner, now, Obstacle(NO_WORKER), lease.worker.name)
+        return False  # the request may be at fault: its client gets to know at once
     return move_stream(owner, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
 
@@ -157,8 +191,10 @@ def take_up(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
     return begun
 
 
-def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -> bytes | None:
-    """Return what the client does not have; None if the texts differ."""
+def rest_of(
+    owner: AttemptOwner, lease: Lease | None, now: float, body: bytes
+) -> bytes | Refusal | None:
+    """Return what the client does not have; None if the stream leaves this worker too."""
     rest = owner.rest
     if rest is None:
         return body
@@ -166,7 +202,11 @@ def rest_of(owner: AttemptOwner, lease: Lease | None, now: float, body: bytes) -
         new = rest.feed(body)
     except TextDiffersError:
         not_continued(owner, now, Obstacle(DIFFERS), owner.failed_worker)
-        return None
+        return DIFFERENT
+    except EngineFailedError as error:
+        if owner.try_another(now, Outcome.ERRED, WorkerError.STATUS) is None:
+            return None
+        return no_worker_left(f"another worker failed: {error}")
     if rest.is_reached:
         failed, owner.failed_worker = owner.failed_worker, ""
         owner.rest = None

@@ -193,8 +193,8 @@ class Exchange(AttemptOwner):
     ) -> Refusal | None:
         """Send the request to another worker; return a refusal if none is left.
 
-        `free`: the retry does not use the retry budget. `why`: details of the error. A drained
-        worker has not failed, so that no attempt is counted.
+        `free`: the retry uses no budget. `why`: details of the error. A drained worker has not
+        failed.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
@@ -209,6 +209,8 @@ class Exchange(AttemptOwner):
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
         moves = error is WorkerError.DRAINED
+        if self.begun is not None and (error is WorkerError.CONNECT or outcome is Outcome.BUSY):
+            free = True  # the worker has done nothing for the stream
         placed = wire.router.retry(
             lease,
             now,
@@ -217,7 +219,7 @@ class Exchange(AttemptOwner):
             avoid=None if moves else worker,
             after=failed,
             free=free or moves,
-            dropped=error is WorkerError.RESET and attempt.response is None,
+            dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
             explain=self.request.head.explain,
             why=why or error.value,
         )
@@ -258,7 +260,7 @@ class Exchange(AttemptOwner):
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun is not None:
             if failed := self.failed_worker:  # the stream did not go on since
-                not_continued(self, now, Obstacle(NO_WORKER), failed)
+                not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
             status, reason = refusal.status, refusal.reason
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
             return

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_sched.bench.client.text import HEAD_WORDS, POOL_WORDS, WORDS, Measure, Texts
@@ -9,6 +9,7 @@ from vllm_sched.bench.traffic.types import Request
 TEXTS = Texts(0)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 3 * HEAD_WORDS), st.integers(1, 400), st.text(max_size=5))
 def test_longer_text_begins_with_the_shorter_one(few: int, more: int, name: str) -> None:
     short, long = TEXTS.text(name, few).split(), TEXTS.text(name, few + more).split()

@@ -126,9 +126,7 @@ async def test_dead_worker_raises_one_error(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
 
-def test_workers_on_one_accelerator_share_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_on_one_accelerator_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "on_cpu", lambda: False)
     monkeypatch.setattr("vllm_sched.workers.launch.on_cpu", lambda: False)
     side = Side("default", {}, ("--gpu-memory-utilization=0.3",))

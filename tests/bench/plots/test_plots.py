@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -84,10 +85,30 @@ def picture(drawn: list[Path]) -> Callable[[str], Path]:
     return drawn[0].with_name
 
 
+def draw_svg_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(style, "files", lambda stem, _=(): [stem.with_name(f"{stem.name}.svg")])
+
+
 @pytest.fixture
 def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw SVG files only."""
-    monkeypatch.setattr(style, "files", lambda stem, _=(): [stem.with_name(f"{stem.name}.svg")])
+    draw_svg_only(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Draw a run with many classes and workers, large prompts, and names with underscores."""
+    outcomes = crowd()
+    for number, outcome in enumerate(outcomes):
+        outcome.klass = f"_app-{number % 9 if number < 40 else 0}"
+        outcome.tenant = f"_{outcome.tenant}"
+        outcome.worker = f"p{number % 12}>d{number % 5}"
+        outcome.prompt_tokens = 100_000
+    folder = tmp_path_factory.mktemp("unusual")
+    with pytest.MonkeyPatch.context() as patch:
+        draw_svg_only(patch)
+        draw_run(run(outcomes), folder)
+    return folder
 
 
 def test_run_is_drawn_as_svg_and_png(drawn: list[Path]) -> None:
@@ -100,11 +121,11 @@ def test_run_is_drawn_as_svg_and_png(drawn: list[Path]) -> None:
 
 
 def test_interrupted_drawing_keeps_the_older_plots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drawn: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure
 
-    older = draw_run(run(crowd()), tmp_path)
+    older = [Path(shutil.copy(path, tmp_path)) for path in drawn]
     before = [path.read_bytes() for path in older]
 
     def half(_: Figure, to: Any, **__: object) -> None:
@@ -176,40 +197,26 @@ def test_tenants_beyond_the_busiest_are_merged(picture: Callable[[str], Path]) -
     assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_classes_beyond_the_commonest_are_merged(tmp_path: Path) -> None:
-    outcomes = crowd()
-    for number, outcome in enumerate(outcomes):
-        outcome.klass = f"app-{number % 9}" if number < 40 else "app-0"
-    draw_run(run(outcomes), tmp_path)
+def test_classes_beyond_the_commonest_are_merged(unusual: Path) -> None:
     for name in ("ttft.svg", "itl.svg"):
-        assert len(marked(tmp_path / name, "line")) == 6
-    labels = texts(tmp_path / "ttft.svg")
-    assert {"app-0 (25)", "app-1 (5)", "the others (16)"} <= set(labels)
+        assert len(marked(unusual / name, "line")) == 6
+    labels = texts(unusual / "ttft.svg")
+    assert {"_app-0 (25)", "_app-1 (5)", "the others (16)"} <= set(labels)
 
 
 @pytest.mark.usefixtures("svg_only")
-def test_name_with_a_leading_underscore_is_in_the_legend(tmp_path: Path) -> None:
-    outcomes = crowd()
-    for outcome in outcomes:
-        outcome.klass, outcome.tenant = f"_{outcome.klass}", f"_{outcome.tenant}"
-    draw_run(run(outcomes), tmp_path)
-    assert {"_short (40)", "_long (20)"} <= set(texts(tmp_path / "ttft.svg"))
-    assert "_tenant-1" in texts(tmp_path / "tenants.svg")
+def test_name_with_a_leading_underscore_is_in_the_legend(unusual: Path, tmp_path: Path) -> None:
+    assert "_app-0 (25)" in texts(unusual / "ttft.svg")
+    assert "_tenant-1" in texts(unusual / "tenants.svg")
     curves = {f"_{name}": curve for name, curve in CURVES.items()}
     draw_sweep(tmp_path, goodput=curves, ttft=curves, throughput=curves)
     for name in ("goodput", "ttft-by-rate", "throughput"):
         assert {"_short", "_long"} <= set(texts(tmp_path / f"{name}.svg"))
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_only_some_of_many_workers_are_labelled(tmp_path: Path) -> None:
-    outcomes = crowd()
-    for number, outcome in enumerate(outcomes):
-        outcome.worker = f"p{number % 12}>d{number % 5}"
-    draw_run(run(outcomes), tmp_path)
-    named = [text for text in texts(tmp_path / "router.svg") if ">" in text]
-    assert named == sorted({outcome.worker for outcome in outcomes})[::2]
+def test_only_some_of_many_workers_are_labelled(unusual: Path) -> None:
+    named = [text for text in texts(unusual / "router.svg") if ">" in text]
+    assert named == sorted(f"p{number % 12}>d{number % 5}" for number in range(60))[::2]
 
 
 def test_served_by_tenant_counts_every_token() -> None:
@@ -229,15 +236,10 @@ def test_router_plot_shows_tokens_per_worker(picture: Callable[[str], Path]) -> 
     assert sum(map(sum, rows)) * seconds / len(rows[0]) == pytest.approx(60 * 100)
 
 
-@pytest.mark.usefixtures("svg_only")
-def test_large_numbers_are_written_in_full(tmp_path: Path) -> None:
-    outcomes = crowd()
-    for outcome in outcomes:
-        outcome.prompt_tokens = 100_000
-    draw_run(run(outcomes), tmp_path)
-    assert "1e6" not in "".join(texts(tmp_path / "tenants.svg"))
+def test_large_numbers_are_written_in_full(unusual: Path) -> None:
+    assert "1e6" not in "".join(texts(unusual / "tenants.svg"))
     for name in ("tenants", "router"):
-        assert any(text.endswith("0,000") for text in texts(tmp_path / f"{name}.svg"))
+        assert any(text.endswith("0,000") for text in texts(unusual / f"{name}.svg"))
 
 
 @pytest.mark.usefixtures("svg_only")

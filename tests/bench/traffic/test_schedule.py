@@ -148,8 +148,7 @@ def test_duration_too_short_for_a_request_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"duration_s": 1e9}, {"count": 10**9}, {"rate": 1e300, "duration_s": 1e300}],
+    "settings", [{"duration_s": 1e9}, {"count": 10**9}, {"rate": 1e300, "duration_s": 1e300}]
 )
 def test_too_many_requests_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r": (a run has|must be) at most 10,000,000; give a"):

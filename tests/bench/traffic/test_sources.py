@@ -41,10 +41,7 @@ def test_every_listed_source_is_found() -> None:
         ("azure-conv:0.5,ok.jsonl:0.5", r"ok.jsonl is a trace, which can't be part of a mixture"),
         ("azure-conv:0.5,ok.jsonl", r"ok.jsonl is a trace, which can't be part of a mixture"),
         ("./ok.jsonl,300x60", r"\./ok.jsonl is a trace, which can't be part of a mixture"),
-        (
-            "/a/ok.jsonl:0.5,/a/b.jsonl:0.5",
-            r"/a/ok.jsonl is a trace, which can't be",
-        ),
+        ("/a/ok.jsonl:0.5,/a/b.jsonl:0.5", r"/a/ok.jsonl is a trace, which can't be"),
         ("ok.jsonl:1", r"ok.jsonl is a trace, .* without a share"),
         ("nowhere/a:0.5,b.jsonl:1,c.jsonl", r"nowhere/a is a trace"),
         (f"ok.jsonl:{'9' * 5000}.jsonl", r"ok.jsonl is a trace"),

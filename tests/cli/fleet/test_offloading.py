@@ -69,21 +69,13 @@ def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
             "mooncake",
             "launch.kv_offloading_size: 2: transfer is mooncake, and only nixl",
         ),
-        (
-            entry("decode", kv_offloading_size=0),
-            "nixl",
-            "launch.kv_offloading_size: ",
-        ),
+        (entry("decode", kv_offloading_size=0), "nixl", "launch.kv_offloading_size: "),
         (
             entry("decode", several(TIER, NIXL)),
             "nixl",
             "the connector 'OffloadingConnector' first in MultiConnector: transfer is nixl",
         ),
-        (
-            entry("decode", several()),
-            "nixl",
-            "the connector 'MultiConnector': transfer is nixl",
-        ),
+        (entry("decode", several()), "nixl", "the connector 'MultiConnector': transfer is nixl"),
         (
             entry("decode", several(NIXL | {"kv_role": "kv_producer"}, TIER)),
             "nixl",

@@ -303,9 +303,7 @@ def test_api_key_is_passed_in_the_environment(tmp_path: Path) -> None:
         pytest.fail("entered")
 
 
-def test_workers_of_one_device_load_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_of_one_device_load_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     one = {"CUDA_VISIBLE_DEVICES": "1"}

@@ -94,16 +94,8 @@ def test_launch_env_overrides_the_generated_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "message"),
     [
-        (
-            entry("prefill"),
-            entry("decode", "--block-size=32"),
-            "launch.args: --block-size 32",
-        ),
-        (
-            entry("prefill", "--dtype=a"),
-            entry("decode", "--dtype", "b"),
-            "launch.args: --dtype b",
-        ),
+        (entry("prefill"), entry("decode", "--block-size=32"), "launch.args: --block-size 32"),
+        (entry("prefill", "--dtype=a"), entry("decode", "--dtype", "b"), "launch.args: --dtype b"),
         (
             entry("prefill", "--kv-cache-dtype=fp8"),
             entry("decode"),
@@ -119,11 +111,7 @@ def test_launch_env_overrides_the_generated_environment(tmp_path: Path) -> None:
             entry("decode", "--chat-template=/x/other.jinja"),
             "launch.args: --chat-template /x/other.jinja: workers[0] (p) has none",
         ),
-        (
-            entry("prefill", model="org/a"),
-            entry("decode", model="org/b"),
-            "launch.model: org/b",
-        ),
+        (entry("prefill", model="org/a"), entry("decode", model="org/b"), "launch.model: org/b"),
         (
             entry("prefill", env={LAYOUT: "NHD"}),
             entry("decode", env={LAYOUT: "HND"}),
@@ -181,11 +169,7 @@ def test_launch_env_overrides_the_generated_environment(tmp_path: Path) -> None:
             entry("decode", env={SIDE_PORT: "soon"}),
             f"launch.env.{SIDE_PORT}: 'soon' is not a port",
         ),
-        (
-            entry("prefill"),
-            entry("decode", env={SIDE_PORT: "9" * 5000}),
-            "9' is not a port",
-        ),
+        (entry("prefill"), entry("decode", env={SIDE_PORT: "9" * 5000}), "9' is not a port"),
         (
             entry("prefill"),
             entry("decode", env={SIDE_PORT: ""}),
@@ -399,10 +383,7 @@ def test_lmcache_workers_share_a_store(tmp_path: Path) -> None:
     configs = [each.command[each.command.index("--kv-transfer-config") + 1] for each in made]
     assert [
         (json.loads(each)["kv_connector"], json.loads(each)["kv_role"]) for each in configs
-    ] == [
-        ("LMCacheConnectorV1", "kv_producer"),
-        ("LMCacheConnectorV1", "kv_consumer"),
-    ]
+    ] == [("LMCacheConnectorV1", "kv_producer"), ("LMCacheConnectorV1", "kv_consumer")]
 
 
 def test_mooncake_workers_have_engine_ids_and_bootstrap_ports(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure each point a few times, because equal steps take equal time here."""
     for name, value in {"REPEATS": 3, "LONG_REPEATS": 2, "LONE_REPEATS": 3, "IDLE_S": 0.01}.items():
         monkeypatch.setattr(step_times, name, value)
+    monkeypatch.setattr("vllm_sched.cost.calibration.SAMPLES", 40)
 
 
 # Measurements

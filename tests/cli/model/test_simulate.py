@@ -65,10 +65,7 @@ def test_simulate_prints_figures_and_writes_files(
 
 @pytest.mark.usefixtures("svg_only")
 def test_gaps_are_not_recorded_for_many_requests(
-    fleet: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulate, "MAX_FINE_REQUESTS", 10)
     save, plot = tmp_path / "out.json", tmp_path / "pictures"
@@ -193,10 +190,7 @@ def test_interrupted_simulation_saves_partial_results(
 
 @pytest.mark.usefixtures("default_ctrl_c")
 def test_interrupt_before_the_first_result_keeps_the_older_file(
-    fleet: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def at_once() -> Iterator[Callable[[], bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
 @pytest.fixture(scope="module", autouse=True)
 def cached_play() -> Iterator[None]:
-    """Simulate each regime once for all tests."""
+    """Simulate each regime once for all tests, with half of the usual requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threshold, "play", cache(threshold.play))
+        patch.setattr(threshold, "play", cache(partial(threshold.play, requests=20_000)))
         yield
 
 

@@ -307,9 +307,7 @@ def test_each_rank_has_its_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPat
     assert opened == [f"{endpoint}_dp2"]
 
 
-def test_a_failure_turns_the_journal_off_and_the_engine_goes_on(
-    scheduler: Any,
-) -> None:
+def test_a_failure_turns_the_journal_off_and_the_engine_goes_on(scheduler: Any) -> None:
     publisher = scheduler._publisher
     publisher.journal._prefixes.stored = None
     scheduler.add_request(make_request(100, output=3))

@@ -13,10 +13,7 @@ NIGHT_S = 8 * 3600.0
 
 def test_suspend_is_trusted_and_a_clock_jump_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     awake_s = slept_s = set_s = 0.0
-    clocks = {
-        time.CLOCK_MONOTONIC: lambda: awake_s,
-        time.CLOCK_BOOTTIME: lambda: awake_s + slept_s,
-    }
+    clocks = {time.CLOCK_MONOTONIC: lambda: awake_s, time.CLOCK_BOOTTIME: lambda: awake_s + slept_s}
     monkeypatch.setattr(time, "clock_gettime", lambda clock: clocks[clock]())
     guard = ClockGuard(lambda: awake_s, lambda: awake_s + slept_s + set_s)
     for _ in range(3):

@@ -68,7 +68,4 @@ async def test_batches_take_turns_within_the_spare_capacity(
     monkeypatch.setattr(module, "has_spare_capacity", allow_small)
     monkeypatch.setattr(lane, "_send_one", send_one)
     lane._send()
-    assert sent == [
-        *((f"b{n}", 500) for n in range(20)),
-        *((f"b{n}", 700) for n in range(10)),
-    ]
+    assert sent == [*((f"b{n}", 500) for n in range(20)), *((f"b{n}", 700) for n in range(10))]

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.batches.types import InputLine, InputProblem
-from proxy.batches.validate import (
-    ENDPOINTS,
-    MAX_PROBLEMS,
-    SLICE_BYTES,
-    InputFileCheck,
-    read_line,
-)
+from proxy.batches.validate import ENDPOINTS, MAX_PROBLEMS, SLICE_BYTES, InputFileCheck, read_line
 from tests.proxy.batches.harness import CHAT, line
 
 

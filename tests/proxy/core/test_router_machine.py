@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -50,6 +51,8 @@ def facts_of(one: object) -> Facts:
 class RouterMachine(RuleBasedStateMachine):
     """Submits, ends and fleet changes at random."""
 
+    by_arrival = True  # the order of one tenant
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -61,6 +64,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.above: int | None = None
         self.tenants: list[Tenant | None] = [None]
         self.asked: list[tuple[RequestInfo, Facts]] = []  # with what was known before
+        self.deadline = inf  # of the next request
 
     @initialize(
         policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
@@ -92,6 +96,12 @@ class RouterMachine(RuleBasedStateMachine):
     def waiting(self) -> list[Ticket]:
         """The tickets in the queue; an evicted ticket is reported by a later `due`."""
         return [ticket for ticket in self.tickets if not ticket.left]
+
+    @property
+    def charged(self) -> list[Lease]:
+        """All leases, with those of tickets that left a full queue for another worker."""
+        ended = self.router.queue.ended.values() if hasattr(self, "router") else ()
+        return self.leases + [lease for lease in ended if isinstance(lease, Lease)]
 
     # Workers
 
@@ -184,7 +194,7 @@ class RouterMachine(RuleBasedStateMachine):
             size=prompt * 4 + 1,
         )
         info.long = info.budget > 1000
-        info.pinned = pinned
+        info.pinned, info.deadline = pinned, self.deadline
         info.whole = "samples" if not splits or pinned or not generates else ""
         info.tenant = self.tenants[tenant_index % len(self.tenants)]
         if info.tenant is not None:
@@ -262,7 +272,10 @@ class RouterMachine(RuleBasedStateMachine):
                 if t.ask.long == ticket.ask.long and t.ask.tenant is ticket.ask.tenant and plain(t)
             ]
             first = same[:1] == [ticket]
-            assert first or not plain(ticket) or id(ticket) in evicted, "first come first served"
+            if self.by_arrival:
+                assert first or not plain(ticket) or id(ticket) in evicted, (
+                    "first come first served"
+                )
             self.tickets.remove(ticket)
             if isinstance(end, Lease):
                 assert self.now < ticket.deadline
@@ -354,7 +367,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def tenants_count_their_requests_in_flight(self) -> None:
-        asks = [lease.ask for lease in self.leases] + [ticket.ask for ticket in self.waiting]
+        asks = [lease.ask for lease in self.charged] + [ticket.ask for ticket in self.waiting]
         for tenant in self.tenants:
             if tenant is not None:
                 assert tenant.ledger.running == sum(info.tenant is tenant for info in asks)
@@ -362,7 +375,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def charges_equal_the_leases(self) -> None:
-        legs = [leg for lease in self.leases for leg in (lease, lease.prefill)]
+        legs = [leg for lease in self.charged for leg in (lease, lease.prefill)]
         for worker in self.workers:
             # Its own, and those of the workers that it replaced at the same server.
             predecessors = {
@@ -411,7 +424,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.in_panic == ignored
 
     def teardown(self) -> None:
-        for lease in self.leases:
+        for lease in self.charged:
             self.router.leases.finish(lease, self.now, Outcome.DONE)
         assert idle(self.workers)
         for tenant in self.tenants:
@@ -420,8 +433,8 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 def plain(ticket: Ticket) -> bool:
-    """Return whether a ticket waits in the common queue of its size."""
-    return not ticket.attempts.tried and not ticket.ask.pinned
+    """Return whether a ticket waits in the common queue of its size, as it always did."""
+    return not ticket.attempts.tried and not ticket.ask.pinned and ticket.cache_due == inf
 
 
 class HandoverMachine(RouterMachine):
@@ -450,6 +463,42 @@ class TenantMachine(RouterMachine):
         return replace(super().settings(policy), fairness=fair, admission=strict)
 
 
+class CacheMachine(TenantMachine):
+    """Slow prefills and workers with few slots, so that turns wait for their cache."""
+
+    by_arrival = False  # the least prefill and the next deadline go first
+    reload = prefilled = served = None  # type: ignore[assignment]
+
+    def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
+        super().add(name, Role.GENERAL if role in SIDES else role, limit, most or 1)
+        for worker in self.fleet.roster:
+            worker.pace.prefills, worker.pace.token_s = 100, 1e-2
+
+    @initialize()
+    def begin(self) -> None:  # type: ignore[override]
+        self.set_up("adaptive", False, None, [Role.GENERAL] * 3)
+
+    @rule(tenant_index=st.integers(0, 5), deadline=st.sampled_from([inf, inf, 0.5, 3.0]))
+    def submit_turn(self, tenant_index: int, deadline: float) -> None:
+        """Submit a request with a prompt of which half is common to all; other requests decode."""
+        for lease in self.leases:
+            self.router.leases.first_token(lease, self.now)
+        self.deadline = self.now + deadline
+        self.submit(
+            400, 0, 50, 1, True, True, tuple(range(1, 7)), frozenset(), "", True, tenant_index
+        )
+        self.deadline = inf
+
+    @invariant()
+    def turn_waits_only_for_a_full_worker_and_within_its_bound(self) -> None:
+        for ticket in self.waiting:
+            if ticket.cache_wait is not None:
+                assert ticket.cache_until <= ticket.deadline
+                assert ticket.cache_wait.worker.model == ticket.ask.model
+
+
+TestCaches = CacheMachine.TestCase
+TestCaches.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestTenants = TenantMachine.TestCase
 TestTenants.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestHandovers = HandoverMachine.TestCase

@@ -105,12 +105,7 @@ ERRORS = st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0, 20.0, 200.0])
 SIZES = st.builds(Size, st.integers(1, 2000), st.integers(0, 500), ERRORS)
 
 
-@given(
-    st.integers(1, 12),
-    st.lists(SIZES, min_size=1, max_size=6),
-    SIZES,
-    st.integers(0, 30),
-)
+@given(st.integers(1, 12), st.lists(SIZES, min_size=1, max_size=6), SIZES, st.integers(0, 30))
 @example(12, [Size(540, 10, 170.0)], Size(100, 20, 1.0), 30)
 @settings(deadline=None, max_examples=50)
 def test_single_requests_wait_for_two_requests_at_most(

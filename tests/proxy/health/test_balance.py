@@ -196,11 +196,7 @@ def test_old_queue_length_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("down", "short", "advice"),
     [
-        (
-            "p",
-            "prefill",
-            "no prefill worker takes requests: decode workers prefill all prompts",
-        ),
+        ("p", "prefill", "no prefill worker takes requests: decode workers prefill all prompts"),
         ("d", "decode", "no decode worker takes requests: hand-overs are not possible"),
         ("pd", "both", "no prefill or decode worker takes requests"),
     ],

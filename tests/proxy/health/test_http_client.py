@@ -131,10 +131,7 @@ async def test_closed_connection_is_replaced() -> None:
         ([], "without a response"),
         ([GOOD[:-1]], "is incomplete"),
         ([GOOD[:9]], "is incomplete"),
-        (
-            [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe"],
-            "is incomplete",
-        ),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe"], "is incomplete"),
         ([b"SSH-2.0-OpenSSH_9.6\r\n"], "not HTTP"),
         ([b"HTTP/1.1 101 Go\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"], "switched protocols"),
         ([b"HTTP/1.1 200 OK\r\n\r\n", b"x" * MAX_BYTES], f"more than {MAX_BYTES} bytes"),

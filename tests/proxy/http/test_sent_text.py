@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from proxy.http.sent_text import MAX_LAST_PIECES, SentText, TextDiffersError
+from proxy.http.sent_text import (
+    MAX_LAST_PIECES,
+    EngineFailedError,
+    SentText,
+    TextDiffersError,
+)
+from tests.proxy.http.agent_streams import message_steps
 
 LETTERS = ["a", "aa", '"', "\\", "\n", "ö", "😀", "data: ", "\n\n", '"content":"x"', "{}", ""]
 
@@ -86,13 +92,61 @@ def test_nothing_sent_means_that_all_text_is_new() -> None:
         event("one") + b"data: [DONE]\n\n",
         event(None, reasoning="hm") + event("on", "stop"),
         event(None, tool_calls=["x"]),
-        b'data: {"error": {"message": "no"}}\n\n',
         b"data: {\n\n",
     ],
 )
 def test_another_text_is_an_error(other: bytes) -> None:
     with pytest.raises(TextDiffersError):
         sent("one", "two").rest().feed(other)
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        (b'data: {"error": {"message": "the engine died", "code": 500}}\n\n', "the engine died"),
+        (
+            b'event: error\ndata: {"type": "error", "error": {"message": "no \\"x\\""}}\n\n',
+            r"no \"x\"",
+        ),
+        (event("", "abort"), "it stopped"),
+    ],
+)
+def test_a_failure_of_the_other_engine_has_its_message(report: bytes, message: str) -> None:
+    with pytest.raises(EngineFailedError) as failure:
+        sent("one", "two").rest().feed(event("on") + report)
+    assert str(failure.value) == message
+
+
+@pytest.mark.parametrize("later", ["", "usage"])
+def test_an_end_that_was_sent_is_not_sent_again(later: str) -> None:
+    found = sent("one", "two")
+    found.pieces.append(chunked(event("three", "stop")))
+    if later:
+        found.pieces.append(b'data: {"choices":[],"usage":{}}\n\n')
+    assert found.has_ended
+    rest = found.rest()
+    usage = b'data: {"choices":[],"usage":{}}\n\n'
+    assert rest.feed(event(None, role="assistant", content="") + event("onetwo")) == b""
+    assert rest.feed(event("three")) == rest.feed(event("", "stop")) == b""
+    assert rest.feed(usage) == usage
+    again = found.rest()
+    assert again.feed(event("onetwothree", "stop") + usage) == usage
+
+
+def test_the_end_of_a_message_is_not_sent_again() -> None:
+    stream = b"".join(message_steps([("content", "one")], 1, "w"))
+    before, stop = stream[: (at := stream.index(b"event: message_stop"))], stream[at:]
+    found = SentText(deque([before]), messages=True)
+    assert found.has_ended
+    assert found.rest().feed(stream) == stop
+
+
+def test_no_text_may_follow_an_end_that_was_sent() -> None:
+    found = sent("one")
+    found.pieces.append(event("two", "length"))
+    for other in (event("onetwo") + event("three"), event("onetwothree", "length")):
+        with pytest.raises(TextDiffersError):
+            found.rest().feed(other)
 
 
 @pytest.mark.parametrize("delta", [{"reasoning": None}, {"reasoning": ""}, {"tool_calls": []}])

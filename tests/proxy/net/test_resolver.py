@@ -123,9 +123,7 @@ async def test_cancelled_look_up_does_not_cancel_others(resolver: FakeResolver) 
     assert await other == ("10.0.0.1",)
 
 
-async def test_expired_result_is_used_while_a_look_up_is_slow(
-    resolver: FakeResolver,
-) -> None:
+async def test_expired_result_is_used_while_a_look_up_is_slow(resolver: FakeResolver) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await RESOLVER.find("w0")
     expire("w0")

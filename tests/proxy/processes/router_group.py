@@ -22,7 +22,7 @@ from tests.proxy.wire.raw_client import Client, chat, get
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 240.0  # a router takes a minute to start on a machine with 20 busy processes
-POLL_S = 0.02
+POLL_S = 0.05  # seldom enough to leave the CPU to the routers
 PROC = Path("/proc")
 
 
@@ -75,7 +75,7 @@ class RouterGroup:
             f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
             f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
             f"drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
-            f"probe: {{interval_s: 0.05}}{self.router}}}\n{self.more}"
+            f"probe: {{interval_s: 0.1}}{self.router}}}\n{self.more}"
         )
 
     def _read(self) -> None:

@@ -45,9 +45,7 @@ def test_no_rank_waits_beyond_its_age(
 
 def test_no_rank_waits_beyond_its_age_with_load_in_all_processes(make_all: MakeGroup) -> None:
     load = start_load(
-        make_all,
-        {(index, "INTERACTIVE"): 10 for index in range(3)} | {(1, "STANDARD"): 1},
-        size=3,
+        make_all, {(index, "INTERACTIVE"): 10 for index in range(3)} | {(1, "STANDARD"): 1}, size=3
     )
     start = load.group.now
     load.run(1.5)

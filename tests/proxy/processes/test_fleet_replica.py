@@ -239,9 +239,7 @@ def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
 
 
 def test_more_workers_than_rows_are_logged(
-    pair: tuple[Process, Process],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Process, Process], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, other = pair
     monkeypatch.setattr(sharing_module.WorkerRows, "of", lambda *_: None)

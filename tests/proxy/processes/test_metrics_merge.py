@@ -6,9 +6,7 @@ import importlib
 import pkgutil
 
 import pytest
-from prometheus_client.openmetrics.parser import (
-    text_string_to_metric_families as read_openmetrics,
-)
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 import proxy.metrics

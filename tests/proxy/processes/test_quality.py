@@ -157,7 +157,9 @@ def test_processes_serve_short_requests_as_fast_as_one() -> None:
 
 def test_limits_hold_under_overload_without_longer_waits() -> None:
     """Each request is published before another process decides."""
-    alone, shared = (simulate(count, EQUAL_WORKERS, 34.0, 0.0, "adaptive") for count in (1, 4))
+    alone, shared = (
+        simulate(count, EQUAL_WORKERS, 34.0, 0.0, "adaptive", 15.0) for count in (1, 4)
+    )
     assert alone.most == MAX_REQUESTS
     assert shared.most == MAX_REQUESTS
     assert mean(shared.ttfts) <= 1.1 * mean(alone.ttfts)

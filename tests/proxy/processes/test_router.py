@@ -348,6 +348,7 @@ async def test_breaker_is_open_in_all_processes(
     async with asyncio.timeout(DEADLINE_S):
         while len(fakes[failing].served) < 2:
             await send_requests(second, 1)
+            await asyncio.sleep(POLL_S)
     await group.wait_until_up()
     assert await send_requests(first, 4) == [200] * 4
     assert len(fakes[failing].served) >= 3
@@ -435,46 +436,39 @@ async def status_of(client: Client) -> int | None:
         return None
 
 
-async def test_drain_closes_clients_and_finishes_requests(tmp_path: Path) -> None:
-    group = RouterGroup(tmp_path, NAMES, drain_s=DEADLINE_S, notice_s=6.0)
-    fakes = await start_workers(group)
-    try:
-        await group.wait_until_up()
-        first_request, idle, busy = [
-            list((await group.connect_to_each()).values()) for _ in range(3)
-        ]
-        group.send_signal(signal.SIGTERM)
-        for client in first_request:
-            give_up = time.monotonic() + DEADLINE_S
-            while not (answer := await client.ask(chat())).all(b"connection"):
-                assert time.monotonic() < give_up
-            assert (answer.status, answer.one(b"connection")) == (200, b"close")
-            assert await client.closed() == b""
-        new = await Client.connect(group.port)
-        assert (await new.ask(chat())).status == 200
-        opening = hold(fakes)
-        for client in busy:
-            await client.send(chat())
-        for client in idle:
-            assert await client.closed(within=DEADLINE_S) == b""
-        with pytest.raises(ConnectionRefusedError):
-            await Client.connect(group.port)
-        assert group.process.poll() is None
-        pids = group.pids
-        assert len(pids) == 2
-        opening.set()
-        assert [(await client.answer()).status for client in busy] == [200, 200]
-        assert await asyncio.to_thread(group.process.wait, DEADLINE_S) == 0
-        assert not any((PROC / str(pid)).exists() for pid in pids.values())
-        for client in (*first_request, *idle, *busy, new):
-            client.close()
-    finally:
-        group.close()
-        for fake in fakes.values():
-            await fake.stop()
+async def drain(group: RouterGroup, fakes: dict[str, FakeWorker]) -> None:
+    """Drain the router; check that it closes its clients and finishes its requests."""
+    first_request, idle, busy = [list((await group.connect_to_each()).values()) for _ in range(3)]
+    group.send_signal(signal.SIGTERM)
+    for client in first_request:
+        give_up = time.monotonic() + DEADLINE_S
+        while not (answer := await client.ask(chat())).all(b"connection"):
+            assert time.monotonic() < give_up
+        assert (answer.status, answer.one(b"connection")) == (200, b"close")
+        assert await client.closed() == b""
+    new = await Client.connect(group.port)
+    assert (await new.ask(chat())).status == 200
+    opening = hold(fakes)
+    for client in busy:
+        await client.send(chat())
+    for client in idle:
+        assert await client.closed(within=DEADLINE_S) == b""
+    with pytest.raises(ConnectionRefusedError):
+        await Client.connect(group.port)
+    assert group.process.poll() is None
+    pids = group.pids
+    assert len(pids) == 2
+    opening.set()
+    assert [(await client.answer()).status for client in busy] == [200, 200]
+    assert await asyncio.to_thread(group.process.wait, DEADLINE_S) == 0
+    assert not any((PROC / str(pid)).exists() for pid in pids.values())
+    for client in (*first_request, *idle, *busy, new):
+        client.close()
 
 
-async def test_new_router_serves_while_processes_of_a_killed_one_drain(tmp_path: Path) -> None:
+async def test_new_router_serves_while_processes_of_a_killed_one_drain_and_drains_too(
+    tmp_path: Path,
+) -> None:
     listens = free_port(), free_port()
     group = RouterGroup(tmp_path, NAMES, listens=listens, drain_s=DEADLINE_S)
     pids = group.pids
@@ -490,17 +484,21 @@ async def test_new_router_serves_while_processes_of_a_killed_one_drain(tmp_path:
         group.process.kill()
         folder = tmp_path / "next"
         folder.mkdir()
-        after = RouterGroup(folder, NAMES, listens=listens)
+        after = RouterGroup(
+            folder, NAMES, listens=listens, drain_s=DEADLINE_S, notice_s=6.0, ports=group.ports
+        )
         try:
             for connection in (await after.connect_to_each()).values():
                 connection.close()
             assert set(await after.workers()) == set(NAMES)
             opening.set()
             assert (await client.answer()).status == 200
+            client.close()
+            await eventually(lambda: not any(map(alive, pids.values())), within=DEADLINE_S)
+            await after.wait_until_up()
+            await drain(after, fakes)
         finally:
             after.close()
-        client.close()
-        await eventually(lambda: not any(map(alive, pids.values())), within=DEADLINE_S)
     finally:
         for pid in filter(alive, pids.values()):
             os.kill(pid, signal.SIGKILL)

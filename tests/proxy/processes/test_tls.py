@@ -74,9 +74,7 @@ def group(tmp_path: Path) -> Iterator[TlsGroup]:
     group.close()
 
 
-async def test_all_processes_use_a_renewed_certificate_and_none_a_bad_one(
-    group: TlsGroup,
-) -> None:
+async def test_all_processes_use_a_renewed_certificate_and_none_a_bad_one(group: TlsGroup) -> None:
     first = group.serial()
     await group.wait_for_serial(first)
     kept = await Client.connect(group.port, tls=group.authority.client())

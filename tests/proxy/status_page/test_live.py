@@ -379,9 +379,7 @@ async def test_requests_of_a_dead_process_are_removed(
     assert (await read_update(viewer))[0] == "news"
 
 
-async def test_lost_part_causes_a_new_full_state(
-    processes: tuple[list[Sibling], Viewer],
-) -> None:
+async def test_lost_part_causes_a_new_full_state(processes: tuple[list[Sibling], Viewer]) -> None:
     sites, viewer = processes
     record = sites[1].request("l0")
     await sites[0].beat()

@@ -112,8 +112,7 @@ def test_request_has_one_line(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome"),
-    [(200, "done"), (404, "refused"), (499, "client_gone"), (502, "failed")],
+    ("status", "outcome"), [(200, "done"), (404, "refused"), (499, "client_gone"), (502, "failed")]
 )
 def test_outcome_depends_on_the_status(site: Site, status: int, outcome: str) -> None:
     site.configure("format: json, requests: true")

@@ -184,11 +184,7 @@ def test_known_member_names_change_neither_leg(connector: str, route: str, more:
         ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, Usage(9, 1, 4)),
         ({"input_tokens": 5, "cache_read_input_tokens": 4}, Usage(9, 1, 4)),
         (
-            {
-                "input_tokens": 2,
-                "cache_creation_input_tokens": 3,
-                "cache_read_input_tokens": 4,
-            },
+            {"input_tokens": 2, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 4},
             Usage(9, 1, 4),
         ),
         ({"tokens": {"input_tokens": 9.0}, "cached_tokens": 4.0}, Usage(9, 1, 4)),

@@ -94,9 +94,7 @@ PIECES = st.sampled_from([(), (("a", 30),), (("a", 50),), (("a", 50), ("b", 20))
 
 
 @given(st.lists(st.tuples(st.integers(100, 200), PIECES, st.booleans()), max_size=30))
-def test_random_tasks_free_all_room(
-    crowd: Sequence[tuple[int, tuple[Piece, ...], bool]],
-) -> None:
+def test_random_tasks_free_all_room(crowd: Sequence[tuple[int, tuple[Piece, ...], bool]]) -> None:
     room, inside = blocks_of(600), list[Task]()
     for need, shared, computed in crowd:
         job = task(need, *shared)

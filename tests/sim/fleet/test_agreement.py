@@ -10,16 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.agreement import (
-    CASES,
-    FAR_ON,
-    GROWING,
-    TIME,
-    by_job,
-    draw_jobs,
-    figures,
-    play_both,
-)
+from benchmarks.agreement import CASES, FAR_ON, GROWING, TIME, by_job, draw_jobs, figures, play_both
 from tests.sim.making import ends, firsts, run, worker
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine

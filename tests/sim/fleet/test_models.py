@@ -13,12 +13,7 @@ from proxy.errors import ConfigError
 from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.models import (
-    AssumedWorker,
-    of_profile,
-    transfer_of,
-    worker_models,
-)
+from vllm_sched.sim.fleet.models import AssumedWorker, of_profile, transfer_of, worker_models
 from vllm_sched.sim.types import WorkerModel
 
 
@@ -167,10 +162,7 @@ def test_relative_calibration_path_is_resolved_by_its_source(
         found = worker_models(config, beside / "fleet.yaml", shell)
         return [found[name].kv_tokens for name in ("w0", "w1")]
 
-    assert sizes() == [
-        9000,
-        8000,
-    ]  # relative to the file; to the working directory
+    assert sizes() == [9000, 8000]  # relative to the file; to the working directory
     (here / "cost.json").unlink()
     assert sizes() == [9000, 9000]
     (beside / "cost.json").rename(here / "cost.json")
@@ -244,7 +236,4 @@ def test_worker_without_profile_and_discovery_are_refused() -> None:
     )
     with pytest.raises(ConfigError) as error:
         worker_models(config, Path("f.yaml"))
-    assert [problem.path for problem in error.value.problems] == [
-        "discovery",
-        "workers[0].profile",
-    ]
+    assert [problem.path for problem in error.value.problems] == ["discovery", "workers[0].profile"]

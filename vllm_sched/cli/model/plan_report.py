@@ -156,7 +156,7 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
             + ("; this does not cover another day's traffic" if of_trace else "")
         )
     yield (
-        f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
+        f"by {found.runs} simulations with the fluid engine; figures of other "
         "simulators and of real machines differ, most of all near the limit: see "
         "docs/evaluation.md"
     )

@@ -9,11 +9,7 @@ import pytest
 
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sessions.agent_coding import AgentCoding
-from vllm_sched.bench.traffic.sessions.conversation import (
-    PlannedTurn,
-    first_request,
-    plan_session,
-)
+from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn, first_request, plan_session
 from vllm_sched.bench.traffic.types import Session, Turn
 from vllm_sched.errors import UsageError
 

@@ -162,9 +162,7 @@ def test_released_request_is_not_settled(fleet: Fleet) -> None:
     assert idle(fleet.roster)
 
 
-def test_wait_shrinks_with_time_and_restarts_when_overdue(
-    fleet: Fleet,
-) -> None:
+def test_wait_shrinks_with_time_and_restarts_when_overdue(fleet: Fleet) -> None:
     worker = members(fleet)[0]
     worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.1
     lease = charge(fleet, ask(10_000))

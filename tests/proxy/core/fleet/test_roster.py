@@ -271,8 +271,7 @@ def test_page_values_expire_without_new_pages() -> None:
     own = worker.wait_s(0.0, for_long=True)
     for second in (1.0, 2.0):
         fleet.health.set_gauges(
-            "a",
-            Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
+            "a", Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0})
         )
     fleet.health.no_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # a page may still come
     assert (worker.foreign_requests, worker.queued, worker.slots) == (6, 2, 6)

@@ -55,9 +55,7 @@ def test_each_held_block_is_counted_once(prompts: list[tuple[int, int]], shuffle
 
 
 def check_agreement(
-    tree: PrefixTree,
-    holders: Counter[int],
-    ends: dict[tuple[int, ...], list[PrefixNode]],
+    tree: PrefixTree, holders: Counter[int], ends: dict[tuple[int, ...], list[PrefixNode]]
 ) -> None:
     sizes = {block: BLOCKS[n] for chain in ends for n, block in enumerate(chain)}
     assert tree.tokens == sum(sizes[block] for block, number in holders.items() if number)

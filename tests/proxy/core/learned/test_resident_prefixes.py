@@ -298,3 +298,47 @@ def test_a_name_has_the_hashes_and_the_size() -> None:
     prompt = prompt_of(name_of(hashes, 1234), 300)
     assert prompt is not None
     assert (prompt.hashes, prompt.prompt_bytes, prompt.prompt_tokens) == (hashes, 1234, 300)
+
+
+def expected(index: PrefixIndex, *letters: str) -> dict[int, int]:
+    """Return the tokens that the index expects of a prompt, by worker."""
+    hashes = index.hashes("m", text(*letters))
+    matches = index.matches(hashes)
+    held = index.matched_tokens(matches, hashes, BLOCK * len(letters), 0, 10_000)
+    found: dict[int, int] = {}
+    for tokens, workers in held:
+        for worker in range(workers.bit_length()):
+            if workers >> worker & 1:
+                found.setdefault(worker, tokens)
+    return found
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_response_is_expected_only_where_it_was_generated(last: int) -> None:
+    index = PrefixIndex()
+    engines = [Engine(index, worker) for worker in (0, 1)]
+    for worker in (1 - last, last):
+        engines[worker].serve(1, "a", "b", found=0, response=(48, 0)[worker])
+    assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 48, 1: 2 * TOKENS}
+
+
+def test_a_response_that_one_worker_evicts_is_expected_on_the_other() -> None:
+    index = PrefixIndex()
+    engines = [Engine(index, worker) for worker in (0, 1)]
+    for engine in engines:
+        engine.serve(1, "a", "b", found=0, response=48)
+    engines[0].prefixes.evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
+    assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 16, 1: 2 * TOKENS + 48}
+    engines[1].prefixes.evicted(1, TOKENS, 2 * TOKENS + 48)
+    assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 16, 1: TOKENS}
+
+
+def test_each_worker_is_expected_to_find_at_a_fork_what_it_found_there() -> None:
+    index = PrefixIndex()
+    engines = [Engine(index, worker) for worker in (0, 1, 2)]
+    for engine, found in zip(engines, (TOKENS + 16, TOKENS + 24, None), strict=True):
+        engine.serve(1, "a", "b", "c", found=0)
+        if found is not None:
+            engine.serve(2, "a", "x", "y", found=found)
+    # The third one has met no fork: its texts are the same.
+    assert expected(index, "a", "z") == {0: TOKENS + 16, 1: TOKENS + 24, 2: TOKENS + 24}

@@ -231,6 +231,40 @@ def test_deadline_is_met_elsewhere_if_the_slot_comes_late() -> None:
     assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= deadline + 0.01
 
 
+def test_deadline_that_only_the_full_worker_can_meet_is_not_refused() -> None:
+    """Another worker's prefill takes too long; the slot comes in time, even after half of it."""
+    router = make_router()
+    name = serve_first_turn(router)
+    running = occupy(router, name)
+    deadline = 11.0 + 2.0
+    ticket = waits(router.submit(turn(deadline=deadline), 11.0))
+    assert router.due(12.5) == []
+    router.leases.finish(running, 12.6, Outcome.DONE)
+    lease = settled(router, 12.6)
+    assert lease.worker.name == name
+    assert 12.6 + present(lease.decision.predicted_ttft_s) <= deadline
+    assert ticket.deadline <= deadline
+
+
+def test_deadline_that_no_worker_can_meet_is_refused_at_once() -> None:
+    router = make_router()
+    occupy(router, serve_first_turn(router))
+    answer = refused(router.submit(turn(deadline=11.0 + 0.9), 11.0))  # the slot is due in 1 s
+    assert answer.reason is Reason.DEADLINE
+
+
+def test_target_that_only_the_full_worker_can_meet_is_not_refused() -> None:
+    """A wait for the slot costs all requests more, but another worker prefills too late."""
+    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: 2 * SAVED_S}))
+    name = serve_first_turn(router)
+    worker_of(router, name).pace.each_s = 0.06
+    occupy(router, name, output=225)  # for 18 s
+    other = "b" if name == "a" else "a"
+    worker_of(router, other).respecify(spec(other, most=2))
+    placed(router.submit(ask(105_000, long=True), 11.0))
+    assert present(waits(router.submit(turn(), 11.0)).cache_wait).worker.name == name
+
+
 @pytest.mark.parametrize("arrives", ["beside a free worker", "in a full fleet"])
 def test_target_of_its_class_is_met_elsewhere_too(arrives: str) -> None:
     target_s = SAVED_S + 5.0
@@ -280,6 +314,80 @@ def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
     tickets = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
     seconds = [present(ticket.cache_wait).seconds for ticket in tickets]
     assert 0.0 < seconds[0] < seconds[1]
+
+
+def pinned_to(name: str) -> RequestInfo:
+    info = ask(10)
+    info.pinned = name
+    return info
+
+
+def test_full_queue_ends_the_wait_of_a_turn() -> None:
+    """The turn goes to a free worker, so that a request that needs the queue gets its place."""
+    router, _, ticket, name = waiting_turn(queue_requests=1)
+    other = waits(router.submit(pinned_to(name), 11.1))
+    assert (ticket.left, router.queue.length, router.queue.cache_waits.length) == (True, 1, 0)
+    ((found, lease),) = router.due(11.2)
+    assert found is ticket
+    assert placed(lease).worker.name != name
+    assert not other.left
+
+
+def test_turn_that_leaves_a_full_queue_can_be_withdrawn() -> None:
+    router, running, ticket, name = waiting_turn(queue_requests=1)
+    waits(router.submit(pinned_to(name), 11.1))
+    router.withdraw(ticket, 11.1)
+    assert router.due(11.2) == []
+    router.leases.finish(running, 11.3, Outcome.DONE)
+    assert placed(router.due(11.3)[0][1]).worker.name == name
+    assert sum(worker.requests for worker in router.fleet.roster) == 1
+
+
+def test_full_queue_ends_no_wait_of_a_turn_without_another_worker() -> None:
+    """The next slot frees a place in the queue: that is when the client should come again."""
+    router, _, ticket, name = waiting_turn(queue_requests=1)
+    occupy(router, "b" if name == "a" else "a", now=11.1)
+    answer = refused(router.submit(ask(10), 11.2))
+    assert (answer.reason, answer.retry_after_s) == (Reason.QUEUE_FULL, 1)
+    assert not ticket.left
+    assert router.queue.cache_waits.length == 1
+
+
+def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
+    router, _, ticket, name = waiting_turn(queue_requests=2)
+    free = occupy(router, "b" if name == "a" else "a", now=11.1)
+    first = waits(router.submit(ask(100, long=True), 11.2))
+    router.leases.finish(free, 11.3, Outcome.DONE)
+    assert refused(router.submit(pinned_to(name), 11.3)).reason is Reason.QUEUE_FULL
+    assert not ticket.left
+    assert settled(router, 11.3).ask is first.ask
+
+
+def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queue() -> None:
+    """It gives way to no request itself."""
+    router, _, ticket, name = waiting_turn(names="abc", queue_requests=1)
+    urgent = waits(router.submit(turn(output=1, deadline=14.0), 11.0))
+    assert (ticket.left, present(urgent.cache_wait).only) == (True, True)
+    assert placed(router.due(11.1)[0][1]).worker.name != name
+    assert refused(router.submit(pinned_to(name), 11.1)).reason is Reason.QUEUE_FULL
+    assert not urgent.left
+
+
+def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
+    router = make_router(queue_requests=4)
+    name = serve_first_turn(router)
+    occupy(router, name)
+    turns = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
+    running = occupy(router, "b" if name == "a" else "a", now=11.0)
+    for _ in range(2):
+        waits(router.submit(ask(100), 11.0))
+    for second in range(13, 25, 2):  # a slot each two seconds
+        router.leases.finish(running, second, Outcome.DONE)
+        running = settled(router, second)
+        waits(router.submit(ask(100), second))
+    assert not any(ticket.left for ticket in turns)
+    assert router.queue.cache_waits.length == 2
+    assert refused(router.submit(ask(100), 23.0)).retry_after_s == 6
 
 
 def test_withdrawn_turn_leaves_no_trace() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.model.types import Outcome, Reason, RequestInfo
+from proxy.core.queue.eviction import amounts
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.limits import Limits
@@ -46,14 +47,14 @@ class QueueBench:
         """Add a request and return the evicted tickets; None if the request was refused."""
         self.now += 1.0
         gone: list[Ticket] = []
-        if not self.queue.room_for(info):
+        if not self.queue.has_room(amounts(info)):
             gone = self.queue.choose_evicted(info)
             if not gone:
                 return None
         for ticket in gone:
             assert self.queue.remove(ticket)
             self.tickets.remove(ticket)
-        assert self.queue.room_for(info)
+        assert self.queue.has_room(amounts(info))
         self.tickets.append(self.queue.push(info, self.now))
         return gone
 

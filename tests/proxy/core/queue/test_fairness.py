@@ -100,7 +100,7 @@ def test_service_of_two_backlogged_tenants_differs_by_one_request(
 
 
 @given(st.integers(1, 6), st.integers(0, 400), st.integers(1, 8))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_service_differs_by_requests_in_flight_if_output_is_unknown(
     ahead: int, likely: int, slots: int
 ) -> None:

@@ -118,9 +118,7 @@ def of(tenant: Tenant) -> RequestInfo:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
-def test_ahead_of_counts_one_turn_per_own_request(
-    steps: list[tuple[int, bool]],
-) -> None:
+def test_ahead_of_counts_one_turn_per_own_request(steps: list[tuple[int, bool]]) -> None:
     queue, tickets = make_queue(100), list[Ticket]()
     for number, goes in steps:
         if goes and tickets:

@@ -231,9 +231,7 @@ def test_name_with_an_underscore_that_occurs_elsewhere(before: str, again: str) 
 
 
 @given(texts())
-def test_no_edits_change_nothing(
-    drawn: tuple[bytes, list[tuple[str, Any]]],
-) -> None:
+def test_no_edits_change_nothing(drawn: tuple[bytes, list[tuple[str, Any]]]) -> None:
     body, _ = drawn
     assert spliced(body, {}) == body
     assert spliced(body, {"absent": None}) == body

@@ -91,7 +91,7 @@ def test_bodies_without_steering_fields_pass(body: str) -> None:
 
 
 TEXT = st.text() | st.sampled_from(
-    ["kv_transfer_params", '"kv_transfer_params": 1', "\\", '"', '", "vllm_xargs": {"'],
+    ["kv_transfer_params", '"kv_transfer_params": 1', "\\", '"', '", "vllm_xargs": {"']
 )
 
 

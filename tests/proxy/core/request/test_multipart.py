@@ -53,8 +53,7 @@ MODEL_PART = (b'name="model"', b"w")
 
 
 @pytest.mark.parametrize(
-    "file",
-    [b'"a.wav"', b'"my name.wav"', b'""', b"\"x.wav\"; filename*=utf-8''%C3%A9.wav"],
+    "file", [b'"a.wav"', b'"my name.wav"', b'""', b"\"x.wav\"; filename*=utf-8''%C3%A9.wav"]
 )
 @pytest.mark.parametrize(
     "content_type",
@@ -93,9 +92,7 @@ def test_plain_model_of_forms_as_libraries_write_them(content_type: bytes, file:
         [MODEL_PART, (b'name="x"; filename="' + b"a" * MAX_PLAIN_HEAD_BYTES, b"v")],
     ],
 )
-def test_ambiguous_form_has_no_plain_model(
-    parts: list[tuple[bytes, bytes]],
-) -> None:
+def test_ambiguous_form_has_no_plain_model(parts: list[tuple[bytes, bytes]]) -> None:
     assert plain_model(form(*parts), TYPE) is None
     assert plain_model(form(*reversed(parts)), TYPE) is None
 

@@ -7,9 +7,10 @@ import pytest
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.learned.prefix_index import COVERED
-from proxy.core.learned.sessions import Turn
+from proxy.core.learned.sessions import Session, Turn, Visit
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.router import Router
+from proxy.core.routing.cached_tokens import with_visits
 from tests.proxy.core.making import ask, placed, router_of, sized, spec, worker_of
 
 PROMPT = 40_000
@@ -217,3 +218,10 @@ def test_chain_of_stored_responses_is_one_session() -> None:
     router.leases.finish(lease, 3.0, Outcome.DONE)
     assert (lease.session is session, lease.decision.turn) == (True, Turn.STAYED)
     assert (len(sessions), second.session == session.key) == (1, False)
+
+
+def test_workers_with_equally_many_tokens_are_all_kept_beside_a_session() -> None:
+    router, session = three(), Session(5, 0.0)
+    session.visit(Visit(2, worker_of(router, "w2").up_since, 500, 0))
+    held = with_visits([(400, 0b001), (400, 0b010)], session, router.fleet.roster, ask(1000))
+    assert held == [(500, 0b100), (400, 0b011)]

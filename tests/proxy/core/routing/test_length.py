@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from proxy.core.model.types import Outcome, Reason
-from tests.proxy.core.making import (
-    LONG,
-    SHORT,
-    ask,
-    placed,
-    router_of,
-    spec,
-    waits,
-)
+from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits
 
 
 def test_general_workers_belong_to_both_pools() -> None:

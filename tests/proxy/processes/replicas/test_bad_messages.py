@@ -12,7 +12,7 @@ import pytest
 from proxy.processes.ipc_messages import WorkersChanged
 from proxy.processes.replicas.messages import MAX_INT, ProcessChanges, Update, encode
 from proxy.processes.replicas.replication import Replication
-from proxy.processes.shared.process_sheet import FRONTS, MAX_HASHES, PLACES, SHEET_WORDS, WORD
+from proxy.processes.shared.process_sheet import FRONTS, LOG, PLACES, SHEET_WORDS, WORD
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from tests.proxy.processes.replicas.test_remote_sheets import LOAD, MARK, NOTHING, WORKERS, known
 
@@ -29,7 +29,7 @@ GOOD = {
     "traffic": {0: TRAFFIC, PLACES - 1: TRAFFIC},
     "usage": {MARK: USAGE, MAX_INT: USAGE},
     "floors": (1.0, 2.0, 3.0),
-    "prefixes": [(NAME, tuple(range(MAX_HASHES)))],
+    "prefixes": bytes(range(256)) * (LOG // 256 * WORD),
 }
 BAD = {
     "waiting": [{"waiting": MAX_INT + 1}],
@@ -43,9 +43,7 @@ BAD = {
     "traffic": [{"traffic": {at: TRAFFIC}} for at in (-1, PLACES, MAX_INT)],
     "usage": [{"usage": {mark: USAGE}} for mark in (-1, 0, MAX_INT + 1)],
     "floors": [{"floors": floors} for floors in ((), (1.0, 2.0), (1.0, 2.0, 3.0, 4.0))],
-    "prefixes": [
-        {"prefixes": [(NAME, hashes)]} for hashes in (tuple(range(MAX_HASHES + 1)), (1, -2))
-    ],
+    "prefixes": [{"prefixes": bytes(LOG * WORD + 1)}],
 }  # fmt: skip
 SHEET_BYTES = SHEET_WORDS * WORD
 
@@ -87,8 +85,7 @@ def test_greatest_indices_are_written_into_the_sender_s_sheet(host: Host) -> Non
     sheet = host.table.sheet(2)
     assert sheet.read_front(PLACES - 1, 2) == FRONT
     assert sheet.read_traffic(PLACES - 1) == TRAFFIC
-    [(row, hashes)] = sheet.read_log(0)[1]
-    assert (row, len(hashes)) == (WORKERS[NAME], MAX_HASHES)
+    assert sheet.read_log(0) == (LOG, GOOD["prefixes"])
     after = host.memory
     first, end = 2 * SHEET_BYTES, 3 * SHEET_BYTES
     assert before[:first] == after[:first]
@@ -108,7 +105,7 @@ def test_number_that_does_not_fit_is_refused_with_its_message(host: Host, field:
 
 
 def test_damaged_messages_are_survived(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    part = ProcessChanges(0, 1, **GOOD | {"prefixes": [(NAME, (1, 2, 3))]})
+    part = ProcessChanges(0, 1, **GOOD | {"prefixes": bytes(32)})
     message = encode(Update("m", 1, 10.0, whole=True, heard={"n": 1}, processes=[part], gone=[0]))
     own = host.memory[:SHEET_BYTES]
     rng = random.Random(1)
@@ -123,9 +120,13 @@ def test_damaged_messages_are_survived(host: Host, caplog: pytest.LogCaptureFixt
     assert host.memory[:SHEET_BYTES] == own
 
 
-def test_longest_prompt_is_logged_in_part(host: Host) -> None:
-    after = host.table.sheet(1)
+@pytest.mark.parametrize("length", [1, LOG - 1, LOG, LOG + 1, 3 * LOG])
+@pytest.mark.parametrize("before", [0, 1, LOG - 1])
+def test_log_is_written_within_its_place(host: Host, before: int, length: int) -> None:
+    own, after = host.table.sheet(0), host.table.sheet(1)
     after.write_count(0, 5)
-    host.table.sheet(0).write_log(3, tuple(range(3 * MAX_HASHES)))
-    assert host.table.sheet(0).read_log(0)[1] == [(3, tuple(range(MAX_HASHES)))]
+    own.write_log(bytes(before * WORD))
+    words = b"\1" * (length * WORD)
+    own.write_log(words + b"\2")  # a part of a word is not written
+    assert own.read_log(before) == (before + length, words if length <= LOG else b"")
     assert after.count(0) == 5

@@ -9,18 +9,22 @@ from contextlib import nullcontext
 import pytest
 
 from proxy.config.shared import SharedConfig
+from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenants, TenantSpec
-from proxy.processes.ipc_messages import StoredResponses, WorkersChanged
+from proxy.processes.ipc_messages import StoredResponses, UrgentChange, WorkersChanged
+from proxy.processes.replicas import ticks
 from proxy.processes.replicas.limits import SharedLimiter
-from proxy.processes.replicas.local_sheets import LARGE_TOKENS
 from proxy.processes.replicas.messages import ProcessChanges, Update, encode
 from proxy.processes.replicas.remote_sheets import LEASE_S
-from proxy.processes.replicas.replication import SMALL_INTERVAL_S, Replication
-from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S
+from proxy.processes.replicas.replication import Replication
+from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, SMALL_INTERVAL_S
 from proxy.processes.shared.process_sheet import BREAKS, LIFE, WAITING
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
+from proxy.processes.shared.urgent_changes import LARGE_TOKENS
 from tests.proxy.processes.replicas.test_remote_sheets import LOAD, known
+from tests.proxy.processes.router_group import DEADLINE_S
+from tests.proxy.wire.site import eventually
 
 ROW, LIMIT = 5, 8
 
@@ -120,22 +124,41 @@ async def test_host_that_stops_together_with_the_server_ends(host: Host) -> None
     assert task.cancelled()
 
 
+async def test_urgent_change_is_published_before_small_ones(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticks, "SMALL_INTERVAL_S", 1e9)
+    channel, sheet = ClosedChannel(), host.table.sheet(0)
+    host.replication._open_channel = lambda _: nullcontext(channel)
+    task = asyncio.create_task(host.replication.run())
+    await channel.used.wait()
+    await eventually(lambda: host.table.awaits_urgent)
+    sheet.write_count(LIFE, 1)
+    sheet.write_count(WAITING, 2)
+    channel.used.clear()
+    host.replication.report(UrgentChange())
+    async with asyncio.timeout(DEADLINE_S):
+        await channel.used.wait()
+    task.cancel()
+    await asyncio.wait([task])
+
+
 def test_host_that_was_stopped_keeps_its_part(host: Host) -> None:
     shared = host.hear("m", "n")
     host.now += LEASE_S + 1.0
     host.replication._receive(encode(Update("m", 2, host.now)))  # before the next tick
     assert host.table.reserved(ROW) == shared
     host.now += LEASE_S + 1.0
-    host.replication._publish(Channel())
+    host.replication._publish(Channel(), small=True)
     assert host.table.reserved(ROW) == shared
     lost = Channel()
     lost.error = ConnectionError("closed")
     with pytest.raises(ConnectionError, match="closed"):
-        host.replication._publish(lost)
+        host.replication._publish(lost, small=True)
     for _ in range(4):  # but others that stay silent are taken for dead
         host.now += 0.9
         host.replication._echoed(host.now)
-        host.replication._publish(Channel())
+        host.replication._publish(Channel(), small=True)
     assert host.table.reserved(ROW) == 0
 
 
@@ -185,7 +208,7 @@ def test_small_changes_wait_for_others(
         replication.next_message(host.now)
     host.now += PUBLISH_INTERVAL_S
     assert not replication.is_due(host.now)
-    sheet.write_load(ROW, (requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0), 0.0)
+    sheet.write_load(ROW, (requests, requests, tokens, *NO_LOAD[3:]), 0.0)
     sheet.mark_changed(ROW)
     if word is not None:
         sheet.write_count(word, 2)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from proxy.processes.replicas import ticks
 from proxy.processes.replicas.ticks import (
     FLUSH_LEAD_S,
     PUBLISH_INTERVAL_S,
+    SMALL_INTERVAL_S,
+    FlushTimer,
+    PublishTimes,
     until_flush,
     until_publish,
 )
+from tests.proxy.processes.router_group import DEADLINE_S
 
 
 @pytest.mark.parametrize(
@@ -29,3 +35,43 @@ def test_hosts_publish_at_the_same_moments(
     assert until_publish() == pytest.approx(publish, abs=1e-6)
     assert until_flush() == pytest.approx(flush, abs=1e-6)
     assert 0 < FLUSH_LEAD_S < PUBLISH_INTERVAL_S
+
+
+@pytest.mark.parametrize(("past", "left"), [(0.03, 0.07), (0.096, 0.104)])
+def test_small_changes_wait_for_a_later_moment(
+    monkeypatch: pytest.MonkeyPatch, past: float, left: float
+) -> None:
+    monkeypatch.setattr(ticks.time, "time", lambda: 1_000_000 * SMALL_INTERVAL_S + past)
+    assert until_publish(SMALL_INTERVAL_S) == pytest.approx(left, abs=1e-6)
+
+
+async def test_small_changes_are_due_unless_an_urgent_one_comes_first() -> None:
+    times = PublishTimes()
+    assert not await times.wait(urgent=True)
+    for _ in range(2):
+        assert await times.wait(urgent=False)
+        times.wake()
+        assert not await times.wait(urgent=False)
+
+
+async def test_small_changes_are_written_in_time() -> None:
+    flushed = asyncio.Event()
+    FlushTimer(lambda: False).start(flushed.set)
+    await asyncio.wait_for(flushed.wait(), DEADLINE_S)
+
+
+async def test_urgent_changes_are_written_before_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ticks, "SMALL_INTERVAL_S", 1e9)
+    flushed, looked, urgent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def has_urgent() -> bool:
+        looked.set()
+        return urgent.is_set()
+
+    FlushTimer(has_urgent).start(flushed.set)
+    await asyncio.wait_for(looked.wait(), DEADLINE_S)
+    assert not flushed.is_set()
+    urgent.set()
+    await asyncio.wait_for(flushed.wait(), DEADLINE_S)

@@ -139,7 +139,9 @@ async def test_hosts_go_on_without_the_server_and_meet_again(
             for client in clients:
                 while (page := await samples(client))["proxy_shared_up"]:
                     assert (await client.ask(chat("hi", FREE))).status == 200
+                    await asyncio.sleep(POLL_S)
                 while page["proxy_replicas"] != 1:
+                    await asyncio.sleep(POLL_S)
                     page = await samples(client)
         for client in clients:
             assert (await client.ask(chat("hi", FREE))).status == 200
@@ -154,7 +156,7 @@ async def test_hosts_go_on_without_the_server_and_meet_again(
             client.close()
 
 
-async def test_host_that_starts_later_knows_drains_and_responses(
+async def test_late_host_knows_drains_and_responses_and_frees_its_requests_when_killed(
     redis: RedisServer,
     hosts: list[RouterGroup],
     fakes: dict[str, FakeWorker],
@@ -182,26 +184,10 @@ async def test_host_that_starts_later_knows_drains_and_responses(
         asked = request(json.dumps(fields).encode(), FREE, path="/v1/responses")
         assert (await late.ask(asked)).status == 200
         assert [now - then for now, then in zip(served(fakes), before, strict=True)] == owner
-        late.close()
-    finally:
-        third.close()
-    client.close()
-    await wait_for_replicas(hosts, 2)
-
-
-async def test_killed_host_frees_what_it_held(
-    redis: RedisServer,
-    hosts: list[RouterGroup],
-    fakes: dict[str, FakeWorker],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    third = start_host(redis, "third", tmp_path_factory, hosts[0].ports)
-    try:
-        await third.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})
         opening = hold(fakes)
-        clients = [await Client.connect(third.port) for _ in range(3)]
-        for client in clients:
-            await client.send(chat("hi", FREE))
+        clients = [late, *[await Client.connect(third.port) for _ in range(2)]]
+        for each in clients:
+            await each.send(chat("hi", FREE))
         for host in hosts:
             await host.wait_until(lambda workers: sum(w["requests"] for w in workers.values()) == 3)
     finally:
@@ -210,8 +196,8 @@ async def test_killed_host_frees_what_it_held(
         await host.wait_until(lambda workers: sum(w["requests"] for w in workers.values()) == 0)
     await wait_for_replicas(hosts, 2)
     opening.set()
-    for client in clients:
-        client.close()
+    for each in (client, *clients):
+        each.close()
 
 
 # Limits of tenants
@@ -290,6 +276,7 @@ async def test_hosts_decide_with_a_part_of_each_limit_while_the_server_is_away(
             for client in clients:
                 while (await samples(client))["proxy_shared_up"]:
                     await client.ask(chat("hi", KEYS["free"]))
+                    await asyncio.sleep(POLL_S)
         for client in clients:
             client.close()
         taken = (await burst(hosts, tenant, 20))[200]

@@ -23,6 +23,7 @@ from proxy.processes.shared.load import (
 )
 from proxy.processes.shared.process_sheet import RING, ProcessSheet
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
+from proxy.processes.shared.urgent_changes import LARGE_TOKENS, UrgentChanges
 from tests.proxy.core.making import (
     ask,
     idle,
@@ -48,6 +49,46 @@ def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGro
     group.read_all()
     for router in group.routers:
         assert idle(router.fleet.roster)
+
+
+def test_urgent_changes_are_reported_after_they_are_written(
+    make_processes: Callable[..., VirtualGroup],
+) -> None:
+    group = make_processes(1, spec("a"))
+    sharing, seen = group.sharings[0], []
+    row = sharing.row(group.worker(0, "a"))
+    sharing.urgent = UrgentChanges(
+        sharing.table, sharing.sheet, lambda: seen.append(sharing.sheet.read_load(row)[0][2])
+    )
+    sharing.table.await_urgent(awaits=True)
+    group.submit(0, prompt=LARGE_TOKENS)
+    assert seen == [LARGE_TOKENS]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.routers[0].submit(ask(LARGE_TOKENS), group.now),
+        lambda group: group.routers[0].fleet.health.failed(group.worker(0, "a"), group.now),
+        lambda group: group.routers[0].queue.elsewhere.moved(),
+        lambda group: group.sharings[0].table.await_urgent(awaits=False),
+    ],
+)
+def test_urgent_changes_are_found_before_they_are_written(
+    make_processes: Callable[..., VirtualGroup], change: Callable[[VirtualGroup], object]
+) -> None:
+    group = make_processes(1, spec("a"))
+    sharing = group.sharings[0]
+    sharing.urgent = UrgentChanges(sharing.table, sharing.sheet, lambda: None)
+    sharing.table.await_urgent(awaits=True)
+    group.end_turn()
+    placed(group.routers[0].submit(ask(), group.now))
+    assert not sharing.has_urgent()
+    change(group)
+    assert sharing.has_urgent()
+    group.end_turn()
+    sharing.table.await_urgent(awaits=True)
+    assert not sharing.has_urgent()
 
 
 def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGroup]) -> None:
@@ -175,9 +216,10 @@ def test_limit_check_reads_one_number_per_process(
     monkeypatch.setattr(ProcessSheet, "read_requests", recorded)
     with monkeypatch.context() as patch:
         patch.setattr(ProcessSheet, "read_load", None)  # not called while there is room
-        assert not group.sharings[3].have_filled(b, group.now)
+        roster = group.routers[3].fleet.roster
+        assert not roster.is_filled_elsewhere(b, group.now)
         assert reads == []
-        assert not group.sharings[3].have_filled(a, group.now)
+        assert not roster.is_filled_elsewhere(a, group.now)
         assert reads == [0] * 3
     for index in range(3):
         decision = Decision(group.worker(index, "a"), Reason.LEAST_LOADED)

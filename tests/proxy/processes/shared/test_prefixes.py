@@ -9,7 +9,7 @@ from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.learned.sessions import Turn
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome
-from proxy.processes.shared.process_sheet import LOG
+from proxy.processes.shared.process_sheet import LOG, WORD
 from proxy.processes.shared.shared_memory import SharedTable
 from tests.proxy.core.making import ask, placed, spec
 from tests.proxy.processes.virtual_group import VirtualGroup
@@ -113,22 +113,23 @@ def test_log_wraps_around() -> None:
     table = SharedTable.make(1)
     try:
         sheet, reader = table.sheet(0), table.sheet(0)
-        read, seen, written = 0, [], []
-        for number in range(3000):
-            record = number % 900, tuple(rng.getrandbits(64) for _ in range(rng.randint(1, 96)))
-            sheet.write_log(*record)
-            written.append(record)
+        read, seen, written = 0, b"", b""
+        for _ in range(3000):
+            record = rng.randbytes(rng.randint(1, 97) * WORD)
+            sheet.write_log(record)
+            written += record
             if rng.random() < 0.2:
                 read, found = reader.read_log(read)
                 seen += found
         assert seen == written[: len(seen)]
-        assert len(seen) > 2900
+        assert len(seen) == read * WORD
         assert read > 5 * LOG
         # A reader that missed a round starts at the current position.
-        assert reader.read_log(read - LOG - 1) == (reader.read_log(read)[0], [])
+        assert reader.read_log(read - LOG - 1) == (reader.read_log(read)[0], b"")
         read, _ = reader.read_log(read)
-        whole = tuple(range(len(BLOCKS)))  # of the largest body
-        sheet.write_log(899, whole)
-        assert reader.read_log(read)[1] == [(899, whole)]
+        whole = rng.randbytes((1 + len(BLOCKS)) * WORD)  # of the largest body
+        sheet.write_log(whole)
+        assert reader.read_log(read) == (read + len(whole) // WORD, whole)
+        assert reader.read_log(read + len(whole) // WORD)[1] == b""
     finally:
         table.close()

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.batches.spare_capacity import has_spare_capacity
 from proxy.core.fleet.leases import Lease
-from proxy.core.model.types import Refusal
+from proxy.core.model.types import Outcome, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import Urgency
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
@@ -247,21 +247,104 @@ def test_spare_capacity_counts_requests_of_other_processes(make_all: MakeGroup) 
     assert has_spare_capacity(group.routers[0], MODEL, group.now)
 
 
+PREFIX = tuple(range(1, 140))
+
+
+def begin_session(group: VirtualGroup) -> Lease:
+    """Begin a session's first turn in process 0; return its lease."""
+    for router in group.routers:
+        for worker in router.fleet.roster:
+            worker.pace.prefills, worker.pace.token_s, worker.pace.base_s = 100, 1e-4, 0.02
+    running = group.submit(0, prompt=100_000, output=50, long=True, prefix=PREFIX)
+    group.routers[0].leases.first_token(running, group.now)
+    group.end_turn()
+    return running
+
+
+def wait_for_cache(group: VirtualGroup) -> Ticket:
+    """Let the session's next turn wait in process 0."""
+    turn = ask(100_000, 50, long=True, prefix=PREFIX)
+    turn.session = 5
+    ticket = waits(group.routers[0].submit(turn, group.now))
+    group.end_turn()
+    return ticket
+
+
+def take_slot(group: VirtualGroup, before: Lease) -> Lease:
+    """Let process 1 place a request on the worker of a lease."""
+    pinned = ask(100, 50)
+    pinned.pinned = before.worker.name
+    lease = placed(group.routers[1].submit(pinned, group.now))
+    group.routers[1].leases.first_token(lease, group.now)
+    group.end_turn()
+    return lease
+
+
+def overtake(group: VirtualGroup, ticket: Ticket, running: Lease, due_s: float) -> float:
+    """Let process 1 take each slot, until a turn of process 0 is dispatched; return its wait."""
+    while not (found := due(group, 0)):
+        assert group.now < ticket.cache_until
+        group.now += due_s / 2
+        group.routers[1].leases.finish(running, group.now, Outcome.DONE)
+        running = take_slot(group, running)
+    assert found == [ticket]
+    return group.now - ticket.since
+
+
 def test_turns_that_wait_for_a_cache_in_other_processes_count(make_processes: MakeGroup) -> None:
     group = make_processes(2, spec("a", most=1), spec("b", most=1))
-    router = group.routers[0]
-    for worker in router.fleet.roster:
-        worker.pace.prefills, worker.pace.token_s, worker.pace.base_s = 100, 1e-4, 0.02
-    prefix = tuple(range(1, 140))
-    running = group.submit(0, prompt=100_000, output=50, long=True, prefix=prefix)
-    router.leases.first_token(running, group.now)
-    seconds = []
-    for _ in range(2):
-        turn = ask(100_000, 50, long=True, prefix=prefix)
-        turn.session = 5
-        ticket = waits(router.submit(turn, group.now))
-        seconds.append(present(ticket.cache_wait).seconds)
+    begin_session(group)
+    tickets = [wait_for_cache(group) for _ in range(2)]
+    seconds = [present(ticket.cache_wait).seconds for ticket in tickets]
     assert seconds[1] == pytest.approx(3 * seconds[0])
+
+
+def test_turn_that_waits_for_a_cache_gives_way_to_other_processes(
+    make_processes: MakeGroup,
+) -> None:
+    """Beyond this process's part of the queue, its place is free for the next request of others."""
+    group = make_processes(2, spec("a", most=1), spec("b", most=1), queue_requests=2)
+    running = begin_session(group)
+    tickets = [wait_for_cache(group) for _ in range(2)]
+    assert due(group, 0) == tickets[1:]
+    pinned = ask(10)
+    pinned.pinned = running.worker.name
+    waits(group.routers[1].submit(pinned, group.now))
+    group.end_turn()
+    assert due(group, 0) == []
+    assert not tickets[0].left
+
+
+def test_turn_that_another_process_overtakes_goes_elsewhere_in_bounded_time(
+    make_group: MakeGroup,
+) -> None:
+    """Another process takes each slot; the wait ends soon after the slot was due."""
+    group = make_group(2, spec("a", most=1), spec("b", most=1))
+    running = begin_session(group)
+    ticket = wait_for_cache(group)
+    due_s = present(ticket.cache_wait).seconds
+    group.finish(0, running)
+    end_s = overtake(group, ticket, take_slot(group, running), due_s)
+    assert group.leases[ticket].worker.name != running.worker.name
+    assert end_s < 3 * due_s
+
+
+def test_turn_that_is_overtaken_awaits_its_own_process_s_request(make_group: MakeGroup) -> None:
+    """The slot of that request is surely for the turn."""
+    group = make_group(2, spec("a", most=2), spec("b", most=1))
+    own = begin_session(group)
+    other = take_slot(group, own)
+    group.read_all()
+    ticket = wait_for_cache(group)
+    for _ in range(8):
+        group.finish(1, other)
+        other = take_slot(group, own)
+        assert due(group, 0) == []
+        group.now += present(ticket.cache_wait).seconds
+    assert group.now < ticket.cache_until
+    group.finish(0, own)
+    assert due(group, 0) == [ticket]
+    assert group.leases[ticket].worker.name == own.worker.name
 
 
 def test_short_and_long_requests_have_separate_orders(make_group: MakeGroup) -> None:

@@ -28,7 +28,7 @@ from proxy.processes.shared.process_sheet import (
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.wire.worker.connection import WorkerError
 
-LOAD = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+LOAD = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 BREAKER = (False, True, 12.5, 3, 2, 11.0, "503")
 
 
@@ -131,7 +131,7 @@ def test_row_is_in_use_while_it_has_charges(table: SharedTable) -> None:
     assert not sheet.has(3)
     sheet.write_load(3, WorkerLoad(requests=1), 0.0)
     assert sheet.has(3)
-    sheet.write_load(3, WorkerLoad(written=10), 9.0)
+    sheet.write_load(3, WorkerLoad(written=10, placed=2), 9.0)
     assert not sheet.has(3)
     sheet.wipe(3)
     assert sheet.read_load(3) == (WorkerLoad(), 0.0)

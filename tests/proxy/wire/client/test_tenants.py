@@ -327,9 +327,7 @@ async def test_prompt_surely_above_the_limit_is_not_counted_by_a_worker(start: S
     assert counts(site) == 0
 
 
-async def test_request_being_counted_holds_concurrency(
-    start: Start,
-) -> None:
+async def test_request_being_counted_holds_concurrency(start: Start) -> None:
     site = await start_with_count(start, Limits(concurrency=1))
     for fake in site.fakes.values():
         fake.always(scripts.stall, "/tokenize")

@@ -79,11 +79,7 @@ COHERE_END = b'data: {"type":"message-end","delta":{"finish_reason":"COMPLETE"}}
 LAST_EVENTS = [
     ("/v1/chat/completions", b"".join(FIRST), scripts.DONE),
     ("/v1/completions", b"".join(FIRST), b"data:[DONE]\n\n"),
-    (
-        "/inference/v1/generate",
-        b"".join(FIRST).replace(b"\n", b"\r\n"),
-        b"data: [DONE]\r\n\r\n",
-    ),
+    ("/inference/v1/generate", b"".join(FIRST).replace(b"\n", b"\r\n"), b"data: [DONE]\r\n\r\n"),
     ("/v1/responses", DELTA, typed("response.completed", response={})),
     ("/v1/responses", DELTA, typed("response.incomplete", response={})),
     ("/v1/responses", DELTA, typed("response.failed", response={})),

@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, OTHER_OUTPUT
+from proxy.wire.exchange.continuation import MAX_REPEATED_TOKENS
 from proxy.wire.exchange.continuation_log import INTERVAL_S, MAX_LINES, ContinuationLog
 from proxy.wire.exchange.owner import MAX_PIECES
 from proxy.wire.exchange.request_record import RequestRecord
@@ -35,10 +37,18 @@ class Engines:
         self.published: dict[str, list[int]] = {}  # by X-Request-Id; a token is its word's number
         self.asked: list[dict[str, Any]] = []
 
-    def serve(self, *, dies_after: int | None = None, end: str = "reset", ahead: int = 0) -> Script:
+    def serve(
+        self,
+        *,
+        dies_after: int | None = None,
+        end: str = "reset",
+        ahead: int = 0,
+        pause: asyncio.Event | None = None,
+    ) -> Script:
         """Return a script; the worker dies after that many tokens of its own.
 
-        `ahead`: further tokens that the engine published and the client did not get.
+        `ahead`: further tokens that the engine published and the client did not get. `pause`: the
+        second token comes after this event.
         """
 
         async def run(call: Call) -> None:
@@ -57,6 +67,8 @@ class Engines:
                     self.published[request_id] = [*tokens, *range(number, ahead_to)]
                     await scripts.finish(call, end)
                     return
+                if own == 1 and pause is not None:
+                    await pause.wait()
                 tokens.append(number)
                 self.published[request_id] = list(tokens)
                 text, repeated = repeated + self.words[number], ""
@@ -77,7 +89,7 @@ class Engines:
         return f"data: {json.dumps(whole, ensure_ascii=False)}\n\n".encode()
 
     def tokens(self, worker: Worker, request_id: str) -> list[int] | None:
-        assert worker.reports_prefixes
+        assert worker.can_continue
         return self.published.get(request_id)
 
 
@@ -85,6 +97,16 @@ def with_journals(site: Site, engines: Engines) -> None:
     site.fleet.roster.stream_tokens = engines.tokens
     for name in site.fakes:
         site.worker(name).reports_prefixes = True
+
+
+async def journaled(
+    start: Start, engines: Engines | None = None, *, workers: int = 2
+) -> tuple[Site, Engines]:
+    """Start a router before workers with journals."""
+    site = await start(*(Fake(f"w{number}") for number in range(workers)))
+    engines = engines or Engines()
+    with_journals(site, engines)
+    return site, engines
 
 
 def in_turn(site: Site, *turns: Script) -> None:
@@ -120,9 +142,7 @@ def completion(**fields: Any) -> bytes:
 async def test_client_sees_one_stream(
     start: Start, route: str, dies_after: int, ahead: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Engines(route=route))
     in_turn(site, engines.serve(dies_after=dies_after, ahead=ahead), engines.serve())
     client = await site.send(chat(stream=True) if route == "chat" else completion())
     text, events = await text_of(client)
@@ -140,9 +160,7 @@ async def test_client_sees_one_stream(
 
 
 async def test_a_stream_outlives_two_workers(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=3)
     in_turn(
         site,
         engines.serve(dies_after=3),
@@ -164,9 +182,7 @@ async def test_a_stream_outlives_two_workers(start: Start) -> None:
 async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
     start: Start, failures: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, *[engines.serve(dies_after=2)] * failures, engines.serve())
     client = await site.send(chat(stream=True))
     if failures == 2:
@@ -178,10 +194,8 @@ async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
 
 
 async def test_a_long_stream_keeps_no_events(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    rng = random.Random(3)
-    engines = Engines([rng.choice(WORDS) for _ in range(600)])
-    with_journals(site, engines)
+    words = random.Random(3).choices(WORDS, k=600)
+    site, engines = await journaled(start, Engines(words))
     in_turn(site, engines.serve(dies_after=500, end="stall"), engines.serve())
     client = await site.send(chat(stream=True))
     await site.swept()
@@ -219,9 +233,7 @@ ABORTED = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":
 async def test_an_engine_that_fails_under_a_living_server(
     start: Start, failure: bytes, words: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, failing(engines, failure, words), engines.serve())
     text, _ = await text_of(await site.send(chat(stream=True)))
     assert text == "".join(WORDS)
@@ -233,9 +245,7 @@ async def test_an_engine_that_fails_under_a_living_server(
 
 async def test_requests_that_fail_in_every_engine_open_no_breaker(start: Start) -> None:
     """A grammar that does not compile is an error after the role."""
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, *[failing(engines, ENGINE_DIED, 0) for _ in range(12)])
     for _ in range(6):
         answer = await (await site.send(chat(stream=True))).answer()
@@ -246,9 +256,7 @@ async def test_requests_that_fail_in_every_engine_open_no_breaker(start: Start) 
 
 
 async def test_an_engine_failure_passes_if_the_stream_cannot_go_on(start: Start) -> None:
-    site = await start(Fake("w0"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=1)
     in_turn(site, failing(engines, ENGINE_DIED))
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"error"' in answer.body
@@ -258,21 +266,91 @@ async def test_an_engine_failure_passes_if_the_stream_cannot_go_on(start: Start)
 
 @pytest.mark.parametrize("words", [0, 3])
 async def test_a_second_engine_that_fails_is_no_end_of_the_text(start: Start, words: int) -> None:
+    site, engines = await journaled(start)
+    in_turn(site, engines.serve(dies_after=words), failing(engines, ENGINE_DIED, 0))
+    client = await site.send(chat(stream=True))
+    await eventually(lambda: len(site.served()) == 1)
+    site.fleet.roster.drain(site.served()[0].connection.worker.name)
+    answer = await client.answer()
+    assert b'"not_continued"' in answer.body
+    assert b"another worker failed: EngineCore encountered an issue" in answer.body
+    assert site.metrics.continuations == {}
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
+    await site.settled()
+
+
+async def test_after_a_second_engine_that_fails_a_stream_goes_on_from_a_third(
+    start: Start,
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    engines = Engines()
+    with_journals(site, engines)
+    in_turn(site, engines.serve(dies_after=3), failing(engines, ENGINE_DIED, 0), engines.serve())
+    assert (await text_of(await site.send(chat(stream=True))))[0] == "".join(WORDS)
+    await site.settled()
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "greedy": {"dies_after": 4, "temperature": 0},
+    "nothing sent": {"dies_after": 0},
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+async def test_streams_of_unknown_tokens_that_another_worker_repeats(
+    start: Start, case: str
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines, fields = Engines(), {**UNKNOWN[case]}
+    with_journals(site, engines)
+    site.fleet.roster.stream_tokens = lambda *_: None
+    in_turn(site, engines.serve(dies_after=fields.pop("dies_after")), engines.serve())
+    assert (await text_of(await site.send(chat(stream=True, **fields))))[0] == "".join(WORDS)
+    assert all("vllm_xargs" not in body for body in engines.asked)
+    await site.settled()
+
+
+async def test_long_streams_of_unknown_tokens_are_not_repeated(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines(["a"] * (MAX_REPEATED_TOKENS + 2))
+    with_journals(site, engines)
+    site.fleet.roster.stream_tokens = lambda *_: None
+    in_turn(site, engines.serve(dies_after=MAX_REPEATED_TOKENS + 1))
+    answer = await (await site.send(chat(stream=True, temperature=0))).answer()
+    assert b'"error"' in answer.body
+    assert site.metrics.lost_streams == {NO_TOKENS: 1}
+    await site.settled()
+
+
+@pytest.mark.parametrize("knows_tokens", [True, False])
+async def test_a_worker_that_dies_between_the_last_text_and_the_usage(
+    start: Start, *, knows_tokens: bool
+) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     engines = Engines()
     with_journals(site, engines)
-    in_turn(site, engines.serve(dies_after=words), failing(engines, ENGINE_DIED, 0))
-    answer = await (await site.send(chat(stream=True))).answer()
-    assert b'"not_continued"' in answer.body
-    assert site.metrics.continuations == {}
-    assert sum(site.metrics.lost_streams.values()) == 1
+    if not knows_tokens:
+        site.fleet.roster.stream_tokens = lambda *_: None
+
+    async def dies(call: Call) -> None:
+        engines.asked.append(call.json())
+        engines.published[call.all(b"x-request-id")[0].decode()] = [*range(len(WORDS))]
+        pieces = [engines.event(engines.piece(word)) for word in WORDS[:-1]]
+        pieces.append(engines.event(engines.piece(WORDS[-1]), last=True))
+        await call.send(scripts.STREAM_HEAD + b"".join(map(scripts.chunk, pieces)))
+        await scripts.finish(call, "reset")
+
+    in_turn(site, dies, engines.serve())
+    text, events = await text_of(await site.send(chat(stream=True, temperature=0)))
+    assert text == "".join(WORDS)
+    ends = [c["finish_reason"] for event in events for c in event["choices"] if c["finish_reason"]]
+    assert ends == ["stop"]
+    assert events[-1]["usage"] == scripts.usage(7, len(WORDS))
     await site.settled()
 
 
 async def test_a_worker_that_refuses_is_counted(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=2), scripts.error(400))
     answer = await (await site.send(chat(stream=True))).answer()
     assert b'"not_continued"' in answer.body
@@ -282,9 +360,7 @@ async def test_a_worker_that_refuses_is_counted(start: Start) -> None:
 
 
 async def test_a_silent_stream_leaves_a_worker_that_is_down(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=4, end="stall"), engines.serve())
     client = await site.send(chat(stream=True))
     while len(engines.published.get(next(iter(engines.published), ""), ())) < 4:
@@ -311,9 +387,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_requests_that_depend_on_more_end_with_an_error(start: Start, name: str) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     site.always(engines.serve(dies_after=3))
     fields, why = REFUSED[name]
     answer = await (await site.send(chat(stream=True, **fields))).answer()
@@ -324,9 +398,7 @@ async def test_requests_that_depend_on_more_end_with_an_error(start: Start, name
 
 
 async def test_greedy_requests_with_a_seed_are_continued(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=3), engines.serve())
     client = await site.send(chat(stream=True, seed=1, temperature=0, frequency_penalty=0))
     assert (await text_of(client))[0] == "".join(WORDS)
@@ -351,6 +423,9 @@ async def test_streams_that_cannot_go_on_end_with_an_error(start: Start, case: s
     if case == "differs":
         other.words += WORDS[3:]  # the tokens of the first worker exist
     client = await site.send(chat(stream=True))
+    if case == "one worker":  # which takes no requests
+        await eventually(lambda: len(site.served()) == 1)
+        site.fleet.roster.drain("w0")
     answer = await client.answer()
     *tokens, last = answer.body.split(b"\n\n")[:-1]
     assert len(tokens) == 5  # the role and four words
@@ -361,9 +436,7 @@ async def test_streams_that_cannot_go_on_end_with_an_error(start: Start, case: s
 
 
 async def test_the_other_worker_may_fail_before_it_has_caught_up(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=3)
     catching_up = scripts.chunk(engines.event(ROLE))
     in_turn(
         site,
@@ -377,9 +450,7 @@ async def test_the_other_worker_may_fail_before_it_has_caught_up(start: Start) -
 
 
 async def test_a_client_that_leaves_meanwhile_ends_everything(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=4), scripts.stall)
     client = await site.send(chat(stream=True))
     while len(site.served()) < 2:
@@ -389,9 +460,7 @@ async def test_a_client_that_leaves_meanwhile_ends_everything(start: Start) -> N
 
 
 async def test_other_output_than_text_is_not_continued(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, _ = await journaled(start)
     other = scripts.event({"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [1]}}]})
     site.always(
         scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a") + other), end="reset")
@@ -404,9 +473,7 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
 
 async def test_only_workers_with_a_journal_continue_a_stream(start: Start) -> None:
     """Another server ignores the tokens, and would generate another text."""
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start, workers=3)
     in_turn(site, engines.serve(dies_after=4), engines.serve())
     client = await site.send(chat(stream=True))
     await eventually(lambda: len(site.served()) == 1)
@@ -418,18 +485,29 @@ async def test_only_workers_with_a_journal_continue_a_stream(start: Start) -> No
     await site.settled()
 
 
+async def test_a_stream_that_began_before_the_journal_was_read(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    engines = Engines()
+    site.fleet.roster.stream_tokens = engines.tokens
+    for worker in site.fleet.roster:
+        worker.respecify(replace(worker.spec, journal=("tcp://127.0.0.1:1",)))
+    in_turn(site, engines.serve(dies_after=4), engines.serve())
+    assert (await text_of(await site.send(chat(stream=True))))[0] == "".join(WORDS)
+    await site.settled()
+
+
 async def test_a_stream_ends_at_once_without_another_journal(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     gate = asyncio.Event()
     in_turn(site, scripts.gated(gate, engines.serve(dies_after=4)))
     client = await site.send(chat(stream=True))
     await eventually(lambda: len(site.served()) == 1)
     [spare] = [name for name, fake in site.fakes.items() if not fake.served]
     site.worker(spare).reports_prefixes = False
+    for name in site.fakes.keys() - {spare}:
+        site.fleet.roster.drain(name)
     gate.set()
     answer = await client.answer()
     assert b'"error"' in answer.body
@@ -441,9 +519,7 @@ async def test_a_stream_ends_at_once_without_another_journal(
 
 async def test_each_stream_has_a_log_line(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "proxy.wire.exchange.continuation_log")
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, engines.serve(dies_after=3), engines.serve())
     trace = "0af7651916cd43dd8448eb211c80319c"
     headers = b"X-Request-Id: mine", b"traceparent: 00-%b-b7ad6b7169203331-01" % trace.encode()
@@ -461,9 +537,7 @@ async def test_each_stream_has_a_log_line(start: Start, caplog: pytest.LogCaptur
 
 
 async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Engines()
-    with_journals(site, engines)
+    site, engines = await journaled(start)
     in_turn(site, scripts.stall, engines.serve(dies_after=3))
     other = await site.send(chat("other", b"X-Request-Id: mine", stream=True))
     await eventually(lambda: len(site.served()) == 1)

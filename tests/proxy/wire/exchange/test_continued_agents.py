@@ -13,10 +13,9 @@ from tests.proxy.http import agent_streams
 from tests.proxy.http.agent_streams import Token
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.exchange.test_continuation import Engines, in_turn, with_journals
+from tests.proxy.wire.exchange.test_continuation import Engines, in_turn, journaled
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.raw_client import chat, request
-from tests.proxy.wire.site import Fake
 
 TOKENS: list[Token] = [
     ("reasoning", "Hm"), ("reasoning", ' "ö'), ("content", "I"), ("content", " look."),
@@ -82,9 +81,7 @@ def read(route: str, stream: bytes) -> tuple[list[list[str]], dict[str, Any]]:
 async def test_client_sees_one_stream(
     start: Start, route: str, dies_after: int, ahead: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Agents(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route=route))
     in_turn(site, engines.serve(dies_after=dies_after, ahead=ahead), engines.serve())
     answer = await (await site.send(asked(route))).answer()
     output, got = read(route, answer.body)
@@ -103,9 +100,7 @@ async def test_client_sees_one_stream(
 
 @ROUTES
 async def test_a_stream_outlives_two_workers(start: Start, route: str) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    engines = Agents(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route=route), workers=3)
     in_turn(
         site,
         engines.serve(dies_after=3),
@@ -143,9 +138,7 @@ def failing(route: str, steps: int, *failure: bytes) -> Script:
 async def test_an_engine_that_fails_under_a_living_server(
     start: Start, route: str, failure: bytes, tokens: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Agents(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route=route))
     in_turn(site, failing(route, tokens + 1, failure), engines.serve())
     site.fleet.roster.stream_tokens = lambda *_: [*range(tokens)]
     answer = await (await site.send(asked(route))).answer()
@@ -160,9 +153,7 @@ async def test_an_engine_that_fails_under_a_living_server(
 async def test_a_report_of_a_failure_arrives_in_two_pieces(
     start: Start, route: str, failure: bytes, at: int
 ) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Agents(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route=route))
     in_turn(site, failing(route, 4, failure[:at], failure[at:]), engines.serve())
     site.fleet.roster.stream_tokens = lambda *_: [*range(3)]
     answer = await (await site.send(asked(route))).answer()
@@ -172,9 +163,7 @@ async def test_a_report_of_a_failure_arrives_in_two_pieces(
 
 
 async def test_text_that_looks_like_a_failure_is_none(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Agents(route="chat")
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route="chat"))
     events = agent_streams.chat_events([("content", "a"), ("content", "event: error"), TOKENS[2]])
     at = events[2].index(b"event: error")
     pieces = [*events[:2], events[2][:at], events[2][at:], b"".join(events[3:])]
@@ -191,9 +180,7 @@ async def test_text_that_looks_like_a_failure_is_none(start: Start) -> None:
 
 @ROUTES
 async def test_another_output_ends_with_an_error(start: Start, route: str) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Agents(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route=route))
     steps = agent_streams.chat_events if route == "chat" else agent_streams.message_steps
     other = steps([*TOKENS[:4], ("name", "unasked"), *TOKENS[5:]], 8)
     in_turn(
@@ -222,10 +209,8 @@ GRAMMARS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", GRAMMARS)
 async def test_requests_with_a_grammar_are_continued(start: Start, name: str) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
     route, fields = GRAMMARS[name]
-    engines = Agents(route=route)
-    with_journals(site, engines)
+    site, engines = await journaled(start, Agents(route=route))
     in_turn(site, engines.serve(dies_after=3), engines.serve())
     answer = await (await site.send(asked(route, **fields))).answer()
     assert read(route, answer.body)[0] == agent_streams.whole(TOKENS)

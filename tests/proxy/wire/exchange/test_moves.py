@@ -54,6 +54,14 @@ class Paced(Engines):
         return run
 
 
+async def paced(start: Start, *, spare: Fake | None = None, **options: Any) -> tuple[Site, Paced]:
+    """Start a router before two workers that pause after four tokens."""
+    site, engines = await start(Fake("w0"), spare or Fake("w1"), **options), Paced()
+    with_journals(site, engines)
+    site.always(engines.serve_slowly(4))
+    return site, engines
+
+
 async def streaming(site: Site, engines: Paced, count: int, **fields: Any) -> list[Client]:
     """Start streams that have paused after some tokens."""
     clients = [await site.send(chat(stream=True, **fields)) for _ in range(count)]
@@ -64,10 +72,7 @@ async def streaming(site: Site, engines: Paced, count: int, **fields: Any) -> li
 
 
 async def test_streams_go_on_elsewhere(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router={"retry_budget": 0.0, "max_attempts": 1})
-    engines = Paced()
-    with_journals(site, engines)
-    site.always(engines.serve_slowly(4))
+    site, engines = await paced(start, router={"retry_budget": 0.0, "max_attempts": 1})
     clients = await streaming(site, engines, 12)
     before = site.worker("w0").requests
     assert before > 0
@@ -90,10 +95,7 @@ async def test_streams_go_on_elsewhere(start: Start) -> None:
 
 async def test_a_stream_moves_again_and_again(start: Start) -> None:
     """More often than a request may fail."""
-    site = await start(Fake("w0"), Fake("w1"), router={"retry_budget": 0.0, "max_attempts": 1})
-    engines = Paced()
-    with_journals(site, engines)
-    site.always(engines.serve_slowly(4))
+    site, engines = await paced(start, router={"retry_budget": 0.0, "max_attempts": 1})
     [client] = await streaming(site, engines, 1)
     for tokens in (8, 12, 13):
         [name] = [name for name in site.fakes if site.worker(name).requests]
@@ -122,10 +124,7 @@ async def test_requests_without_a_byte_are_placed_anew(start: Start) -> None:
 
 @pytest.mark.parametrize("case", ["field", "no journal here", "no journal elsewhere", "full"])
 async def test_what_cannot_move_ends_on_the_drained_worker(start: Start, case: str) -> None:
-    site = await start(Fake("w0"), Fake("w1", max_requests=1))
-    engines = Paced()
-    with_journals(site, engines)
-    site.always(engines.serve_slowly(4))
+    site, engines = await paced(start, spare=Fake("w1", max_requests=1))
     site.fleet.roster.drain("w1")
     clients = await streaming(site, engines, 3, **({"seed": 1} if case == "field" else {}))
     site.fleet.roster.drain("w1", draining=False)
@@ -150,10 +149,7 @@ async def test_what_cannot_move_ends_on_the_drained_worker(start: Start, case: s
 
 async def test_a_sweep_moves_a_few(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "MAX_MOVES_PER_SWEEP", 2)
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Paced()
-    with_journals(site, engines)
-    site.always(engines.serve_slowly(4))
+    site, engines = await paced(start)
     site.fleet.roster.drain("w1")
     clients = await streaming(site, engines, 9)
     site.fleet.roster.drain("w1", draining=False)
@@ -170,10 +166,7 @@ async def test_a_worker_that_is_used_again_keeps_its_streams(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moves, "MAX_MOVES_PER_SWEEP", 1)
-    site = await start(Fake("w0"), Fake("w1"))
-    engines = Paced()
-    with_journals(site, engines)
-    site.always(engines.serve_slowly(4))
+    site, engines = await paced(start)
     site.fleet.roster.drain("w1")
     clients = await streaming(site, engines, 5)
     site.fleet.roster.drain("w1", draining=False)

@@ -77,11 +77,7 @@ def test_late_lost_and_dropped_requests_return_no_count() -> None:
     lost.count.lost(4.0, WorkerError.RESET)
     dropped.count.drop()
     assert (late.found, lost.found, dropped.found) == ([(9.0, None)], [(4.0, None)], [])
-    assert [request.connection.dropped for request in (late, lost, dropped)] == [
-        True,
-        False,
-        True,
-    ]
+    assert [request.connection.dropped for request in (late, lost, dropped)] == [True, False, True]
     assert lost.count.connection is None
     lost.count.drop()
     assert not lost.connection.dropped

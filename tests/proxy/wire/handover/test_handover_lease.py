@@ -12,12 +12,7 @@ from proxy.core.lifecycle.retries import MIN_RESERVE
 from proxy.core.model.role import Role
 from proxy.transfer.types import LEASE_USED
 from proxy.wire.handover.prefill_leg import MAX_BODY_S
-from proxy.wire.timeouts import (
-    SLOW_STEP_S,
-    decode_timeout_s,
-    extra_timeout_s,
-    response_timeout_s,
-)
+from proxy.wire.timeouts import SLOW_STEP_S, decode_timeout_s, extra_timeout_s, response_timeout_s
 from tests.proxy.core.making import ask as ask_of
 from tests.proxy.core.making import placed, router_of, spec, worker_of
 from tests.proxy.wire import scripts

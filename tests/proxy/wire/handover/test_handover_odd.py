@@ -19,14 +19,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import CHAT, COMPLETIONS, OPENINGS, Faults
-from tests.proxy.wire.pairs import (
-    ask,
-    chat_body,
-    completion_body,
-    expected,
-    pairs,
-    words,
-)
+from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
 from tests.proxy.wire.scripts import LAST_CHUNK, chunk
 from tests.proxy.wire.site import eventually
 

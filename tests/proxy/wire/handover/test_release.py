@@ -64,12 +64,7 @@ async def test_refusal_by_the_decode_worker_is_a_release(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "script",
-    [
-        *map(scripts.error, (401, 403, 413, 429, 500, 503)),
-        scripts.reset,
-        scripts.hang_up,
-    ],
+    "script", [*map(scripts.error, (401, 403, 413, 429, 500, 503)), scripts.reset, scripts.hang_up]
 )
 async def test_failed_release_is_sent_to_another_worker(
     start: Start, script: scripts.Script
