@@ -171,7 +171,9 @@ async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, 
         routers = [side.router for side in measured_sides if side.router]
         async with running(workers, narrator), running(routers, narrator):
             endpoints = {
-                side.name: [await probe_endpoint(EndpointOptions(url, explain=True)) for url in side.urls]
+                side.name: [
+                    await probe_endpoint(EndpointOptions(url, explain=True)) for url in side.urls
+                ]
                 for side in measured_sides
             }
             for number in range(rounds + 1):

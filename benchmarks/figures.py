@@ -275,7 +275,9 @@ class Figures:
     def deferred(self) -> None:
         """Draw throughput against K, 8B on an A100 as in the paper: recursion and fluid engine."""
         time = profiles.find("a100-8b").time
-        regime = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
+        regime = Regime.from_step_time(
+            time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True
+        )
         exact = Recursion(regime)
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.solve_for(k).throughput) for k in drawn]

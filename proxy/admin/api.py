@@ -36,7 +36,7 @@ from proxy.core.model.types import Reason
 from proxy.core.router import Router
 from proxy.errors import Problem
 from proxy.health.balance import Balance, BalanceShown
-from proxy.metrics.recent import RecentRequest
+from proxy.metrics.recent import RecentRequest, RequestFilter
 from proxy.status_page.live import LiveView
 from proxy.telemetry.logs import Logs
 from proxy.wire.exchange.moves import MovedRequests
@@ -51,16 +51,8 @@ class AdminState(Protocol):
     def router(self) -> Router:
         """The router, with its workers and decisions."""
 
-    async def decisions(
-        self,
-        limit: int,
-        *,
-        model: str | None,
-        worker: str | None,
-        reason: Reason | None,
-        status: int | None,
-    ) -> list[RecentRequest]:
-        """Return the last requests that match the filters, newest first."""
+    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
+        """Return the last requests that match, newest first."""
 
     @property
     def logs(self) -> Logs:
@@ -215,9 +207,7 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         reason: Reason | None = None,
         status: int | None = None,
     ) -> list[RecentRequest]:
-        return await state.decisions(
-            limit, model=model, worker=worker, reason=reason, status=status
-        )
+        return await state.decisions(limit, RequestFilter(model, worker, reason, status))
 
     @api.post("/explain", summary="Show where a request would be sent now, and why")
     async def explain(question: Question) -> Explanation:

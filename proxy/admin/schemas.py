@@ -181,7 +181,10 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     # These workers get no requests because they do not list their model. They are shown because the
     # fleet file configures them for it.
     strays = (w for w in router.fleet.roster if w.model == model and w.lacks_model)
-    scores = (*outcome.scores, *(Score(w.name, 0.0, note=w.not_served_because or "down") for w in strays))
+    scores = (
+        *outcome.scores,
+        *(Score(w.name, 0.0, note=w.not_served_because or "down") for w in strays),
+    )
     return outcome.model_copy(update={"scores": scores})
 
 

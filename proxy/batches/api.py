@@ -218,7 +218,9 @@ class BatchApiRequest:
             self._refuse(RefusedRequestError(500, message).refusal)
         else:
             if body is not None:
-                self._end(200, answer(200, body, headers=self._headers, keep_alive=self._is_kept_alive))
+                self._end(
+                    200, answer(200, body, headers=self._headers, keep_alive=self._is_kept_alive)
+                )
 
     @property
     def _is_kept_alive(self) -> bool:
@@ -335,7 +337,9 @@ class BatchApiRequest:
         head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
         head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
         head.append(
-            b"Connection: keep-alive\r\n\r\n" if self._is_kept_alive else b"Connection: close\r\n\r\n"
+            b"Connection: keep-alive\r\n\r\n"
+            if self._is_kept_alive
+            else b"Connection: close\r\n\r\n"
         )
         keeps, left, at = self._is_kept_alive, file.bytes, 0
         while left > 0:

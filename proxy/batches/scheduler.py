@@ -269,7 +269,11 @@ class BatchScheduler:
                 if jobs:
                     running.last = jobs[-1].number
                     running.active_at = self._wire.clock()
-            if running.is_done and self.is_leader and await self._store(Store.is_complete, running.batch):
+            if (
+                running.is_done
+                and self.is_leader
+                and await self._store(Store.is_complete, running.batch)
+            ):
                 await self._end(running.batch, Status.COMPLETED)
 
     def _send(self) -> None:

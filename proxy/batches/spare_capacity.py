@@ -53,4 +53,6 @@ def within_limits(tenant: Tenant, now: float) -> bool:
         RESERVED_SHARE * max_concurrency, 1
     ):
         return False
-    return all(state is None or state[1] > RESERVED_SHARE * state[0] for state in ledger.remaining(now))
+    return all(
+        state is None or state[1] > RESERVED_SHARE * state[0] for state in ledger.remaining(now)
+    )

@@ -35,7 +35,9 @@ def compiled_sources() -> list[Path]:
 
 
 def compiled_names() -> list[str]:
-    return [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in compiled_sources()]
+    return [
+        ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in compiled_sources()
+    ]
 
 
 def name() -> str:

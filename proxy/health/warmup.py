@@ -214,7 +214,9 @@ class Warmup:
             self._again[prefill, decode].pause_s,
         )
 
-    async def _connect_pair(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> str:
+    async def _connect_pair(
+        self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession
+    ) -> str:
         connector = self._connector
         mark = os.urandom(16).hex()  # so that no part of the prompt is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")

@@ -23,4 +23,6 @@ def state(worker: Worker) -> State:
 
 def why_not(worker: Worker, now: float) -> str:
     """Return why a worker gets no requests, in addition to its state."""
-    return describe_breaker(worker, now) if state(worker) == "resting" else worker.not_served_because
+    return (
+        describe_breaker(worker, now) if state(worker) == "resting" else worker.not_served_because
+    )

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.finished_request import FinishedRequest
@@ -48,6 +50,25 @@ class RecentRequest:
     turn: str | None = None  # placement of its turn
     target_ttft_s: float | None = None  # by the client's deadline, or the operator's target
 
+
+class RequestFilter(NamedTuple):
+    """The values that an entry must have; None allows any."""
+
+    model: str | None = None
+    worker: str | None = None
+    reason: Reason | None = None
+    status: int | None = None
+
+    def matches(self, entry: RecentRequest) -> bool:
+        return (
+            self.model in (None, entry.model)
+            and self.worker in (None, entry.worker)
+            and self.reason in (None, entry.reason)
+            and self.status in (None, entry.status)
+        )
+
+
+ANY = RequestFilter()
 
 # A RecentRequest's fields in order: a tuple is cheaper to create.
 Row = tuple[
@@ -95,27 +116,7 @@ class RecentRequests:
             )
         )  # fmt: skip
 
-    def newest(
-        self,
-        limit: int,
-        *,
-        model: str | None = None,
-        worker: str | None = None,
-        reason: Reason | None = None,
-        status: int | None = None,
-    ) -> Iterator[RecentRequest]:
+    def newest(self, limit: int, wanted: RequestFilter = ANY) -> Iterator[RecentRequest]:
         """Yield up to `limit` matching entries, newest first."""
-        for row in reversed(self._rows):
-            if limit <= 0:
-                return
-            entry = RecentRequest(*row)
-            if model is not None and entry.model != model:
-                continue
-            if worker is not None and entry.worker != worker:
-                continue
-            if reason is not None and entry.reason is not reason:
-                continue
-            if status is not None and entry.status != status:
-                continue
-            limit -= 1
-            yield entry
+        entries = (RecentRequest(*row) for row in reversed(self._rows))
+        return islice(filter(wanted.matches, entries), limit)

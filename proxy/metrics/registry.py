@@ -159,7 +159,9 @@ class Metrics:
         elif (stream := done.stream) is not None:
             if status == CLIENT_GONE:
                 worker, pool = done.leg or (worker, pool)
-                self.unseen.observe_disconnect(worker, pool, series.model, size, duration_s, stream=stream)
+                self.unseen.observe_disconnect(
+                    worker, pool, series.model, size, duration_s, stream=stream
+                )
             elif not stream and status < FAULTY:
                 self.unseen.observe_unstreamed(pool, series.model, size, duration_s)
 

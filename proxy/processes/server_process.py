@@ -15,7 +15,7 @@ from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.errors import ProxyError
-from proxy.metrics.recent import RecentRequest
+from proxy.metrics.recent import RecentRequest, RequestFilter
 from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
 from proxy.processes.child import freeze_objects
@@ -193,8 +193,8 @@ class ServerProcess:
         """Send a reloaded file and its keys to the other processes."""
         self._channel.send(ConfigReloaded(config, keys))
 
-    async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
-        found = await self._ask("decisions", (limit, dict(filters)))
+    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
+        found = await self._ask("decisions", (limit, wanted))
         entries: list[RecentRequest] = [entry for part in found for entry in part]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
@@ -256,9 +256,18 @@ class ServerProcess:
             self.app.logs.change(*given)
             return None
         if what == "move":
+<<<<<<< HEAD
             return await self.app.wire.moves.move_all(given)
         limit, filters = given
         return list(self.app.recent.newest(limit, **filters))
+||||||| 3bfed497
+            return await self.app.wire.moves.leave(given)
+        limit, filters = given
+        return list(self.app.recent.newest(limit, **filters))
+=======
+            return await self.app.wire.moves.leave(given)
+        return list(self.app.recent.newest(*given))
+>>>>>>> lesscode
 
     def _publish_response(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.send(StoredResponses(((response_id, worker, tenant),)))

@@ -127,7 +127,9 @@ class Supervisor:
         self._table = SharedTable.make(self.processes, 0 if shared is None else MAX_REMOTE)
         if shared is not None:
             await self._join_replicas(shared)
-        self._keepers = [asyncio.create_task(self._keep_child_running(i)) for i in range(self.processes)]
+        self._keepers = [
+            asyncio.create_task(self._keep_child_running(i)) for i in range(self.processes)
+        ]
         self._run_in_background(kill_hung(self._children, self._table))
         served = asyncio.create_task(self._all_serve.wait())
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)

@@ -10,18 +10,17 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.admin.key import AdminKey
 from proxy.admin.port import AdminPort, admin_socket
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.core.fleet.charges import Fleet
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Reason
 from proxy.core.router import Router
 from proxy.discovery.discovery import Discovery
 from proxy.errors import ConfigError, Problem, ProxyError
@@ -30,7 +29,7 @@ from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
 from proxy.journal.journals import Journals
 from proxy.metrics.handovers import FallbackLog
-from proxy.metrics.recent import RecentRequest, RecentRequests
+from proxy.metrics.recent import RecentRequest, RecentRequests, RequestFilter
 from proxy.metrics.registry import Metrics
 from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.restart_only import as_started, restart_only_changes
@@ -62,7 +61,7 @@ class SiblingProcesses(Protocol):
     def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
         """Send a reloaded file and its keys to the siblings."""
 
-    async def decisions(self, limit: int, filters: Mapping[str, Any]) -> list[RecentRequest]:
+    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         """Return the last requests of all processes, newest first."""
 
     async def move_requests(self, name: str) -> MovedRequests:
@@ -220,24 +219,10 @@ class App:
     def recent(self) -> RecentRequests:
         return self.metrics.recent
 
-    async def decisions(
-        self,
-        limit: int,
-        *,
-        model: str | None = None,
-        worker: str | None = None,
-        reason: Reason | None = None,
-        status: int | None = None,
-    ) -> list[RecentRequest]:
-        filters: dict[str, Any] = {
-            "model": model,
-            "worker": worker,
-            "reason": reason,
-            "status": status,
-        }
+    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         if self.siblings is not None:
-            return await self.siblings.decisions(limit, filters)
-        return list(self.recent.newest(limit, **filters))
+            return await self.siblings.decisions(limit, wanted)
+        return list(self.recent.newest(limit, wanted))
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests to others, and return after a few seconds."""

@@ -114,7 +114,9 @@ class WireContext(Protocol):
     ) -> Conversation:
         """Return a conversation."""
 
-    def count_refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
+    def count_refused(
+        self, refusal: Refusal, answer: bytes, request: Request | None = None
+    ) -> None:
         """Count a request refused by its head."""
 
     def count_answered(
@@ -158,7 +160,9 @@ class WireContext(Protocol):
     def remove_release(self, release: Expiring) -> None:
         """Forget a block release."""
 
-    def make_tokenize_request(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
+    def make_tokenize_request(
+        self, now: float, done: Callable[[float, int | None], None]
+    ) -> TokenizeRequest:
         """Return a new /tokenize request."""
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:

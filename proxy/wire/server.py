@@ -192,7 +192,11 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            found = extension.refuse_disabled(head) if self.extension is None else self.extension.find(head)
+            found = (
+                extension.refuse_disabled(head)
+                if self.extension is None
+                else self.extension.find(head)
+            )
             route = found or route
         if isinstance(route, Refusal):
             head.refusal = route
@@ -206,7 +210,9 @@ class WireServer:
             return self.extension.begin(client, request)
         return Exchange(self, client, request, route, came_at)
 
-    def make_tokenize_request(self, now: float, done: Callable[[float, int | None], None]) -> TokenizeRequest:
+    def make_tokenize_request(
+        self, now: float, done: Callable[[float, int | None], None]
+    ) -> TokenizeRequest:
         question = TokenizeRequest(now + self.settings.count_s, done)
         self.counting.add(question)
         self.ticks.shorten()
@@ -245,8 +251,12 @@ class WireServer:
                 self.metrics.connects_failed,
             )
 
-    def count_refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
-        self.count_answered(NONE, refusal.status, refusal.reason, request, self.clock(), len(answer))
+    def count_refused(
+        self, refusal: Refusal, answer: bytes, request: Request | None = None
+    ) -> None:
+        self.count_answered(
+            NONE, refusal.status, refusal.reason, request, self.clock(), len(answer)
+        )
 
     def count_answered(
         self,

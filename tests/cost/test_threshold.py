@@ -31,7 +31,9 @@ A100_8B = StepTime(
 def paper(**changes: float) -> Regime:
     """Return the paper's regime, with separate prefill and decode steps."""
     time = StepTime(**{**A100_8B.to_json(), **changes})
-    return Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True)
+    return Regime.from_step_time(
+        time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True
+    )
 
 
 def mixed(delta: float, *, slots: int = 256, mean_output: float = 200) -> Regime:

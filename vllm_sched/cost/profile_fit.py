@@ -66,7 +66,9 @@ def sample_shapes() -> list[StepShape]:
     shapes += [StepShape.from_chunks([Chunk(n, 0)], 0, 0) for n in WHOLE_PROMPTS]
     shapes += [StepShape.from_chunks([Chunk(n, c)], 0, 0) for n in CHUNKS for c in EARLIER]
     shapes += [
-        StepShape.from_chunks([Chunk(n, 0)] * prompts, 0, 0) for prompts in TOGETHER for n in CHUNKS[:5]
+        StepShape.from_chunks([Chunk(n, 0)] * prompts, 0, 0)
+        for prompts in TOGETHER
+        for n in CHUNKS[:5]
     ]
     shapes += [
         StepShape.from_chunks([Chunk(n - b, earlier)], b, b * c)

@@ -52,7 +52,9 @@ def closed_form(regime: Regime) -> int:
     return min(_smallest(regime, regime.batch_fixed_s), regime.largest)
 
 
-def recommended(regime: Regime, *, itl_s: float | None = None, max_delay_s: float | None = None) -> int:
+def recommended(
+    regime: Regime, *, itl_s: float | None = None, max_delay_s: float | None = None
+) -> int:
     """Return the K to run: about half the optimum; 1 if not worthwhile."""
     best = asymptotic(regime)
     wanted, enough = max(int(RUN_SHARE * best + 0.5), 1), math.ceil(best)

@@ -35,7 +35,9 @@ AGAINST_INTERVAL: Final[Mapping[str, str]] = {
 logger = logging.getLogger("vllm.vllm_sched")
 
 
-def configured_policies(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
+def configured_policies(
+    scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]
+) -> list[Policy]:
     """Return the policies of the configuration, or of the scheduler's class."""
     wanted: Mapping[str, Any] = {**defaults, **_given_settings(scheduler.vllm_config)}
     if not wanted:

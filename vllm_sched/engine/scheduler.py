@@ -43,7 +43,9 @@ class PolicySteps(UpstreamScheduler):
             PolicySteps, type(self)
         )._reserve_prefill_lookahead
         self._looks_ahead = vllm_compat.looks_ahead(self, self._upstream_lookahead)
-        self._policies: Sequence[Policy] = policy_setup.configured_policies(self, self.default_policies)
+        self._policies: Sequence[Policy] = policy_setup.configured_policies(
+            self, self.default_policies
+        )
         self._in_flight = InFlight()
         # Faster to read without a default in the class.
         self._planner: StepPlanner | None = None  # None without policies

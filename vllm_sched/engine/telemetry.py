@@ -182,7 +182,9 @@ class SchedulerStats:
 
     # When metrics are due
 
-    def write_if_due(self, running: Sequence[Request], queue: Any, now: float, *, full: bool) -> None:
+    def write_if_due(
+        self, running: Sequence[Request], queue: Any, now: float, *, full: bool
+    ) -> None:
         """Write metrics if due, and when the engine becomes idle."""
         if (written := self.metrics) is None:
             return

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.batches.storage.backend import Part, Row
-from proxy.batches.storage.disk import DATABASE, SETTING, DiskRoom, disk_errors, moved_or_removed, place_of
+from proxy.batches.storage.disk import (
+    DATABASE,
+    SETTING,
+    DiskRoom,
+    disk_errors,
+    moved_or_removed,
+    place_of,
+)
 from proxy.batches.storage.lock import FolderLock
 from proxy.batches.storage.rows import placeholders
 from proxy.batches.storage.schema import TABLES, VERSION, sqlite_usage

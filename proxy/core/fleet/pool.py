@@ -83,7 +83,9 @@ class Pool:
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
         """Return the workers that can take a request."""
-        if ask.needed_context + ask.prompt_error <= self.least and not self.ranked:  # the usual case
+        if (
+            ask.needed_context + ask.prompt_error <= self.least and not self.ranked
+        ):  # the usual case
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]
         else:

@@ -188,7 +188,11 @@ class Roster:
     def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
         """Return whether other processes have filled a chosen worker."""
         others = self.others
-        return others is not None and worker.most != NO_LIMIT and others.is_filled_by_others(worker, now)
+        return (
+            others is not None
+            and worker.most != NO_LIMIT
+            and others.is_filled_by_others(worker, now)
+        )
 
     def pass_to_successor(self, worker: Worker) -> None:
         if (successor := worker.successor) is not None:

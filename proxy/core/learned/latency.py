@@ -92,7 +92,9 @@ class LatencyModel:
         self.token_s = max(token_s * exp(blame * token_s * tokens), MIN_VALUE)
         self.fixed_s = max(flat * exp(blame * flat), MIN_VALUE)
 
-    def learn_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
+    def learn_steps(
+        self, sequences: float, seconds: float, now: float, weight: float = 1.0
+    ) -> None:
         self.steps += weight
         if self.steps > UNTHROTTLED_OBSERVATIONS:
             self.end_due = now + LEARNING_INTERVAL_S

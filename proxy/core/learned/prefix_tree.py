@@ -74,7 +74,9 @@ class PrefixTree:
         while depth < last and (below := node.below.get(blocks[depth])) is not None:
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
-                return found + below.tokens_before(_common_length(below.blocks, blocks, depth + 1, min(end, last)))
+                return found + below.tokens_before(
+                    _common_length(below.blocks, blocks, depth + 1, min(end, last))
+                )
             found += below.tokens
             node, depth = below, end
         return found

@@ -28,7 +28,11 @@ def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
     if tenant is None:
         return None
     ledger = tenant.ledger
-    if ledger.remote is None or not ledger.is_limited or ledger.too_long(ask.min_prompt_size) is not None:
+    if (
+        ledger.remote is None
+        or not ledger.is_limited
+        or ledger.too_long(ask.min_prompt_size) is not None
+    ):
         return None
     tokens = _tokens(ask)
 

@@ -62,7 +62,9 @@ class LeaseBook:
         if usage is not None:
             feedback.learn_cached(first.worker, halves.cached_tokens, usage)
 
-    def recheck_decode_worker(self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0) -> bool:
+    def recheck_decode_worker(
+        self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0
+    ) -> bool:
         """Check the decode worker between the legs; False if none can decode.
 
         `may_move`: any decode worker can fetch. `spent_s`: since the prefill.
@@ -74,7 +76,9 @@ class LeaseBook:
             self._record_prefix(lease)
         return goes_on
 
-    def _ensure_decode_worker(self, lease: Lease, now: float, within_s: float, may_move: bool) -> bool:
+    def _ensure_decode_worker(
+        self, lease: Lease, now: float, within_s: float, may_move: bool
+    ) -> bool:
         stands = handover_cost.may_still_decode(lease, now, within_s)
         if stands and not lease.worker.draining:
             return True

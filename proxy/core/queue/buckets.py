@@ -153,7 +153,9 @@ class Buckets:
         order, before = self._buckets[fifo.place, fifo.rank].order, fifo.entry
         entry: Entry | None = None
         if fifo.tickets:
-            fifo.least = min(ticket.ask.needed_context for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS))
+            fifo.least = min(
+                ticket.ask.needed_context for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS)
+            )
             _, standing, _, first = fifo.turn
             entry = standing, fifo.began, first, fifo.number, fifo.least, fifo
         if entry == before:

@@ -53,7 +53,9 @@ class QueueCapacity:
         may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, ask)]
         if not any(_exceeds_share(fifo, ask, used, own, most) for fifo in may):
             return []
-        return _choose_last(may, used, over, most, lambda fifo: _exceeds_share(fifo, ask, used, own, most))
+        return _choose_last(
+            may, used, over, most, lambda fifo: _exceeds_share(fifo, ask, used, own, most)
+        )
 
     def choose_surplus(
         self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts

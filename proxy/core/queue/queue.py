@@ -166,14 +166,18 @@ class Queue:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
         found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
-        return found + (self.elsewhere is not None and self.elsewhere.has_higher_class(place, BATCH))
+        return found + (
+            self.elsewhere is not None and self.elsewhere.has_higher_class(place, BATCH)
+        )
 
     def has_waiting_for(self, model: str) -> bool:
         if any(self._lines.places(model)):
             return True
         there = self.elsewhere
         sizes = SHORT, LONG
-        return there is not None and any(there.has_higher_class((model, x), BATCH + 1) for x in sizes)
+        return there is not None and any(
+            there.has_higher_class((model, x), BATCH + 1) for x in sizes
+        )
 
     def any_ahead_of(self, ask: RequestInfo) -> bool:
         """Return whether a waiting request goes before a new one."""

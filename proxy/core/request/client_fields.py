@@ -31,7 +31,13 @@ from typing import Any, NamedTuple
 
 from proxy.core.model.route_table import route_names
 from proxy.core.request.json_edit import members, count_members
-from proxy.core.request.kv_transfer_fields import TREE, Tree, find, find_steering, find_steering_in_form
+from proxy.core.request.kv_transfer_fields import (
+    TREE,
+    Tree,
+    find,
+    find_steering,
+    find_steering_in_form,
+)
 
 PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request_id"
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
@@ -60,7 +66,9 @@ class ClientFields(NamedTuple):
     arguments: bool = False
 
 
-def find_forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields) -> str:
+def find_forbidden(
+    fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields
+) -> str:
     """Return the first forbidden member of a JSON body, or ""."""
     if ID in fields and not may.kv_transfer and _id_names_addresses(body):
         return ID
@@ -94,7 +102,9 @@ def has_address(request_id: bytes) -> bool:
     return any(mark in request_id for mark in ADDRESSES)
 
 
-def find_forbidden_in_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:
+def find_forbidden_in_form(
+    body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields
+) -> str:
     strict = tenants and not may.arguments
     if may.kv_transfer and not strict:
         return ""

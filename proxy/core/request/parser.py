@@ -230,7 +230,9 @@ class RequestParser:
             )
         return refusals.bad_request("`model` must be a string.", "model")
 
-    def _read_by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> RequestInfo | Refusal:
+    def _read_by_id(
+        self, route: Route, request_id: str, tenant: Tenant | None
+    ) -> RequestInfo | Refusal:
         """Pin a request to the worker that stores its response.
 
         Without a known owner, the response may be another tenant's, so it is refused.

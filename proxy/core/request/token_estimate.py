@@ -277,7 +277,10 @@ def _add_prompts(
         size = one.text + 4 * one.tokens
         if size > largest_size:
             largest, largest_size = one, size
-    if len(seen) < len(prompts) and (longest := _longest_prompt(prompts[len(seen) :])) > largest_size:
+    if (
+        len(seen) < len(prompts)
+        and (longest := _longest_prompt(prompts[len(seen) :])) > largest_size
+    ):
         largest = PromptExtent(text=longest)
     extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
 
@@ -291,7 +294,9 @@ def _add_prompt(extent: PromptExtent, prompt: JSON) -> None:
         else:
             _add_parts(extent, prompt)
     elif type(prompt) is dict:
-        _add_parts(extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"])
+        _add_parts(
+            extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"]
+        )
 
 
 def _measure_prompt(extent: PromptExtent, prompt: JSON) -> None:

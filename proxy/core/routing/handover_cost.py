@@ -155,7 +155,10 @@ def verdict(decision: Decision, view: View) -> str:
     handing, links = view.handing, view.handing.links
     if links.is_unusable(handing.prefill, worker, view.now):
         transfer_s = handing.transfer_s(worker, view)
-        if handing.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s) is not None:
+        if (
+            handing.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s)
+            is not None
+        ):
             return HandoverVerdict.PREFILL_BUSY
     return (
         HandoverVerdict.CACHED

@@ -229,7 +229,9 @@ class Placer:
             decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _make_view(self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool) -> View:
+    def _make_view(
+        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
+    ) -> View:
         queue = self.queue
         waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
         traffic = self.traffic_of(ask.model)

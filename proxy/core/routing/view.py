@@ -111,7 +111,9 @@ class HandoverOffer:
             return None
         return self.cost_without_link_check(worker, view, whole_s, transfer_s)
 
-    def cost_without_link_check(self, worker: Worker, view: View, whole_s: float, transfer_s: float) -> float | None:
+    def cost_without_link_check(
+        self, worker: Worker, view: View, whole_s: float, transfer_s: float
+    ) -> float | None:
         """Return the same, without a check of the link."""
         cost_s = self.cost_s(worker, view, transfer_s)
         if self.above is not None:
@@ -204,7 +206,8 @@ def own_pool_is_left(view: View) -> bool:
         return True
     now = view.now
     return any(
-        not w.is_barred or w.breaker.busy or now >= w.breaker.until for w in _untried_of_own_pool(view)
+        not w.is_barred or w.breaker.busy or now >= w.breaker.until
+        for w in _untried_of_own_pool(view)
     )
 
 

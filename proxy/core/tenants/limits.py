@@ -182,7 +182,9 @@ class TenantUsage:
         """Whether other processes' requests matter: a shared limit applies."""
         return not (self._requests is None and self._tokens is None and self._concurrency is None)
 
-    def apply_reported(self, requests_full_at: float, tokens_full_at: float, elsewhere: int) -> None:
+    def apply_reported(
+        self, requests_full_at: float, tokens_full_at: float, elsewhere: int
+    ) -> None:
         """Take over the state that was reported for all hosts."""
         self._cells[REQUESTS], self._cells[TOKENS] = requests_full_at, tokens_full_at
         self.elsewhere = elsewhere

@@ -120,7 +120,9 @@ class SharedLoad:
 
     def is_free(self, row: int) -> bool:
         """Return True if no process has charges in a row."""
-        return not self.sheet.has_charges(row) and not any(peer.sheet.has_charges(row) for peer in self.peers)
+        return not self.sheet.has_charges(row) and not any(
+            peer.sheet.has_charges(row) for peer in self.peers
+        )
 
     def publish_soon(self, worker: Worker) -> None:
         """Write a worker at the end of this turn; write an additional request at once."""

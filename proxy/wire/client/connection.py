@@ -177,7 +177,9 @@ class ClientConnection(asyncio.Protocol):
     def close_if_idle(self, now: float) -> None:
         if self._exchange is not None or self._leaving or not self.writable:
             return
-        if self._reader.state is ParserState.NOTHING and not has_events(self._transport, select.POLLIN):
+        if self._reader.state is ParserState.NOTHING and not has_events(
+            self._transport, select.POLLIN
+        ):
             self.leave(now)
 
     def abort(self) -> None:

@@ -30,7 +30,9 @@ class ContinuationLog:
         if self._may_log(now):
             logger.info("%s: the stream of worker %s continues on %s", _name(record), before, after)
 
-    def log_lost(self, now: float, record: RequestRecord, worker: str, reason: str, field: str) -> None:
+    def log_lost(
+        self, now: float, record: RequestRecord, worker: str, reason: str, field: str
+    ) -> None:
         if self._may_log(now):
             why = f"{reason} {field[:MAX_NAME_CHARS]!r}" if field else reason
             logger.warning(

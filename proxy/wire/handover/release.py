@@ -151,7 +151,10 @@ def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
     return [
         worker
         for worker in wire.router.fleet.roster.workers_of(decode.model)
-        if worker.role is Role.DECODE and worker is not decode and worker.up and not worker.is_barred
+        if worker.role is Role.DECODE
+        and worker is not decode
+        and worker.up
+        and not worker.is_barred
     ]
 
 

@@ -77,7 +77,9 @@ class TwoLegExchange:
         number = wire.new_id().decode()
         if lease.ask.route in IDS:  # stored under this id: make it hard to guess
             number += os.urandom(8).hex()
-        self._pair = Pair(wire.pools.pool_for(first).side, wire.pools.pool_for(lease.worker).side, number)
+        self._pair = Pair(
+            wire.pools.pool_for(first).side, wire.pools.pool_for(lease.worker).side, number
+        )
         self._leg: PrefillLeg | None = None
         self._taken: PrefillResult | None = None  # until fetched
         self._early = b""  # opening events
@@ -119,7 +121,9 @@ class TwoLegExchange:
         # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
-        if not wire.router.leases.recheck_decode_worker(lease, now, may_move=may_move, spent_s=spent_s):
+        if not wire.router.leases.recheck_decode_worker(
+            lease, now, may_move=may_move, spent_s=spent_s
+        ):
             return False
         pool = wire.pools.pool_for(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
@@ -202,7 +206,9 @@ class TwoLegExchange:
         ):
             lease.attempts = replace(lease.attempts, whole=REFUSED_PREFILL)
 
-    def end_failed(self, now: float, outcome: Outcome, error: WorkerError) -> tuple[Worker, Outcome]:
+    def end_failed(
+        self, now: float, outcome: Outcome, error: WorkerError
+    ) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
         if self.is_answering:  # the missing part would locate the held blocks

@@ -22,7 +22,9 @@ def schedule(workload: str = "20x4", **settings: Any) -> Schedule:
 
 async def played(fake: FakeOpenAI, planned: Schedule, path: str = "", **settings: Any) -> PlayedRun:
     async with serving(fake):
-        endpoint = await probe_endpoint(EndpointOptions(fake.url, **({"path": path} if path else {})))
+        endpoint = await probe_endpoint(
+            EndpointOptions(fake.url, **({"path": path} if path else {}))
+        )
         return await play(endpoint, planned, **settings)
 
 

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from proxy.http.response_parser import ResponseHead
 from vllm_sched.bench.client.wire import Address, Wire, WireError
 from vllm_sched.errors import UsageError
 
@@ -125,8 +124,8 @@ async def test_connection_closed_on_reuse_logs_no_error(
     assert "never retrieved" not in caplog.text
 
 
-async def test_stream_passes_the_head_then_each_piece() -> None:
-    seen: list[bytes] = []
+async def test_stream_passes_headers_then_each_piece() -> None:
+    seen: list[tuple[bytes, ...]] = []
     got_first = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,15 +135,17 @@ async def test_stream_passes_the_head_then_each_piece() -> None:
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
 
     def on_body(piece: bytes) -> None:
-        seen.append(piece)
+        seen.append((piece,))
         got_first.set()
 
-    def on_head(head: ResponseHead) -> None:
-        seen.append(head.special[b"x-route"])
-
     async with talking_to(handler) as wire:
-        await wire.stream("/", b"", on_body, 5, on_head=on_head)
-    assert seen == [b"s0; x", b"one", b"two"]
+        await wire.stream("/", b"", on_body, 5, on_header=lambda *header: seen.append(header))
+    assert seen == [
+        (b"x-route", b"s0; x"),
+        (b"transfer-encoding", b"chunked"),
+        (b"one",),
+        (b"two",),
+    ]
 
 
 @pytest.mark.parametrize(

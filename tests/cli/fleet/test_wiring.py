@@ -46,7 +46,9 @@ def problems(folder: Path, *workers: dict[str, Any], **blocks: Any) -> list[str]
 
 def test_workers_are_launched_with_their_kv_role(tmp_path: Path) -> None:
     general = {"name": "g", "launch": {}}
-    config = up.assign_ports(fleet.read(written(tmp_path, entry("prefill"), entry("decode"), general)))
+    config = up.assign_ports(
+        fleet.read(written(tmp_path, entry("prefill"), entry("decode"), general))
+    )
     made = [up.make_worker(config, worker, tmp_path, tmp_path) for worker in config.workers]
     roles = []
     for worker in made[:2]:

@@ -22,7 +22,7 @@ from proxy.core.model.types import Reason, RequestInfo
 from proxy.core.router import Router, RouterSettings
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.health.balance import Balance
-from proxy.metrics.recent import RecentRequest, RecentRequests
+from proxy.metrics.recent import RecentRequest, RecentRequests, RequestFilter
 from proxy.metrics.registry import Metrics
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
@@ -65,8 +65,8 @@ class State:
         self.moved.append(name)
         return 3, {"field": 2}
 
-    async def decisions(self, limit: int, **wanted: Any) -> list[RecentRequest]:
-        return list(self.recent.newest(limit, **wanted))
+    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
+        return list(self.recent.newest(limit, wanted))
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Add a worker to the fleet."""

@@ -226,7 +226,11 @@ class RouterMachine(RuleBasedStateMachine):
         assert worker.max_requests is None or worker.requests <= worker.max_requests
         limit = worker.max_model_len
         assert limit is None or info.needed_context - info.prompt_error <= limit
-        if limit is not None and info.needed_context + info.prompt_error > limit and not info.pinned:
+        if (
+            limit is not None
+            and info.needed_context + info.prompt_error > limit
+            and not info.pinned
+        ):
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
                 for w in self.fleet.roster

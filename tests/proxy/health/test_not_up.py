@@ -44,7 +44,8 @@ async def app(tmp_path: Path) -> AsyncIterator[App]:
         await running.start()
         stack.push_async_callback(running.stop)
         await eventually(
-            lambda: all(worker.not_served_because for worker in running.fleet.roster), within=DEADLINE_S
+            lambda: all(worker.not_served_because for worker in running.fleet.roster),
+            within=DEADLINE_S,
         )
         yield running
 

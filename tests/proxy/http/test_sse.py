@@ -312,7 +312,9 @@ ANTHROPIC_USAGE = (
 
 @pytest.mark.parametrize("cached", [0, 12, 20_000])
 def test_recounted_replaces_cached_tokens(cached: int) -> None:
-    assert replace_cached_tokens(OPENAI_USAGE, cached) == OPENAI_USAGE.replace(b"1024", b"%d" % cached)
+    assert replace_cached_tokens(OPENAI_USAGE, cached) == OPENAI_USAGE.replace(
+        b"1024", b"%d" % cached
+    )
 
 
 @pytest.mark.parametrize("cached", [0, 128, 1600])
@@ -322,7 +324,10 @@ def test_recounted_keeps_the_format_of_each_api(cached: int) -> None:
     expected["usage"]["cached_tokens"] = cached
     assert changed == expected
     assert usage_in(COHERE_USAGE) == Usage(1600, 9, 1536)
-    changed, expected = json.loads(replace_cached_tokens(ANTHROPIC_USAGE, cached)), json.loads(ANTHROPIC_USAGE)
+    changed, expected = (
+        json.loads(replace_cached_tokens(ANTHROPIC_USAGE, cached)),
+        json.loads(ANTHROPIC_USAGE),
+    )
     expected["usage"] |= {"input_tokens": 1600 - cached, "cache_read_input_tokens": cached}
     assert changed == expected
 

@@ -239,7 +239,9 @@ async def test_router_reads_and_reloads_journals(
         fleet_file(tmp_path, f"[{two.endpoint}]", more=key)
         assert await app.reload() == []
         (worker,) = app.fleet.roster
-        await eventually(lambda: [j.run for j in app.journals.replicas_of(worker)] == [two.engine.run])
+        await eventually(
+            lambda: [j.run for j in app.journals.replicas_of(worker)] == [two.engine.run]
+        )
         await shows('up{worker="a"} 1')
         two.publisher.key = b"another key of the engine"
         two.step(3)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Reason, RequestInfo
-from proxy.metrics.recent import MAX_TEXT, RecentRequests
+from proxy.metrics.recent import MAX_TEXT, RecentRequests, RequestFilter
 from tests.proxy.metrics.finished import finished
 
 WORKERS = {
@@ -85,12 +86,16 @@ def test_filters_search_all_entries() -> None:
     add(recent, "c", model="other")
     for _ in range(3):
         add(recent, "d")
-    assert [entry.id for entry in recent.newest(1, worker="s1")] == ["a"]
-    assert [entry.id for entry in recent.newest(1, reason=Reason.QUEUE_FULL)] == ["b"]
-    assert [entry.id for entry in recent.newest(1, model="other")] == ["c"]
-    assert [entry.id for entry in recent.newest(9, status=429)] == ["b"]
-    assert [entry.id for entry in recent.newest(9, worker="s0", model="tiny")] == ["d"] * 3
-    assert not list(recent.newest(9, worker="s1", status=429))
+
+    def found(limit: int, **wanted: Any) -> list[str]:
+        return [entry.id for entry in recent.newest(limit, RequestFilter(**wanted))]
+
+    assert found(1, worker="s1") == ["a"]
+    assert found(1, reason=Reason.QUEUE_FULL) == ["b"]
+    assert found(1, model="other") == ["c"]
+    assert found(9, status=429) == ["b"]
+    assert found(9, worker="s0", model="tiny") == ["d"] * 3
+    assert not found(9, worker="s1", status=429)
 
 
 def test_long_texts_are_cut() -> None:

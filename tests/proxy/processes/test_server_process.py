@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from proxy.config import load, parse
+from proxy.metrics.recent import ANY
 from proxy.processes.channel import Channel
 from proxy.processes.ipc_messages import (
     Begin,
@@ -63,7 +64,7 @@ QUESTIONS = {
     "page": ("metrics.tenants.show", None),
     "minute": ("live.notes.part", None),
     "logs": ("logs.change", (True, {})),
-    "decisions": ("recent.newest", (1, {})),
+    "decisions": ("recent.newest", (1, ANY)),
 }
 
 
@@ -108,7 +109,7 @@ async def test_unpicklable_answer_does_not_end_the_process() -> None:
     recent = server.app.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(ask(), None, finished())
-    server.handle(IpcQuestion(1, "decisions", (1, {})))
+    server.handle(IpcQuestion(1, "decisions", (1, ANY)))
     assert await asyncio.wait_for(received.get(), 5.0) == IpcNoAnswer(1)
     assert not server.ended.is_set()
     for channel in (here, there):

@@ -141,7 +141,9 @@ def test_latency_rows_are_of_the_busiest_models() -> None:
     state.copy(100.0)
     for number in range(70):
         for _ in range(2 if number == 69 else 1):
-            metrics.count_request(served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general"))
+            metrics.count_request(
+                served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general")
+            )
     metrics.gaps_of("general", "short").observe(0.02)
     shown = state(130.0)
     assert Counter(row["what"] for row in shown["latencies"]) == {

@@ -190,7 +190,9 @@ def test_run_that_stops_early_would_have_failed(targets: str) -> None:
             search.trials.play(shape, rate, fine=False, whole=each) for each in (False, True)
         )
         assert not whole.failed
-        assert search.trials.is_good_enough(run, strict=False) == search.trials.is_good_enough(whole, strict=False)
+        assert search.trials.is_good_enough(run, strict=False) == search.trials.is_good_enough(
+            whole, strict=False
+        )
         if run.failed:
             spared += whole.all.done - run.all.done
         else:

@@ -119,7 +119,9 @@ class StepMeter(TokenApi):
         tell("both: the ends of long prompts next to 1 decoding")
         found += await self._measure_ends(plan)
         tell("whole prompts")
-        return MeasuredSteps(found, [await self._measure_alone(tokens) for tokens in self._prompt_lengths(plan)])
+        return MeasuredSteps(
+            found, [await self._measure_alone(tokens) for tokens in self._prompt_lengths(plan)]
+        )
 
     # One kind of step each
 
@@ -219,7 +221,10 @@ class StepMeter(TokenApi):
             for count in (most // 2, most):
                 for part in parts:
                     tokens = count * chunk + part
-                    seen = [await self._time_beside_streams(streams, tokens) for _ in range(LONG_REPEATS)]
+                    seen = [
+                        await self._time_beside_streams(streams, tokens)
+                        for _ in range(LONG_REPEATS)
+                    ]
                     if good := [each for each in seen if each is not None]:
                         pairs = part * (count * chunk + part / 2)
                         context = round(statistics.median(each[1] for each in good))
@@ -228,7 +233,9 @@ class StepMeter(TokenApi):
                         found.append(TimedStep(shape, seconds))
         return found
 
-    async def _measure_chunks(self, batch: int, plan: CalibrationPlan, part: float) -> list[TimedStep]:
+    async def _measure_chunks(
+        self, batch: int, plan: CalibrationPlan, part: float
+    ) -> list[TimedStep]:
         """Time the steps of a long prompt that uses the budget that the streams leave."""
         chunk = plan.budget - batch
         count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))

@@ -24,7 +24,6 @@ from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from proxy.http.response_parser import ResponseHead
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.traffic.schedule import Schedule
     from vllm_sched.bench.traffic.types import Request
@@ -159,7 +158,9 @@ class _Player:
         self._tally.began = self._start
         closed = self._schedule.concurrency is not None
         sending = asyncio.create_task(
-            self._play_closed(_chain(head, first)) if closed else self._play_open(_chain(head, first))
+            self._play_closed(_chain(head, first))
+            if closed
+            else self._play_open(_chain(head, first))
         )
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -239,7 +240,7 @@ class _Player:
                 body,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
-                on_head=headers.take,
+                on_header=headers.take,
                 session=self._session_id(request.session),
             )
             if not outcome.error and not (stream.done and outcome.ticks):
@@ -286,10 +287,11 @@ class _Headers:
         self._outcome = outcome
         self.retry_after_s = 0.0
 
-    def take(self, head: ResponseHead) -> None:
-        route = head.special.get(b"x-route", b"")
-        self._outcome.worker = route.partition(b";")[0].decode("latin-1").strip()
-        self.retry_after_s = head.retry_after_s or 0.0
+    def take(self, name: bytes, value: bytes) -> None:
+        if name == b"x-route":
+            self._outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
+        elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
+            self.retry_after_s = float(value)
 
 
 def _chain(

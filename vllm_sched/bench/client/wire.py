@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final, Self, cast
 from urllib.parse import urlsplit
 
-from proxy.http.response_parser import OK, ResponseError, ResponseHead, ResponseParser
+import httptools
+
 from vllm_sched.errors import UsageError
 
 MAX_EXCERPT_CHARACTERS = 300
@@ -27,13 +28,14 @@ def excerpt(text: str | bytes) -> str:
 
 
 COMPLETIONS: Final = "/v1/completions"
+OK: Final = 200
 # OpenSSL's codes for self-signed certificates and unknown issuers.
 UNKNOWN_ISSUER_CODES: Final = (18, 19, 20, 21)
 OnBody = Callable[[bytes], None]
-OnHead = Callable[[ResponseHead], None]
+OnHeader = Callable[[bytes, bytes], None]
 
 
-def _ignore(_: ResponseHead) -> None:
+def _ignore(_: bytes, __: bytes) -> None:
     pass
 
 
@@ -95,14 +97,14 @@ class Wire:
         on_body: OnBody,
         timeout_s: float,
         *,
-        on_head: OnHead = _ignore,
+        on_header: OnHeader = _ignore,
         request_id: str = "",
         session: str = "",
     ) -> None:
         """Send a POST request and pass on the response's pieces; raise if it is incomplete."""
         line = f"X-Request-Id: {request_id}\r\n" if request_id else ""
         line += f"X-Session-Id: {session}\r\n" if session else ""
-        await self._send("POST", path, body, on_head, on_body, timeout_s, line)
+        await self._send("POST", path, body, on_header, on_body, timeout_s, line)
 
     def close(self) -> None:
         for each in list(self._open):
@@ -118,7 +120,7 @@ class Wire:
         method: str,
         path: str,
         body: bytes,
-        on_head: OnHead,
+        on_header: OnHeader,
         on_body: OnBody,
         timeout_s: float,
         line: str = "",
@@ -131,7 +133,7 @@ class Wire:
                     kept = bool(self._idle)
                     connection = self._idle.pop() if kept else await self._connect()
                     try:
-                        await connection.exchange(data, on_head, on_body)
+                        await connection.exchange(data, on_header, on_body)
                     except _UnansweredError as error:
                         if not kept:
                             raise WireError(str(error)) from None
@@ -162,15 +164,15 @@ class _Connection(asyncio.Protocol):
         self._idle = idle
         self._opened = opened
         self._done: asyncio.Future[None] | None = None
-        self._parser = ResponseParser()
-        self._begun = self._headed = False
+        self._begun = self._headed = self._framed = False
 
-    async def exchange(self, data: bytes, on_head: OnHead, on_body: OnBody) -> None:
+    async def exchange(self, data: bytes, on_header: OnHeader, on_body: OnBody) -> None:
         if self._transport.is_closing():
             raise _UnansweredError("the connection is closed")
-        self._parser.expect()
-        self._on_head, self._deliver = on_head, on_body
-        self._begun = self._headed = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._on_header, self._deliver = on_header, on_body
+        self._begun = self._headed = self._framed = False
+        self._pieces: list[bytes] = []
         done = self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         try:
@@ -194,23 +196,17 @@ class _Connection(asyncio.Protocol):
             self.abort()  # data without a request
             return
         self._begun = True
-        parser, failure = self._parser, ""
+        failure: httptools.HttpParserError | None = None
         try:
-            parser.feed(data)
-        except ResponseError as error:
-            failure = f"the response is not HTTP: {error}"
-        if (head := parser.head) is not None:
-            if not self._headed:
-                self._headed = True
-                self._on_head(head)
-            if (pieces := parser.pieces) and head.status == OK:
-                # Once per read, so that tokens that arrive together have the same time.
-                self._deliver(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-                pieces.clear()
-            if parser.ended:
-                self._complete(head)
-        if failure:
-            self._end(WireError(failure))
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            failure = error
+        if (pieces := self._pieces) and self._parser.get_status_code() == OK:
+            # Once per read, so that tokens that arrive together have the same time.
+            self._deliver(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            pieces.clear()
+        if failure is not None:
+            self._end(WireError(f"the response is not HTTP: {failure}"))
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -220,16 +216,39 @@ class _Connection(asyncio.Protocol):
         if not self._begun:
             self._end(_UnansweredError(str(error or "the connection was closed with no answer")))
         elif self._done and not self._done.done():
-            # The close ends a response without a length.
-            if self._parser.finish() and (head := self._parser.head) is not None:
-                self._complete(head)
+            if self._headed and not self._framed:  # the close ends this response
+                self.on_message_complete()
             else:
                 self._end(WireError(f"the response broke off: {error or 'connection closed'}"))
 
-    def _complete(self, head: ResponseHead) -> None:
-        words = excerpt(b"".join(self._parser.pieces))
-        self._end(None if head.status == OK else WireError(f"HTTP {head.status}: {words}"))
-        if self._parser.reusable and not self._transport.is_closing():
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        self._headed = self._framed = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+        self._on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._headed = True
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < OK:
+            self._headed = False
+            return  # early hints; the response follows
+        if status != OK:
+            words = excerpt(b"".join(self._pieces))
+            self._end(WireError(f"HTTP {status}: {words}"))
+        else:
+            self._end(None)
+        if self._parser.should_keep_alive() and not self._transport.is_closing():
             self._idle.append(self)
         else:
             self._transport.close()

@@ -67,7 +67,9 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
     plan = ComparisonPlan(config.model, workload, arguments.rounds)
     told: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
-        play = partial(_play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), told)
+        play = partial(
+            _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), told
+        )
         status = measuring.run_measurement(play, arguments)
     print(*told, *watch_hints(arguments.fleet, config), sep="\n")
     return status
@@ -145,7 +147,9 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     whole = [worker for worker in config.workers if worker.role not in PARTS]
     halves = [worker for worker in config.workers if worker.role in PARTS]
     policy = config.routing.policy
-    found = {"baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))}
+    found = {
+        "baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))
+    }
     if whole and halves:
         found["pools"] = (f"short and long, {policy}", _with_workers(config, whole, moves=False))
         found["halves"] = ("prefill and decode", _with_workers(config, halves))

@@ -68,7 +68,9 @@ class LiveRouter:
         )
 
 
-def call_router(live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+def call_router(
+    live: LiveRouter, what: str, kind: TypeAdapter[Answer], body: str | None = None
+) -> Answer:
     """Return the response to a GET, or to a POST with a body."""
     url = live.url
     try:

@@ -105,7 +105,9 @@ class SimulatedFleet(FleetSimulation):
         """
         queue = self._queue
         for index, router in enumerate(self.routers):
-            queue.schedule(self._probe_s * index / len(self.routers), partial(self._read_gauges, router))
+            queue.schedule(
+                self._probe_s * index / len(self.routers), partial(self._read_gauges, router)
+            )
         flow = SessionFlow(queue, self._arrive, limit=self.longest, end=schedule.ends_after_s)
         arrivals = Arrivals(queue, flow.begin if schedule.source.has_sessions else self._arrive)
         arrivals.play(schedule)
@@ -122,7 +124,9 @@ class SimulatedFleet(FleetSimulation):
                 return self._make_result(flow, queue.now, interrupted=True)
         return self._make_result(flow, self._last)
 
-    def _make_result(self, flow: SessionFlow, end: float, *, interrupted: bool = False) -> PlayedFleet:
+    def _make_result(
+        self, flow: SessionFlow, end: float, *, interrupted: bool = False
+    ) -> PlayedFleet:
         return PlayedFleet(
             tuple(self._outcomes),
             end,

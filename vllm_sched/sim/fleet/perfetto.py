@@ -36,7 +36,9 @@ def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float)
     events = [*_client_events(outcomes)]
     for number, (name, engine) in enumerate(engines.items()):
         if isinstance(engine, TracedEngine):
-            events += _make_ids_unique(engine.trace_events(now), name, FIRST_WORKER + GROUPS * number)
+            events += _make_ids_unique(
+                engine.trace_events(now), name, FIRST_WORKER + GROUPS * number
+            )
     content = {
         "displayTimeUnit": "ms",
         "otherData": {"clock": "virtual"},
@@ -75,7 +77,9 @@ def _client_events(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
             yield _slice(track, f"{name}: output", first, each.end, facts)
 
 
-def _make_ids_unique(events: Iterable[dict[str, Any]], worker: str, base: int) -> Iterator[Mapping[str, Any]]:
+def _make_ids_unique(
+    events: Iterable[dict[str, Any]], worker: str, base: int
+) -> Iterator[Mapping[str, Any]]:
     """Make a worker's process ids and names unique."""
     for event in events:
         event["pid"] += base

@@ -96,7 +96,9 @@ class FleetSimulation:
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
-            self._end_request(flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S))
+            self._end_request(
+                flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S)
+            )
         elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
@@ -263,4 +265,6 @@ class FleetSimulation:
             )
         self._give_up(now)
         self._dispatch_queued(router, now)
-        self._queue.schedule(now + self._probe_s, partial(self._read_gauges, router), rank=STEP_RANK)
+        self._queue.schedule(
+            now + self._probe_s, partial(self._read_gauges, router), rank=STEP_RANK
+        )

@@ -220,7 +220,9 @@ def _find_others(known: _Known, gpus: int) -> None:
     """Find fleets of other sizes."""
     search, plain = known.search, known.plain
     workers, each = plain.shape.workers, search.question.machine.gpus
-    known.more = search.with_one_more(plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE))
+    known.more = search.with_one_more(
+        plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE)
+    )
     known.fewer = search.with_one_fewer(plain, (MORE_DONE, FEWER_DONE))
     if known.fewer is None and workers > 1 and search.question.prefill_machine is None:
         # Two pools need two workers.

@@ -296,7 +296,9 @@ class FleetSearch:
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
-        rough = self._quick._keep_best(self._similar_fleets(served.shape, change), (self._done, self._done))
+        rough = self._quick._keep_best(
+            self._similar_fleets(served.shape, change), (self._done, self._done)
+        )
         return next(iter(self._judge_quickly(rough)), None)
 
     @cached_property

@@ -29,7 +29,9 @@ def test_openings_are_counted_by_cause() -> None:
         breaker.record_failure(0.1)
     assert breaker.opened == {FAILED: 1, BUSY: 0}
     breaker.record_sent(MIN_OPEN_S)
-    breaker.record_failure(MIN_OPEN_S, busy=True)  # a failed trial does not count: the breaker was open
+    breaker.record_failure(
+        MIN_OPEN_S, busy=True
+    )  # a failed trial does not count: the breaker was open
     assert breaker.opened == {FAILED: 1, BUSY: 0}
     breaker.record_success()
     breaker.record_failure(2.0, 1.0, busy=True)

@@ -62,7 +62,12 @@ def test_failed_warmup_before_a_restart_is_ignored() -> None:
 def test_three_failures_in_a_row_bar_a_link() -> None:
     _, prefill, decode = prefill_and_decode()
     links = KvLinks()
-    assert [links.record_failure(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
+    assert [links.record_failure(prefill, decode, 1.0) for _ in range(4)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert links.is_barred(prefill, decode, 1.0)
     assert not links.is_barred(prefill, None, 1.0)
     assert links.barred_links(1.0) == [(prefill, decode)]

@@ -7,7 +7,12 @@ from itertools import permutations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S, SHARING_LEARNING_RATE, learn_from_page, uncharged_tokens
+from proxy.core.fleet.kv_usage import (
+    MAX_PAGE_AGE_S,
+    SHARING_LEARNING_RATE,
+    learn_from_page,
+    uncharged_tokens,
+)
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
@@ -264,7 +269,10 @@ def test_page_sets_spare_tokens_and_sharing(
 def test_extra_tokens_of_a_page_expire() -> None:
     [worker] = members(fleet_of(spec("a")))
     worker.kv_more, worker.gauges = 7, Gauges(10.0)
-    assert [uncharged_tokens(worker, 10.0 + late) for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)] == [
+    assert [
+        uncharged_tokens(worker, 10.0 + late)
+        for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)
+    ] == [
         7,
         7,
         0,

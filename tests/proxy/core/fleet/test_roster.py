@@ -73,7 +73,11 @@ def test_models_listed_by_a_worker_replace_the_fleet_files() -> None:
     fleet = fleet_of(spec("a"))
     fleet.roster.set_served("a", ["other", "adapter"], 4096)
     assert members(fleet)[0].max_model_len == 4096
-    assert fleet.roster.workers_of("adapter") == fleet.roster.workers_of("other") == [members(fleet)[0]]
+    assert (
+        fleet.roster.workers_of("adapter")
+        == fleet.roster.workers_of("other")
+        == [members(fleet)[0]]
+    )
     assert fleet.roster.workers_of(MODEL) == []
     assert fleet.roster.serves(MODEL)  # the fleet file lists it: 503, not 404
     fleet.roster.set_served("a", [])

@@ -63,8 +63,12 @@ def test_retries_earned_before_the_window_expire() -> None:
 
 def test_all_requests_of_a_failed_worker_are_spared() -> None:
     failures = WorkerFailureEvents()
-    assert not failures.take_free_retry(W0, 1.0, 9.0, beside=8)  # the first failure takes from the budget
-    assert all(failures.take_free_retry(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
+    assert not failures.take_free_retry(
+        W0, 1.0, 9.0, beside=8
+    )  # the first failure takes from the budget
+    assert all(
+        failures.take_free_retry(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60)
+    )
     assert failures.take_free_retry(W0, 9.0, 9.0, beside=7)
     assert not failures.take_free_retry(W0, 9.5, 9.6, beside=7)  # sent after the failure
 
@@ -84,7 +88,9 @@ def test_single_failure_is_no_worker_failure() -> None:
     assert not failures.take_free_retry(W0, 3.0, 5.0, beside=2)
     assert failures.take_free_retry(W0, 3.0, 5.0, beside=2)
     assert not failures.take_free_retry(W1, 3.0, 5.0, beside=2)
-    assert not failures.take_free_retry(W1, 3.0, 5.0, beside=2)  # two of two workers: half of the fleet
+    assert not failures.take_free_retry(
+        W1, 3.0, 5.0, beside=2
+    )  # two of two workers: half of the fleet
 
 
 @pytest.mark.parametrize(("beside", "spared_workers"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])

@@ -190,7 +190,12 @@ def test_any_number_gives_a_valid_size(
 def test_refusal_by_a_small_worker_raises_the_size() -> None:
     sized = ask(7000, 500, error=1100)
     larger = enlarge(sized, 12288, 8192)
-    assert (sized.needed_context, sized.prompt_error, sized.long, larger.long) == (7500, 1100, False, True)
+    assert (sized.needed_context, sized.prompt_error, sized.long, larger.long) == (
+        7500,
+        1100,
+        False,
+        True,
+    )
     assert (larger.needed_context, larger.prompt_error) == (12289, 0)
     assert larger.prompt_tokens == larger.largest_prompt == 11789
     near = enlarge(ask(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
@@ -230,7 +235,9 @@ def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
         3900,
         3900,
     )
-    assert estimated.needed_context - estimated.prompt_error >= 2500  # no smaller worker than before
+    assert (
+        estimated.needed_context - estimated.prompt_error >= 2500
+    )  # no smaller worker than before
     sure = size(chat("x" * 70_000, max_tokens=100))
     fit(sure, 4000, cuts_output=False)
     assert sure.needed_context == 17_500 + TEMPLATE + 100

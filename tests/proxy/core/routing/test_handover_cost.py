@@ -544,7 +544,10 @@ def test_only_decode_worker_is_used_while_down_within_the_limit(
     lease = placed(router.submit(ask(LONG), 0.0))
     router.leases.end_prefill(lease, 1.0, None)
     lease.worker.up = False
-    assert router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=spent_s) is reconsidered
+    assert (
+        router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=spent_s)
+        is reconsidered
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])

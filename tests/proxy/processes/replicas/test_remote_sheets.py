@@ -155,7 +155,10 @@ def test_history_and_sheets_are_bounded(receiver: Receiver) -> None:
     receiver.receive(1.0, member="m", whole=True, history={"m0/0": {MARK: (70.0, 0.0, 0.0)}})
     assert receiver.settled(HISTORY) == total
     receiver.receive(1.0, *(loaded(index) for index in range(MAX_REMOTE)), whole=True)
-    assert sum(receiver.table.sheet(at).has_charges(5) for at in range(MAX_REMOTE + 1)) == MAX_REMOTE - 1
+    assert (
+        sum(receiver.table.sheet(at).has_charges(5) for at in range(MAX_REMOTE + 1))
+        == MAX_REMOTE - 1
+    )
 
 
 def test_history_of_many_tenants_is_small_and_new_hosts_learn_all_of_it(receiver: Receiver) -> None:

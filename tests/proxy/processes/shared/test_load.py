@@ -167,7 +167,9 @@ def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     pool = ("m", False)
     for name, process in (("a", 0), ("b", 1), ("c", 2)):
         for _ in range(3):
-            group.routers[process].fleet.health.record_failure(group.worker(process, name), group.now)
+            group.routers[process].fleet.health.record_failure(
+                group.worker(process, name), group.now
+            )
         group.end_turn()
         group.read_all()
     for index, router in enumerate(group.routers):

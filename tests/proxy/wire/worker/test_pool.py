@@ -363,7 +363,9 @@ def test_pool_of_an_old_key_is_kept_until_its_requests_end(pool: ImmediatePool) 
 def test_pools_follow_the_fleet() -> None:
     fleet, pools = Fleet(), ConnectionPools(SETTINGS, lambda: 0.0, ImmediateWrites())
     old = pools.pool_for(fleet.roster.add(SPEC))
-    assert pools.pool_for(fleet.roster.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
+    assert (
+        pools.pool_for(fleet.roster.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
+    )
     fleet.roster.remove("w0")
     same = fleet.roster.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny"))
     assert pools.pool_for(same) is old
