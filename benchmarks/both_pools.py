@@ -40,7 +40,7 @@ from vllm_sched.bench.compare.compare import PAUSE_BETWEEN_SIDES_S, ProgressRepo
 from vllm_sched.bench.traffic.fixed import Fixed
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.demo import router_of
-from vllm_sched.cli.fleet.up import make_worker, assign_ports
+from vllm_sched.cli.fleet.up import assign_ports, make_worker
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.workers.launch import Worker
 

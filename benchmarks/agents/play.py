@@ -173,7 +173,7 @@ class SessionFleet(SimulatedFleet):
                 outcome.tpot or 0.0, flight.cached_tokens, failed, outcome.worker or "",
             )
         )  # fmt: skip
-        super()._end_release(flight, now, pause_s=pause_s)
+        super()._end_request(flight, now, pause_s=pause_s)
 
 
 def fleet_of(side: Side, load: Load) -> SessionFleet:

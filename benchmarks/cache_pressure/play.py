@@ -102,7 +102,7 @@ class RecordingFleet(SimulatedFleet):
             self.served.append(
                 Served(now, outcome.ttft, prompt, outcome.completed, flight.cached_tokens, expected)
             )
-        super()._end_release(flight, now, pause_s=pause_s)
+        super()._end_request(flight, now, pause_s=pause_s)
 
 
 def fleet_of(cell: Cell, side: str) -> RecordingFleet:

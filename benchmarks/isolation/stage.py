@@ -31,7 +31,7 @@ from vllm_sched.bench.compare.workloads import (
     Workload,
 )
 from vllm_sched.cli.fleet.demo import router_of
-from vllm_sched.cli.fleet.up import make_worker, assign_ports
+from vllm_sched.cli.fleet.up import assign_ports, make_worker
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import Worker

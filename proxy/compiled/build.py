@@ -24,8 +24,8 @@ from proxy.compiled.locate import (
     PLATFORM,
     SWITCH,
     CompileError,
-    compiled_sources,
     compiled_names,
+    compiled_sources,
     name,
 )
 

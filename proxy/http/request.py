@@ -8,7 +8,7 @@ import httptools
 
 from proxy.core.model.types import Refusal
 from proxy.http.head_cache import MAX_DIGITS
-from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, tokens, remove_headers
+from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, remove_headers, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httptools
 
 from proxy.http.head_cache import MAX_DIGITS, KnownHead, learn_head
-from proxy.http.headers import RESPONSE_HEADERS, seconds, status_line, tokens, remove_headers
+from proxy.http.headers import RESPONSE_HEADERS, remove_headers, seconds, status_line, tokens
 
 # Bytes of head or framing; more than one read of the transport.
 MAX_UNPARSED_BYTES = 1 << 19

@@ -256,18 +256,8 @@ class ServerProcess:
             self.app.logs.change(*given)
             return None
         if what == "move":
-<<<<<<< HEAD
             return await self.app.wire.moves.move_all(given)
-        limit, filters = given
-        return list(self.app.recent.newest(limit, **filters))
-||||||| 3bfed497
-            return await self.app.wire.moves.leave(given)
-        limit, filters = given
-        return list(self.app.recent.newest(limit, **filters))
-=======
-            return await self.app.wire.moves.leave(given)
         return list(self.app.recent.newest(*given))
->>>>>>> lesscode
 
     def _publish_response(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.send(StoredResponses(((response_id, worker, tenant),)))

@@ -35,7 +35,7 @@ from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.restart_only import as_started, restart_only_changes
 from proxy.setup.secrets import SecretKeys
 from proxy.setup.settings import router_settings, specs, wire_settings, worker_spec
-from proxy.setup.tenancy import refuse_anonymous_access, apply_tenants
+from proxy.setup.tenancy import apply_tenants, refuse_anonymous_access
 from proxy.status_page.live import LiveView
 from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs

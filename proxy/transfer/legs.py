@@ -8,7 +8,7 @@ import orjson
 
 from proxy.core.model.route_table import BY_NAME
 from proxy.core.model.types import RequestInfo
-from proxy.core.request.json_edit import members, edit_members
+from proxy.core.request.json_edit import edit_members, members
 from proxy.transfer.types import NOTHING, Connector, Fields, Pair, PrefillResult
 
 ONE, FALSE = b"1", b"false"

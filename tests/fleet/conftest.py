@@ -17,7 +17,7 @@ import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.collector import Collector
-from vllm_sched.cli.fleet.up import make_worker, assign_ports
+from vllm_sched.cli.fleet.up import assign_ports, make_worker
 from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, tracing
 
 # With all paths that vLLM serves for such a model.

@@ -21,7 +21,7 @@ from proxy.core.request import token_estimate
 from proxy.core.request.client_fields import ClientFields, find_forbidden_in_form
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.http.response_parser import ResponseParser
-from proxy.http.sse import EventStream, replace_cached_tokens, usage_in, remove_usage
+from proxy.http.sse import EventStream, remove_usage, replace_cached_tokens, usage_in
 from tests.fuzz import judge
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.test_bodies import FORM_TYPE, JSON_TYPE, play_request

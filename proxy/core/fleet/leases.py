@@ -48,7 +48,7 @@ class Attempts:
         """Return whether a worker may be tried, now or later."""
         return worker not in self.tried and (worker.can_continue or not self.continues)
 
-    def may_try(self, worker: Worker, now: float) -> bool:
+    def may_try_now(self, worker: Worker, now: float) -> bool:
         """Return whether a worker may be tried now."""
         return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
 

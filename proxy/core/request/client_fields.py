@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from proxy.core.model.route_table import route_names
-from proxy.core.request.json_edit import members, count_members
+from proxy.core.request.json_edit import count_members, members
 from proxy.core.request.kv_transfer_fields import (
     TREE,
     Tree,

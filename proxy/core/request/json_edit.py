@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import orjson
 
-from proxy.core.request.json_limits import JsonMask, masked, count_up_to
+from proxy.core.request.json_limits import JsonMask, count_up_to, masked
 
 QUOTE, OPENING, CLOSING, BACKSLASH = 0x22, b"[{", b"]}", 0x5C
 SPACE = b" \t\n\r"

@@ -30,9 +30,9 @@ from proxy.core.request.client_fields import (
     ClientFields,
     find_forbidden,
     find_forbidden_in_form,
+    find_repeated,
     has_usage_option,
     is_true,
-    find_repeated,
     salt_in,
 )
 from proxy.core.request.json_body import LargeBody, parsed
@@ -41,7 +41,7 @@ from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
-from proxy.core.request.sizing import CUT, Sizer, use_known_prefix, fit
+from proxy.core.request.sizing import CUT, Sizer, fit, use_known_prefix
 from proxy.core.request.split_check import why_not_split
 from proxy.core.request.token_estimate import parse_count
 from proxy.core.tenants.tenants import Rank, Tenant

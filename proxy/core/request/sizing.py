@@ -19,7 +19,7 @@ from proxy.core.learned.tenant_prior import TenantPrior
 from proxy.core.model.route_table import PromptFields, Route, route_names
 from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.client_fields import is_true
-from proxy.core.request.token_estimate import PromptExtent, parse_count, measure
+from proxy.core.request.token_estimate import PromptExtent, measure, parse_count
 from proxy.core.tenants.tenants import Tenant
 
 TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT

@@ -36,7 +36,7 @@ def find_candidates(
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
     if attempts.continues:
-        tried |= {worker for worker in pool.all if not attempts.may_try(worker, now)}
+        tried |= {worker for worker in pool.all if not attempts.may_try_now(worker, now)}
     matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
     session = session_of(roster, ask)
     held = cached_tokens(roster, ask, matches, session)
@@ -131,7 +131,7 @@ def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: Fairness
 
 def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
-    left = [w for w in pool.all if w.may_fit(ask) and attempts.may_try(w, now)]
+    left = [w for w in pool.all if w.may_fit(ask) and attempts.may_try_now(w, now)]
     if any(w.surely_fits(ask) and (not w.is_barred or w.breaker.busy) for w in left):
         return []  # full or busy: worth the wait
     return [w for w in left if w.accepts(now)]
@@ -144,7 +144,7 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
     """Return whether another worker would take a request."""
     return not ask.pinned and any(
-        attempts.may_try(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
+        attempts.may_try_now(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
         for w in roster.pool(ask.model).all
     )
 

@@ -14,23 +14,23 @@ from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
-    is_silent,
     continue_after_failure,
+    expect_rest,
+    is_silent,
     move_stream,
     recover,
     rest_of,
-    expect_rest,
 )
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
     break_off,
+    count_tokens,
     end_stream,
     fast_path,
     finish,
-    record_first_bytes,
-    pass_at_once,
     may_pass_at_once,
-    count_tokens,
+    pass_at_once,
+    record_first_bytes,
     writer_for,
 )
 from proxy.wire.exchange.response_writer import ResponseWriter

@@ -12,7 +12,7 @@ from proxy.core.model.route_table import route_names
 from proxy.http.headers import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.http.local_responses import decision_header
 from proxy.http.response_parser import NO_CONTENT, NOT_MODIFIED, OK
-from proxy.http.sse import TAIL, USAGE, EventStream, replace_cached_tokens, usage_in, remove_usage
+from proxy.http.sse import TAIL, USAGE, EventStream, remove_usage, replace_cached_tokens, usage_in
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision

@@ -10,7 +10,7 @@ import pytest
 from proxy.core.model.refusals import wrong_method
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.headers import seconds, status_line, tokens, remove_headers
+from proxy.http.headers import remove_headers, seconds, status_line, tokens
 from proxy.http.local_responses import answer, refuse, route_header
 from proxy.http.request import Request, RequestHead
 

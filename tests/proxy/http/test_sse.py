@@ -12,9 +12,9 @@ from proxy.http.sse import (
     TAIL,
     EventStream,
     carries_token,
+    remove_usage,
     replace_cached_tokens,
     usage_in,
-    remove_usage,
 )
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'

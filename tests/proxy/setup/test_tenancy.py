@@ -14,7 +14,7 @@ from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenants
 from proxy.errors import ConfigError
 from proxy.setup.app import App
-from proxy.setup.tenancy import read_keys, apply_tenants
+from proxy.setup.tenancy import apply_tenants, read_keys
 
 KEYS = [f"sk-vs-{letter * 20}" for letter in "abcd"]
 

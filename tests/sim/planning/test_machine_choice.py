@@ -12,7 +12,7 @@ import pytest
 from proxy.core.model.role import Role
 from tests.cost.linear_times import LINEAR_8B
 from tests.sim.planning.test_plan import question
-from vllm_sched.cli.fleet.fleet import note_narrow_workers, read, note_missing_limits
+from vllm_sched.cli.fleet.fleet import note_missing_limits, note_narrow_workers, read
 from vllm_sched.cost.profiles import measured
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.planning.fleet_file import write

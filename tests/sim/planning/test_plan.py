@@ -18,7 +18,7 @@ from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cli.fleet.fleet import note_narrow_workers, read, note_missing_limits
+from vllm_sched.cli.fleet.fleet import note_missing_limits, note_narrow_workers, read
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch

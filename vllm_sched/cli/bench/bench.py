@@ -22,10 +22,10 @@ from vllm_sched.cli.bench.load import (
     require_ended,
     require_requests,
     run_interruptibly,
+    run_until_stopped,
     salt_of,
     save_and_draw,
     schedule_of,
-    run_until_stopped,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output

@@ -28,9 +28,9 @@ from vllm_sched.cli.bench.load import (
     endpoint_options,
     play_with_progress,
     run_interruptibly,
+    run_until_stopped,
     salt_of,
     traffic_of,
-    run_until_stopped,
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output

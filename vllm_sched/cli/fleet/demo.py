@@ -37,7 +37,7 @@ from vllm_sched.bench.compare.compare import (
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
-from vllm_sched.cli.fleet.up import make_worker, assign_ports
+from vllm_sched.cli.fleet.up import assign_ports, make_worker
 from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 

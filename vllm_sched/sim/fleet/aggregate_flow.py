@@ -108,7 +108,7 @@ class AggregateFlow(FleetSimulation):
         self._flights[job.id].longest_gap = longest
 
     def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
-        super()._end_release(flight, now, pause_s=pause_s)
+        super()._end_request(flight, now, pause_s=pause_s)
         if flight.number < self._warm:
             return
         figures, outcome, klass = self._figures, flight.outcome, flight.request.klass

@@ -15,7 +15,7 @@ from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.cost.profiles import named_by
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.models import with_assumed, of_profile
+from vllm_sched.sim.fleet.models import of_profile, with_assumed
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly, require_vllm
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL

@@ -262,7 +262,7 @@ def test_page_sets_spare_tokens_and_sharing(
     worker.decode_tokens, worker.kv_coming = 50, 30
     worker.pace.missing, worker.kv_apart, worker.running_prefixes.saved = 0.25, 0.1, 1000
     learn_from_page(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
-    assert (worker.kv_spare, worker.kv_more) == (spare, uncharged_tokens)
+    assert (worker.kv_spare, worker.kv_more) == (spare, more)
     assert worker.kv_apart == pytest.approx(apart)
 
 

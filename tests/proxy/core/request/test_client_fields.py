@@ -13,8 +13,8 @@ from proxy.core.request.client_fields import (
     ClientFields,
     find_forbidden,
     find_forbidden_in_form,
-    has_address,
     find_repeated,
+    has_address,
 )
 from proxy.core.request.json_edit import edit_members
 from proxy.core.router import Router, RouterSettings

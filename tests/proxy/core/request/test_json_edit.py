@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.request.json_edit import members, edit_members
+from proxy.core.request.json_edit import edit_members, members
 from proxy.core.request.json_limits import JsonMask
 
 

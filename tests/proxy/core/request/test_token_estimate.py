@@ -21,8 +21,8 @@ from proxy.core.request.token_estimate import (
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
     PromptExtent,
-    parse_count,
     measure,
+    parse_count,
     text_bytes,
 )
 from tests.proxy.core.making import chat
