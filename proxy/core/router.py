@@ -156,8 +156,13 @@ class Router:
             return self.placer.count_refusal(ask.model, refusals.draining())
         self.fleet.start_due_decodes(now)
         if again:
-            if (refusal := self._refuse_retry(ask, now, attempts, after, free=free)) is not None:
+            if (refusal := self._refuse_retry(ask, now, attempts, free=free)) is not None:
                 return refusal
+            if not (free or self._pays(ask, now, attempts, after)):
+                if not (attempts.continues and self._retries.share):
+                    why = "too many requests are being retried (router.retries.budget)"
+                    return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, 1.0))
+                attempts = replace(attempts, owes=True)
         else:
             self._retries.earn(now)
             self.placer.record_traffic(ask, now)
@@ -211,7 +216,7 @@ class Router:
         queue, again, targets = self.queue, attempts.is_retry, self.settings.admission or NO_TARGETS
         free = not queue.any_ahead_of(ask)  # they go first
         wait: CacheWait | None = None
-        if free or again or ask.pinned:
+        if (free or again or ask.pinned) and not attempts.owes:
             answer = self.placer.place(
                 ask, now, attempts, explain=explain, free=free,
                 admission=None if again else targets, wait_since=None if again else now,
@@ -270,7 +275,13 @@ class Router:
             gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
-            ask, answer = ticket.ask, self.placer.place_queued(ticket, now)
+            ask, owes = ticket.ask, ticket.attempts.owes
+            answer: Lease | Refusal | CacheWait | None = None
+            if not owes or self._retries.affords(now):
+                answer = self.placer.place_queued(ticket, now)
+            if owes and isinstance(answer, Lease):
+                self._retries.spend(now)
+                answer.attempts = replace(answer.attempts, owes=False)
             if answer is not None:
                 return answer
             refusal = candidates.why_hopeless(self._roster, ask, now, ticket.attempts)
@@ -283,29 +294,18 @@ class Router:
         return gone
 
     def _refuse_retry(
-        self,
-        ask: RequestInfo,
-        now: float,
-        attempts: Attempts,
-        after: Lease | None,
-        *,
-        free: bool,
+        self, ask: RequestInfo, now: float, attempts: Attempts, *, free: bool
     ) -> Refusal | None:
         if attempts.drops >= MAX_DROPS:
             return self.placer.count_refusal(ask.model, refusals.dropped())
         longest_s = self.queue.longest_wait_s(ask)
-        after_s: float | None = None
         if attempts.paused and now - attempts.failing_since > longest_s:
             why = f"no other one has continued it in {longest_s:g} s"
-        elif free:  # few: the last attempt is whole
-            return None
-        elif attempts.failures >= self.settings.max_attempts:
+        elif not free and attempts.failures >= self.settings.max_attempts:
             why = "it has used all its attempts (router.retries.attempts)"
-        elif self._failed_with_worker(ask, now, attempts, after) or self._retries.spend(now):
-            return None
         else:
-            why, after_s = "too many requests are being retried (router.retries.budget)", 1.0
-        return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, after_s))
+            return None
+        return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
 
     def may_retry(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
         """Return whether a request would be retried if the current leg failed."""
@@ -322,15 +322,14 @@ class Router:
         spared = self._falls.has_free_retry(leg.worker, leg.charged_at, now)
         return (spared and len(attempts.failed_on) == 1) or self._retries.has_retry(now)
 
-    def _failed_with_worker(
-        self, ask: RequestInfo, now: float, attempts: Attempts, after: Lease | None
-    ) -> bool:
-        """Return whether a request failed with its worker, for the first time."""
-        if after is None or not self._retries.share:
-            return False
-        live_workers = len(self._roster.pool(ask.model).all)
-        spared = self._falls.take_free_retry(after.worker, after.charged_at, now, live_workers)
-        return spared and len(attempts.failed_on) == 1
+    def _pays(self, ask: RequestInfo, now: float, attempts: Attempts, after: Lease | None) -> bool:
+        """Return whether a retry failed with its worker, for the first time, or has a budget."""
+        if after is not None and self._retries.share:
+            live_workers = len(self._roster.pool(ask.model).all)
+            spared = self._falls.take_free_retry(after.worker, after.charged_at, now, live_workers)
+            if spared and len(attempts.failed_on) == 1:
+                return True
+        return self._retries.spend(now)
 
     def _pass_on_settings(self, settings: RouterSettings) -> None:
         self._roster.ejections.set_threshold(settings.panic_threshold)

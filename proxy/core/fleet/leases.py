@@ -25,6 +25,7 @@ class Attempts:
     paused_until: float = 0.0
     failing_since: float = 0.0  # of those
     earlier_failures: int = 0  # of workers that may be tried again
+    owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
     whole: str = ""  # why it can be split no more

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proxy.core.fleet.leases import PAUSE_S
-from proxy.core.lifecycle.retries import MIN_RESERVE
+from proxy.core.lifecycle.retries import MIN_RESERVE, RESERVE_PER_S
 from proxy.core.request.continuable import NO_WORKER
 from proxy.wire.exchange.continuation import RECOVERED_S
 from tests.proxy.wire import scripts
@@ -128,6 +128,32 @@ async def test_for_a_slot(start: Start) -> None:
     gate.set()
     assert (await blocking.answer()).status == 200
     await goes_on(site, client)
+
+
+async def test_for_the_retry_budget(start: Start) -> None:
+    site = await start(*TWO)
+    site.stand_still()
+    engines = Engines()
+    with_journals(site, engines)
+    client, busy = await begin(site, engines, engines.serve())
+    while site.router._retries.spend(site.clock()):
+        pass
+    lose(site, busy)
+    await waits(site)
+    site.skip(1 / RESERVE_PER_S)
+    await goes_on(site, client)
+    assert not site.router._retries.affords(site.clock())
+
+
+async def test_not_without_a_retry_budget(start: Start) -> None:
+    site = await start(*TWO, router={"retry_budget": 0.0})
+    engines = Engines()
+    with_journals(site, engines)
+    client, busy = await begin(site, engines)
+    lose(site, busy)
+    assert b'"error"' in (await client.answer()).body.split(b"\n\n")[-2]
+    assert site.metrics.lost_streams == {NO_WORKER: 1}
+    await site.settled()
 
 
 async def test_for_its_own_worker(start: Start) -> None:
@@ -299,7 +325,7 @@ async def test_a_stream_that_ran_for_a_while_has_all_its_attempts(
 
 
 async def test_a_fleet_that_fails_as_a_whole_is_not_loaded_twice(start: Start) -> None:
-    """The streams of one worker are spared; those of the other one use the budget."""
+    """The streams of one worker are spared; those of the other one wait for the budget."""
     site = await start(*TWO)
     engines = Engines()
     with_journals(site, engines)
@@ -318,10 +344,14 @@ async def test_a_fleet_that_fails_as_a_whole_is_not_loaded_twice(start: Start) -
         await site.swept()
     for fake in site.fakes.values():
         await fake.listen()
-    site.skip(10.0)
+    for _ in range(5):
+        site.skip(PAUSE_S)
+        await site.swept()
+    site.skip(30.0)
     answers = await asyncio.gather(*(client.answer() for client in clients))
     whole = sum(b"[DONE]" in answer.body[-20:] for answer in answers)
     again = len(engines.asked) - 60
-    assert whole == again <= spared + max(MIN_RESERVE, site.router.settings.retry_budget * 60)
+    budget = max(MIN_RESERVE, site.router.settings.retry_budget * 60) + RESERVE_PER_S * site.skipped
+    assert spared < whole == again <= spared + budget
     assert site.metrics.lost_streams == {NO_WORKER: 60 - whole}
     await site.settled()
