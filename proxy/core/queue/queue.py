@@ -85,7 +85,7 @@ class Queue:
         """Return whether there is room; place the last turns that wait for a cache elsewhere."""
         if self.has_room(more):
             return True
-        stuck = set[Place]()
+        stuck: set[Place] = set()
         for tickets in self.cache_waits.voluntary():
             for ticket in tickets:
                 place, until = place_of(ticket.ask), ticket.cache_until
