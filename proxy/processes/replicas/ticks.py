@@ -70,5 +70,6 @@ class PublishTimes:
         except TimeoutError:
             return True
         self._woken.clear()
-        await asyncio.sleep(until_publish(pause_s=0.0))
+        if (left_s := until_publish(pause_s=0.0)) > FLUSH_LEAD_S:
+            await asyncio.sleep(left_s)
         return False

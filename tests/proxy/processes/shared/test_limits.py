@@ -86,6 +86,7 @@ def test_burst_within_a_turn_is_counted_across_processes(make_processes: MakeGro
     placed(submit_in_turn(group, 0))
 
 
+@pytest.mark.plain("replaces a part")
 def test_simultaneous_requests_keep_the_limit(
     make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_simultaneous_requests_keep_the_limit(
     assert [type(answer) for answer in (*second, first)] == [Refusal, Lease]
 
 
+@pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize("retried", [True, False])
 def test_retry_keeps_its_concurrency(
     make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch, retried: bool
@@ -235,6 +237,7 @@ def test_charges_of_a_dead_process_stay(make_group: MakeGroup) -> None:
     assert tenant(group, 1).virtual == before + 700
 
 
+@pytest.mark.plain("replaces a part")
 def test_clear_is_atomic_for_readers(
     make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +415,7 @@ def test_restored_tenant_keeps_its_charges(make_group: MakeGroup) -> None:
     assert standings == pytest.approx([1e6 + 10, 1e6 + 10])
 
 
+@pytest.mark.plain("replaces a part")
 def test_only_changed_tenants_are_written(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +436,7 @@ def test_only_changed_tenants_are_written(
     assert tenant(group, 1, "t7").standings == [0.0, 70.0, 0.0]
 
 
+@pytest.mark.plain("replaces a part")
 def test_only_changed_tenants_are_read(
     make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +473,7 @@ def test_tenant_added_later_starts_without_charges(make_all: MakeGroup) -> None:
     placed(submit(group, 1, "t"))
 
 
+@pytest.mark.plain("replaces a part")
 def test_more_tenants_than_rows_are_logged(
     make_all: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

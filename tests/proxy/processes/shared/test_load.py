@@ -202,6 +202,7 @@ def test_load_is_read_once_per_interval(make_processes: Callable[..., VirtualGro
     assert group.worker(1, "a").requests == 2
 
 
+@pytest.mark.plain("replaces a part")
 def test_limit_check_reads_one_number_per_process(
     make_processes: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
