@@ -14,6 +14,7 @@ import traceback
 from typing import Any
 
 import pytest
+import vllm.entrypoints.llm  # noqa: F401 - imported by upstream's conftest
 
 import vllm_sched.engine.scheduler  # noqa: F401 - all that takes long
 

@@ -94,7 +94,7 @@ class BatchHarness:
                 batch = await self.client.batches.retrieve(batch.id)
                 if batch.status in statuses or (not statuses and batch.status not in ACTIVE):
                     return batch
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
 
     async def lines_of(self, file_id: str | None) -> list[Any]:
         """Return the lines of a result file; empty without a file."""
