@@ -277,7 +277,7 @@ class Router:
         def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
             ask, owes = ticket.ask, ticket.attempts.owes
             answer: Lease | Refusal | CacheWait | None = None
-            if not owes or self._retries.affords(now):
+            if not owes or self._retries.has_retry(now):
                 answer = self.placer.place_queued(ticket, now)
             if owes and isinstance(answer, Lease):
                 self._retries.spend(now)

@@ -142,7 +142,7 @@ async def test_for_the_retry_budget(start: Start) -> None:
     await waits(site)
     site.skip(1 / RESERVE_PER_S)
     await goes_on(site, client)
-    assert not site.router._retries.affords(site.clock())
+    assert not site.router._retries.has_retry(site.clock())
 
 
 async def test_not_without_a_retry_budget(start: Start) -> None:
