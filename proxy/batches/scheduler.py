@@ -269,11 +269,8 @@ class BatchScheduler:
                 if jobs:
                     running.last = jobs[-1].number
                     running.active_at = self._wire.clock()
-            if (
-                running.is_done
-                and self.is_leader
-                and await self._store(Store.is_complete, running.batch)
-            ):
+            may_end = running.is_done and self.is_leader
+            if may_end and await self._store(Store.is_complete, running.batch):
                 await self._end(running.batch, Status.COMPLETED)
 
     def _send(self) -> None:

@@ -1,13 +1,13 @@
 """Route requests to workers, queue them, or refuse them.
 
-    refusal = router.spent(tenant, now)
-    ask = router.read(route, body, content_type, request_id)    # was_read, if refused
+    refusal = router.refusal_if_spent(tenant, now)
+    ask = router.read(route, body, content_type, request_id)    # charge_refused_read
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
-    router.leases.first_token(lease, now); router.leases.tokens(lease, 1); ...
-    router.leases.prefilled(lease, now, usage)    # of a hand-over, between its legs
+    router.leases.record_first_token(lease, now); router.leases.record_tokens(lease, 1); ...
+    router.leases.end_prefill(lease, now, usage)    # of a hand-over, between its legs
     router.leases.finish(lease, now, outcome, usage)
     answer = router.retry(lease, now, outcome, avoid=worker, after=leg)   # instead of finish
-    for ticket, answer in router.due(now): ...
+    for ticket, answer in router.pop_due(now): ...
 
 Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
 """

@@ -230,7 +230,7 @@ metrics.open_folder()
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
 if (child := os.fork()) == 0:
     told = metrics.Metrics("m", sys.argv[1])
-    told.stepped("decode", 0, 5, 0.1)
+    told.count_step("decode", 0, 5, 0.1)
     state = metrics.EngineState()
     state.gauges["step_budget_tokens"][()] = 64.0
     told.write(state, 0.0)

@@ -76,7 +76,7 @@ async def test_invalid_token_count_ends_the_request(start: Start, response: byte
 # A whole answer is read at once, a stream in pieces.
 @pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize(
-    ("place", "stream"), [((attempt, "pass_whole"), False), ((ResponseWriter, "take"), True)]
+    ("place", "stream"), [((attempt, "pass_at_once"), False), ((ResponseWriter, "feed"), True)]
 )
 async def test_router_exception_is_502(
     start: Start, monkeypatch: pytest.MonkeyPatch, place: tuple[object, str], stream: bool

@@ -532,7 +532,7 @@ def test_threshold_rises_only_after_several_equal_estimates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [9, 9, 9, 1, 9, 7, 9, 9, 2]
-    monkeypatch.setattr(threshold, "to_run", lambda *_, **__: found.pop(0))
+    monkeypatch.setattr(threshold, "recommended", lambda *_, **__: found.pop(0))
     busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.0)
     policy = busy.policy
     assert isinstance(policy, DeferredPrefill)

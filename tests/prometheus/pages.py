@@ -29,7 +29,7 @@ class EnginePage:
         self._policy_registry = CollectorRegistry()
         self._metrics = self._module.Metrics(model, "0", self._policy_registry)
         for name, (_, labels) in self._module.FACTS.items():
-            self._metrics.fact(name, 1.0, *labels)
+            self._metrics.set_fact(name, 1.0, *labels)
         self._vllm_registry = CollectorRegistry()
         names = declared.vllms()
         known = {name.removesuffix("_total") for name in names if name.endswith("_total")}

@@ -83,7 +83,7 @@ def test_both_routers_use_the_same_uncached_workers(
             commands.append(router.command)
         return 0
 
-    monkeypatch.setattr(demo.measuring, "measured", measured)
+    monkeypatch.setattr(demo.measuring, "run_measurement", measured)
     assert main(["demo", str(FLEET), "--rounds", "1"]) == 0
     assert capsys.readouterr().out.splitlines() == demo.watch_hints(FLEET, load(FLEET))
     pools, one_pool = (parse(files[name], name) for name in ("pools", "one-pool"))
@@ -174,7 +174,7 @@ async def test_hand_overs_are_reported_for_each_fleet_with_a_transfer(
 
     for name, stub in {"running": running, "measure": measure, "_page": lambda _: PAGE}.items():
         monkeypatch.setattr(demo, name, stub)
-    monkeypatch.setattr(demo, "described", lambda *_: None)
+    monkeypatch.setattr(demo, "make_worker", lambda *_: None)
     lines: list[str] = []
     plan = ComparisonPlan("tiny", build("long-blocks-short", seed=0), 1)
     await demo._play(ROOT, assign_ports(load(FLEET)), plan, tmp_path, lines, None)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_three_contenders_are_printed_drawn_and_saved(
         return Contest(two.plan, (first, second, third))
 
     arguments = argparse.Namespace(save=tmp_path / "c.json", plot=tmp_path / "c.svg")
-    assert demo.measuring.measured(play, arguments) == 1
+    assert demo.measuring.run_measurement(play, arguments) == 1
     printed = capsys.readouterr().out
     assert "short prompts" in printed
     assert "halves: long: gone" in printed

@@ -351,15 +351,15 @@ def interrupting(method: Callable[..., Any], number: int, *, after: int) -> Call
     ("number", "method", "after", "found"),
     [
         (
-            signal.SIGINT, "judged", 1,
+            signal.SIGINT, "judge", 1,
             ["best: 2 general", "one GPU more: not known", "one GPU fewer: not known"],
         ),
         (
-            signal.SIGTERM, "more", 0,
+            signal.SIGTERM, "with_one_more", 0,
             ["best: 2 general", "runner-up: 1 prefill + 1 decode", "more: not known"],
         ),
         (
-            signal.SIGINT, "fewer", 0,
+            signal.SIGINT, "with_one_fewer", 0,
             ["runner-up: ", "one GPU more: ", "requests/s in time", "fewer: not known"],
         ),
     ],

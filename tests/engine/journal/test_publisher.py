@@ -309,7 +309,7 @@ def test_each_rank_has_its_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_failure_turns_the_journal_off_and_the_engine_goes_on(scheduler: Any) -> None:
     publisher = scheduler._publisher
-    publisher.journal._prefixes.stored = None
+    publisher.journal._prefixes.record_stored = None
     scheduler.add_request(make_request(100, output=3))
     drain(scheduler)
     assert scheduler._publisher is None

@@ -397,7 +397,7 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     assert not queue
     queue.end_step()
     assert queue.refused is requests[1]
-    assert queue.could_begin(requests[1])
+    assert queue.may_begin(requests[1])
     assert not queue.entered
     assert list(queue) == requests
     queue.begin_step(4.0)

@@ -15,7 +15,7 @@ from vllm_sched.policies.deferral.threshold import CHECK_BATCHES, CHECK_STEPS, D
 
 def learning(monkeypatch: pytest.MonkeyPatch, *, decodes_pause: bool = False) -> DepartureThreshold:
     """Return a threshold whose every estimate is five."""
-    monkeypatch.setattr(threshold, "to_run", lambda *_, **__: 5)
+    monkeypatch.setattr(threshold, "recommended", lambda *_, **__: 5)
     monkeypatch.setattr(OnlineFit, "model", StepTime(decode_fixed_s=0.01, prefill_s=1e-4))
     lengths = RequestLengths()
     for _ in range(10):
@@ -72,9 +72,9 @@ def test_check_forgets_batches_and_ends_after_new_ones(
     assert [name for name, _ in forgotten] == [kind]
     assert all(0 < weight < 1 for _, weight in forgotten)
     for number in range(CHECK_BATCHES):
-        monkeypatch.setattr(OnlineFit, "seen", lambda _, name, n=number: n * (name == kind))
+        monkeypatch.setattr(OnlineFit, "count_of", lambda _, name, n=number: n * (name == kind))
         departures.begin_step(step := step + 1, 32)
         assert not departures.may_hold
-    monkeypatch.setattr(OnlineFit, "seen", lambda _, name: CHECK_BATCHES * (name == kind))
+    monkeypatch.setattr(OnlineFit, "count_of", lambda _, name: CHECK_BATCHES * (name == kind))
     departures.begin_step(step := step + 1, 32)
     assert departures.may_hold

@@ -31,7 +31,7 @@ NOW, KEEP_S = 1_000_000.0, 1000.0
 @pytest.fixture
 def maintenance() -> Maintenance:
     """Return a maintenance without a store."""
-    leading = SimpleNamespace(backend=SimpleNamespace(leads_in=lambda _: True))
+    leading = SimpleNamespace(backend=SimpleNamespace(has_led_since=lambda _: True))
 
     async def run_now(function: Callable[..., Any], *args: object) -> Any:
         return function(cast("Store", leading), *args)

@@ -66,6 +66,6 @@ async def test_batches_take_turns_within_the_spare_capacity(
         sent.append((running.batch.id, len(job.body)))
 
     monkeypatch.setattr(module, "has_spare_capacity", allow_small)
-    monkeypatch.setattr(lane, "_send_one", send_one)
+    monkeypatch.setattr(lane, "_send_line", send_one)
     lane._send()
     assert sent == [*((f"b{n}", 500) for n in range(20)), *((f"b{n}", 700) for n in range(10))]

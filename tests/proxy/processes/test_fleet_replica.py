@@ -230,7 +230,7 @@ def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
     send_changes(leader, other)
     assert not other.router.placer.links.is_cold(p, d)
     with pytest.MonkeyPatch.context() as patch:  # without changes, no pair is checked
-        patch.setattr(KvLinks, "knows", lambda *_: pytest.fail("looked"))
+        patch.setattr(KvLinks, "is_warm", lambda *_: pytest.fail("looked"))
         assert not send_changes(leader, other)
     leader.fleet.roster.remove("d")
     send_changes(leader, other)
@@ -242,7 +242,7 @@ def test_more_workers_than_rows_are_logged(
     pair: tuple[Process, Process], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, other = pair
-    monkeypatch.setattr(sharing_module.WorkerRows, "of", lambda *_: None)
+    monkeypatch.setattr(sharing_module.WorkerRows, "row_of", lambda *_: None)
     leader.up("a")
     with caplog.at_level(logging.ERROR):
         assert send_changes(leader, other)

@@ -76,7 +76,7 @@ class RandomRouter:
         self._placed(router, placed)
         return placed
 
-    def due(self, now: float) -> Iterator[tuple[Ticket, Lease | Refusal]]:
+    def pop_due(self, now: float) -> Iterator[tuple[Ticket, Lease | Refusal]]:
         for router in self._routers:
             for ticket, placed in router.pop_due(now):
                 self._placed(router, placed)
@@ -166,6 +166,6 @@ def test_limits_hold_under_overload_without_longer_waits() -> None:
 
 
 def test_limits_do_not_hold_without_shared_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SharedLoad, "look", lambda *_: None)
-    monkeypatch.setattr(SharedLoad, "have_filled", lambda *_: False)
+    monkeypatch.setattr(SharedLoad, "take_in_charges", lambda *_: None)
+    monkeypatch.setattr(SharedLoad, "is_filled_by_others", lambda *_: False)
     assert simulate(4, EQUAL_WORKERS, 34.0, 0.0, "adaptive", 60.0).most > 2 * MAX_REQUESTS

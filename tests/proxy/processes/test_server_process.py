@@ -62,7 +62,7 @@ def ignore_end() -> None:
 
 QUESTIONS = {
     "page": ("metrics.tenants.show", None),
-    "minute": ("live.notes.part", None),
+    "minute": ("live.notes.update", None),
     "logs": ("logs.change", (True, {})),
     "decisions": ("recent.newest", (1, ANY)),
 }

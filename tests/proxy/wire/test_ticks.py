@@ -27,7 +27,7 @@ async def test_ticks_are_shorter_while_a_count_is_pending() -> None:
     await wire.start("127.0.0.1", 0)
     idle = wire.ticks.timer.when()
     assert idle - asyncio.get_running_loop().time() < 0.5
-    count = wire.count(wire.clock(), print)
+    count = wire.make_tokenize_request(wire.clock(), print)
     assert wire.ticks.timer.when() - idle < SHORT_TICK_S - SWEEP_INTERVAL_S / 2
     wire.ticks.timer.cancel()
     wire.ticks.tick()

@@ -68,9 +68,9 @@ async def test_batch_holds_what_is_not_written_yet() -> None:
     batch: Any = WriteBatch()
     batch.write(a, b"1")
     batch.write(b, b"2")
-    assert (batch.holds(a), batch.holds(b)) == (False, True)
+    assert (batch.has_pending(a), batch.has_pending(b)) == (False, True)
     batch.flush()
-    assert not batch.holds(b)
+    assert not batch.has_pending(b)
 
 
 async def test_closing_connection_gets_no_writes() -> None:

@@ -127,7 +127,7 @@ def test_short_pool_beside_prefill_and_decode_must_serve_the_best_rate(
         return ServedRate(shape, of_it, NOTHING) if of_it >= least else None
 
     monkeypatch.setattr(FleetSearch, "rate_of", served)
-    monkeypatch.setattr(FleetSearch, "judged", served)
+    monkeypatch.setattr(FleetSearch, "judge", served)
     search = FleetSearch(question(LONGS, "ttft:250"))
     others = [ONE_POOL, SHORT_LONG, PREFILL_DECODE]
     assert [each.shape.family for each in search.best(2)] == others  # it needs three workers
@@ -236,7 +236,7 @@ def test_search_for_one_more_worker_requires_a_higher_rate(monkeypatch: pytest.M
         return replace(best, shape=shape, rate=rate) if rate >= least else None
 
     monkeypatch.setattr(FleetSearch, "rate_of", served)
-    monkeypatch.setattr(FleetSearch, "judged", served)
+    monkeypatch.setattr(FleetSearch, "judge", served)
     found = present(search.with_one_more(best, (0.0, 1.0)))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
     assert tried[:2] == ["2 prefill + 1 decode", "1 prefill + 2 decode"]
@@ -566,7 +566,7 @@ def test_policy_without_effect_is_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
         return ServedRate(shape, 10.0, NOTHING) if least <= 10.0 else None
 
     monkeypatch.setattr(FleetSearch, "rate_of", rough)
-    monkeypatch.setattr(FleetSearch, "judged", exact)
+    monkeypatch.setattr(FleetSearch, "judge", exact)
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
     best, *_ = search.family(ONE_POOL, 2, (0, 1))
     assert best.shape.policy == DEFAULT
@@ -588,7 +588,7 @@ def test_best_policy_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         return served(search, shape, start, least=least)
 
     monkeypatch.setattr(FleetSearch, "rate_of", served)
-    monkeypatch.setattr(FleetSearch, "judged", exact)
+    monkeypatch.setattr(FleetSearch, "judge", exact)
     best, *_ = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES)).family(
         SHORT_LONG, 4, (0, 1)
     )

@@ -77,7 +77,7 @@ class Admission:
         choice: Request | None = self.queue.first_choice()
         if choice is None or self.closed_adapter(choice):
             return None
-        return choice if self.queue.could_begin(choice) else None
+        return choice if self.queue.may_begin(choice) else None
 
     def ask_gates(self) -> None:
         """Count the held requests of each lane, unless the counts are recent."""

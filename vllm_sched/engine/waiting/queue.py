@@ -179,7 +179,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             raise IndexError("pop from a queue without an open lane")
         entry, lane, group = self._live[request]
         heapq.heappop(self._heaps[group][lane])  # the offer is the head
-        self._drop(request)
+        self._untrack(request)
         self._turned_away.pop(request, None)
         self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
         if self.refused is request and self._without_tokens is None:
@@ -197,7 +197,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         for request in requests:
             if request in self._live:
                 self._dead += self._live[request].group != SET_ASIDE
-                self._drop(request)
+                self._untrack(request)
                 self._turned_away.pop(request, None)
             if self.refused is request:
                 self.refused = None
@@ -239,7 +239,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._place(entry, lane)
         else:
             self._aside[request] = None
-            self._hold(Place(entry, lane, SET_ASIDE))
+            self._track(Place(entry, lane, SET_ASIDE))
 
     def _offer_again(self) -> None:
         offered = Counter(self._live[request].lane for request in self._turned_away)
@@ -253,7 +253,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
             if len(again) == MAX_RETRIES:
                 break
         for entry, lane, _ in again:
-            self._drop(entry.request)
+            self._untrack(entry.request)
             self._turned_away[entry.request] = self._steps
             self._place(entry, lane)
 
@@ -312,7 +312,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
                 return
             self._moves += 1
             heapq.heappop(heap)
-            self._drop(entry.request)
+            self._untrack(entry.request)
             self._place(entry, belongs, group)
         del self._heaps[group][lane]
 

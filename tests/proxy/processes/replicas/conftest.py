@@ -46,7 +46,7 @@ def start_host(
         NAMES,
         1,
         listens=(port, 0),
-        router=f", shared: {{url: '{redis.url}'}}",
+        router=f", shared: {{url: '{redis.url}', timeout_s: 2}}",
         more=f"tenants:\n{tenants}",
         ports=ports,
     )

@@ -27,9 +27,9 @@ def test_news_are_sent_once_and_all_to_a_replica_that_joins() -> None:
     assert host.notices.has_new
     update = host.update()
     assert not host.notices.has_new
-    other.notices.take(update)
+    other.notices.apply(update)
     assert other.sent == [WorkerDrained("a", draining=True, now=True), StoredResponses((FIRST,))]
-    other.notices.take(update)
+    other.notices.apply(update)
     assert len(other.sent) == 2
     assert not other.notices.has_new
     host.notices.report(StoredResponses((SECOND,)))

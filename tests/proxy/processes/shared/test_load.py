@@ -69,8 +69,8 @@ def test_urgent_changes_are_reported_after_they_are_written(
     "change",
     [
         lambda group: group.routers[0].submit(ask(LARGE_TOKENS), group.now),
-        lambda group: group.routers[0].fleet.health.failed(group.worker(0, "a"), group.now),
-        lambda group: group.routers[0].queue.elsewhere.moved(),
+        lambda group: group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now),
+        lambda group: group.routers[0].queue.elsewhere.report_change(),
         lambda group: group.sharings[0].table.await_urgent(awaits=False),
     ],
 )
@@ -297,7 +297,7 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
     sides = spec("p", Role.PREFILL), spec("d", Role.DECODE, most=3)
     group = make_processes(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
     group.read_all()
-    for name in ("may_begin", "is_seated"):
+    for name in ("may_begin", "has_slot"):
         monkeypatch.setattr(HandoverOffer, name, lambda *_: False)
     for _ in range(3):
         decision = Decision(group.worker(0, "d"), Reason.LEAST_LOADED)

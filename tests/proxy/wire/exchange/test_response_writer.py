@@ -53,7 +53,7 @@ def test_content_length_is_kept() -> None:
         b"HTTP/1.1 200 OK\r\nX: y\r\nX-Request-Id: id-1\r\nContent-Length: 3\r\n\r\na"
     )
     assert writer.has_begun
-    assert writer.take(b"bc", ended=True) == b"bc"
+    assert writer.feed(b"bc", ended=True) == b"bc"
 
 
 @pytest.mark.parametrize("head", [CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n"])

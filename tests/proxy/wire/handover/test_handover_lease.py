@@ -189,7 +189,7 @@ async def test_client_that_does_not_read_makes_no_transfer_late(start: Start) ->
     handover = exchange._attempt.handover
     await eventually(lambda: handover._early)
     rest.set()
-    await eventually(lambda: not handover.waits)
+    await eventually(lambda: not handover.is_fetch_pending)
     here.site.skip(TOO_LATE_S)
     client.read_on()
     async with asyncio.timeout(10):

@@ -63,9 +63,9 @@ def test_successful_response_is_collected() -> None:
     assert not leg.is_answering
     leg.response_begun(1.0, head(200))
     assert leg.is_answering
-    leg.received(1.1, b"ab", ended=False)
+    leg.body_received(1.1, b"ab", ended=False)
     assert owner.calls == []
-    leg.received(1.2, b"c", ended=True)
+    leg.body_received(1.2, b"c", ended=True)
     assert owner.calls == [(1.2, b"abc")]
     assert leg.connection is None
 
