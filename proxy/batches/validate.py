@@ -31,7 +31,7 @@ SLICE_BYTES, SLICE_LINES = 256 << 10, 1000
 
 
 class InputFileCheck:
-    """Validates an input file in slices: pass `take` the bytes that `wanted` names."""
+    """Validates an input file in slices: pass `validate` the bytes that `next_slice` names."""
 
     def __init__(self, size: int, endpoint: str, max_lines: int) -> None:
         self.complaints: list[InputProblem] = []

@@ -250,7 +250,7 @@ class FleetConfig(Block):
 
     model: Name
     """Model name that clients use, for workers without a model of their own"""
-    # Before `workers`: `_some_workers` reads it.
+    # Before `workers`: `_require_workers` reads it.
     discovery: DiscoveryConfig | None = None
     """How to discover workers that come and go; none if not given"""
     workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_require_workers)]

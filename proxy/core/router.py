@@ -9,7 +9,7 @@
     answer = router.retry(lease, now, outcome, avoid=worker, after=leg)   # instead of finish
     for ticket, answer in router.pop_due(now): ...
 
-Finish every lease exactly once. A ticket ends once, by `due` or `withdraw`.
+Finish every lease exactly once. A ticket ends once, by `pop_due` or `withdraw`.
 """
 
 from __future__ import annotations

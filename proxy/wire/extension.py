@@ -25,7 +25,7 @@ def refuse_disabled(head: RequestHead) -> Refusal | None:
 
 
 class Recipient(Protocol):
-    """The recipient of a response; `done` or `break_off` is the last call."""
+    """The recipient of a response; `end_response` or `break_off` is the last call."""
 
     def write(self, data: bytes, /) -> None:
         """Send a piece, including head and framing."""

@@ -19,7 +19,7 @@ from proxy.errors import short_list
 MIN_WAIT_SHARE = 0.2
 PREFILL_STALL_SHARE = 0.3  # share of a prefill's time that decoding loses
 NO_LIMIT = sys.maxsize
-MAX_NAMED_MODELS = 3  # in `why`
+MAX_NAMED_MODELS = 3  # in `not_served_because`
 KV_OVERBOOKING = 2
 MAX_IDLE_PAGE_S = 30.0  # longer than most prefills
 # For shorts and longs, at equal costs.

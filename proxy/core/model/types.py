@@ -78,7 +78,7 @@ class RequestInfo:
     stream: bool = False
     samples: int = 1  # prompts times `n`
     counted: bool = False
-    sure_prompt: int = -1  # `sure_size`; -1: by `prompt_error`
+    sure_prompt: int = -1  # `min_prompt_size`; -1: by `prompt_error`
     least_prompt: int = -1  # least size of the largest prompt; -1: by `prompt_error`
     most: int = maxsize  # largest context, if its worker should decide
     long: bool = False  # budget above `short_limit`

@@ -61,7 +61,7 @@ class Queue:
         self.elsewhere: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
         self.cache_waits = CacheWaits()
-        self.ended: dict[Ticket, End] = {}  # not yet reported by the router's `due`
+        self.ended: dict[Ticket, End] = {}  # not yet reported by the router's `pop_due`
         self._capacity = QueueCapacity()
         self._lines = Buckets()
         self.aged = Overtaking()

@@ -5,7 +5,7 @@ duplicates: the last counts, as in vLLM.
 
 Unless `router.allow_client_kv_transfer`:
 
-- `kv_transfer_params`, `ec_transfer_params`: 400 (see `steering`).
+- `kv_transfer_params`, `ec_transfer_params`: 400 (see `find_steering`).
 - A `request_id` with addresses, for older vLLM's P2pNcclConnector: 400; `X-Request-Id`: replaced.
 
 With tenants:

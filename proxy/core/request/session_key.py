@@ -1,6 +1,6 @@
 """The key of a request's session: a hash of an id with tenant and model.
 
-It is a hint: `Session.goes_on` compares prompts.
+It is a hint: `Session.may_extend` compares prompts.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def _measure_completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
         return
     # Each blob is a prompt, besides text and token ids.
     blobs = embedded if type(embedded) is list else [embedded]
-    seen = blobs[: extent.looks]  # `_many` charges them to `looks`
+    seen = blobs[: extent.looks]  # `_add_prompts` charges them to `looks`
     prompts: list[JSON] = [{"type": EMBEDDED, "data": item} for item in seen]
     if unseen := len(blobs) - len(seen):
         _guess_unseen(extent, blobs[len(seen) :])

@@ -47,7 +47,7 @@ class SharedTraffic:
         self._next = 0.0
 
     def publish(self) -> None:
-        """Do nothing: `take` also writes."""
+        """Do nothing: `read_peers` also writes."""
 
     def read_peers(self, now: float) -> None:
         """Write this process's traffic and add the growth in other processes."""

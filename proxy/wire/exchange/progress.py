@@ -87,7 +87,7 @@ def fast_path(
 
 
 def may_pass_at_once(owner: AttemptOwner, head: ResponseHead) -> bool:
-    """Return True if `pass_whole` may handle the response."""
+    """Return True if `pass_at_once` may handle the response."""
     request_head = owner.request.head
     return (
         head.length is not None

@@ -59,7 +59,7 @@ class ResponseWriter:
         self.status = head.status
         self.keep_alive = keep_alive
         self.has_begun = False
-        self.tokens = 0  # in the last result of `take`
+        self.tokens = 0  # in the last result of `feed`
         self._stream: EventStream | None = None
         self._tail: bytes | None = None  # of a JSON body, with the usage
         self._chunked = False

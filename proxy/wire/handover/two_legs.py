@@ -87,7 +87,7 @@ class TwoLegExchange:
         self.late_at = inf  # then the blocks may be reused
         self._was_late = False
         self._refused = 0  # status of a refused prefill
-        self.is_suspect = False  # `blame` applies
+        self.is_suspect = False  # `record_failure` applies
 
     # The legs
 

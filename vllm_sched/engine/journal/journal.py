@@ -137,7 +137,7 @@ class Journal:
         return None if message == EMPTY else message
 
     def snapshot(self) -> list[SnapshotRow]:
-        """Return all known requests; right after `take`, which notes what is pending."""
+        """Return all known requests; right after `pop_step`, which notes what is pending."""
         return [
             (
                 known.number,

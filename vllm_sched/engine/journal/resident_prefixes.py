@@ -48,7 +48,7 @@ class ResidentPrefixes:
         blocks.removed = self._removed
 
     def fail(self, error: Exception) -> None:
-        """Follow no further; the next `take_changes` raises the error."""
+        """Follow no further; the next `pop_changes` raises the error."""
         self._error = error
         self._pool.__class__ = BlockPool
         self._pool.cached_block_hash_to_block.__class__ = BlockHashToBlockMap
