@@ -49,7 +49,7 @@ FIRST_RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 
 
 class JournalSubscriber:
-    """Keeps the replica of one engine current; `check_silence` must be called several times a second."""
+    """Keeps the replica of one engine current; call `check_silence` several times a second."""
 
     def __init__(
         self,

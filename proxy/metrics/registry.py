@@ -1,6 +1,6 @@
 """The router's counters.
 
-The data path feeds plain integers: `count_request` takes 1 us, or 2 us for a stream with phases, and
+The data path feeds plain integers: `count_request` takes 1 us, 2 us for a stream with phases, and
 a gap between tokens 0.2 us. A metrics library's label lookup alone takes longer. Values that other
 objects keep (decisions, charges, breakers) are read at each scrape.
 """

@@ -42,7 +42,7 @@ class WorkerError(StrEnum):
 
 
 class ResponseReceiver(Protocol):
-    """The receiver of a response; `body_received(ended=True)` or `connection_failed` is the last call."""
+    """The receiver of a response; `connection_failed` or the end of the body is the last call."""
 
     connection: WorkerConnection | None
     timeout_s: float  # until the response begins
