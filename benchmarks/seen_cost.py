@@ -45,7 +45,7 @@ def warmed_up(kind: type[Any], policies: Policies) -> tuple[Any, Any]:
     scheduler = make_loaded(kind, policies, 10)
     telemetry = scheduler._telemetry
     assert telemetry is not None, "its metrics are off"
-    telemetry.metrics.due = lambda _: False
+    telemetry.metrics.is_due = lambda _: False
     for _ in range(WARM_UP_STEPS):
         take_step(scheduler)
     return scheduler, telemetry
@@ -74,12 +74,12 @@ def write_seconds(kind: type[Any], policies: Policies, between: int) -> float:
     scheduler, telemetry = warmed_up(kind, policies)
     writes = []
     for _ in range(WRITES):
-        telemetry.metrics.due = lambda _: False
+        telemetry.metrics.is_due = lambda _: False
         for _ in range(between):
             take_step(scheduler)
-        telemetry.metrics.due = lambda _: True
+        telemetry.metrics.is_due = lambda _: True
         start = time.process_time()
-        telemetry.show(scheduler.running, scheduler.waiting, time.monotonic(), full=True)
+        telemetry.write_if_due(scheduler.running, scheduler.waiting, time.monotonic(), full=True)
         writes.append(time.process_time() - start)
     assert len(scheduler.running) == RUNNING
     return statistics.median(writes[2:])

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 
 class AdminKey:
-    """The key that requests must carry; `set` can replace it at any time."""
+    """The key that requests must carry."""
 
     def __init__(self) -> None:
         self._digest: bytes | None = None

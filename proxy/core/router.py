@@ -4,7 +4,7 @@
     ask = router.read(route, body, content_type, request_id)    # charge_refused_read
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
     router.leases.record_first_token(lease, now); router.leases.record_tokens(lease, 1); ...
-    router.leases.end_prefill(lease, now, usage)    # of a hand-over, between its legs
+    router.leases.end_prefill(lease, now, usage)    # of a hand-over
     router.leases.finish(lease, now, outcome, usage)
     answer = router.retry(lease, now, outcome, avoid=worker, after=leg)   # instead of finish
     for ticket, answer in router.pop_due(now): ...

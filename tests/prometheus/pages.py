@@ -63,10 +63,10 @@ class EnginePage:
         module, state = self._module, self._module.EngineState()
         self._times += 1
         for kind in KINDS:
-            self._metrics.stepped(kind, 500, 8, 0.02)
-            self._metrics.predicted(kind, 0.025, 0.02)
-        self._metrics.admitted("long_prompt", "short")
-        self._metrics.held("long_prompt", 0.5)
+            self._metrics.count_step(kind, 500, 8, 0.02)
+            self._metrics.count_prediction(kind, 0.025, 0.02)
+        self._metrics.count_admission("long_prompt", "short")
+        self._metrics.observe_hold("long_prompt", 0.5)
         for name, (_, labels) in module.GAUGES.items():
             state.gauges[name][tuple(labels)] = 1.0
         state.policy_gauges = dict.fromkeys(self._policy_gauges, 1.0)

@@ -82,10 +82,10 @@ class RandomRouter:
                 self._placed(router, placed)
                 yield ticket, placed
 
-    def first_token(self, lease: Lease, now: float) -> None:
+    def record_first_token(self, lease: Lease, now: float) -> None:
         self._router_of[lease].leases.record_first_token(lease, now)
 
-    def tokens(self, lease: Lease, count: int) -> None:
+    def record_tokens(self, lease: Lease, count: int) -> None:
         self._router_of[lease].leases.record_tokens(lease, count)
 
     def finish(self, lease: Lease, now: float, outcome: Outcome, usage: Usage) -> None:

@@ -248,7 +248,7 @@ async def test_keys_of_added_workers_are_hidden_in_logs() -> None:
     member = ServerProcess.__new__(ServerProcess)
     stub: Any = member
     stub.app, stub._listens = App(config()), True
-    stub._replica = SimpleNamespace(take=lambda _: None)
+    stub._replica = SimpleNamespace(apply=lambda _: None)
     added = replace(spec("added"), api_key="of-this-worker")
     known = KnownWorker(added, None, 0.0, True, True, 0.0, 0.0, False, (), None, None, None)
     member.handle(WorkersChanged((known,)))

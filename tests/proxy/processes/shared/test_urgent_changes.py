@@ -30,7 +30,7 @@ class Process:
 
     def write(self, requests: int, tokens: int) -> int:
         """Write a load as at the end of a turn; return the number of reports so far."""
-        load = requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0
+        load = requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0, 0
         self._worker.requests = requests
         self._urgent.writes(self._worker, ROW, load)
         self.sheet.write_load(ROW, load, 0.0)
