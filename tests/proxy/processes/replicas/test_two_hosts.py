@@ -258,7 +258,7 @@ async def test_tenant_has_its_concurrency_once(
     for client in clients:
         client.close()
     async with asyncio.timeout(DEADLINE_S):
-        while (await burst(hosts, "parallel", 2))[200] < 4:
+        while (await burst(hosts, "parallel", 2))[200] < 4:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
 
