@@ -93,7 +93,9 @@ def large_groups(items: Sequence[pytest.Item]) -> list[Group]:
                 fixtures |= one[0]
                 group += one[1]
         found = [*apart, (fixtures, [*group, item])]
-    return sorted((group for _, group in found), key=len, reverse=True)
+    places = {item: place for place, item in enumerate(items)}  # merged groups are out of order
+    in_order = (sorted(group, key=places.__getitem__) for _, group in found)
+    return sorted(in_order, key=len, reverse=True)
 
 
 def shared_fixtures(item: pytest.Item) -> set[object]:
