@@ -81,7 +81,9 @@ async def test_lines_of_a_dead_replica_run_elsewhere(
     replicas: list[BatchHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replica leads, and dies with lines in flight and lines read ahead."""
-    monkeypatch.setattr(backend_module, "LEASE_S", 1.0)
+    # An idle replica renews its lease once a second.
+    monkeypatch.setattr(backend_module, "LEASE_S", 3.0)
+    monkeypatch.setattr(backend_module, "RENEW_S", 0.5)
     first, second = replicas
     first.site.fake.always(scripts.stall)
     batch = await second.begin(lines(100))
