@@ -265,7 +265,7 @@ class Router:
         if not queue.length and not queue.ended:
             return []
         self.fleet.start_due_decodes(now)
-        if queue.elsewhere is not None:  # which needs the room
+        if queue.elsewhere is not None:  # other processes may need room
             queue.make_room(queue.usual, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]

@@ -122,11 +122,11 @@ class DiskRoom:
             raise no_room(self._folder)
 
     @contextmanager
-    def free_pages(self, give_back: Callable[[], bool]) -> Iterator[None]:
-        """Keep the block's writes small, then call `give_back` until no pages are left.
+    def free_pages(self, shrink: Callable[[], bool]) -> Iterator[None]:
+        """Keep the block's writes small, then call `shrink` until no pages are left.
 
         SQLite may be built to overwrite deleted data. An automatic checkpoint could use up the
-        reserve before `give_back` shortens the database.
+        reserve before `shrink` shortens the database.
         """
         (erases,) = self._run("PRAGMA secure_delete").fetchone()
         (pages,) = self._run("PRAGMA wal_autocheckpoint").fetchone()
@@ -137,7 +137,7 @@ class DiskRoom:
             with suppress(DiskError, sqlite3.Error):  # the block itself has succeeded
                 for _ in range(MAX_VACUUM_STEPS):
                     self._empty_log()
-                    if not self.retry_when_full(give_back):
+                    if not self.retry_when_full(shrink):
                         break
                 self._empty_log()
         finally:

@@ -36,9 +36,9 @@ class FlushTimer:
         self._wait(flush)
 
     def _wait(self, flush: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(until_flush(), self._look, flush)
+        asyncio.get_running_loop().call_later(until_flush(), self._check, flush)
 
-    def _look(self, flush: Callable[[], None]) -> None:
+    def _check(self, flush: Callable[[], None]) -> None:
         if time.time() >= self._small_at or self._has_urgent():
             flush()
         else:

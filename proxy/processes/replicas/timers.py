@@ -41,13 +41,13 @@ class ReplyDeadline:
         self._started_at = loop.time()
         if not self._runs:
             self._runs = True
-            loop.call_later(self._timeout_s, self._look)
+            loop.call_later(self._timeout_s, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         loop = asyncio.get_running_loop()
         left_s = self._started_at + self._timeout_s - loop.time()
         if left_s > 0.0:
-            loop.call_later(left_s, self._look)
+            loop.call_later(left_s, self._check)
         else:
             self._runs = False
             self._call()

@@ -151,7 +151,7 @@ class SharedLoad:
         for worker in self._fleet.roster.unpublished:
             if (row := self._rows.get(worker)) is None:
                 continue
-            if urgent.includes(worker, row, own_numbers(worker)) or self._has_new_breaker(worker):
+            if urgent.is_urgent(worker, row, own_numbers(worker)) or self._has_new_breaker(worker):
                 return True
         return False
 
@@ -168,7 +168,7 @@ class SharedLoad:
                 continue
             load = own_numbers(worker)
             if urgent is not None:
-                urgent.writes(worker, row, load)
+                urgent.note_load(worker, row, load)
             sheet.write_load(row, load, worker.due_at)
             if self._has_new_breaker(worker):
                 self._write_breaker(worker, row)

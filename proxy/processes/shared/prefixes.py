@@ -65,14 +65,14 @@ class SharedPrefixes:
             self._add(worker, hashes)
 
     def _add(self, worker: Worker, hashes: tuple[int, ...]) -> None:
-        if mark := self._sharing.marks.of(worker):
+        if mark := self._sharing.marks.mark_of(worker):
             self._new.append(mark << LENGTH_BITS | len(hashes))
             self._new.extend(hashes)
             self._sharing.schedule()
 
     def _note_turn(self, session: Session, visit: Visit) -> None:
         worker = self._fleet.roster.by_index.get(visit.worker)
-        if worker is not None and self._sharing.marks.of(worker):
+        if worker is not None and self._sharing.marks.mark_of(worker):
             sole = len(session.visits) == 1
             marks = session.depth, session.mark, *session.tail
             entry = (TURN, session.key, visit.tokens, *marks, int(sole), session.known_as)
@@ -100,12 +100,12 @@ class SharedPrefixes:
     def read_peers(self, now: float) -> None:
         turns, self._turns = self._turns, []
         for mark, entry in turns:
-            if (worker := self._sharing.marks.worker(mark)) is not None:
+            if (worker := self._sharing.marks.worker_of(mark)) is not None:
                 self._apply_turn(entry, worker, now)
         self._taking = True
         for peer in self._peers:
             for mark, hashes in peer.new_entries():
-                worker = self._sharing.marks.worker(mark)
+                worker = self._sharing.marks.worker_of(mark)
                 if worker is None:
                     continue
                 if len(hashes) == TURN_WORDS and hashes[0] == TURN:

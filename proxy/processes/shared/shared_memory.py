@@ -83,7 +83,7 @@ class SharedTable:
 
     def mark_updated(self) -> None:
         """Have processes read remote sheets and reservations."""
-        self._write_common(AT_UPDATES, self.updates + 1)
+        self._increment(AT_UPDATES)
 
     @property
     def hosts(self) -> int:
@@ -99,7 +99,7 @@ class SharedTable:
         return self._common_count(AT_SENT)
 
     def note_sent(self) -> None:
-        self._write_common(AT_SENT, self.sent + 1)
+        self._increment(AT_SENT)
 
     @property
     def awaits_urgent(self) -> bool:
@@ -117,7 +117,7 @@ class SharedTable:
         """Reserve a worker's slots for other hosts."""
         if slots != self.reserved(row):
             self._write_common(AT_RESERVED + row, slots)
-            self._write_common(AT_RESERVATIONS, self.reservation_changes + 1)
+            self._increment(AT_RESERVATIONS)
             self.mark_updated()
 
     def reserved(self, row: int) -> int:
@@ -125,6 +125,9 @@ class SharedTable:
 
     def _write_common(self, at: int, value: int) -> None:
         store(self.memory, self._common + at * WORD, ONE_COUNT.pack(value))
+
+    def _increment(self, at: int) -> None:
+        self._write_common(at, self._common_count(at) + 1)
 
     def _common_count(self, at: int) -> int:
         value: int = ONE_COUNT.unpack_from(self.memory, self._common + at * WORD)[0]

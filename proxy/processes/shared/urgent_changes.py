@@ -35,12 +35,12 @@ class UrgentChanges:
         self._sent_loads: dict[int, tuple[int, ...]] = {}  # by row
         self._are_new = False
 
-    def writes(self, worker: Worker, row: int, load: tuple[int, ...]) -> None:
+    def note_load(self, worker: Worker, row: int, load: tuple[int, ...]) -> None:
         """Note the load that is written now."""
-        if self.includes(worker, row, load):
+        if self.is_urgent(worker, row, load):
             self._are_new = True
 
-    def includes(self, worker: Worker, row: int, load: tuple[int, ...]) -> bool:
+    def is_urgent(self, worker: Worker, row: int, load: tuple[int, ...]) -> bool:
         """Compare a load with what the supervisor sent."""
         if (sent := self._table.sent) != self._sent:
             self._sent = sent

@@ -28,9 +28,9 @@ class WorkerMarks:
         if self._workers.get(mark) is worker:
             del self._workers[mark]
 
-    def of(self, worker: Worker) -> int:
+    def mark_of(self, worker: Worker) -> int:
         """Return a worker's number; 0 without a row."""
         return self._marks.get(worker, 0)
 
-    def worker(self, mark: int) -> Worker | None:
+    def worker_of(self, mark: int) -> Worker | None:
         return self._workers.get(mark)

@@ -18,8 +18,8 @@ from proxy.wire.exchange.continuation import (
     expect_rest,
     is_silent,
     move_stream,
-    recover,
     rest_of,
+    restore_attempts,
 )
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
@@ -294,7 +294,7 @@ class Attempt:
         if lease.running_leg.worker not in workers:
             return
         if begun:
-            recover(owner, lease)
+            restore_attempts(owner, lease)
         connection = self.connection
         if handover is not None and handover.is_prefilling:
             connection = handover.prefill_connection

@@ -93,7 +93,7 @@ def find_tokens(
     return Obstacle(NO_TOKENS) if tokens is None else tokens
 
 
-def begins_anew(owner: AttemptOwner, sent: SentText) -> bool:
+def may_regenerate(owner: AttemptOwner, sent: SentText) -> bool:
     """Return whether another worker generates the same text from the beginning, and soon."""
     if sent.is_empty:
         return True
@@ -105,7 +105,7 @@ def prepare(
     owner: AttemptOwner, lease: Lease, response: ResponseWriter, tokens: Sequence[int]
 ) -> None:
     """Write the request that continues the stream."""
-    recover(owner, lease)
+    restore_attempts(owner, lease)
     if owner.begun is None:
         lease.attempts = continued(lease.attempts)
         owner.whole_body = owner.request.body
@@ -115,7 +115,7 @@ def prepare(
     owner.failed_worker = lease.worker.name
 
 
-def recover(owner: AttemptOwner, lease: Lease) -> None:
+def restore_attempts(owner: AttemptOwner, lease: Lease) -> None:
     """Forget the failures of a stream that its worker has served for a while."""
     first_at, last_at = lease.first_token_at, owner.record.last_token_at
     if first_at is not None and last_at - first_at >= RECOVERED_S:
@@ -154,7 +154,7 @@ def move_stream(
     if sent is None or lease is None:
         return False
     found = find_tokens(owner, lease, response)
-    if isinstance(found, Obstacle) and found.reason == NO_TOKENS and begins_anew(owner, sent):
+    if isinstance(found, Obstacle) and found.reason == NO_TOKENS and may_regenerate(owner, sent):
         found = ()
     if not isinstance(found, Obstacle):
         prepare(owner, lease, response, found)

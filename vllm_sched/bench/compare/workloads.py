@@ -133,7 +133,7 @@ def _beside_longs(
     seed: int,
     worker_flags: tuple[str, ...],
 ) -> Workload:
-    """Return requests with `new_tokens` each that arrive beside long prompts and decodes.
+    """Return requests with `new_tokens` each that arrive during long prompts and decodes.
 
     All output lengths are fixed, so both sides do the same work in a round. The background lasts
     four times as long as full budgets need, so it also outlasts small chunks.

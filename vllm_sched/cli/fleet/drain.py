@@ -1,4 +1,4 @@
-"""`vllm-sched drain FLEET.yaml WORKER`: send a worker no new requests; move those that it has."""
+"""`vllm-sched drain FLEET.yaml WORKER`: send a worker no new requests; move its requests."""
 
 from __future__ import annotations
 

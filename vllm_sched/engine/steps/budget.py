@@ -54,7 +54,7 @@ class StepBudget:
         most = step.budget
         if not self._budgets:
             return StepLimit(most)
-        # Requests with KV blocks always get their tokens, also beside a prefill of one token.
+        # Requests with KV blocks always get their tokens, also with a prefill of one token.
         needed = step.holding_kv * self._tokens_per_decode + step.decodes
         needed += bool(step.holding_kv and step.prefills)
         limit = StepLimit(min(budget(step) for budget in self._budgets))

@@ -24,7 +24,7 @@ class MeasuredChunk:
         return tokens >= SHRINK * self.tokens
 
     def observe(self, tokens: int, seconds: float, *, limit_s: float, margin: float) -> None:
-        """Learn from a full step, or from one that was too long."""
+        """Learn from a full step, or from a step that was too long."""
         if not self.is_full(tokens) and seconds <= limit_s:
             return
         # Ignores a step's fixed cost: errs on the short side.

@@ -62,7 +62,7 @@ class AggregateFlow(FleetSimulation):
             fleet.health.probe_ok(placed.spec.name, 0.0)
         router = Router(settings, fleet)
         router.tenants.replace(list(tenants), {})
-        self._fluid = [FluidEngine(placed.model, ended=self._gap_seen) for placed in workers]
+        self._fluid = [FluidEngine(placed.model, ended=self._record_gap) for placed in workers]
         super().__init__(router, {engine.model.name: engine for engine in self._fluid}, MODEL)
         self._figures = FlowFigures(targets, borne_s)
         self._warm = 0
@@ -99,12 +99,12 @@ class AggregateFlow(FleetSimulation):
     def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         self._newest = now
         if self._number >= self._warm:
-            self._figures.arrived(request.klass)
+            self._figures.record_arrival(request.klass)
         elif self._number == self._warm - 1:
             self._began = now
         self._enter(request, Outcome.from_request(request, now), self.router, now, ended)
 
-    def _gap_seen(self, job: Job, longest: float) -> None:
+    def _record_gap(self, job: Job, longest: float) -> None:
         self._flights[job.id].longest_gap = longest
 
     def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
@@ -113,7 +113,7 @@ class AggregateFlow(FleetSimulation):
             return
         figures, outcome, klass = self._figures, flight.outcome, flight.request.klass
         handed_over = flight.lease is not None and flight.lease.prefill is not None
-        figures.ended(outcome, klass, flight.longest_gap, handed_over=handed_over)
+        figures.record_end(outcome, klass, flight.longest_gap, handed_over=handed_over)
         if outcome.good:
             figures.trend.add(outcome.at, outcome.ttft)
         of_class, most_lost = figures.classes[klass], self._most_lost.get(klass, inf)

@@ -115,16 +115,16 @@ class FlowFigures:
         self._targets = targets
         self._borne_s = borne_s
 
-    def arrived(self, klass: str) -> None:
-        for figures in self._of(klass):
+    def record_arrival(self, klass: str) -> None:
+        for figures in self._figures_of(klass):
             figures.arrived += 1
 
-    def ended(
+    def record_end(
         self, outcome: Outcome, klass: str, longest: float, *, handed_over: bool = False
     ) -> None:
         """Count a complete or failed response; `longest` is its longest gap between tokens."""
         if not outcome.good:
-            for figures in self._of(klass):
+            for figures in self._figures_of(klass):
                 figures.ended += 1
             return
         targets, output, tpot = self._targets, outcome.completed, outcome.tpot or 0.0
@@ -132,7 +132,7 @@ class FlowFigures:
         paced = targets.is_paced(tpot, longest)
         met = paced and targets.is_in_time(ttft, latency)
         kept = met or (paced and ttft <= self._borne_s(outcome.prompt_tokens))
-        for figures in self._of(klass):
+        for figures in self._figures_of(klass):
             figures.ended += 1
             figures.done += 1
             figures.met += met
@@ -153,7 +153,7 @@ class FlowFigures:
         growth = self.trend.growth
         return FlowResult(self.all, self.classes, span_s, duration_s, gaps, growth, failed)
 
-    def _of(self, klass: str) -> tuple[ClassFigures, ClassFigures]:
+    def _figures_of(self, klass: str) -> tuple[ClassFigures, ClassFigures]:
         found = self.classes.get(klass)
         if found is None:
             found = self.classes[klass] = ClassFigures()

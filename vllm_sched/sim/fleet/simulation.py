@@ -102,8 +102,8 @@ class FleetSimulation:
         elif isinstance(answer, Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
-            settle = partial(self._dispatch_queued, flight.router)
-            self._queue.schedule(answer.deadline, settle, rank=ARRIVAL_RANK)
+            dispatch = partial(self._dispatch_queued, flight.router)
+            self._queue.schedule(answer.deadline, dispatch, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
             flight.priority = priority_of(flight.router, answer.ask)

@@ -103,8 +103,8 @@ def count_outcomes(
     span = max((each.at for each in outcomes), default=0.0)
     for each in outcomes:
         klass, itls = trials.class_of(each.prompt_tokens), each.itls
-        figures.arrived(klass)
-        figures.ended(each, klass, max(itls, default=0.0))
+        figures.record_arrival(klass)
+        figures.record_end(each, klass, max(itls, default=0.0))
         if not each.good:
             continue
         for gap in itls:

@@ -32,7 +32,7 @@ class Process:
         """Write a load as at the end of a turn; return the number of reports so far."""
         load = requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0, 0
         self._worker.requests = requests
-        self._urgent.writes(self._worker, ROW, load)
+        self._urgent.note_load(self._worker, ROW, load)
         self.sheet.write_load(ROW, load, 0.0)
         self._urgent.report()
         return self.reports
