@@ -38,6 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=0, help="number of processes")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without garbage collection: nearly everything stays, and it takes half the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
     """Run the small tests, then those with engines and browsers."""
