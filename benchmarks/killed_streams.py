@@ -6,7 +6,7 @@ Two real vLLM workers run the tiny model. The router reaches the HTTP port and t
 through a relay process. SIGKILL ends a relay with all its connections, and new ones are refused
 until it runs again: the router sees the death of a worker. The engine itself stays, because a start
 takes most of a minute; it aborts its requests. The next kill comes at a random moment after the
-router reads both journals again.
+router uses both workers again.
 
 Each greedy stream must have the text, reason and usage that it had without kills.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import sys
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,9 @@ NAMES: Final = "w0", "w1"
 DOWN_S: Final = 0.2  # between a kill and the relay's next start
 READY_TIMEOUT_S: Final = 60.0
 EQUAL, DIFFERENT, FAILED = "equal", "different", "ended with an error"
-JOURNAL_UP: Final = re.compile(r"^proxy_journal_up\{.*\} 1$", re.MULTILINE)
+READY: Final = re.compile(
+    r"^proxy_(?:journal_up|worker_up)\{.*\} 1$|^proxy_worker_breaker_open\{.*\} 0$", re.MULTILINE
+)
 LOST: Final = re.compile(
     r'^proxy_streams_not_continued_total\{why="(\w+)"\} ([1-9]\d*)$', re.MULTILINE
 )
@@ -79,15 +82,16 @@ class Tally:
 
 
 def engines_file(ports: Sequence[Ports], admin: int) -> str:
-    """Return the fleet file that starts both workers."""
+    """Return the fleet file that starts both workers, on a processor each if there are two."""
+    cpus = cycle(sorted(os.sched_getaffinity(0)))
     workers = [
         {
             "name": name,
             "url": f"http://127.0.0.1:{each.server}",
             "journal": f"tcp://127.0.0.1:{each.journal}",
-            "launch": {"args": [*ARGS], "policies": {}},
+            "launch": {"args": [*ARGS], "policies": {}, "cpus": [cpu]},
         }
-        for name, each in zip(NAMES, ports, strict=True)
+        for name, each, cpu in zip(NAMES, ports, cpus, strict=False)
     ]
     router = {"port": free_port(), "admin": {"port": admin}}
     return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
@@ -117,12 +121,12 @@ async def fetch(url: str) -> str:
         return await answer.text()
 
 
-async def wait_journals(port: int) -> None:
-    """Wait until the router reads both journals."""
+async def wait_both_usable(port: int) -> None:
+    """Wait until the router reads both journals and sends requests to both workers."""
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while len(JOURNAL_UP.findall(await fetch(f"http://127.0.0.1:{port}/metrics"))) < len(NAMES):
+    while len(READY.findall(await fetch(f"http://127.0.0.1:{port}/metrics"))) < 3 * len(NAMES):
         if time.monotonic() > deadline:
-            raise TimeoutError("the router does not read both journals")
+            raise TimeoutError("the router does not use both workers")
         await asyncio.sleep(0.1)
 
 
@@ -206,7 +210,7 @@ async def kill(
     until = time.monotonic() + 60 * given.minutes
     try:
         while tally.kills < given.kills and time.monotonic() < until:
-            await wait_journals(port)
+            await wait_both_usable(port)
             await asyncio.sleep(rng.uniform(0, 2 * given.every))
             which = rng.randrange(len(relays))
             relays[which].kill()
@@ -233,7 +237,7 @@ async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
                     base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
                 ) as client,
             ):
-                await wait_journals(port)
+                await wait_both_usable(port)
                 whole: list[Streamed] = []
                 for at in range(0, len(prompts), given.clients):
                     some = prompts[at : at + given.clients]
@@ -273,17 +277,17 @@ def report(console: Console, tally: Tally, page: str) -> None:
     console.print(f"continued {continued} times; not continued: {dict(LOST.findall(page))}")
     for error, number in tally.errors.most_common():
         console.print(f"{number} ended with: {error}")
-    moved = {name: pause for name, pause in tally.pauses_s.items() if name in tally.decisions}
     others = [pause for name, pause in tally.pauses_s.items() if name not in tally.decisions]
-    shares = [
-        pause / predicted
-        for name, pause in moved.items()
-        if (predicted := tally.decisions[name]["predicted_ttft_s"])
-    ]
-    console.print(
-        f"longest pause of {len(moved)} continued streams: {quantiles([*moved.values()], ' s', 1)}"
-    )
-    console.print(f"... over the predicted time to the first token: {quantiles(shares, 'x', 1)}")
+    for title, moves in (("once", [1]), ("more often", range(2, 1000))):
+        rows = [
+            (tally.pauses_s[name], row["predicted_ttft_s"])
+            for name, row in tally.decisions.items()
+            if name in tally.pauses_s and len(row["left_workers"]) in moves
+        ]
+        pauses = quantiles([pause for pause, _ in rows], " s", 1)
+        shares = quantiles([pause / predicted for pause, predicted in rows if predicted], "x", 1)
+        console.print(f"longest pause of {len(rows)} streams continued {title}: {pauses}")
+        console.print(f"... over the predicted time to the first token: {shares}")
     console.print(f"longest pause of {len(others)} other streams: {quantiles(others, ' s', 1)}")
     missed = tally.ends[DIFFERENT]
     console.print(f"every stream that ended is equal: {'MISSED' if missed else 'met'}")

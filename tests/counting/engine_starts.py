@@ -1,15 +1,18 @@
 """A vLLM plugin for tests that counts the engines that start in all processes.
 
-vLLM finds it by the metadata folder beside this file, which is on PYTHONPATH in tests.
+vLLM finds it by the metadata folder beside this file, which is on PYTHONPATH in tests. A test that
+stops workers while they start sets STALL, and no engine starts.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import time
 from typing import Any
 
 VARIABLE = "VLLM_SCHED_TESTS_ENGINE_STARTS"  # the file with a line for each start
+STALL = "VLLM_SCHED_TESTS_STALL_S"  # engines wait in place of starting
 COUNTED = "_counted_by_tests"
 
 
@@ -23,6 +26,9 @@ def load() -> None:
 
     @functools.wraps(upstream)
     def counted(executor: Executor, *args: Any, **kwargs: Any) -> None:
+        if seconds := os.environ.get(STALL):
+            time.sleep(float(seconds))
+            raise TimeoutError("the test has not stopped this engine")
         if path := os.environ.get(VARIABLE):
             note(path, " ".join([str(os.getpid()), *model_of(*args)]))
         upstream(executor, *args, **kwargs)

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from tests.counting.engine_starts import STALL
 from vllm_sched.bench.compare.report import GROUPS, show, show_ratio
 
 # Two workers start within a few minutes; a longer run hangs.
@@ -28,6 +30,7 @@ SOON_S, GONE_S = 60.0, 5.0
 MARK = "VLLM_SCHED_TESTED_BY"
 SIDES = ("baseline", "candidate")
 LONGS, SHORTS, DECODES, ALONE = 1, 8, 4, 20
+NO_ENGINE = {STALL: str(BOUND_S)}
 TYPED = ("--workload", "long-blocks-short", "--longs", str(LONGS), "--rounds", "1")
 
 
@@ -74,7 +77,9 @@ class Command:
 
 
 @contextmanager
-def run_command(folder: Path, *words: str) -> Iterator[Command]:
+def run_command(
+    folder: Path, *words: str, env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Command]:
     """Run the command, and kill all its processes at the end."""
     mark, out, err = uuid4().hex, folder / "out", folder / "err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
@@ -84,7 +89,7 @@ def run_command(folder: Path, *words: str) -> Iterator[Command]:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,  # to find its processes
-            env={**os.environ, "PYTHONUNBUFFERED": "1", MARK: mark},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", MARK: mark, **env},
         )
     command = Command(process, mark, out, err)
     try:
@@ -224,7 +229,8 @@ def span(page: str) -> tuple[int, int]:
 
 
 def test_interrupt_leaves_no_worker(tmp_path: Path) -> None:
-    with run_command(tmp_path, *TYPED, "--save", str(tmp_path / "out.json")) as command:
+    save = ("--save", str(tmp_path / "out.json"))
+    with run_command(tmp_path, *TYPED, *save, env=NO_ENGINE) as command:
         # The command, and the server and guard of both workers.
         until = time.monotonic() + SOON_S
         while len(command.family()) < 5:
@@ -239,7 +245,8 @@ def test_interrupt_leaves_no_worker(tmp_path: Path) -> None:
 
 
 def test_failed_worker_is_reported_and_the_other_is_stopped(tmp_path: Path) -> None:
-    with run_command(tmp_path, *TYPED, "--candidate-arg=--no-such-flag") as command:
+    wrong = "--candidate-arg=--no-such-flag"
+    with run_command(tmp_path, *TYPED, wrong, env=NO_ENGINE) as command:
         assert command.wait(BOUND_S) == 1
         assert command.left() == []
     error = command.err.read_text()

@@ -22,7 +22,6 @@ from tests.fleet.test_worker import DEADLINE_S, Workers, client_of, complete, pr
 from vllm_sched.workers.launch import Worker
 
 BLOCK = 128  # tokens of an engine's block
-BYTES = 512  # of the index's first blocks
 WORDS = (
     "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "every",
     "scheduler", "waits", "for", "memory",
@@ -37,13 +36,6 @@ class Prediction:
     worker: str
     expected: int
     found: int
-    prompt_tokens: int
-    body_bytes: int
-
-    @property
-    def block_tokens(self) -> float:
-        """The tokens in a block of the index."""
-        return BYTES * self.prompt_tokens / self.body_bytes
 
 
 @contextmanager
@@ -100,8 +92,6 @@ def predicted(router: Router, answer: Any) -> Prediction:
         decision["worker"],
         decision["cached_tokens"],
         details.cached_tokens or 0 if details else 0,
-        answer.usage.prompt_tokens,
-        decision["body_bytes"],
     )
 
 
@@ -165,9 +155,7 @@ async def test_predictions_are_near_what_the_engine_finds(cold: Router) -> None:
     assert len(found) == 60
     assert sum(each.found > 0 for each in found) > 40
     off = [abs(each.expected - each.found) for each in found]
-    assert sum(tokens <= BLOCK for tokens in off) >= 56, found
-    within = [tokens <= BLOCK + each.block_tokens for tokens, each in zip(off, found, strict=True)]
-    assert sum(within) >= 58, found
+    assert sum(tokens <= BLOCK for tokens in off) >= 0.98 * len(found), found
 
 
 async def test_no_prefix_is_expected_of_new_prompts(cold: Router) -> None:
