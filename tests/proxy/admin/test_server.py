@@ -31,9 +31,10 @@ from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 60.0
 HALF_HEAD = b"GET /hello HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+POST = b"POST /take HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+HALF_BODY = POST + b"Content-Length: 9\r\n\r\nx"
 MAX_CONNECTIONS = 6
-
-
 EVENT_LOOPS = ("asyncio", "uvloop")
 
 
@@ -70,11 +71,9 @@ class Served:
             return StreamingResponse(pieces())
 
     async def connect(self, **options: Any) -> Client:
-        """Open a connection."""
         return await Client.connect(self.server.port, **options)
 
     async def is_serving(self) -> bool:
-        """Return whether a new connection is served."""
         client = await self.connect()
         try:
             return (await client.ask(get("/hello"))).status == 200
@@ -84,7 +83,6 @@ class Served:
 
 @asynccontextmanager
 async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
-    """Serve within the block."""
     served = Served()
     served.server = AdminServer(served.app, await admin_socket("127.0.0.1", 0), tls=tls)
     task = asyncio.create_task(served.server.run())
@@ -125,7 +123,6 @@ class Made:
         self.port = AdminPort(sock, self.make)
 
     def make(self, sock: socket.socket) -> AdminServer:
-        """Return the server."""
         self.asked.set()
         assert self.may_be_made.wait(DEADLINE_S)
         if self.error is not None:
@@ -207,30 +204,19 @@ async def test_server_stops_with_open_connections(served: Served) -> None:
 # Limit of connections
 
 
-async def test_oldest_half_sent_head_gives_way_to_a_new_connection(served: Served) -> None:
+async def test_oldest_incomplete_request_gives_way_to_a_new_connection(served: Served) -> None:
     with ExitStack() as stack:
-        half = []
-        for _ in range(10 * MAX_CONNECTIONS):
+        clients = []
+        for data in (b"", HALF_HEAD, HALF_BODY) * 4 * MAX_CONNECTIONS:
             client = await served.connect()
             stack.callback(client.close)
-            await client.send(HALF_HEAD)
-            half.append(client)
+            await client.send(data)
+            clients.append(client)
         await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
-        for client in half[: 9 * MAX_CONNECTIONS]:
+        for client in clients[:-MAX_CONNECTIONS]:
             assert await client.closed() == b""
         assert await served.is_serving()
         assert served.server.connections <= MAX_CONNECTIONS
-
-
-async def test_half_sent_bodies_and_silent_connections_give_way(served: Served) -> None:
-    with ExitStack() as stack:
-        for number in range(10 * MAX_CONNECTIONS):
-            client = await served.connect()
-            stack.callback(client.close)
-            head = b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
-            await client.send(head if number % 2 else b"")
-        await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
-        assert await served.is_serving()
     assert served.bodies == []
 
 
@@ -269,7 +255,7 @@ def test_connection_limit_depends_on_the_file_limit(
 
 @dataclass
 class Timer:
-    """A timeout of a connection."""
+    """A timeout of a connection, which expires on request."""
 
     callback: Callable[[], object]
     cancelled: bool = False
@@ -277,28 +263,18 @@ class Timer:
     def cancel(self) -> None:
         self.cancelled = True
 
+    def expire(self) -> None:
+        self.cancel()
+        self.callback()
 
-class Timers:
-    """Timeouts of connections that expire on request."""
 
-    def __init__(self) -> None:
-        self._all: list[Timer] = []
+class Timers(list[Timer]):
+    """All timeouts of connections."""
 
     @property
     def running(self) -> list[Timer]:
         """Timers that have neither expired nor been cancelled."""
-        return [timer for timer in self._all if not timer.cancelled]
-
-    def call_later(self, callback: Callable[[], object]) -> Timer:
-        """Add a timer."""
-        self._all.append(Timer(callback))
-        return self._all[-1]
-
-    def expire(self) -> None:
-        """Let all timers expire."""
-        for timer in self.running:
-            timer.cancel()
-            timer.callback()
+        return [timer for timer in self if not timer.cancelled]
 
 
 class TimedLoop:
@@ -312,13 +288,13 @@ class TimedLoop:
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> Any:
         if delay == admin_connection.TIMEOUT_S:
-            return self._timers.call_later(callback)
+            self._timers.append(Timer(callback))
+            return self._timers[-1]
         return self._loop.call_later(delay, callback, *args)
 
 
 @pytest.fixture
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
-    """Stop the timeouts of connections."""
     timers, original = Timers(), admin_connection.AdminConnection.__init__
 
     def make(connection: Any, *args: Any) -> None:
@@ -336,8 +312,8 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
         HALF_HEAD,
         get("/hello"),
         get("/hello") + HALF_HEAD,
-        b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
-        b"POST /take HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
+        HALF_BODY,
+        CHUNKED + b"1\r\nx\r\n",
     ],
     ids=["nothing", "half a head", "idle", "half a second head", "half a body", "half of chunks"],
 )
@@ -353,7 +329,7 @@ async def test_incomplete_requests_time_out(timers: Timers, served: Served, data
             await client.send(b"x")
             await asyncio.sleep(0.01)
     assert timers.running == [timer]
-    timers.expire()
+    timer.expire()
     assert await client.closed() == b""
     await eventually(lambda: served.server.connections == 0)
     client.close()
@@ -370,26 +346,19 @@ async def test_stream_that_is_read_has_no_timeout(timers: Timers, served: Served
 
 
 async def test_client_that_does_not_read_times_out(timers: Timers, served: Served) -> None:
-    client = await served.connect(rcvbuf=4096, limit=4096)
-    await client.send(get("/endless?size=1000000"))
+    clients = [await served.connect(rcvbuf=4096, limit=4096) for _ in range(2)]
+    for client in clients:
+        await client.send(get("/endless?size=1000000"))
+    await eventually(lambda: served.streams == len(timers.running) == 2)
+    clients[0].read_on()
+    reading = asyncio.create_task(clients[0].reader.read(-1))
+    await eventually(lambda: len(timers.running) == 1)
+    timers.running[0].expire()
     await eventually(lambda: served.streams == 1)
-    await eventually(lambda: timers.running)
-    timers.expire()
-    await eventually(lambda: served.server.connections == 0 and served.streams == 0)
-    client.close()
-
-
-async def test_reading_again_cancels_the_timeout(timers: Timers, served: Served) -> None:
-    client = await served.connect(rcvbuf=4096, limit=4096)
-    await client.send(get("/endless?size=1000000"))
-    await eventually(lambda: timers.running)
-    [timer] = timers.running
-    client.read_on()
-    reading = asyncio.create_task(client.reader.read(-1))
-    await eventually(lambda: timer.cancelled)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    client.close()
+    for client in clients:
+        client.close()
 
 
 async def test_oversized_head_is_refused(served: Served) -> None:
@@ -400,10 +369,6 @@ async def test_oversized_head_is_refused(served: Served) -> None:
 
 
 # Bodies
-
-
-POST = b"POST /take HTTP/1.1\r\nHost: localhost\r\n"
-CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def chunked(total: int) -> bytes:

@@ -16,10 +16,10 @@ import aiohttp
 import pytest
 
 from proxy.admin.status_routes import page_file
-from proxy.config import load
 from proxy.setup.app import App
 from proxy.status_page.live import MAX_VIEWERS
 from proxy.wire.exchange.request_record import RequestRecord
+from tests.proxy.running import ask, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Answer, Client, chat, get
@@ -30,41 +30,20 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
-    """Run a router before a fake worker."""
     fake = FakeWorker("w0")
-    await fake.listen()
     fake.always(scripts.stream(5, gap_s=0.03))
-    source = tmp_path / "fleet.yaml"
-    source.write_text(
-        f"model: tiny\nworkers: [{{name: w0, url: '{fake.url}'}}]\n"
-        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
-    )
-    running = App(load(source), source)
-    await running.start()
-    await eventually(lambda: all(w.up for w in running.fleet.roster), within=DEADLINE_S)
-    yield running
-    await running.stop()
-    await fake.stop()
+    async with serving(fake), running(write_fleet(tmp_path, fake)) as app:
+        await wait_until_up(app, "w0")
+        yield app
 
 
 @pytest.fixture
 async def web() -> AsyncIterator[aiohttp.ClientSession]:
-    """Return a session as of a browser."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
         yield session
 
 
-async def ask(app: App) -> int:
-    """Request a stream; return its status."""
-    client = await Client.connect(app.wire.port)
-    try:
-        return (await client.ask(chat(stream=True), within=DEADLINE_S)).status
-    finally:
-        client.close()
-
-
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
-    """Yield events."""
     name = ""
     async for line in answer.content:
         if line.startswith(b"event: "):
@@ -118,7 +97,7 @@ async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> No
         assert name == "all"
         assert [w["name"] for w in first["state"]["workers"]] == ["w0"]
         assert app.metrics.live is app.live.notes
-        assert await ask(app) == 200
+        assert await ask(app, chat(stream=True)) == 200
         fields, ticks = first["fields"], []
         async for _, data in stream_of_events:
             ticks += [at for tick in data["ticks"] for at in tick[1:]]
@@ -142,7 +121,6 @@ async def test_too_many_viewers_are_refused(app: App, web: aiohttp.ClientSession
 
 
 def record_requests(app: App, requests: int) -> None:
-    """Record requests without sending them."""
     for _ in range(requests):
         record = RequestRecord()
         record.started = app.wire.clock()
