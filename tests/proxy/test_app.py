@@ -27,15 +27,7 @@ from proxy.errors import ConfigError, ProxyError
 from proxy.setup import app as assembly
 from proxy.setup.secrets import SecretKeys
 from proxy.wire import bind
-from tests.proxy.running import (
-    DEADLINE_S,
-    ask,
-    entry,
-    running,
-    serving,
-    wait_until_up,
-    write_fleet,
-)
+from tests.proxy.running import DEADLINE_S, ask, entry, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
@@ -161,9 +153,7 @@ async def test_keys_from_files_and_environment_are_hidden_in_logs(
     assert log_line(app).endswith(b" *** ***")
 
 
-async def test_model_list_wait_uses_the_monotonic_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_model_list_wait_uses_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(assembly, "monotonic", lambda: now)
     app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))

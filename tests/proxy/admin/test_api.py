@@ -162,10 +162,7 @@ async def test_invalid_worker_is_refused(
 
 @pytest.mark.parametrize(
     "worker",
-    [
-        {"name": "s0", "url": "http://127.0.0.1:9"},
-        {"name": "g0", "url": "http://127.0.0.1:9001"},
-    ],
+    [{"name": "s0", "url": "http://127.0.0.1:9"}, {"name": "g0", "url": "http://127.0.0.1:9001"}],
 )
 async def test_existing_worker_is_refused(api: httpx.AsyncClient, worker: dict[str, str]) -> None:
     error = error_of(await api.post("/admin/workers", json=worker), 409)

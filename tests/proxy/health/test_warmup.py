@@ -23,6 +23,7 @@ from proxy.metrics.handovers import HandoverCounters
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
 from tests.proxy.core.making import ask, placed, router_of, worker_of
+from tests.proxy.running import serving
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.kv import Faults, Kv
@@ -81,44 +82,35 @@ async def start_site(
     kv = Kv()
     roles = {f"p{n}": Role.PREFILL for n in range(prefills)}
     roles |= {f"d{n}": Role.DECODE for n in range(decodes)}
-    fakes = {}
-    specs = []
-    for worker_name, role in roles.items():
-        fake = fakes[worker_name] = FakeWorker(worker_name)
-        await fake.listen()
-        fake.always(kv.worker(fake, role.value))
-        specs.append(WorkerSpec(worker_name, fake.url, role, "tiny", api_key=api_key))
-    try:
-        yield WarmupSite(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
-    finally:
+    fakes = {name: FakeWorker(name) for name in roles}
+    async with serving(*fakes.values()):
         for fake in fakes.values():
-            await fake.stop()
+            fake.always(kv.worker(fake, roles[fake.name].value))
+        specs = (
+            WorkerSpec(fake.name, fake.url, roles[fake.name], "tiny", api_key=api_key)
+            for fake in fakes.values()
+        )
+        yield WarmupSite(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
     assert kv.faults == []
     assert kv.held == []
 
 
-async def test_each_link_is_warmed_once_with_the_workers_api_key() -> None:
+async def test_each_link_is_warmed_once_and_again_after_a_restart() -> None:
     async with start_site(2, 2, api_key="hush") as site:
         pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
         assert site.router.placer.links.is_cold(site.worker("p0"), site.worker("d0"))
         async with site.running():
             await eventually(lambda: site.are_warm(*pairs))
             await asyncio.sleep(0.3)
-        assert site.counts.warmups == {"done": 4}
-        assert site.kv.ends() == ["read"] * 4
-        assert len({blocks.prompt for blocks in site.kv.pinned}) == 4  # no prompt is cached
-        keys = [call.all(b"authorization") for fake in site.fakes.values() for call in fake.served]
-        assert keys == [[b"Bearer hush"]] * 8
-
-
-async def test_restarted_worker_is_warmed_again() -> None:
-    async with start_site() as site:
-        async with site.running():
-            await eventually(lambda: site.are_warm(("p0", "d0")))
+            assert site.counts.warmups == {"done": 4}
             site.worker("d0").up_since = 99.0
             assert not site.are_warm(("p0", "d0"))
-            await eventually(lambda: site.are_warm(("p0", "d0")))
-        assert site.counts.warmups == {"done": 2}
+            await eventually(lambda: site.are_warm(*pairs))
+        assert site.counts.warmups == {"done": 6}
+        assert site.kv.ends() == ["read"] * 6
+        assert len({blocks.prompt for blocks in site.kv.pinned}) == 6  # no prompt is cached
+        keys = [call.all(b"authorization") for fake in site.fakes.values() for call in fake.served]
+        assert keys == [[b"Bearer hush"]] * 12
 
 
 def fail_legs(kv: Kv, times: int) -> None:

@@ -96,8 +96,7 @@ def test_idle_engine_may_report_only_its_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [ONE + b"3", ONE + b"3.0 1700000000000\n", b"\n\n" + ONE + b"3e0\n", ONE + b"3\r\n"],
+    "line", [ONE + b"3", ONE + b"3.0 1700000000000\n", b"\n\n" + ONE + b"3e0\n", ONE + b"3\r\n"]
 )
 def test_line_formats_are_accepted(line: bytes) -> None:
     assert read(line).running == 3
@@ -110,8 +109,7 @@ def test_invalid_numbers_are_left_out(value: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [b"", b"<html>vllm:num_requests_running{</html>", b"vllm:num_requests_running_x{} 1"],
+    "page", [b"", b"<html>vllm:num_requests_running{</html>", b"vllm:num_requests_running_x{} 1"]
 )
 def test_other_pages_have_no_gauges(page: bytes) -> None:
     assert parse(page, at=0) is None
