@@ -75,10 +75,12 @@ def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric
 
 def value(metrics: Metrics, sample_name: str, **labels: str) -> float | None:
     """Return a sample with exactly these labels, or None."""
-    for family in families(metrics).values():
-        for sample in family.samples:
-            if sample.name == sample_name and sample.labels == labels:
-                return float(sample.value)
+    wanted = {f'{name}="{text}"' for name, text in labels.items()}
+    for line in scraped(metrics).splitlines():
+        name, _, number = line.rpartition(" ")
+        family, _, given = name.partition("{")
+        if family == sample_name and set(filter(None, given.rstrip("}").split(","))) == wanted:
+            return float(number)
     return None
 
 
