@@ -30,7 +30,7 @@ from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 60.0
 HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
-Cards = tuple[str, int | None]
+Card = tuple[str, int | None]
 
 
 class ProbedWorker:
@@ -55,20 +55,10 @@ class ProbedWorker:
     def set_page(self, page: bytes) -> None:
         self.fake.always(scripts.answer(body=page), METRICS)
 
-    def set_models(self, *cards: Cards) -> None:
+    def set_models(self, *cards: Card) -> None:
         """Answer /v1/models with names and context lengths, as vLLM does."""
         listed = [{"id": name, "max_model_len": length} for name, length in cards]
         self.fake.always(scripts.answer(body=json.dumps({"data": listed}).encode()), MODELS)
-
-    def restart(self, *cards: Cards) -> None:
-        """Restart with other models."""
-        self.set_page(vllm_page(Engine(), started=STARTED + 60))
-        self.set_models(*cards)
-
-    def be_silent(self) -> None:
-        """Answer no probe, each of which has a short timeout."""
-        self.fake.always(scripts.stall, HEALTH)
-        self.prober.settings = ProbeConfig(timeout_s=0.05)
 
 
 def count(fake: FakeWorker, path: str) -> int:
@@ -136,7 +126,8 @@ async def test_restart_between_two_probes_is_noticed(
     await probed.probe_times(1)
     assert roster.workers_of("tiny") == [probed.worker]
     assert roster.prefixes.matches((1, 2))
-    probed.restart(("other", 512))
+    probed.set_page(vllm_page(Engine(), started=STARTED + 60))
+    probed.set_models(("other", 512))
     assert await probed.probe_times(1) == [True]
     assert probed.worker.max_model_len == 512
     assert roster.workers_of("tiny") == []
@@ -280,7 +271,8 @@ async def test_redirects_are_not_followed(probed: ProbedWorker, path: str, up: b
 
 async def test_streaming_worker_stays_up_on_probe_timeout(probed: ProbedWorker) -> None:
     await probed.probe_times(1)
-    probed.be_silent()
+    probed.fake.always(scripts.stall, HEALTH)
+    probed.prober.settings = ProbeConfig(timeout_s=0.05)
     for _ in range(4):
         probed.worker.written += 1
         assert await probed.probe_times(1) == [True]

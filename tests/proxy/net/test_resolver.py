@@ -30,7 +30,7 @@ from tests.proxy.running import serving
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually, sockets
 
-EVENT_LOOPS = ("asyncio", "uvloop")  # uvloop has its own look-ups and connections
+EVENT_LOOPS = ("uvloop",)  # as the router
 MAX_BYTES = 1 << 20
 NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 NO_ANSWER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
