@@ -331,10 +331,10 @@ async def test_added_and_removed_workers_are_probed_and_dropped() -> None:
     async with serving(first, second):
         fleet.roster.add(spec(first.url))
         async with probing(fleet):
-            await eventually(lambda: count(first, HEALTH) >= 2)
+            await eventually(lambda: count(first, HEALTH) >= 2, within=DEADLINE_S)
             fleet.roster.remove("s0")
             fleet.roster.add(spec(second.url, "s1"))
-            await eventually(lambda: count(second, HEALTH) >= 2)
+            await eventually(lambda: count(second, HEALTH) >= 2, within=DEADLINE_S)
             seen = count(first, HEALTH)
-            await eventually(lambda: count(second, HEALTH) >= 10)
+            await eventually(lambda: count(second, HEALTH) >= 10, within=DEADLINE_S)
         assert count(first, HEALTH) <= seen + 1
