@@ -9,12 +9,11 @@ import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -46,6 +45,7 @@ class Served:
         self.app.add_middleware(BodyLimit)
         self.bodies: list[int] = []
         self.streams = 0
+        self.clients: list[Client] = []
         self.server: AdminServer
 
         @self.app.get("/hello")
@@ -70,15 +70,16 @@ class Served:
 
             return StreamingResponse(pieces())
 
-    async def connect(self, **options: Any) -> Client:
-        return await Client.connect(self.server.port, **options)
+    async def send(self, data: bytes, **options: Any) -> Client:
+        """Send bytes on a new connection, which stays open until the server has stopped."""
+        client = await Client.connect(self.server.port, **options)
+        self.clients.append(client)
+        await client.send(data)
+        return client
 
     async def is_serving(self) -> bool:
-        client = await self.connect()
-        try:
-            return (await client.ask(get("/hello"))).status == 200
-        finally:
-            client.close()
+        client = await self.send(get("/hello"))
+        return (await client.answer()).status == 200
 
 
 @asynccontextmanager
@@ -90,6 +91,8 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
         yield served
         served.server.stop()
         await task
+    for client in served.clients:
+        client.close()
 
 
 @pytest.fixture
@@ -102,9 +105,8 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
 
 async def test_server_does_not_change_signal_handlers() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    async with serving() as served, httpx.AsyncClient() as client:
-        answer = await client.get(f"http://127.0.0.1:{served.server.port}/hello")
-        assert answer.json() == "hello"
+    async with serving() as served:
+        assert await served.is_serving()
         now = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         assert now == handlers
 
@@ -193,51 +195,36 @@ async def test_port_tries_again_without_open_files_and_stops(
 
 
 async def test_server_stops_with_open_connections(served: Served) -> None:
-    async with AsyncExitStack() as stack:
-        for data in (b"", HALF_HEAD, get("/endless?size=1")):
-            client = await served.connect()
-            stack.callback(client.close)
-            await client.send(data)
-        await eventually(lambda: served.streams == 1 and served.server.connections == 3)
+    for data in (b"", HALF_HEAD, get("/endless?size=1")):
+        await served.send(data)
+    await eventually(lambda: served.streams == 1 and served.server.connections == 3)
 
 
 # Limit of connections
 
 
 async def test_oldest_incomplete_request_gives_way_to_a_new_connection(served: Served) -> None:
-    with ExitStack() as stack:
-        clients = []
-        for data in (b"", HALF_HEAD, HALF_BODY) * 4 * MAX_CONNECTIONS:
-            client = await served.connect()
-            stack.callback(client.close)
-            await client.send(data)
-            clients.append(client)
-        await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
-        for client in clients[:-MAX_CONNECTIONS]:
-            assert await client.closed() == b""
-        assert await served.is_serving()
-        assert served.server.connections <= MAX_CONNECTIONS
+    for data in (b"", HALF_HEAD, HALF_BODY) * 4 * MAX_CONNECTIONS:
+        await served.send(data)
+    await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
+    for client in served.clients[:-MAX_CONNECTIONS]:
+        assert await client.closed() == b""
+    assert await served.is_serving()
+    assert served.server.connections <= MAX_CONNECTIONS
     assert served.bodies == []
 
 
 async def test_running_requests_do_not_give_way(served: Served) -> None:
-    with ExitStack() as stack:
-        streams = []
-        for _ in range(MAX_CONNECTIONS):
-            client = await served.connect()
-            stack.callback(client.close)
-            await client.send(get("/endless?size=1"))
-            streams.append(client)
-        await eventually(lambda: served.streams == MAX_CONNECTIONS)
-        late = await served.connect()
-        stack.callback(late.close)
-        assert await late.closed() == b""
-        for client in streams:
-            assert (await client.head()).status == 200
-            assert await client.piece() == b"x"
-        streams[0].close()
-        await eventually(lambda: served.server.connections < MAX_CONNECTIONS)
-        assert await served.is_serving()
+    streams = [await served.send(get("/endless?size=1")) for _ in range(MAX_CONNECTIONS)]
+    await eventually(lambda: served.streams == MAX_CONNECTIONS)
+    late = await served.send(b"")
+    assert await late.closed() == b""
+    for client in streams:
+        assert (await client.head()).status == 200
+        assert await client.piece() == b"x"
+    streams[0].close()
+    await eventually(lambda: served.server.connections < MAX_CONNECTIONS)
+    assert await served.is_serving()
 
 
 @pytest.mark.parametrize(
@@ -311,8 +298,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     ids=["nothing", "half a head", "idle", "half a second head", "half a body", "half of chunks"],
 )
 async def test_incomplete_requests_time_out(timers: Timers, served: Served, data: bytes) -> None:
-    client = await served.connect()
-    await client.send(data)
+    client = await served.send(data)
     if data.startswith(get("/hello")):
         assert (await client.answer()).status == 200
     await eventually(lambda: timers.running)
@@ -325,40 +311,32 @@ async def test_incomplete_requests_time_out(timers: Timers, served: Served, data
     timer.expire()
     assert await client.closed() == b""
     await eventually(lambda: served.server.connections == 0)
-    client.close()
 
 
 async def test_stream_that_is_read_has_no_timeout(timers: Timers, served: Served) -> None:
-    client = await served.connect()
-    await client.send(get("/endless?size=1"))
+    client = await served.send(get("/endless?size=1"))
     await client.head()
     for _ in range(3):
         assert await client.piece() == b"x"
         assert timers.running == []
-    client.close()
 
 
 async def test_client_that_does_not_read_times_out(timers: Timers, served: Served) -> None:
-    clients = [await served.connect(rcvbuf=4096, limit=4096) for _ in range(2)]
-    for client in clients:
-        await client.send(get("/endless?size=1000000"))
+    endless, small = get("/endless?size=1000000"), {"rcvbuf": 4096, "limit": 4096}
+    reads, _ = [await served.send(endless, **small) for _ in range(2)]
     await eventually(lambda: served.streams == len(timers.running) == 2)
-    clients[0].read_on()
-    reading = asyncio.create_task(clients[0].reader.read(-1))
+    reads.read_on()
+    reading = asyncio.create_task(reads.reader.read(-1))
     await eventually(lambda: len(timers.running) == 1)
     timers.running[0].expire()
     await eventually(lambda: served.streams == 1)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    for client in clients:
-        client.close()
 
 
 async def test_oversized_head_is_refused(served: Served) -> None:
-    client = await served.connect()
-    await client.send(HALF_HEAD + b"x" * (server.MAX_HEAD_BYTES + 1))
+    client = await served.send(HALF_HEAD + b"x" * (server.MAX_HEAD_BYTES + 1))
     assert (await client.closed()).startswith(b"HTTP/1.1 400 ")
-    client.close()
 
 
 # Bodies
@@ -369,30 +347,26 @@ def chunked(total: int) -> bytes:
     return piece * (total // 0x10000)
 
 
-@pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_oversized_body_gets_413(served: Served, framing: str) -> None:
-    client = await served.connect()
-    if framing == "length":
-        await client.send(POST + b"Content-Length: %d\r\n\r\n" % (400 << 20))
-    else:
-        await client.send(CHUNKED + chunked(2 * MAX_BODY_BYTES))
+@pytest.mark.parametrize(
+    "data",
+    [POST + b"Content-Length: %d\r\n\r\n" % (400 << 20), CHUNKED + chunked(2 * MAX_BODY_BYTES)],
+    ids=["length", "chunked"],
+)
+async def test_oversized_body_gets_413(served: Served, data: bytes) -> None:
+    client = await served.send(data)
     answer = await client.answer()
     assert answer.status == 413
     error = answer.json()["error"]
     assert error["code"] == "too_large"
     assert str(MAX_BODY_BYTES) in error["message"]
     assert served.bodies == []
-    client.close()
 
 
 async def test_largest_allowed_body_is_accepted(served: Served) -> None:
-    client = await served.connect()
-    body = b"x" * MAX_BODY_BYTES
-    head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
-    assert (await client.ask(head + body)).json() == len(body)
-    whole = CHUNKED + chunked(len(body)) + b"0\r\n\r\n"
-    assert (await client.ask(whole)).json() == len(body)
-    client.close()
+    size = MAX_BODY_BYTES
+    client = await served.send(POST + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
+    assert (await client.answer()).json() == size
+    assert (await client.ask(CHUNKED + chunked(size) + b"0\r\n\r\n")).json() == size
 
 
 async def test_oversized_body_is_not_read_to_its_end() -> None:
@@ -422,22 +396,15 @@ async def test_tls_handshakes_count_as_connections(
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", MAX_CONNECTIONS)
     authority = Authority(tmp_path)
-    context = ssl.create_default_context(cafile=authority.ca_file)
     async with serving(ServedContext(authority.port("admin")).context) as served:
-        with ExitStack() as stack:
-            silent = []
-            for number in range(10 * MAX_CONNECTIONS):
-                client = await served.connect()
-                stack.callback(client.close)
-                await client.send(b"\x16\x03\x01" if number % 2 else b"")  # half of a TLS record
-                silent.append(client)
-            await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
-            for client in silent[: 9 * MAX_CONNECTIONS]:
-                assert await client.closed() == b""
-            encrypted = await served.connect(tls=context)
-            stack.callback(encrypted.close)
-            assert (await encrypted.ask(get("/hello"))).status == 200
-            assert served.server.connections <= MAX_CONNECTIONS
+        for data in (b"", b"\x16\x03\x01") * 5 * MAX_CONNECTIONS:  # half of a TLS record
+            await served.send(data)
+        await eventually(lambda: served.server.connections == MAX_CONNECTIONS)
+        for client in served.clients[:-MAX_CONNECTIONS]:
+            assert await client.closed() == b""
+        encrypted = await served.send(get("/hello"), tls=authority.client())
+        assert (await encrypted.answer()).status == 200
+        assert served.server.connections <= MAX_CONNECTIONS
 
 
 @pytest.mark.parametrize("data", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
@@ -446,11 +413,9 @@ async def test_tls_handshake_times_out(
 ) -> None:
     monkeypatch.setattr(server, "TIMEOUT_S", 0.2)
     async with serving(ServedContext(Authority(tmp_path).port("admin")).context) as served:
-        client = await served.connect()
-        await client.send(data)
+        client = await served.send(data)
         await client.closed()
         await eventually(lambda: served.server.connections == 0)
-        client.close()
 
 
 # Descriptors
