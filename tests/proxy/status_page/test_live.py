@@ -67,15 +67,15 @@ class Site:
 
 
 @pytest.fixture
-async def site() -> Site:
-    return Site()
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    yield site
+    site.live.close()
 
 
 @pytest.fixture
-async def viewer(site: Site) -> AsyncIterator[Viewer]:
-    viewer = join(site.live)
-    yield viewer
-    site.live.close()
+async def viewer(site: Site) -> Viewer:
+    return join(site.live)
 
 
 def join(live: LiveView) -> Viewer:
@@ -244,7 +244,6 @@ async def test_new_viewer_gets_the_last_minute(site: Site) -> None:
         "prompt_tokens": 100, "tokens": None, "arrived": 0, "placed": 0, "prefilled": None,
         "first": 60_000, "ended": 61_000,
     }  # fmt: skip
-    site.live.close()
 
 
 async def test_classes_equal_those_of_metrics(site: Site) -> None:
@@ -256,7 +255,6 @@ async def test_classes_equal_those_of_metrics(site: Site) -> None:
     viewer = join(site.live)
     await site.beat()
     assert [row["size"] for row in await read_rows(viewer)] == ["batch", "batch"]
-    site.live.close()
 
 
 async def test_texts_of_clients_are_cut_and_cleaned(site: Site, viewer: Viewer) -> None:
@@ -409,7 +407,6 @@ async def test_new_viewer_gets_a_whole_busy_minute(site: Site) -> None:
     viewer = join(site.live)
     await site.beat()
     assert len(await read_rows(viewer)) == 5000
-    site.live.close()
 
 
 async def test_process_without_an_answer_is_left_out(site: Site) -> None:
@@ -422,4 +419,3 @@ async def test_process_without_an_answer_is_left_out(site: Site) -> None:
     site.request()
     await site.beat()
     assert len(await read_rows(viewer)) == 1
-    site.live.close()
