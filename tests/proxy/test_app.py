@@ -75,7 +75,7 @@ async def test_reload_removes_a_worker_and_keeps_its_request(
     await asyncio.gather(*(fake.got() for fake in fakes))
     write_fleet(tmp_path, fakes[1])
     assert await app.reload() == []
-    assert [worker.name for worker in app.fleet.roster] == ["b"]
+    assert names(app) == ["b"]
     gate.set()
     assert await asyncio.gather(*requests) == [200, 200]
     fakes[1].always(scripts.answer())
@@ -83,23 +83,41 @@ async def test_reload_removes_a_worker_and_keeps_its_request(
     assert len(fakes[0].served) == 1
 
 
-async def test_reload_before_start_applies(tmp_path: Path, fakes: list[FakeWorker]) -> None:
+def names(app: App) -> list[str]:
+    return [worker.name for worker in app.fleet.roster]
+
+
+async def test_reload_before_start_applies(tmp_path: Path) -> None:
     """The router may still wait for ports of an earlier router."""
-    source = write_fleet(tmp_path, fakes[0])
-    router_app = App(load(source), source)
-    write_fleet(tmp_path, *fakes)
-    await router_app.reload()
-    assert [worker.name for worker in router_app.fleet.roster] == ["a", "b"]
-
-
-async def test_invalid_reload_changes_nothing(
-    app: App, fakes: list[FakeWorker], tmp_path: Path
-) -> None:
-    write_fleet(tmp_path, fakes[0], routing={"policy": "fastest"})
+    a, b = ({"name": name, "url": f"http://{name}.test"} for name in "ab")
+    source = write_fleet(tmp_path, a)
+    app = App(load(source), source)
+    write_fleet(tmp_path, a, b)
+    assert await app.reload() == []
+    assert names(app) == ["a", "b"]
+    # An invalid file changes nothing.
+    write_fleet(tmp_path, a, routing={"policy": "fastest"})
     with pytest.raises(ConfigError, match=r"routing\.policy"):
         await app.reload()
-    assert [worker.name for worker in app.fleet.roster] == ["a", "b"]
-    assert app.config.routing.policy == "adaptive"
+    assert (names(app), app.config.routing.policy) == (["a", "b"], "adaptive")
+    # Restart settings are compared with the running configuration.
+    write_fleet(tmp_path, a, b, router={"port": 9})
+    assert [await app.reload(), await app.reload()] == [["router.port"]] * 2
+    write_fleet(tmp_path, a, b)
+    assert await app.reload() == []
+    write_fleet(tmp_path, a | {"launch": {}}, b)
+    assert await app.reload() == ["workers[0].launch"]
+    app.source = None
+    with pytest.raises(ProxyError, match="not started from a file"):
+        await app.reload()
+
+
+async def test_reload_names_a_removed_launched_worker(tmp_path: Path) -> None:
+    a, b = ({"name": name, "url": f"http://{name}.test"} for name in "ab")
+    source = write_fleet(tmp_path, a | {"launch": {}}, b)
+    app = App(load(source), source)
+    write_fleet(tmp_path, b)
+    assert await app.reload() == ["workers: a keeps running if `up` started it"]
 
 
 async def test_router_serves_while_a_reload_reads_the_file(
@@ -127,7 +145,7 @@ async def test_router_serves_while_a_reload_reads_the_file(
     assert len(readings) == 1
     may_continue.set()
     await asyncio.gather(first, second)
-    assert [worker.name for worker in app.fleet.roster] == ["b"]
+    assert names(app) == ["b"]
     await app.stop()
 
 
@@ -166,7 +184,9 @@ def test_repr_of_secret_keys_hides_them() -> None:
     assert "secret" not in repr(SecretKeys({}, "secret-admin", {"pool": "secret-pool"}))
 
 
-async def test_key_of_an_added_worker_is_hidden_in_logs(app: App) -> None:
+async def test_key_of_an_added_worker_is_hidden_in_logs() -> None:
+    app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
+
     def log_line() -> bytes:
         record = logging.makeLogRecord({"msg": "of-this-worker of-this"})
         return app.logs.line_of(record, "").rstrip()
@@ -175,26 +195,6 @@ async def test_key_of_an_added_worker_is_hidden_in_logs(app: App) -> None:
     for name, key in (("c", "of-this"), ("d", "of-this-worker")):
         app.add_worker(WorkerConfig(name=name, url=f"http://{name}", api_key=key))
     assert log_line().endswith(b" *** ***")
-
-
-async def test_restart_settings_are_compared_with_the_running_config(
-    app: App, fakes: list[FakeWorker], tmp_path: Path
-) -> None:
-    write_fleet(tmp_path, *fakes, router={"port": 9})
-    assert [await app.reload(), await app.reload()] == [["router.port"]] * 2
-    write_fleet(tmp_path, *fakes)
-    assert await app.reload() == []
-    write_fleet(tmp_path, entry(fakes[0], launch={}), fakes[1])
-    assert await app.reload() == ["workers[0].launch"]
-
-
-async def test_reload_names_a_removed_launched_worker(
-    tmp_path: Path, fakes: list[FakeWorker]
-) -> None:
-    source = write_fleet(tmp_path, entry(fakes[0], launch={}), fakes[1])
-    router_app = App(load(source), source)
-    write_fleet(tmp_path, fakes[1])
-    assert await router_app.reload() == ["workers: a keeps running if `up` started it"]
 
 
 async def test_non_leader_process_logs_requests_without_handover(
@@ -218,12 +218,6 @@ def test_allow_connections_raises_the_open_file_limit() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-async def test_reload_without_a_source_file_is_an_error(app: App) -> None:
-    app.source = None
-    with pytest.raises(ProxyError, match="not started from a file"):
-        await app.reload()
 
 
 @pytest.mark.parametrize("port_owner", ["clients'", "operators'"])
