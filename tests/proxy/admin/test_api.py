@@ -252,6 +252,24 @@ async def test_explain_returns_the_clients_error(
     assert explained["message"]
 
 
+async def test_workers_and_explain_show_why_workers_are_not_up(
+    app: App, api: httpx.AsyncClient
+) -> None:
+    mark_up(app)
+    app.fleet.roster.set_served("l0", ("llama",))
+    for _ in range(3):
+        app.fleet.health.probe_failed("s0", NOW, "timed out")
+    workers = (await api.get("/admin/workers")).json()
+    assert [(worker["state"], worker["why"]) for worker in workers] == [
+        ("down", "timed out"),
+        ("wrong_model", "serves llama, not tiny"),
+    ]
+    explained = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
+    assert explained["status"] == 503
+    notes = {score["worker"]: score["note"] for score in explained["scores"]}
+    assert notes == {"s0": "down: timed out", "l0": "serves llama, not tiny"}
+
+
 async def test_explain_before_the_first_probe_is_fleet_full(api: httpx.AsyncClient) -> None:
     explained = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
     assert (explained["worker"], explained["reason"]) == (None, "fleet_full")

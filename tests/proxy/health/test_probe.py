@@ -131,6 +131,7 @@ async def test_restart_between_two_probes_is_noticed(
     assert await probed.probe_times(1) == [True]
     assert probed.worker.max_model_len == 512
     assert roster.workers_of("tiny") == []
+    assert probed.worker.not_served_because == "serves other, not tiny"
     assert "worker s0 serves other, not tiny" in caplog.text
     assert not roster.prefixes.matches((1, 2))
 
@@ -256,6 +257,7 @@ async def test_refused_probe_is_logged_once(
     await probed.fake.stop()
     caplog.set_level(logging.INFO)
     assert await probed.probe_times(3) == [False] * 3
+    assert probed.worker.not_served_because.startswith("GET /health: ")
     # Logged once and without a warning, since the worker may still be loading.
     assert caplog.text.count("worker s0 is not up yet: GET /health") == 1
     assert [record.levelname for record in caplog.records] == ["INFO"]
@@ -277,6 +279,7 @@ async def test_streaming_worker_stays_up_on_probe_timeout(probed: ProbedWorker) 
         probed.worker.written += 1
         assert await probed.probe_times(1) == [True]
     assert await probed.probe_times(3) == [True, True, False]
+    assert probed.worker.not_served_because == "GET /health: no response in time"
 
 
 async def test_error_in_the_probe_fails_the_probe(
