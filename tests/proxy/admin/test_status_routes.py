@@ -52,23 +52,22 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any
             yield name, json.loads(line[6:])
 
 
-@pytest.mark.parametrize("path", ["/", "/status"])
 async def test_page_has_a_strict_content_security_policy(
-    app: App, web: aiohttp.ClientSession, path: str
+    app: App, web: aiohttp.ClientSession
 ) -> None:
-    async with web.get(app.admin_url + path) as answer:
-        assert answer.status == 200
-        assert answer.content_type == "text/html"
-        policy = answer.headers["Content-Security-Policy"]
-        text = await answer.text()
-    assert "unsafe" not in policy
-    assert {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"} < set(
-        policy.split("; ")
-    )
-    for kind in ("script", "style"):
-        [inner] = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}'" in policy
+    for path in ("/", "/status"):
+        async with web.get(app.admin_url + path) as answer:
+            assert answer.status == 200
+            assert answer.content_type == "text/html"
+            policy = answer.headers["Content-Security-Policy"]
+            text = await answer.text()
+        assert "unsafe" not in policy
+        parts = {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"}
+        assert parts < set(policy.split("; "))
+        for kind in ("script", "style"):
+            [inner] = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+            assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
 def test_page_fetches_nothing_and_builds_no_html() -> None:
@@ -77,16 +76,6 @@ def test_page_fetches_nothing_and_builds_no_html() -> None:
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
     assert 'style="' not in text  # the policy would refuse it
     assert not re.findall(r"\son\w+=", text)
-
-
-async def test_events_are_refused_to_other_sites(app: App, web: aiohttp.ClientSession) -> None:
-    for headers in (
-        {"Host": "evil.example"},
-        {"Origin": "http://evil.example"},
-        {"Sec-Fetch-Site": "cross-site"},
-    ):
-        async with web.get(app.admin_url + "/admin/live", headers=headers) as answer:
-            assert answer.status == 403
 
 
 async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> None:
@@ -110,9 +99,19 @@ async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> No
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
 
 
-async def test_too_many_viewers_are_refused(app: App, web: aiohttp.ClientSession) -> None:
-    viewers = [await web.get(app.admin_url + "/admin/live") for _ in range(MAX_VIEWERS)]
-    async with web.get(app.admin_url + "/admin/live") as answer:
+async def test_events_are_refused_to_other_sites_and_too_many_viewers(
+    app: App, web: aiohttp.ClientSession
+) -> None:
+    url = app.admin_url + "/admin/live"
+    for name, value in (
+        ("Host", "evil.example"),
+        ("Origin", "http://evil.example"),
+        ("Sec-Fetch-Site", "cross-site"),
+    ):
+        async with web.get(url, headers={name: value}) as answer:
+            assert answer.status == 403
+    viewers = [await web.get(url) for _ in range(MAX_VIEWERS)]
+    async with web.get(url) as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "too_many_viewers"
     for viewer in viewers:
