@@ -88,11 +88,13 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
     served.server = AdminServer(served.app, await admin_socket("127.0.0.1", 0), tls=tls)
     task = asyncio.create_task(served.server.run())
     async with asyncio.timeout(3 * DEADLINE_S):
-        yield served
-        served.server.stop()
-        await task
-    for client in served.clients:
-        client.close()
+        try:
+            yield served
+        finally:
+            served.server.stop()
+            await task
+            for client in served.clients:
+                client.close()
 
 
 @pytest.fixture

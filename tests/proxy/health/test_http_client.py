@@ -19,6 +19,7 @@ from proxy.health.http_client import HttpClient, ProbeResponseError
 from proxy.net.tls import server_context
 from tests.present import present
 from tests.proxy.certificates import Authority
+from tests.proxy.running import serving
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
@@ -30,20 +31,19 @@ GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 
 
 @asynccontextmanager
-async def serving(
+async def answering(
     *pieces: bytes, end: str = "keep"
 ) -> AsyncIterator[tuple[FakeWorker, HttpClient]]:
     """Start a client, and a server that sends these pieces to every request."""
     server = FakeWorker()
     server.always(scripts.raw(*pieces, gap_s=0.001, end=end))
-    await server.listen()
-    with closing(HttpClient(server.url, "k1", None)) as client:
-        yield server, client
-    await server.stop()
+    async with serving(server):
+        with closing(HttpClient(server.url, "k1", None)) as client:
+            yield server, client
 
 
 async def test_connection_is_kept() -> None:
-    async with serving(GOOD) as (server, client):
+    async with answering(GOOD) as (server, client):
         for _ in range(3):
             assert await client.get("/a", MAX_BYTES) == (200, b"hello")
         assert len(server.connections) == 1
@@ -70,7 +70,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe"
     ],
 )
 async def test_response_framing_is_parsed(pieces: list[bytes], answer: tuple[int, bytes]) -> None:
-    async with serving(*pieces) as (server, client):
+    async with answering(*pieces) as (server, client):
         for _ in range(2):
             assert await client.get("/", MAX_BYTES) == answer
         assert len(server.connections) == 1
@@ -86,7 +86,7 @@ async def test_response_framing_is_parsed(pieces: list[bytes], answer: tuple[int
     ],
 )
 async def test_connection_that_cannot_be_kept_is_replaced(pieces: list[bytes], end: str) -> None:
-    async with serving(*pieces, end=end) as (server, client):
+    async with answering(*pieces, end=end) as (server, client):
         for _ in range(3):
             assert await client.get("/", MAX_BYTES) == (200, b"hello")
         assert len(server.connections) == 3
@@ -106,7 +106,7 @@ async def test_connection_that_cannot_be_kept_is_replaced(pieces: list[bytes], e
     ],
 )
 async def test_malformed_response_raises(pieces: list[bytes], message: str) -> None:
-    async with serving(*pieces, end="close") as (server, client):
+    async with answering(*pieces, end="close") as (server, client):
         for _ in range(2):
             with pytest.raises(ProbeResponseError, match=message):
                 await client.get("/", MAX_BYTES)
@@ -114,7 +114,7 @@ async def test_malformed_response_raises(pieces: list[bytes], message: str) -> N
 
 
 async def test_response_to_a_cancelled_request_is_not_the_next_one() -> None:
-    async with serving() as (server, client):
+    async with answering() as (server, client):
         asking = asyncio.create_task(client.get("/", MAX_BYTES))
         await eventually(lambda: server.calls)
         asking.cancel()
@@ -142,10 +142,9 @@ async def test_changed_tls_files_open_a_new_connection(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "certificates")
     worker = FakeWorker()
     worker.tls = server_context(authority.port("worker"))
-    await worker.listen()
     worker_tls = authority.worker_tls()
     ca_file = present(worker_tls.ca_file)
-    try:
+    async with serving(worker):
         with closing(HttpClient(worker.url, None, worker_tls)) as client:
             for _ in range(2):
                 assert (await client.get("/health", MAX_BYTES))[0] == 200
@@ -156,8 +155,6 @@ async def test_changed_tls_files_open_a_new_connection(tmp_path: Path) -> None:
         stranger = HttpClient(worker.url, None, WorkerTlsConfig())
         with closing(stranger), pytest.raises(OSError, match="certificate"):
             await stranger.get("/health", MAX_BYTES)
-    finally:
-        await worker.stop()
 
 
 def answer_hello(
@@ -204,10 +201,10 @@ async def test_cancel_in_the_handshake_writes_nothing(tmp_path: Path) -> None:
         socket.create_server(("127.0.0.1", 0)) as worker,
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
-        serving = threading.Thread(
+        thread = threading.Thread(
             target=answer_hello, args=(worker, context, answered), daemon=True
         )
-        serving.start()
+        thread.start()
         url = f"https://127.0.0.1:{worker.getsockname()[1]}"
         with closing(HttpClient(url, None, authority.worker_tls())) as client:
             asking = asyncio.create_task(client.get("/health", MAX_BYTES))
@@ -220,8 +217,8 @@ async def test_cancel_in_the_handshake_writes_nothing(tmp_path: Path) -> None:
             await loop.create_connection(lambda: Blocking(give_up), *other.getsockname())
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            await asyncio.to_thread(serving.join, DEADLINE_S)
-            assert not serving.is_alive()
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+            assert not thread.is_alive()
     assert errors == []
 
 

@@ -309,10 +309,12 @@ async def test_probe_of_a_removed_worker_does_not_change_its_successor(
 @asynccontextmanager
 async def probing(fleet: Fleet) -> AsyncIterator[None]:
     task = asyncio.create_task(prober_of(fleet).run())
-    yield
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def test_hung_worker_does_not_delay_other_probes_and_leaves_no_tasks() -> None:
