@@ -120,6 +120,7 @@ async def test_key_allows_any_host(
         ([f"Bearer {KEY}x"], 401),
         ([f"Bearer {KEY[:-1]}"], 401),
         ([f"Bearer {KEY}"] * 2, 401),
+        (["", f"Bearer {KEY}"], 401),
         (["Bearer é"], 401),
         ([basic("other")], 401),
         (["Basic !!!"], 401),
