@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from proxy.admin.api import admin_app
+from proxy.admin.body_limit import MAX_BODY_BYTES
 from proxy.admin.reference import reference_page
 from proxy.config import parse
 from proxy.core.fleet.leases import Decision
@@ -326,12 +327,13 @@ async def test_failed_reload_is_an_error(
     assert shown == [(problem.path, problem.message) for problem in wanted]
 
 
-async def test_unknown_path_and_method_are_refused(api: httpx.AsyncClient) -> None:
+async def test_unknown_path_and_method_and_other_bodies_are_refused(api: httpx.AsyncClient) -> None:
     assert error_of(await api.get("/nowhere"), 404)["code"] == "not_found"
     answer = await api.put("/admin/workers")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
     assert "GET" in answer.headers["Allow"]
     error_of(await api.post("/admin/explain", content=b"{"), 422)
+    error_of(await api.post("/admin/explain", content=b" " * (MAX_BODY_BYTES + 1)), 413)
 
 
 async def test_docs_page_is_complete_and_fetches_nothing(api: httpx.AsyncClient) -> None:
