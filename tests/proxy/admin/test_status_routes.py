@@ -129,7 +129,6 @@ def record_requests(app: App, requests: int) -> None:
 async def test_viewer_that_does_not_read_is_dropped(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.status_page.live.READ_TIMEOUT_S", 0.3)
     monkeypatch.setattr("proxy.admin.status_routes.READ_TIMEOUT_S", 0.3)
     client = await Client.connect(
         int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
