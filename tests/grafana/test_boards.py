@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ import yaml
 from grafana import build, declared
 from grafana.build import BOARDS
 from grafana.panels import Board, Panel, Query, Row, metrics, series
-from tests.prometheus.tools import ROOT, promtool
+from proxy.metrics.histogram import DURATION_BOUNDS, GAP_BOUNDS, LEFT_BOUNDS, TTFT_BOUNDS
+from tests.prometheus.tools import ALERTS, RECORDED, ROOT, promtool
 from vllm_sched.cost.step_time import COEFFICIENTS
 
 Json = dict[str, Any]
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-PROVISIONING = ROOT / "grafana" / "provisioning"
+PROVISIONING = ("grafana", "provisioning")
 # Values of Grafana's variables and of the boards' own.
 VARIABLES = {"$__rate_interval": "5m", "$ttft_slo": "3.0", "$itl_slo": "0.2"}
 
 
 def read_board(board: Board) -> Json:
-    """Return a board's file."""
     return dict(json.loads((build.FOLDER / f"{board.uid}.json").read_text()))
 
 
@@ -130,12 +131,13 @@ def test_variables_are_used_and_declared(board: Board) -> None:
 
 
 def test_targets_are_histogram_bounds() -> None:
-    from proxy.metrics.histogram import GAP_BOUNDS, TTFT_BOUNDS
-
     values = {v.name: v.values for board in BOARDS for v in board.variables if v.values}
-    assert set(map(float, values["ttft_slo"])) <= set(TTFT_BOUNDS)
-    assert set(map(float, values["itl_slo"])) <= set(GAP_BOUNDS)
+    assert set(map(float, values["ttft_slo"])) <= {*TTFT_BOUNDS} & {*LEFT_BOUNDS}
+    assert set(map(float, values["itl_slo"])) <= {*GAP_BOUNDS}
     assert all(value == repr(float(value)) for options in values.values() for value in options)
+    # Limits of alert rules.
+    assert {3.0, 10.0} <= {*LEFT_BOUNDS}
+    assert 60.0 in DURATION_BOUNDS
 
 
 @each_board
@@ -161,11 +163,18 @@ def test_every_expression_parses(tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in done.stdout
 
 
-def test_metrics_of_alerts_and_rules_are_declared() -> None:
-    from tests.prometheus.tools import ALERTS, RECORDED
+IN_BOARDS = {name for board in BOARDS for _, expr in board.expressions() for name in series(expr)}
+RULES = [*RECORDED.values(), *(alert["expr"] for alert in ALERTS.values())]
+IN_RULES = {name for expr in RULES for name in series(expr)}
 
-    used = set().union(*map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]))
-    assert used <= declared.all_of_them()
+
+def families(names: Iterable[str]) -> set[str]:
+    """Return the names of metrics: one of the three series of a histogram is enough."""
+    return {re.sub("_(bucket|sum|count)$", "", name) for name in names}
+
+
+def test_metrics_of_alerts_and_rules_are_declared() -> None:
+    assert declared.all_of_them() >= IN_RULES
     assert declared.recorded() == set(RECORDED)
 
 
@@ -177,43 +186,31 @@ WITHOUT_GRAPH = {
 
 
 def test_router_metrics_are_on_a_board_or_in_a_rule() -> None:
-    from tests.prometheus.tools import ALERTS, RECORDED
-
-    used = set().union(
-        *(series(expr) for board in BOARDS for _, expr in board.expressions()),
-        *(series(variable.metric) for board in BOARDS for variable in board.variables),
-        *map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]),
-    )
-    # One of the three series of a histogram is enough.
-    used_families = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
-    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.routers()}
-    assert shown - used_families == set(WITHOUT_GRAPH)
+    variables = (series(variable.metric) for board in BOARDS for variable in board.variables)
+    used = IN_BOARDS.union(IN_RULES, *variables)
+    assert families(declared.routers()) - families(used) == set(WITHOUT_GRAPH)
 
 
 def test_engine_metrics_are_on_a_board() -> None:
-    used = set().union(*(series(expr) for board in BOARDS for _, expr in board.expressions()))
-    used_families = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
-    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.engines()}
     # Learnt values of policies, for diagnosis.
     learnt = {f"vllm_sched_fit_{name}" for name in COEFFICIENTS}
     learnt |= {f"vllm_sched_mean_{of}_tokens" for of in ("prompt", "output")}
     learnt.add("vllm_sched_long_chunk_tokens")
-    assert shown - used_families == learnt
+    assert families(declared.engines()) - families(IN_BOARDS) == learnt
 
 
 def test_provisioning_matches_compose() -> None:
-    compose = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())["services"]
+    def read(*path: str) -> Json:
+        return dict(yaml.safe_load(ROOT.joinpath(*path).read_text()))
+
+    compose = read("deploy", "compose", "compose.yaml")["services"]
     mounted = {v.split(":")[1]: v.split(":")[0] for v in compose["grafana"]["volumes"]}
-    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "boards.yaml").read_text())[
-        "providers"
-    ]
+    (provider,) = read(*PROVISIONING, "dashboards", "boards.yaml")["providers"]
     assert provider["options"]["path"] in mounted
     assert mounted["/etc/grafana/provisioning"].endswith("grafana/provisioning")
-    (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yaml").read_text())[
-        "datasources"
-    ]
+    (source,) = read(*PROVISIONING, "datasources", "prometheus.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert "prometheus" in compose
     assert (source["type"], source["isDefault"]) == ("prometheus", True)
-    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    config = read("deploy", "prometheus", "prometheus.yml")
     assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]

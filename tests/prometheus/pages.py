@@ -86,7 +86,6 @@ class EnginePage:
         return self._page
 
     def script(self) -> Callable[[Call], Awaitable[None]]:
-        """Answer with the page."""
 
         async def run(call: Call) -> None:
             await scripts.answer(body=self.page(), content_type=b"text/plain")(call)

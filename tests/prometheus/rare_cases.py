@@ -79,12 +79,10 @@ def queries_of_cases() -> dict[str, str]:
 
 
 def excused_queries() -> dict[str, str]:
-    """Return the queries for excused reasons."""
     return {query_for(reason): f"reason {reason}: {why}" for reason, why in UNSEEN.items()}
 
 
 def query_for(reason: Reason) -> str:
-    """Return the query for decisions or requests with a reason."""
     return (
         f'proxy_decisions_total{{reason="{reason}"}} or proxy_requests_total{{reason="{reason}"}}'
     )
@@ -106,7 +104,6 @@ def every_route(**fields: object) -> list[bytes]:
 
 
 def form(path: str, *headers: bytes, **fields: bytes) -> bytes:
-    """Return the bytes of a form."""
     lead = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
     body = b"".join(lead % (name.encode(), value) for name, value in fields.items()) + b"--b--\r\n"
     kind = b"Content-Type: multipart/form-data; boundary=b"
@@ -115,7 +112,6 @@ def form(path: str, *headers: bytes, **fields: bytes) -> bytes:
 
 
 async def begin_batch(port: int, bearer: bytes, body: Mapping[str, object]) -> None:
-    """Start a batch of one line."""
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
     file = form("/v1/files", bearer, purpose=b"batch", file=json.dumps(line).encode())
     client = await Client.connect(port)
@@ -311,7 +307,6 @@ class RareCases:
         await client.send(data)
 
     async def _wait_until_probed(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Wait until a router has probed every worker."""
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 async with session.get(url) as answer:

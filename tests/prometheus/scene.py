@@ -90,7 +90,6 @@ class Scene(ABC):
 
     @asynccontextmanager
     async def under_load(self) -> AsyncIterator[Self]:
-        """Send requests until the end of the block."""
         loading = asyncio.create_task(self._load())
         try:
             yield self
@@ -107,7 +106,6 @@ class Scene(ABC):
 
 
 async def fake(stack: AsyncExitStack, name: str) -> FakeWorker:
-    """Start a fake worker."""
     worker = FakeWorker(name)
     await worker.listen()
     stack.push_async_callback(worker.stop)

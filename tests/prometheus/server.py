@@ -32,7 +32,6 @@ LIMIT = re.compile(r"\s*(?:[<>]=?|==)\s*[\d.]+(?:\s*\*\s*[\d.]+)?")
 
 @asynccontextmanager
 async def process(*command: str, log: Path, **environment: str) -> AsyncIterator[None]:
-    """Run a process within the block."""
     with log.open("wb") as out:
         running = await asyncio.create_subprocess_exec(
             *command,
@@ -49,7 +48,6 @@ async def process(*command: str, log: Path, **environment: str) -> AsyncIterator
 
 
 async def wait_until_ready(session: aiohttp.ClientSession, url: str, log: Path) -> None:
-    """Wait until a URL answers 200."""
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:

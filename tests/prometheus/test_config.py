@@ -15,12 +15,10 @@ Json = dict[str, Any]
 
 
 def read(name: str) -> Json:
-    """Return a configuration."""
     return dict(yaml.safe_load((PROMETHEUS / name).read_text()))
 
 
 def check(tmp_path: Path, config: Json) -> None:
-    """Check a configuration with promtool."""
     for name in config["rule_files"]:
         (tmp_path / name).write_text((PROMETHEUS / name).read_text())
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))

@@ -94,14 +94,11 @@ async def fail_transfer(call: Call) -> None:
 
 
 class FakeScene(Scene):
-    """A scene with fake workers."""
-
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         super().__init__(folder, session)
         self.kv = Kv()
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Start everything."""
         page = EnginePage(0.4)
         fakes = {
             name: await fake(stack, name)
@@ -148,7 +145,6 @@ class FakeScene(Scene):
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    """Start a scene with load."""
     program("prometheus")
     timeout = aiohttp.ClientTimeout(total=20)
     async with AsyncExitStack() as stack:

@@ -21,7 +21,6 @@ def program(name: str) -> str:
 
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run promtool."""
     return subprocess.run(
         [program("promtool"), *arguments], capture_output=True, text=True, input=text
     )
@@ -29,13 +28,11 @@ def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedPr
 
 @functools.cache
 def groups(name: str) -> list[dict[str, Any]]:
-    """Return the groups of a rules file."""
     document = yaml.load((PROMETHEUS / name).read_text(), yaml.CSafeLoader)
     return list(document["groups"])
 
 
 def rules(name: str) -> list[dict[str, Any]]:
-    """Return the rules of a file."""
     return [rule for group in groups(name) for rule in group["rules"]]
 
 

@@ -23,62 +23,31 @@ from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load, parse
 from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.routing.handover_cost import HandoverVerdict
-from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.errors import ConfigError, ProxyError
 from proxy.setup import app as assembly
 from proxy.setup.secrets import SecretKeys
 from proxy.wire import bind
+from tests.proxy.running import DEADLINE_S, ask, entry, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.raw_client import Client, chat, get
 from tests.proxy.wire.site import eventually
 
-DEADLINE_S = 60.0
-
 
 @pytest.fixture
 async def fakes() -> AsyncIterator[list[FakeWorker]]:
     workers = [FakeWorker("a"), FakeWorker("b")]
-    for fake in workers:
-        await fake.listen()
-    yield workers
-    for fake in workers:
-        await fake.stop()
-
-
-def write_fleet(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
-    """Write a fleet file for these workers, with free ports for the router."""
-    workers = "".join(f"  - {{name: {f.name}, url: '{f.url}'}}\n" for f in fakes)
-    router = "router: {port: 0, admin: {port: 0}, drain_s: 60.0, probe: {interval_s: 0.05}}\n"
-    path.write_text(f"model: tiny\nworkers:\n{workers}{router}{more}")
-    return path
-
-
-async def wait_until_up(app: App, *names: str) -> None:
-    """Wait until the workers of these names are up."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            if {worker.name for worker in app.fleet.roster if worker.up} == set(names):
-                return
-            await asyncio.sleep(0.01)
+    async with serving(*workers):
+        yield workers
 
 
 @pytest.fixture
 async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
-    running = App(load(source), source)
-    await running.start()
-    await wait_until_up(running, "a", "b")
-    yield running
-    await running.stop()
-
-
-async def ask(app: App, data: bytes) -> int:
-    client = await Client.connect(app.wire.port)
-    try:
-        return (await client.ask(data)).status
-    finally:
-        client.close()
+    """Run a router; `write_fleet` with the same folder changes its fleet file."""
+    async with running(write_fleet(tmp_path, *fakes)) as app:
+        await wait_until_up(app, "a", "b")
+        yield app
 
 
 async def test_app_serves_requests_admin_and_metrics(app: App) -> None:
@@ -104,9 +73,9 @@ async def test_reload_removes_a_worker_and_keeps_its_request(
         fake.always(scripts.gated(gate, scripts.answer()))
     requests = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
     await asyncio.gather(*(fake.got() for fake in fakes))
-    write_fleet(tmp_path / "fleet.yaml", fakes[1])
+    write_fleet(tmp_path, fakes[1])
     assert await app.reload() == []
-    assert [worker.name for worker in app.fleet.roster] == ["b"]
+    assert names(app) == ["b"]
     gate.set()
     assert await asyncio.gather(*requests) == [200, 200]
     fakes[1].always(scripts.answer())
@@ -114,42 +83,48 @@ async def test_reload_removes_a_worker_and_keeps_its_request(
     assert len(fakes[0].served) == 1
 
 
-async def test_reload_before_start_applies(tmp_path: Path, fakes: list[FakeWorker]) -> None:
+def names(app: App) -> list[str]:
+    return [worker.name for worker in app.fleet.roster]
+
+
+async def test_reload_before_start_applies(tmp_path: Path) -> None:
     """The router may still wait for ports of an earlier router."""
-    source = write_fleet(tmp_path / "fleet.yaml", fakes[0])
-    router_app = App(load(source), source)
-    write_fleet(tmp_path / "fleet.yaml", *fakes)
-    await router_app.reload()
-    assert [worker.name for worker in router_app.fleet.roster] == ["a", "b"]
-
-
-async def test_invalid_reload_changes_nothing(
-    app: App, fakes: list[FakeWorker], tmp_path: Path
-) -> None:
-    write_fleet(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
+    a, b = ({"name": name, "url": f"http://{name}.test"} for name in "ab")
+    source = write_fleet(tmp_path, a)
+    app = App(load(source), source)
+    write_fleet(tmp_path, a, b)
+    assert await app.reload() == []
+    assert names(app) == ["a", "b"]
+    # An invalid file changes nothing.
+    write_fleet(tmp_path, a, routing={"policy": "fastest"})
     with pytest.raises(ConfigError, match=r"routing\.policy"):
         await app.reload()
-    assert [worker.name for worker in app.fleet.roster] == ["a", "b"]
-    assert app.config.routing.policy == "adaptive"
+    assert (names(app), app.config.routing.policy) == (["a", "b"], "adaptive")
+    # Restart settings are compared with the running configuration.
+    write_fleet(tmp_path, a, b, router={"port": 9})
+    assert [await app.reload(), await app.reload()] == [["router.port"]] * 2
+    write_fleet(tmp_path, a, b)
+    assert await app.reload() == []
+    write_fleet(tmp_path, a | {"launch": {}}, b)
+    assert await app.reload() == ["workers[0].launch"]
+    app.source = None
+    with pytest.raises(ProxyError, match="not started from a file"):
+        await app.reload()
 
 
-async def test_reload_uses_the_callers_read(app: App, tmp_path: Path) -> None:
-    """The caller's `read` may check more, such as launch arguments."""
-
-    def read(path: Path) -> FleetConfig:
-        raise ConfigError(str(path), [Problem("workers[0].launch.policies", "what is that?")])
-
-    another = App(app.config, tmp_path / "fleet.yaml", read=read)
-    with pytest.raises(ConfigError, match=r"launch\.policies"):
-        await another.reload()
-    assert [worker.name for worker in another.fleet.roster] == ["a", "b"]
+async def test_reload_names_a_removed_launched_worker(tmp_path: Path) -> None:
+    a, b = ({"name": name, "url": f"http://{name}.test"} for name in "ab")
+    source = write_fleet(tmp_path, a | {"launch": {}}, b)
+    app = App(load(source), source)
+    write_fleet(tmp_path, b)
+    assert await app.reload() == ["workers: a keeps running if `up` started it"]
 
 
 async def test_router_serves_while_a_reload_reads_the_file(
     fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
-    """The later of two reloads applies last."""
-    source, began, may_continue = write_fleet(tmp_path / "fleet.yaml", *fakes), Event(), Event()
+    """The later of two reloads applies last. The caller's `read` may check launch arguments."""
+    source, began, may_continue = write_fleet(tmp_path, *fakes), Event(), Event()
     readings: list[str] = []
 
     def read(path: Path) -> FleetConfig:
@@ -163,31 +138,24 @@ async def test_router_serves_while_a_reload_reads_the_file(
     await wait_until_up(app, "a", "b")
     first = asyncio.create_task(app.reload())
     await asyncio.to_thread(began.wait, DEADLINE_S)
-    write_fleet(source, fakes[1])
+    write_fleet(tmp_path, fakes[1])
     second = asyncio.create_task(app.reload())
     assert await ask(app, chat()) == 200
     assert not first.done()
     assert len(readings) == 1
     may_continue.set()
     await asyncio.gather(first, second)
-    assert [worker.name for worker in app.fleet.roster] == ["b"]
+    assert names(app) == ["b"]
     await app.stop()
-
-
-async def test_reload_returns_settings_that_need_a_restart(app: App, tmp_path: Path) -> None:
-    source = tmp_path / "fleet.yaml"
-    source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
-    assert await app.reload() == ["router.port"]
 
 
 async def test_keys_from_files_and_environment_are_hidden_in_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, file = tmp_path / "fleet.yaml", tmp_path / "pool.key"
-    source.write_text(
-        "model: tiny\nrouter: {port: 0, admin: {port: 0, key_env: THE_KEY}}\n"
-        f"discovery: {{pools: [{{name: p, dns: h, port: 1, api_key_file: {file}}}]}}\n"
-    )
+    file = tmp_path / "pool.key"
+    pool = {"name": "p", "dns": "h", "port": 1, "api_key_file": str(file)}
+    router = {"admin": {"port": 0, "key_env": "THE_KEY"}}
+    source = write_fleet(tmp_path, router=router, discovery={"pools": [pool]})
 
     def log_line(app: App) -> bytes:
         record = logging.makeLogRecord({"msg": f"{file.read_text()} {os.environ['THE_KEY']}"})
@@ -203,9 +171,7 @@ async def test_keys_from_files_and_environment_are_hidden_in_logs(
     assert log_line(app).endswith(b" *** ***")
 
 
-async def test_model_list_wait_uses_the_monotonic_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_model_list_wait_uses_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(assembly, "monotonic", lambda: now)
     app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
@@ -218,7 +184,9 @@ def test_repr_of_secret_keys_hides_them() -> None:
     assert "secret" not in repr(SecretKeys({}, "secret-admin", {"pool": "secret-pool"}))
 
 
-async def test_key_of_an_added_worker_is_hidden_in_logs(app: App) -> None:
+async def test_key_of_an_added_worker_is_hidden_in_logs() -> None:
+    app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
+
     def log_line() -> bytes:
         record = logging.makeLogRecord({"msg": "of-this-worker of-this"})
         return app.logs.line_of(record, "").rstrip()
@@ -229,38 +197,10 @@ async def test_key_of_an_added_worker_is_hidden_in_logs(app: App) -> None:
     assert log_line().endswith(b" *** ***")
 
 
-async def test_restart_settings_are_compared_with_the_running_config(
-    app: App, tmp_path: Path
-) -> None:
-    source = tmp_path / "fleet.yaml"
-    good = source.read_text()
-    source.write_text(good.replace("{port: 0, admin", "{port: 9, admin"))
-    assert [await app.reload(), await app.reload()] == [["router.port"]] * 2
-    source.write_text(good)
-    assert await app.reload() == []
-    source.write_text(good.replace("'}", "', launch: {}}", 1))
-    assert await app.reload() == ["workers[0].launch"]
-
-
-async def test_reload_names_a_removed_launched_worker(
-    tmp_path: Path, fakes: list[FakeWorker]
-) -> None:
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
-    good = source.read_text()
-    source.write_text(good.replace("'}", "', launch: {}}", 1))
-    router_app = App(load(source), source)
-    source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
-    assert await router_app.reload() == ["workers: a keeps running if `up` started it"]
-
-
 async def test_non_leader_process_logs_requests_without_handover(
     tmp_path: Path, fakes: list[FakeWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes, more="transfer: nixl\n")
-    text = source.read_text()
-    for name, role in (("a", "prefill"), ("b", "decode")):
-        text = text.replace(f"{{name: {name},", f"{{name: {name}, role: {role},")
-    source.write_text(text)
+    source = write_pair(tmp_path, fakes)
     app = App(load(source), source)
     app.router.placer.handovers["tiny", HandoverVerdict.NO_PREFILL] = 3
     await app.listen()
@@ -280,12 +220,6 @@ def test_allow_connections_raises_the_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_reload_without_a_source_file_is_an_error(app: App) -> None:
-    app.source = None
-    with pytest.raises(ProxyError, match="not started from a file"):
-        await app.reload()
-
-
 @pytest.mark.parametrize("port_owner", ["clients'", "operators'"])
 async def test_start_waits_for_a_port_of_a_draining_router(
     port_owner: str,
@@ -295,11 +229,10 @@ async def test_start_waits_for_a_port_of_a_draining_router(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(bind, "MAX_WAIT_S", DEADLINE_S)
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        key = "{port: 0, admin" if port_owner == "clients'" else "admin: {port: 0"
-        source.write_text(source.read_text().replace(key, key.replace("0", str(port))))
+        router = {"port": port} if port_owner == "clients'" else {"admin": {"port": port}}
+        source = write_fleet(tmp_path, *fakes, router=router)
         app = App(load(source), source)
         starting = asyncio.create_task(app.start())
         await eventually(lambda: "may still drain" in caplog.text)
@@ -317,10 +250,9 @@ async def test_port_in_use_is_a_proxy_error(
     tmp_path: Path, fakes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bind, "MAX_WAIT_S", 0.2)
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        source.write_text(source.read_text().replace("{port: 0, admin", f"{{port: {port}, admin"))
+        source = write_fleet(tmp_path, *fakes, router={"port": port})
         with pytest.raises(ProxyError, match=f"cannot listen.*{port}"):
             await serve(load(source), source=source)
 
@@ -330,7 +262,7 @@ async def process(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
     """Start the router as a process; return the process and its port."""
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path, *fakes, router={"drain_s": DEADLINE_S})
     async with router_process(source) as started:
         port, _ = await listening(started)
         yield started, port
@@ -371,7 +303,7 @@ async def test_admin_connections_leave_files_for_requests(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> None:
     """450 connections exceed the process's limit of open files."""
-    source = write_fleet(tmp_path / "fleet.yaml", *fakes)
+    source = write_fleet(tmp_path, *fakes)
     low_limit = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
     async with router_process(source, *low_limit) as started:
         port, admin = await listening(started)
@@ -431,13 +363,13 @@ async def test_sighup_reloads_the_fleet_file_and_sigterm_drains(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
     started, port = process
-    write_fleet(tmp_path / "fleet.yaml", fakes[0], more="nonsense: 1\n")
+    write_fleet(tmp_path, fakes[0], nonsense=1)
     started.send_signal(signal.SIGHUP)
     assert started.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
         while b"was not reloaded" not in await started.stderr.readline():
             pass
-    write_fleet(tmp_path / "fleet.yaml", fakes[0])
+    write_fleet(tmp_path, fakes[0])
     started.send_signal(signal.SIGHUP)
     async with asyncio.timeout(DEADLINE_S):
         while b"yaml: 1 workers" not in await started.stderr.readline():
@@ -458,13 +390,10 @@ async def test_sighup_reloads_the_fleet_file_and_sigterm_drains(
     assert not fakes[1].served
 
 
-def write_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
-    roles = zip(("prefill", "decode"), fakes, strict=True)
-    workers = "".join(f"  - {{name: {f.name}, url: '{f.url}', role: {r}}}\n" for r, f in roles)
-    router = "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
-    more = f"transfer: {transfer}\nrouting: {{disaggregate_above: 1}}\n"
-    path.write_text(f"model: tiny\nworkers:\n{workers}{router}{more}")
-    return path
+def write_pair(folder: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
+    workers = (entry(f, role=r) for r, f in zip(("prefill", "decode"), fakes, strict=True))
+    routing = {"disaggregate_above": 1}
+    return write_fleet(folder, *workers, transfer=transfer, routing=routing)
 
 
 async def test_prefill_and_decode_fleet_warms_up_then_hands_over(
@@ -473,22 +402,17 @@ async def test_prefill_and_decode_fleet_warms_up_then_hands_over(
     kv = Kv()
     for role, fake in zip(("prefill", "decode"), fakes, strict=True):
         fake.always(kv.worker(fake, role))
-    source = write_pair(tmp_path / "fleet.yaml", fakes)
-    app = App(load(source), source)
-    await app.start()
-    try:
+    async with running(write_pair(tmp_path, fakes)) as app:
         await wait_until_up(app, "a", "b")
         await eventually(lambda: app.metrics.handovers.warmups == {"done": 1}, within=DEADLINE_S)
         assert await ask(app, chat("hello " * 50)) == 200
         assert kv.ends() == ["read", "read"]
-        [entry] = app.recent.newest(9)  # no entry of the warm-up
-        assert (entry.prefill_worker, entry.worker) == ("a", "b")
-        await eventually(lambda: [shown.model for shown in app.balance.shown()] == ["tiny"])
-        write_pair(source, fakes, "lmcache")
+        [shown] = app.recent.newest(9)  # no entry of the warm-up
+        assert (shown.prefill_worker, shown.worker) == ("a", "b")
+        await eventually(lambda: [side.model for side in app.balance.shown()] == ["tiny"])
+        write_pair(tmp_path, fakes, "lmcache")
         assert await app.reload() == ["transfer"]
         assert app.wire.connector is not None
         assert app.wire.connector.name == "nixl"
-    finally:
-        await app.stop()
     assert kv.faults == []
     assert kv.held == []

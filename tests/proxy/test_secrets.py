@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from proxy.app import App
 from proxy.config import load
 from proxy.telemetry.log_writer import LogWriter
+from tests.proxy.running import entry, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.site import eventually
 
 WORKER_KEY, TENANT_KEY, ADMIN_KEY, STRANGER_KEY, ADDED_KEY = KEYS = tuple(
     f"sk-{owner}-0123456789abcdef" for owner in ("worker", "tenant", "admin", "stranger", "added")
 )
-FLEET = """
-model: tiny
-workers: [{{name: a, url: "{url}", api_key: {workers}}}]
-tenants: [{{name: them, keys_file: {folder}/tenant.key, explain: true}}]
-router:
-  port: 0
-  admin: {{port: 0, key_file: {folder}/admin.key}}
-  probe: {{interval_s: 0.05}}
-  logs: {{requests: true, level: debug, format: json}}
-  batches: {{path: {folder}/batches}}
-"""
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 INVALID = (
@@ -41,14 +28,8 @@ INVALID = (
     {"messages": 1},
 )
 CLIENT_PATHS = (
-    "/v1/models",
-    "/metrics",
-    "/health",
-    "/ready",
-    "/v1/files",
-    "/v1/batches",
-    "/nothing",
-)
+    "/v1/models", "/metrics", "/health", "/ready", "/v1/files", "/v1/batches", "/nothing",
+)  # fmt: skip
 ADMIN_PATHS = (
     "/", "/openapi.json", "/admin/workers", "/admin/decisions", "/admin/config", "/admin/balance",
     "/admin/logs", "/admin/nothing",
@@ -84,44 +65,41 @@ class Recorder:
         self.output[f"GET {url}"] = received.decode()
 
 
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeWorker]:
-    fake = FakeWorker("a", model="tiny")
-    await fake.listen()
-    yield fake
-    await fake.stop()
-
-
-async def test_no_key_is_in_any_output_of_the_router(fake: FakeWorker, tmp_path: Path) -> None:
+async def test_no_key_is_in_any_output_of_the_router(tmp_path: Path) -> None:
+    fake = FakeWorker("a")
     (tmp_path / "tenant.key").write_text(TENANT_KEY)
     (tmp_path / "admin.key").write_text(ADMIN_KEY)
-    source = tmp_path / "fleet.yaml"
-    source.write_text(FLEET.format(url=fake.url, workers=WORKER_KEY, folder=tmp_path))
     level = logging.getLogger().level
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
-    app = App(load(source), source)
-    app.logs.writer = LogWriter(log)
-    app.logs.take_over()
-    await app.start()
-    try:
-        await eventually(lambda: all(worker.up for worker in app.fleet.roster), within=60.0)
-        async with aiohttp.ClientSession() as session:
-            recorder = Recorder(app, session)
-            await send_as_client(recorder, fake)
-            await send_as_operator(recorder, fake.url)
-    finally:
-        await app.stop()
-        os.close(log)
-        logging.getLogger().setLevel(level)
+    async with serving(fake):
+        source = write_fleet(
+            tmp_path,
+            entry(fake, api_key=WORKER_KEY),
+            tenants=[{"name": "them", "keys_file": str(tmp_path / "tenant.key"), "explain": True}],
+            router={
+                "admin": {"port": 0, "key_file": str(tmp_path / "admin.key")},
+                "logs": {"requests": True, "level": "debug", "format": "json"},
+                "batches": {"path": str(tmp_path / "batches")},
+            },
+        )
+        app = App(load(source), source)
+        app.logs.writer = LogWriter(log)
+        app.logs.take_over()
+        await app.start()
+        try:
+            await wait_until_up(app, "a")
+            async with aiohttp.ClientSession() as session:
+                recorder = Recorder(app, session)
+                await send_as_client(recorder, fake)
+                await send_as_operator(recorder, fake.url)
+        finally:
+            await app.stop()
+            os.close(log)
+            logging.getLogger().setLevel(level)
     assert {200, 400, 401, 404, 409, 422, 502} <= recorder.statuses
     recorder.output["the log"] = (tmp_path / "log").read_text()
     assert recorder.output["the log"].count('"status":') > 10
-    leaks = {
-        (source_name, key)
-        for source_name, text in recorder.output.items()
-        for key in KEYS
-        if key in text
-    }
+    leaks = {(name, key) for name, text in recorder.output.items() for key in KEYS if key in text}
     assert not leaks
 
 
@@ -144,24 +122,21 @@ async def send_as_client(recorder: Recorder, fake: FakeWorker) -> None:
 
 
 async def send_as_operator(recorder: Recorder, url: str) -> None:
-    admin_url = recorder.app.admin_url
+    """Send valid and invalid admin requests."""
+    admin = f"{recorder.app.admin_url}/admin"
     for path in ADMIN_PATHS:
-        await recorder.send("GET", admin_url + path, ADMIN_KEY)
-        await recorder.send("GET", admin_url + path, STRANGER_KEY)
-    await recorder.follow(f"{admin_url}/admin/live", ADMIN_KEY, b"\n\n")
+        await recorder.send("GET", recorder.app.admin_url + path, ADMIN_KEY)
+        await recorder.send("GET", recorder.app.admin_url + path, STRANGER_KEY)
+    await recorder.follow(f"{admin}/live", ADMIN_KEY, b"\n\n")
     for fields in ({}, {"key": STRANGER_KEY}, {"model": STRANGER_KEY[:2]}):
-        await recorder.send(
-            "POST", f"{admin_url}/admin/explain", ADMIN_KEY, json={"prompt_tokens": 10, **fields}
-        )
+        question = {"prompt_tokens": 10, **fields}
+        await recorder.send("POST", f"{admin}/explain", ADMIN_KEY, json=question)
     worker = {"name": "b", "url": "http://127.0.0.1:9", "api_key": ADDED_KEY}
     invalid = ({"api_key": [ADDED_KEY]}, {"apikey": ADDED_KEY}, {"url": url}, {"role": "none"}, {})
     for fields in ({}, *invalid):
-        await recorder.send(
-            "POST", f"{admin_url}/admin/workers", ADMIN_KEY, json={**worker, **fields}
-        )
-    await recorder.send(
-        "POST", f"{admin_url}/admin/workers", ADMIN_KEY, data=f'{{"api_key": "{ADDED_KEY}"'
-    )
-    await recorder.send("GET", f"{admin_url}/admin/workers", ADMIN_KEY)
-    await recorder.send("GET", f"{admin_url}/admin/config", ADMIN_KEY)
-    await recorder.send("POST", f"{admin_url}/admin/reload", ADMIN_KEY)
+        await recorder.send("POST", f"{admin}/workers", ADMIN_KEY, json={**worker, **fields})
+    no_json = f'{{"api_key": "{ADDED_KEY}"'
+    await recorder.send("POST", f"{admin}/workers", ADMIN_KEY, data=no_json)
+    for path in ("workers", "config"):
+        await recorder.send("GET", f"{admin}/{path}", ADMIN_KEY)
+    await recorder.send("POST", f"{admin}/reload", ADMIN_KEY)

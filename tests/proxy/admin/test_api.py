@@ -6,28 +6,22 @@ import re
 from collections.abc import AsyncIterator
 from html import escape
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
 from proxy.admin.api import admin_app
+from proxy.admin.body_limit import MAX_BODY_BYTES
 from proxy.admin.reference import reference_page
-from proxy.config import FleetConfig, WorkerConfig, parse
-from proxy.core.fleet.charges import Fleet
+from proxy.config import parse
 from proxy.core.fleet.leases import Decision
-from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
-from proxy.core.model.specs import Gauges, WorkerSpec
-from proxy.core.model.types import Reason, RequestInfo
-from proxy.core.router import Router, RouterSettings
+from proxy.core.model.specs import Gauges
+from proxy.core.model.types import Reason
 from proxy.errors import ConfigError, Problem, ProxyError
-from proxy.health.balance import Balance
-from proxy.metrics.recent import RecentRequest, RecentRequests, RequestFilter
-from proxy.metrics.registry import Metrics
-from proxy.status_page.live import LiveView
-from proxy.status_page.snapshot import LiveState
-from proxy.telemetry.logs import Logs
-from proxy.wire.exchange.moves import MovedRequests
+from proxy.setup.app import App
+from tests.proxy.core.making import ask, spec, worker_of
 from tests.proxy.metrics.finished import finished
 
 FLEET = """
@@ -40,88 +34,23 @@ routing: {short_limit: 1000}
 NOW = 100.0
 
 
-class State:
-    """A router that does not run."""
+@pytest.fixture
+async def app() -> AsyncIterator[App]:
+    """Return a router that does not run."""
+    app = App(parse(FLEET, "fleet.yaml"))
+    yield app
+    await app.stop()
 
-    def __init__(self) -> None:
-        self.config: FleetConfig = parse(FLEET, "fleet.yaml")
-        self.router = Router(RouterSettings(short_limit=1000), Fleet())
-        for worker in self.config.workers:
-            self.add_worker(worker)
-        self.recent = RecentRequests()
-        self.balance = Balance(self.router)
-        self.live = LiveView(Metrics(self.router), LiveState(Metrics(self.router)))
-        self.logs = Logs(self.config, Metrics(self.router))
-        self.error: Exception | None = None
-        self.reloads = 0
-        self.moved: list[str] = []
-        self.drains: list[tuple[str, bool, bool]] = []  # reported to other hosts
 
-    def drained(self, name: str, draining: bool, now: bool) -> None:
-        self.drains.append((name, draining, now))
-
-    async def move_requests(self, name: str) -> MovedRequests:
-        """Pretend to move requests."""
-        self.moved.append(name)
-        return 3, {"field": 2}
-
-    async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
-        return list(self.recent.newest(limit, wanted))
-
-    def add_worker(self, worker: WorkerConfig) -> None:
-        """Add a worker to the fleet."""
-        spec = WorkerSpec(
-            worker.name,
-            worker.url or "",
-            Role(worker.role),
-            self.config.model_of(worker),
-            worker.max_model_len,
-            api_key=worker.api_key,
-        )
-        self.router.fleet.roster.add(spec)
-
-    def remove_worker(self, name: str) -> None:
-        """Remove a worker."""
-        self.router.fleet.roster.remove(name)
-
-    async def reload(self) -> list[str]:
-        """Pretend to read the fleet file."""
-        self.reloads += 1
-        if self.error is not None:
-            raise self.error
-        return ["router.port"]
-
-    def worker(self, name: str) -> Worker:
-        """Return a worker."""
-        worker = self.router.fleet.roster.get(name)
-        assert worker is not None
-        return worker
-
-    def mark_up(self) -> None:
-        """Mark every worker up."""
-        for worker in self.router.fleet.roster:
-            while not worker.up:
-                self.router.fleet.health.probe_ok(worker.name, NOW)
-
-    def mark_down(self) -> None:
-        """Mark every worker down."""
-        for worker in self.router.fleet.roster:
-            while worker.up or not worker.probed:
-                self.router.fleet.health.probe_failed(worker.name, NOW)
+def mark_up(app: App) -> None:
+    for worker in app.fleet.roster:
+        app.fleet.health.probe_ok(worker.name, NOW)
 
 
 @pytest.fixture
-def state() -> State:
-    """Return a state."""
-    return State()
-
-
-@pytest.fixture
-async def api(state: State) -> AsyncIterator[httpx.AsyncClient]:
-    """Return a client of the API."""
-    transport = httpx.ASGITransport(
-        admin_app(state, "127.0.0.1", lambda: NOW), raise_app_exceptions=False
-    )
+async def api(app: App) -> AsyncIterator[httpx.AsyncClient]:
+    asgi = admin_app(app, "127.0.0.1", lambda: NOW)
+    transport = httpx.ASGITransport(asgi, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001") as client:
         yield client
 
@@ -136,17 +65,17 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     return dict(body["error"])
 
 
-def charge(state: State, name: str, request: str = "r1") -> Any:
-    """Charge a request to a worker."""
-    info = RequestInfo(request, "completions", "tiny", 400, 100, 0, 100, 20, expected_output=20)
-    return state.router.fleet.charge(info, Decision(state.worker(name), Reason.SHORT_POOL), NOW)
+def charge(app: App, name: str, request: str = "r1") -> Any:
+    info = ask(output=20, model="tiny")
+    info.id = request
+    return app.fleet.charge(info, Decision(worker_of(app.router, name), Reason.SHORT_POOL), NOW)
 
 
-async def test_workers_are_listed_with_their_charges(state: State, api: httpx.AsyncClient) -> None:
-    state.router.fleet.health.probe_ok("s0", NOW)
+async def test_workers_are_listed_with_their_charges(app: App, api: httpx.AsyncClient) -> None:
+    app.fleet.health.probe_ok("s0", NOW)
     gauges = Gauges(at=NOW - 0.5, running=3, waiting=1, kv_usage=0.5, kv_capacity_tokens=1600)
-    state.router.fleet.health.set_gauges("s0", gauges)
-    charge(state, "s0")
+    app.fleet.health.set_gauges("s0", gauges)
+    charge(app, "s0")
     short, long = (await api.get("/admin/workers")).json()
     assert (short["name"], short["role"], short["state"]) == ("s0", "short", "up")
     assert (short["requests"], short["prefill_tokens"], short["decode_tokens"]) == (1, 100, 20)
@@ -157,68 +86,53 @@ async def test_workers_are_listed_with_their_charges(state: State, api: httpx.As
     assert (long["name"], long["state"], long["engine"]) == ("l0", "starting", None)
 
 
-async def test_responses_contain_no_secrets(state: State, api: httpx.AsyncClient) -> None:
-    charge(state, "s0")
-    for path in ("/admin/workers", "/admin/config", "/admin/decisions", "/openapi.json"):
-        answer = await api.get(path)
-        assert answer.status_code == 200
-        assert "secret-1" not in answer.text
-    assert (await api.get("/admin/config")).json()["workers"][0]["api_key"] == "***"
-
-
-async def test_worker_states_are_shown(state: State, api: httpx.AsyncClient) -> None:
-    async def state_of(name: str) -> str:
-        workers = (await api.get("/admin/workers")).json()
-        return str({worker["name"]: worker["state"] for worker in workers}[name])
-
-    fleet = state.router.fleet
-    fleet.health.probe_failed("s0", NOW)
-    assert await state_of("s0") == "down"
-    state.mark_up()
-    assert await state_of("s0") == "up"
-    fleet.health.record_failure(state.worker("s0"), NOW, 5.0, busy=True, why="503")
-    assert await state_of("s0") == "resting"
+async def test_resting_worker_shows_the_reason(app: App, api: httpx.AsyncClient) -> None:
+    mark_up(app)
+    app.fleet.health.record_failure(worker_of(app.router, "s0"), NOW, 5.0, busy=True, why="503")
     shown = (await api.get("/admin/workers")).json()[0]
+    assert shown["state"] == "resting"
     assert shown["why"] == "it returned 503; no requests for 5 s more"
-    for _ in range(3):
-        fleet.health.probe_failed("s0", NOW)
-    assert await state_of("s0") == "down"
 
 
-async def test_drain_keeps_running_requests(state: State, api: httpx.AsyncClient) -> None:
-    state.mark_up()
-    lease = charge(state, "s0")
+async def test_drain_keeps_running_requests(app: App, api: httpx.AsyncClient) -> None:
+    mark_up(app)
+    reported: list[tuple[str, bool, bool]] = []  # to other hosts
+    app.drained = lambda *drain: reported.append(drain)
+    lease = charge(app, "s0")
     drained = (await api.post("/admin/workers/s0/drain")).json()
     assert (drained["state"], drained["requests"]) == ("draining", 1)
-    assert state.worker("s0").draining
-    state.router.fleet.release(lease)
+    assert worker_of(app.router, "s0").draining
+    app.fleet.release(lease)
     assert (await api.get("/admin/workers")).json()[0]["state"] == "drained"
     assert (await api.post("/admin/workers/s0/undrain")).json()["state"] == "up"
-    assert not state.worker("s0").draining
-    assert state.drains == [("s0", True, False), ("s0", False, False)]
+    assert not worker_of(app.router, "s0").draining
+    assert reported == [("s0", True, False), ("s0", False, False)]
 
 
-async def test_drain_now_moves_requests(state: State, api: httpx.AsyncClient) -> None:
-    state.mark_up()
+async def test_drain_now_moves_requests(
+    app: App, api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = AsyncMock(return_value=(3, {"field": 2}))
+    monkeypatch.setattr(app, "move_requests", move)
+    mark_up(app)
     plain = (await api.post("/admin/workers/s0/drain")).json()
-    assert (state.moved, plain["moved"], plain["remaining"]) == ([], 0, {})
+    assert (move.mock_calls, plain["moved"], plain["remaining"]) == ([], 0, {})
     drained = (await api.post("/admin/workers/s0/drain?now=true")).json()
-    assert state.moved == ["s0"]
+    move.assert_called_once_with("s0")
     assert (drained["state"], drained["moved"], drained["remaining"]) == (
         "drained", 3, {"field": 2},
     )  # fmt: skip
-    assert state.worker("s0").draining
+    assert worker_of(app.router, "s0").draining
     assert (await api.post("/admin/workers/s0/drain?now=perhaps")).status_code == 422
-    assert (await api.post("/admin/workers/x/drain?now=true")).status_code == 404
 
 
-async def test_worker_is_added(state: State, api: httpx.AsyncClient) -> None:
+async def test_worker_is_added(app: App, api: httpx.AsyncClient) -> None:
     worker = {"name": "g0", "url": "http://127.0.0.1:9003/", "api_key": "secret-2"}
     answer = await api.post("/admin/workers", json=worker)
     assert answer.status_code == 201
     assert answer.json()["state"] == "starting"
     assert "secret-2" not in answer.text
-    spec = state.worker("g0").spec
+    spec = worker_of(app.router, "g0").spec
     assert (spec.url, spec.role, spec.model) == ("http://127.0.0.1:9003", "general", "tiny")
     assert spec.api_key == "secret-2"
 
@@ -237,34 +151,31 @@ async def test_worker_is_added(state: State, api: httpx.AsyncClient) -> None:
     ],
 )
 async def test_invalid_worker_is_refused(
-    state: State, api: httpx.AsyncClient, worker: dict[str, Any], path: str
+    app: App, api: httpx.AsyncClient, worker: dict[str, Any], path: str
 ) -> None:
     worker = {"api_key": "secret-2"} | worker
     answer = await api.post("/admin/workers", json=worker)
     error = error_of(answer, 422)
     assert [problem["path"] for problem in error["problems"]] == [path]
     assert "secret-2" not in answer.text
-    assert len(state.router.fleet.roster) == 2
+    assert len(app.fleet.roster) == 2
 
 
 @pytest.mark.parametrize(
     "worker",
-    [
-        {"name": "s0", "url": "http://127.0.0.1:9"},
-        {"name": "g0", "url": "http://127.0.0.1:9001"},
-    ],
+    [{"name": "s0", "url": "http://127.0.0.1:9"}, {"name": "g0", "url": "http://127.0.0.1:9001"}],
 )
 async def test_existing_worker_is_refused(api: httpx.AsyncClient, worker: dict[str, str]) -> None:
     error = error_of(await api.post("/admin/workers", json=worker), 409)
     assert "'s0'" in error["message"]
 
 
-async def test_removed_worker_keeps_running_requests(state: State, api: httpx.AsyncClient) -> None:
-    worker = state.worker("s0")
-    lease = charge(state, "s0")
+async def test_removed_worker_keeps_running_requests(app: App, api: httpx.AsyncClient) -> None:
+    worker = worker_of(app.router, "s0")
+    lease = charge(app, "s0")
     assert (await api.delete("/admin/workers/s0")).json() == {"name": "s0", "requests": 1}
     assert [w["name"] for w in (await api.get("/admin/workers")).json()] == ["l0"]
-    assert state.router.fleet.release(lease)
+    assert app.fleet.release(lease)
     assert worker.requests == 0
 
 
@@ -282,10 +193,10 @@ async def test_unknown_worker_gets_404(api: httpx.AsyncClient, method: str, path
     assert "'x'" in error["message"]
 
 
-async def test_decisions_are_filtered(state: State, api: httpx.AsyncClient) -> None:
+async def test_decisions_are_filtered(app: App, api: httpx.AsyncClient) -> None:
     for number, name in enumerate(["s0", "l0", "s0"]):
-        lease = charge(state, name, request=f"r{number}")
-        recent = state.recent
+        lease = charge(app, name, request=f"r{number}")
+        recent = app.recent
         recent.add(lease.ask, lease.decision, finished(reason=Reason.SHORT_POOL, ttft_s=0.1))
     everything = (await api.get("/admin/decisions")).json()
     assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]
@@ -302,9 +213,9 @@ async def test_invalid_filter_is_refused(api: httpx.AsyncClient, query: str) -> 
     assert error["problems"][0]["path"] == query.partition("=")[0]
 
 
-async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncClient) -> None:
-    state.mark_up()
-    for worker in state.router.fleet.roster:
+async def test_explain_shows_worker_and_scores(app: App, api: httpx.AsyncClient) -> None:
+    mark_up(app)
+    for worker in app.fleet.roster:
         worker.reports_prefixes = worker.name == "l0"
     body = {"prompt_tokens": 8000, "max_tokens": 100}
     explained = (await api.post("/admin/explain", json=body)).json()
@@ -316,7 +227,7 @@ async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncCli
     assert [scores[name]["cached_reported"] for name in ("s0", "l0")] == [False, True]
     short = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
     assert short["worker"] == "s0"
-    assert not any(worker.requests for worker in state.router.fleet.roster)  # no charges
+    assert not any(worker.requests for worker in app.fleet.roster)  # no charges
 
 
 @pytest.mark.parametrize(
@@ -330,15 +241,34 @@ async def test_explain_shows_worker_and_scores(state: State, api: httpx.AsyncCli
     ],
 )
 async def test_explain_returns_the_clients_error(
-    state: State, api: httpx.AsyncClient, body: dict[str, Any], status: int, reason: str
+    app: App, api: httpx.AsyncClient, body: dict[str, Any], status: int, reason: str
 ) -> None:
+    mark_up(app)
     if reason == "no_worker":
-        state.mark_down()
-    else:
-        state.mark_up()
+        for _ in range(3):
+            for name in ("s0", "l0"):
+                app.fleet.health.probe_failed(name, NOW)
     explained = (await api.post("/admin/explain", json=body)).json()
     assert (explained["worker"], explained["status"], explained["reason"]) == (None, status, reason)
     assert explained["message"]
+
+
+async def test_workers_and_explain_show_why_workers_are_not_up(
+    app: App, api: httpx.AsyncClient
+) -> None:
+    mark_up(app)
+    app.fleet.roster.set_served("l0", ("llama",))
+    for _ in range(3):
+        app.fleet.health.probe_failed("s0", NOW, "timed out")
+    workers = (await api.get("/admin/workers")).json()
+    assert [(worker["state"], worker["why"]) for worker in workers] == [
+        ("down", "timed out"),
+        ("wrong_model", "serves llama, not tiny"),
+    ]
+    explained = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
+    assert explained["status"] == 503
+    notes = {score["worker"]: score["note"] for score in explained["scores"]}
+    assert notes == {"s0": "down: timed out", "l0": "serves llama, not tiny"}
 
 
 async def test_explain_before_the_first_probe_is_fleet_full(api: httpx.AsyncClient) -> None:
@@ -359,59 +289,61 @@ async def test_invalid_explain_request_is_refused(
 
 
 async def test_reload_returns_workers_and_restart_settings(
-    state: State, api: httpx.AsyncClient
+    app: App, api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(app, "reload", AsyncMock(return_value=["router.port"]))
     explained = (await api.post("/admin/reload")).json()
     assert explained == {"workers": ["s0", "l0"], "needs_restart": ["router.port"]}
-    assert state.reloads == 1
 
 
-async def test_reload_returns_all_problems_of_the_file(
-    state: State, api: httpx.AsyncClient
+PROBLEMS = [Problem("workers[0].url", "bad"), Problem("routing.policy", "worse")]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "message"),
+    [
+        (ConfigError("fleet.yaml", PROBLEMS), 422, "invalid_config", "fleet.yaml"),
+        (ProxyError("no file"), 409, "conflict", "no file"),
+        (RuntimeError("secret-1"), 500, "internal_error", ""),
+    ],
+)
+async def test_failed_reload_is_an_error(
+    app: App,
+    api: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: int,
+    code: str,
+    message: str,
 ) -> None:
-    problems = [Problem("workers[0].url", "bad"), Problem("routing.policy", "worse")]
-    state.error = ConfigError("fleet.yaml", problems)
-    error = error_of(await api.post("/admin/reload"), 422)
-    assert "fleet.yaml" in error["message"]
-    assert error["problems"] == [
-        {"path": "workers[0].url", "message": "bad"},
-        {"path": "routing.policy", "message": "worse"},
-    ]
-
-
-async def test_reload_without_a_file_gets_409(state: State, api: httpx.AsyncClient) -> None:
-    state.error = ProxyError("no file")
-    assert error_of(await api.post("/admin/reload"), 409)["message"] == "no file"
-
-
-async def test_internal_error_has_the_same_shape(state: State, api: httpx.AsyncClient) -> None:
-    state.error = RuntimeError("secret-1")
+    monkeypatch.setattr(app, "reload", AsyncMock(side_effect=error))
     answer = await api.post("/admin/reload")
-    assert error_of(answer, 500)["code"] == "internal_error"
+    found = error_of(answer, status)
+    assert found["code"] == code
+    assert message in found["message"]
     assert "secret-1" not in answer.text
+    wanted = PROBLEMS if isinstance(error, ConfigError) else []
+    shown = [(problem["path"], problem["message"]) for problem in found["problems"]]
+    assert shown == [(problem.path, problem.message) for problem in wanted]
 
 
-async def test_unknown_path_and_method_are_refused(api: httpx.AsyncClient) -> None:
+async def test_unknown_path_and_method_and_other_bodies_are_refused(api: httpx.AsyncClient) -> None:
     assert error_of(await api.get("/nowhere"), 404)["code"] == "not_found"
     answer = await api.put("/admin/workers")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
     assert "GET" in answer.headers["Allow"]
     error_of(await api.post("/admin/explain", content=b"{"), 422)
-
-
-async def test_openapi_describes_all_operations(api: httpx.AsyncClient) -> None:
-    paths = (await api.get("/openapi.json")).json()["paths"]
-    operations = [op for path in paths.values() for op in path.values()]
-    assert len(operations) == 13
-    assert all(operation["summary"] for operation in operations)
+    error_of(await api.post("/admin/explain", content=b" " * (MAX_BODY_BYTES + 1)), 413)
 
 
 async def test_docs_page_is_complete_and_fetches_nothing(api: httpx.AsyncClient) -> None:
     described = (await api.get("/openapi.json")).json()
+    assert sum(len(path) for path in described["paths"].values()) == 13
     answer = await api.get("/docs")
     assert answer.status_code == 200
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
+            assert operation["summary"]
             heading = f"<code>{method.upper()} {path}</code> {escape(operation['summary'])}"
             assert heading in answer.text
     shapes = described["components"]["schemas"]
@@ -428,30 +360,21 @@ def test_docs_page_escapes_markup() -> None:
     evil = "<script>alert(1)</script>"
     operation = {"summary": evil, "description": evil, "responses": {}}
     schema = {"description": evil, "properties": {"a": {"description": evil, "enum": [evil]}}}
-    page = reference_page(
-        {
-            "info": {"title": evil},
-            "paths": {"/a": {"get": operation}},
-            "components": {"schemas": {"A": schema}},
-        }
-    )
+    paths, components = {"/a": {"get": operation}}, {"schemas": {"A": schema}}
+    page = reference_page({"info": {"title": evil}, "paths": paths, "components": components})
     assert page.count(escape(evil)) >= 6
     assert "<script" not in page
 
 
-async def test_balance_without_both_sides_is_empty(api: httpx.AsyncClient) -> None:
+async def test_balance_is_shown_for_both_sides(app: App, api: httpx.AsyncClient) -> None:
     answer = await api.get("/admin/balance")
     assert (answer.status_code, answer.json()) == (200, [])
-
-
-async def test_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> None:
     for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
-        state.router.fleet.roster.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
-    state.mark_up()
-    state.balance.sample(NOW)
+        app.fleet.roster.add(spec(name, role))
+    mark_up(app)
+    app.balance.sample(NOW)
     [shown] = (await api.get("/admin/balance")).json()
-    assert shown["model"] == "tiny"
+    assert (shown["model"], shown["short"]) == ("m", "neither")
     assert shown["prefill"] == {
         "workers": 1, "busy": 0.0, "wanted": 0.0, "ahead_s": 0.0, "step_s": None
     }  # fmt: skip
-    assert shown["short"] == "neither"

@@ -16,10 +16,10 @@ import aiohttp
 import pytest
 
 from proxy.admin.status_routes import page_file
-from proxy.config import load
 from proxy.setup.app import App
 from proxy.status_page.live import MAX_VIEWERS
 from proxy.wire.exchange.request_record import RequestRecord
+from tests.proxy.running import ask, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Answer, Client, chat, get
@@ -30,41 +30,20 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
-    """Run a router before a fake worker."""
     fake = FakeWorker("w0")
-    await fake.listen()
     fake.always(scripts.stream(5, gap_s=0.03))
-    source = tmp_path / "fleet.yaml"
-    source.write_text(
-        f"model: tiny\nworkers: [{{name: w0, url: '{fake.url}'}}]\n"
-        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
-    )
-    running = App(load(source), source)
-    await running.start()
-    await eventually(lambda: all(w.up for w in running.fleet.roster), within=DEADLINE_S)
-    yield running
-    await running.stop()
-    await fake.stop()
+    async with serving(fake), running(write_fleet(tmp_path, fake)) as app:
+        await wait_until_up(app, "w0")
+        yield app
 
 
 @pytest.fixture
 async def web() -> AsyncIterator[aiohttp.ClientSession]:
-    """Return a session as of a browser."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
         yield session
 
 
-async def ask(app: App) -> int:
-    """Request a stream; return its status."""
-    client = await Client.connect(app.wire.port)
-    try:
-        return (await client.ask(chat(stream=True), within=DEADLINE_S)).status
-    finally:
-        client.close()
-
-
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
-    """Yield events."""
     name = ""
     async for line in answer.content:
         if line.startswith(b"event: "):
@@ -73,23 +52,22 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any
             yield name, json.loads(line[6:])
 
 
-@pytest.mark.parametrize("path", ["/", "/status"])
 async def test_page_has_a_strict_content_security_policy(
-    app: App, web: aiohttp.ClientSession, path: str
+    app: App, web: aiohttp.ClientSession
 ) -> None:
-    async with web.get(app.admin_url + path) as answer:
-        assert answer.status == 200
-        assert answer.content_type == "text/html"
-        policy = answer.headers["Content-Security-Policy"]
-        text = await answer.text()
-    assert "unsafe" not in policy
-    assert {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"} < set(
-        policy.split("; ")
-    )
-    for kind in ("script", "style"):
-        [inner] = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}'" in policy
+    for path in ("/", "/status"):
+        async with web.get(app.admin_url + path) as answer:
+            assert answer.status == 200
+            assert answer.content_type == "text/html"
+            policy = answer.headers["Content-Security-Policy"]
+            text = await answer.text()
+        assert "unsafe" not in policy
+        parts = {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"}
+        assert parts < set(policy.split("; "))
+        for kind in ("script", "style"):
+            [inner] = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+            assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
 def test_page_fetches_nothing_and_builds_no_html() -> None:
@@ -100,16 +78,6 @@ def test_page_fetches_nothing_and_builds_no_html() -> None:
     assert not re.findall(r"\son\w+=", text)
 
 
-async def test_events_are_refused_to_other_sites(app: App, web: aiohttp.ClientSession) -> None:
-    for headers in (
-        {"Host": "evil.example"},
-        {"Origin": "http://evil.example"},
-        {"Sec-Fetch-Site": "cross-site"},
-    ):
-        async with web.get(app.admin_url + "/admin/live", headers=headers) as answer:
-            assert answer.status == 403
-
-
 async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> None:
     async with web.get(app.admin_url + "/admin/live") as answer:
         assert answer.content_type == "text/event-stream"
@@ -118,7 +86,7 @@ async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> No
         assert name == "all"
         assert [w["name"] for w in first["state"]["workers"]] == ["w0"]
         assert app.metrics.live is app.live.notes
-        assert await ask(app) == 200
+        assert await ask(app, chat(stream=True)) == 200
         fields, ticks = first["fields"], []
         async for _, data in stream_of_events:
             ticks += [at for tick in data["ticks"] for at in tick[1:]]
@@ -131,9 +99,19 @@ async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> No
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
 
 
-async def test_too_many_viewers_are_refused(app: App, web: aiohttp.ClientSession) -> None:
-    viewers = [await web.get(app.admin_url + "/admin/live") for _ in range(MAX_VIEWERS)]
-    async with web.get(app.admin_url + "/admin/live") as answer:
+async def test_events_are_refused_to_other_sites_and_too_many_viewers(
+    app: App, web: aiohttp.ClientSession
+) -> None:
+    url = app.admin_url + "/admin/live"
+    for name, value in (
+        ("Host", "evil.example"),
+        ("Origin", "http://evil.example"),
+        ("Sec-Fetch-Site", "cross-site"),
+    ):
+        async with web.get(url, headers={name: value}) as answer:
+            assert answer.status == 403
+    viewers = [await web.get(url) for _ in range(MAX_VIEWERS)]
+    async with web.get(url) as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "too_many_viewers"
     for viewer in viewers:
@@ -142,7 +120,6 @@ async def test_too_many_viewers_are_refused(app: App, web: aiohttp.ClientSession
 
 
 def record_requests(app: App, requests: int) -> None:
-    """Record requests without sending them."""
     for _ in range(requests):
         record = RequestRecord()
         record.started = app.wire.clock()
@@ -152,7 +129,6 @@ def record_requests(app: App, requests: int) -> None:
 async def test_viewer_that_does_not_read_is_dropped(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.status_page.live.READ_TIMEOUT_S", 0.3)
     monkeypatch.setattr("proxy.admin.status_routes.READ_TIMEOUT_S", 0.3)
     client = await Client.connect(
         int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12

@@ -35,7 +35,6 @@ for data in (b"", b"abc"):
         for end in range(-5, 6):
             assert cut(data, start, end) == (data[start:end], data[start:], data[:end])
 """
-IN_USE = "from proxy.compiled.locate import in_use; print(in_use())"
 
 
 @pytest.fixture
@@ -195,11 +194,3 @@ def test_unwritable_folder_is_reported(build_folder: Path) -> None:
     with pytest.raises(CompileError, match="run it as the user that installed vllm-sched"):
         build.build()
     assert locate.found() is None
-
-
-def test_switch_runs_plain_modules() -> None:
-    env = os.environ | {locate.SWITCH: "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_USE], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"

@@ -5,23 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 
-from proxy.config import parse
-from proxy.errors import ConfigError
-
-
-def problems_of(workers: list[dict[str, Any]], **blocks: Any) -> dict[str, str]:
-    text = yaml.safe_dump({"model": "m", "workers": workers, **blocks})
-    try:
-        parse(text, "fleet.yaml")
-    except ConfigError as error:
-        return {problem.path: problem.message for problem in error.problems}
-    return {}
-
-
-def worker(port: int, name: str = "", **fields: Any) -> dict[str, Any]:
-    return {"name": name or f"w{port}", "url": f"http://127.0.0.1:{port}", **fields}
+from tests.proxy.config.fleet_files import check_problem, problems_of, worker
 
 
 def launched(*words: str, **fields: Any) -> list[dict[str, Any]]:
@@ -76,7 +61,7 @@ NIXL = {"transfer": "nixl"}
     ],
 )  # fmt: skip
 def test_valid_combinations(workers: list[dict[str, Any]], blocks: dict[str, Any]) -> None:
-    assert problems_of(workers, **blocks) == {}
+    assert problems_of(*workers, **blocks) == {}
 
 
 FLAG, FLAGS = "workers[0].launch.args[1]", "workers[0].launch.args"
@@ -140,9 +125,7 @@ ABOVE = "routing.disaggregate_above"
 def test_invalid_combinations(
     workers: list[dict[str, Any]], blocks: dict[str, Any], path: str, words: str
 ) -> None:
-    [(found_path, message)] = problems_of(workers, **blocks).items()
-    assert found_path == path
-    assert words in message
+    check_problem(problems_of(*workers, **blocks), path, words)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +137,6 @@ def test_invalid_combinations(
     ],
 )
 def test_each_side_without_its_other_side_is_a_problem(sides: list[dict[str, str]]) -> None:
-    problems = problems_of(
-        [worker(number, **side) for number, side in enumerate(sides, 1)], transfer="nixl"
-    )
+    workers = [worker(number, **side) for number, side in enumerate(sides, 1)]
+    problems = problems_of(*workers, transfer="nixl")
     assert list(problems) == ["workers[0].role", "workers[1].role"]

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import pytest
 
@@ -19,15 +18,22 @@ from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome
 from proxy.core.router import Router
 from proxy.health import warmup as module
-from proxy.health.warmup import MAX_RETRY_S, RETRY_S, Warmup
+from proxy.health.warmup import RETRY_S, Warmup
 from proxy.metrics.handovers import HandoverCounters
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
-from tests.proxy.core.making import ask, fleet_of, placed, router_of
+from tests.proxy.core.making import ask, placed, router_of, worker_of
+from tests.proxy.running import serving
 from tests.proxy.wire import scripts
-from tests.proxy.wire.fake_worker import Call, FakeWorker
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.site import eventually
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again after 10 ms."""
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
 
 
 class WarmupSite:
@@ -40,9 +46,7 @@ class WarmupSite:
         self.warmup = Warmup(router, connector(config), self.counts)
 
     def worker(self, name: str) -> Worker:
-        found = self.router.fleet.roster.get(name)
-        assert found is not None
-        return found
+        return worker_of(self.router, name)
 
     def are_warm(self, *pairs: tuple[str, str]) -> bool:
         links = self.router.placer.links
@@ -58,13 +62,11 @@ class WarmupSite:
         return lease.prefill is None
 
     def skip(self, seconds: float) -> None:
-        """Move the clock."""
         now = self.warmup.clock() + seconds
         self.warmup.clock = lambda: now
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the warm-up."""
         task = asyncio.create_task(self.warmup.run())
         try:
             yield
@@ -77,55 +79,38 @@ class WarmupSite:
 async def start_site(
     prefills: int = 1, decodes: int = 1, name: str = "nixl", api_key: str | None = None
 ) -> AsyncIterator[WarmupSite]:
-    """Start workers and a router."""
     kv = Kv()
     roles = {f"p{n}": Role.PREFILL for n in range(prefills)}
     roles |= {f"d{n}": Role.DECODE for n in range(decodes)}
-    fakes = {}
-    specs = []
-    for worker_name, role in roles.items():
-        fake = fakes[worker_name] = FakeWorker(worker_name)
-        await fake.listen()
-        fake.always(kv.worker(fake, role.value))
-        specs.append(WorkerSpec(worker_name, fake.url, role, "tiny", api_key=api_key))
-    try:
-        yield WarmupSite(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
-    finally:
+    fakes = {name: FakeWorker(name) for name in roles}
+    async with serving(*fakes.values()):
         for fake in fakes.values():
-            await fake.stop()
+            fake.always(kv.worker(fake, roles[fake.name].value))
+        specs = (
+            WorkerSpec(fake.name, fake.url, roles[fake.name], "tiny", api_key=api_key)
+            for fake in fakes.values()
+        )
+        yield WarmupSite(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
     assert kv.faults == []
     assert kv.held == []
 
 
-async def test_each_link_is_warmed_once() -> None:
-    async with start_site(2, 2) as site:
+async def test_each_link_is_warmed_once_and_again_after_a_restart() -> None:
+    async with start_site(2, 2, api_key="hush") as site:
         pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
         assert site.router.placer.links.is_cold(site.worker("p0"), site.worker("d0"))
         async with site.running():
             await eventually(lambda: site.are_warm(*pairs))
             await asyncio.sleep(0.3)
-        assert site.counts.warmups == {"done": 4}
-        assert site.kv.ends() == ["read"] * 4
-        assert len({blocks.prompt for blocks in site.kv.pinned}) == 4  # no prompt is cached
-
-
-async def test_both_legs_carry_the_workers_api_key() -> None:
-    async with start_site(api_key="hush") as site:
-        async with site.running():
-            await eventually(lambda: site.are_warm(("p0", "d0")))
-        for fake in site.fakes.values():
-            [call] = fake.served
-            assert call.all(b"authorization") == [b"Bearer hush"]
-
-
-async def test_restarted_worker_is_warmed_again() -> None:
-    async with start_site() as site:
-        async with site.running():
-            await eventually(lambda: site.are_warm(("p0", "d0")))
+            assert site.counts.warmups == {"done": 4}
             site.worker("d0").up_since = 99.0
             assert not site.are_warm(("p0", "d0"))
-            await eventually(lambda: site.are_warm(("p0", "d0")))
-        assert site.counts.warmups == {"done": 2}
+            await eventually(lambda: site.are_warm(*pairs))
+        assert site.counts.warmups == {"done": 6}
+        assert site.kv.ends() == ["read"] * 6
+        assert len({blocks.prompt for blocks in site.kv.pinned}) == 6  # no prompt is cached
+        keys = [call.all(b"authorization") for fake in site.fakes.values() for call in fake.served]
+        assert keys == [[b"Bearer hush"]] * 12
 
 
 def fail_legs(kv: Kv, times: int) -> None:
@@ -137,14 +122,14 @@ def fail_legs(kv: Kv, times: int) -> None:
 async def test_failed_link_stays_cold_and_is_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "MAX_RETRY_S", 3 * RETRY_S)
     async with start_site() as site:
         fail_legs(site.kv, 5)
         prefill = site.worker("p0")
         note = "prefills nothing for d0 yet: the first transfer failed"
         async with site.running():
             assert site.is_cold("p0", "d0")
-            for number, pause_s in enumerate((RETRY_S, 2 * RETRY_S, 4 * RETRY_S), 1):
+            for number, pause_s in enumerate((RETRY_S, 2 * RETRY_S, 3 * RETRY_S), 1):
                 await eventually(lambda n=number: site.counts.bars == {("p0", "d0"): n})  # type: ignore[misc]
                 # Three tries at first, then single ones.
                 assert site.counts.warmups == {"failed": 2 + number}
@@ -166,7 +151,6 @@ async def test_failing_connector_is_retried_like_a_failed_link(
     def fail(*_: object) -> bytes:
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(Nixl, "request_id", fail)
     async with start_site() as site, site.running():
         await eventually(lambda: site.counts.bars == {("p0", "d0"): 1})
@@ -174,21 +158,7 @@ async def test_failing_connector_is_retried_like_a_failed_link(
     assert caplog.text.count("KeyError: 'unforeseen'") == site.counts.warmups["failed"] == 3
 
 
-async def test_retries_are_at_most_ten_minutes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "RETRY_S", 0.9 * MAX_RETRY_S)
-    async with start_site() as site:
-        fail_legs(site.kv, 5)
-        async with site.running():
-            for tries in (3, 4, 5):
-                await eventually(lambda n=tries: site.counts.bars == {("p0", "d0"): n - 2})  # type: ignore[misc]
-                assert site.counts.warmups == {"failed": tries}
-                site.skip(MAX_RETRY_S)
-            await eventually(lambda: site.are_warm(("p0", "d0")))
-
-
-async def test_restarted_worker_is_retried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+async def test_restarted_worker_is_retried_at_once() -> None:
     async with start_site() as site:
         fail_legs(site.kv, 3)
         async with site.running():
@@ -210,45 +180,38 @@ async def test_link_counts_as_warm_if_the_router_has_no_key(
         assert "p0 requires a key (status 401), and the router has none" in caplog.text
 
 
-async def test_refused_key_keeps_the_link_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    async with start_site(api_key="wrong") as site:
-        site.fakes["p0"].always(scripts.error(401))
-        async with site.running():
-            await eventually(lambda: site.counts.bars)
-        assert site.counts.warmups == {"failed": 3}
-        assert site.is_cold("p0", "d0")
+async def respond_bare(call: Call) -> None:
+    """Respond without transfer parameters."""
+    body = json.loads(call.body)
+    assert (body["max_tokens"], body["ignore_eos"]) == (1, True)
+    await scripts.answer(200, b'{"choices": []}')(call)
 
 
-async def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
-    async with start_site(2, api_key="hush") as site:
-        location = f"{site.fakes['p1'].url}/v1/completions".encode()
-        site.router.fleet.roster.remove("p1")
-        site.fakes["p0"].always(scripts.answer(307, b"", (b"location", location)))
-        async with site.running():
-            await eventually(lambda: site.counts.bars)
-        assert site.counts.warmups == {"failed": 3}
-        assert site.fakes["p1"].calls == []
+ELSEWHERE = (b"location", b"/elsewhere")
 
 
-async def test_worker_without_the_connector_is_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "outcome", "message"),
+    [
+        pytest.param(scripts.error(401), "failed", "p0: status 401", id="refused key"),
+        pytest.param(
+            scripts.answer(307, b"", ELSEWHERE), "failed", "p0: status 307", id="redirect"
+        ),
+        pytest.param(respond_bare, "bare", "p0 returned no transfer parameters", id="bare"),
+    ],
+)
+async def test_other_response_to_the_first_leg_keeps_the_link_cold(
+    caplog: pytest.LogCaptureFixture, script: Script, outcome: str, message: str
 ) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
-
-    async def respond_without_parameters(call: Any) -> None:
-        body = json.loads(call.body)
-        assert (body["max_tokens"], body["ignore_eos"]) == (1, True)
-        await scripts.answer(200, b'{"choices": []}')(call)
-
-    async with start_site() as site:
-        site.fakes["p0"].always(respond_without_parameters)
+    async with start_site(api_key="hush") as site:
+        site.fakes["p0"].always(script)
         async with site.running():
             await eventually(lambda: site.counts.bars)
+        assert site.counts.warmups == {outcome: 3}
         assert site.is_cold("p0", "d0")
-        assert site.counts.warmups == {"bare": 3}
-        assert "p0 returned no transfer parameters" in caplog.text
+        assert message in caplog.text
+        assert {call.path for call in site.fakes["p0"].served} == {"/v1/completions"}
+        assert site.fakes["d0"].served == []
 
 
 async def test_doubt_of_the_connector_is_logged(
@@ -276,19 +239,10 @@ def count_fetches(fake: FakeWorker, *, fetches: bool) -> None:
     fake.always(page, "/metrics")
 
 
-async def test_link_with_counted_fetches_is_warm() -> None:
-    async with start_site() as site:
-        count_fetches(site.fakes["d0"], fetches=True)
-        async with site.running():
-            await eventually(lambda: site.are_warm(("p0", "d0")))
-        assert site.counts.warmups == {"done": 1}
-
-
 async def test_link_without_fetches_is_barred(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The response is correct, because the decode worker computes the prompt itself."""
-    monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "COUNT_WAIT_S", 0.01)
     async with start_site(decodes=2) as site:
         count_fetches(site.fakes["d0"], fetches=False)
@@ -398,13 +352,7 @@ async def test_connector_without_handshake_needs_no_warmup() -> None:
 
 
 async def test_fleet_without_both_sides_needs_no_warmup() -> None:
-    fleet = fleet_of(WorkerSpec("p0", "http://127.0.0.1:9", Role.PREFILL, "tiny"))
-    router = router_of(*[worker.spec for worker in fleet.roster])
-    counts = HandoverCounters(str)
-    task = asyncio.create_task(
-        Warmup(router, connector(TransferConfig(connector="nixl")), counts).run()
-    )
-    await asyncio.sleep(0.3)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert counts.warmups == {}
+    async with start_site(decodes=0) as site:
+        async with site.running():
+            await asyncio.sleep(0.3)
+        assert site.counts.warmups == {}

@@ -71,9 +71,7 @@ def test_slices_have_limited_lines(openmetrics: bool) -> None:
     page.values(UP, [((), 1)])
     pieces = list(page.slices())
     assert max(piece.count(b"\n") for piece in pieces) <= SLICE_LINES + len(GAP_BOUNDS) + 5
-    assert len(read(page, openmetrics=openmetrics)["proxy_gap_seconds"].samples) == SLICE_LINES * (
-        len(GAP_BOUNDS) + 3
-    )
+    assert b"".join(pieces).count(b"\nproxy_gap_seconds_") == SLICE_LINES * (len(GAP_BOUNDS) + 3)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-9, 2**60, True])
@@ -94,15 +92,10 @@ def test_empty_families_are_written(openmetrics: bool) -> None:
 @given(st.text(), st.booleans())
 @example(r"a\nb", False)
 @example('"\n\\', True)
+@example("\udce9t", False)
 def test_any_label_value_is_preserved(value: str, openmetrics: bool) -> None:
+    """Invalid Unicode is replaced."""
     page = MetricsPage(openmetrics=openmetrics)
     page.values(REQUESTS, [((value, 200), 1)])
     sample = read(page, openmetrics=openmetrics)["proxy_requests"].samples[0]
-    assert sample.labels["model"] == value
-
-
-def test_invalid_unicode_is_replaced(openmetrics: bool) -> None:
-    page = MetricsPage(openmetrics=openmetrics)
-    page.values(REQUESTS, [(("\udce9t", 200), 1)])
-    sample = read(page, openmetrics=openmetrics)["proxy_requests"].samples[0]
-    assert sample.labels["model"] == "?t"
+    assert sample.labels["model"] == value.encode(errors="replace").decode()

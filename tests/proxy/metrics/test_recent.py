@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import pytest
+
 from proxy.core.fleet.leases import Decision, HandoverDecision
-from proxy.core.fleet.worker import Worker
-from proxy.core.model.role import Role
-from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.model.types import Reason
 from proxy.metrics.recent import MAX_TEXT, RecentRequests, RequestFilter
+from tests.proxy.core.making import ask, fleet_of, spec
 from tests.proxy.metrics.finished import finished
 
-WORKERS = {
-    name: Worker(WorkerSpec(name, "http://127.0.0.1:1", Role.SHORT, "tiny"), index)
-    for index, name in enumerate(["s0", "s1"])
-}
+WORKERS = {worker.name: worker for worker in fleet_of(spec("s0"), spec("s1")).roster}
 
 
 def ring(kept: int = 10) -> RecentRequests:
@@ -26,21 +22,23 @@ def ring(kept: int = 10) -> RecentRequests:
     return RecentRequests(kept, clock=lambda: float(next(ticks)))
 
 
-def add(recent: RecentRequests, name: str, worker: str | None = "s0", **more: object) -> None:
-    """Add a request."""
-    ask = RequestInfo(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
+def add(recent: RecentRequests, name: str, worker: str | None = "s0", model: str = "tiny") -> None:
+    info = ask(output=20, model=model)
+    info.id = name
     decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
     reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
     status = 200 if decision else 429
     done = finished("completions", status, reason, 1.5, size="short", ttft_s=0.3, queue_s=0.1)
-    recent.add(ask, decision, done)
+    recent.add(info, decision, done)
 
 
 def test_entry_has_all_fields() -> None:
     recent = ring()
     add(recent, "r1")
     (entry,) = recent.newest(1)
-    assert (entry.id, entry.time, entry.model, entry.route) == ("r1", 1.0, "tiny", "completions")
+    assert (entry.id, entry.time, entry.model, entry.route) == (
+        "r1", 1.0, "tiny", "chat/completions",
+    )  # fmt: skip
     assert (entry.worker, entry.reason, entry.status) == ("s0", Reason.SHORT_POOL, 200)
     assert (entry.body_bytes, entry.prompt_tokens, entry.output_tokens) == (400, 100, 20)
     assert (entry.predicted_ttft_s, entry.ttft_s) == (0.2, 0.3)
@@ -49,8 +47,8 @@ def test_entry_has_all_fields() -> None:
 
 
 def test_cached_tokens_are_those_of_the_worker_that_prefills() -> None:
-    recent, ask = ring(), RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
-    decode, prefill = (Worker(replace(WORKERS[name].spec), 0) for name in ("s0", "s1"))
+    recent = ring()
+    decode, prefill = fleet_of(spec("s0"), spec("s1")).roster
     whole = Decision(decode, Reason.PREFIX, 0.7, cached_tokens=512)
     handover = HandoverDecision(prefill, 64, 700, prefill_s=0.4, transfer_s=0.2)
     handed = Decision(decode, Reason.HANDOVER, 0.7, cached_tokens=512, handover=handover)
@@ -58,16 +56,9 @@ def test_cached_tokens_are_those_of_the_worker_that_prefills() -> None:
         for worker in (decode, prefill):
             worker.reports_prefixes = worker is reporting
         for decision in (whole, handed):
-            recent.add(ask, decision, finished())
+            recent.add(ask(), decision, finished())
     found = [(entry.cached_tokens, entry.cached_reported) for entry in recent.newest(4)]
     assert found == [(64, True), (512, False), (64, False), (512, True)]
-
-
-def test_refused_request_has_no_worker() -> None:
-    recent = ring()
-    add(recent, "r1", worker=None)
-    (entry,) = recent.newest(1)
-    assert (entry.worker, entry.predicted_ttft_s, entry.status) == (None, None, 429)
 
 
 def test_newest_entries_come_first_and_oldest_are_dropped() -> None:
@@ -96,6 +87,8 @@ def test_filters_search_all_entries() -> None:
     assert found(9, status=429) == ["b"]
     assert found(9, worker="s0", model="tiny") == ["d"] * 3
     assert not found(9, worker="s1", status=429)
+    [refused] = recent.newest(1, RequestFilter(status=429))
+    assert (refused.worker, refused.predicted_ttft_s) == (None, None)
 
 
 def test_long_texts_are_cut() -> None:
@@ -105,23 +98,20 @@ def test_long_texts_are_cut() -> None:
     assert len(entry.id) == len(entry.model) == MAX_TEXT
 
 
-def test_handover_entry_has_both_workers_and_times() -> None:
+@pytest.mark.parametrize(
+    ("transferred_s", "whether", "verdict"),
+    [(None, "", None), (0.25, "not_worth_it", "not_worth_it")],
+)
+def test_handover_entry_has_both_workers_times_and_verdict(
+    transferred_s: float | None, whether: str, verdict: str | None
+) -> None:
     recent = ring()
     handover = HandoverDecision(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
-    decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover)
-    ask = RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
-    for transferred_s in (None, 0.25):
-        handover.transferred_s = transferred_s
-        recent.add(ask, decision, finished(reason=Reason.HANDOVER, size="long"))
-        (entry,) = recent.newest(1)
-        assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
-        times = entry.prefill_s, entry.transfer_s, entry.transferred_s
-        assert times == (0.4, 0.2, transferred_s)
-
-
-def test_handover_verdict_is_kept() -> None:
-    recent, ask = ring(), RequestInfo("r1", "completions", "tiny", 400, 700, 10, 100, 20)
-    for whether, kept in (("not_worth_it", "not_worth_it"), ("", None)):
-        decision = Decision(WORKERS["s0"], Reason.DECODE_POOL, 0.7, whether=whether)
-        recent.add(ask, decision, finished(reason=Reason.DECODE_POOL, size="long"))
-        assert [entry.handover for entry in recent.newest(1)] == [kept]
+    handover.transferred_s = transferred_s
+    decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover, whether=whether)
+    recent.add(ask(), decision, finished(reason=Reason.HANDOVER, size="long"))
+    (entry,) = recent.newest(1)
+    assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
+    times = entry.prefill_s, entry.transfer_s, entry.transferred_s
+    assert times == (0.4, 0.2, transferred_s)
+    assert entry.handover == verdict

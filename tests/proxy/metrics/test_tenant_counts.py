@@ -12,14 +12,12 @@ from tests.proxy.metrics.scraped import shown
 
 
 def counts_of(*specs: TenantSpec) -> tuple[Tenants, TenantCounts]:
-    """Return tenants and their counters."""
     tenants = Tenants()
     tenants.replace(specs, {sha256(spec.name.encode()).digest(): spec.name for spec in specs})
     return tenants, TenantCounts(tenants)
 
 
 def tenant_named(tenants: Tenants, name: str) -> Tenant:
-    """Return a tenant."""
     found = tenants.get(name)
     assert found is not None
     return found

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,10 +26,11 @@ from proxy.net.resolver import (
 )
 from proxy.net.tls import client_context, server_context
 from tests.proxy.certificates import Authority
+from tests.proxy.running import serving
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually, sockets
 
-EVENT_LOOPS = ("asyncio", "uvloop")  # uvloop has its own look-ups and connections
+EVENT_LOOPS = ("uvloop",)  # as the router
 MAX_BYTES = 1 << 20
 NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 NO_ANSWER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -70,35 +71,23 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
     assert not fresh._under_way
 
 
-def expire(host: str) -> None:
-    """Make a cached name too old."""
-    RESOLVER.expire(host)
-
-
 async def look_up_briefly(host: str) -> None:
-    """Look up a name with a short timeout."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await RESOLVER.find(host)
 
 
-async def test_slow_names_do_not_delay_others(resolver: FakeResolver) -> None:
-    resolver.known["well"] = ("10.0.0.1",)
-    for number in range(40):
-        resolver.slow[f"gone{number}"] = threading.Event()
-        await look_up_briefly(f"gone{number}")
-    assert await RESOLVER.find("well") == ("10.0.0.1",)
-
-
-async def test_concurrent_look_ups_of_a_name_are_shared(resolver: FakeResolver) -> None:
-    resolver.slow["gone"] = release = threading.Event()
-    resolver.known["gone"] = ("10.0.0.1",)
+async def test_concurrent_and_cancelled_look_ups_of_a_name_are_shared(
+    resolver: FakeResolver,
+) -> None:
+    resolver.slow["slow"] = release = threading.Event()
+    resolver.known["slow"] = ("10.0.0.1",)
+    asking = [asyncio.create_task(RESOLVER.find("slow")) for _ in range(5)]
     for _ in range(10):
-        await look_up_briefly("gone")
-    asking = [asyncio.create_task(RESOLVER.find("gone")) for _ in range(5)]
+        await look_up_briefly("slow")
     release.set()
     assert await asyncio.gather(*asking) == [("10.0.0.1",)] * 5
-    assert resolver.looked_up == ["gone"]
+    assert resolver.looked_up == ["slow"]
 
 
 async def test_late_result_is_cached(resolver: FakeResolver) -> None:
@@ -111,42 +100,30 @@ async def test_late_result_is_cached(resolver: FakeResolver) -> None:
     assert resolver.looked_up == ["slow"]
 
 
-async def test_cancelled_look_up_does_not_cancel_others(resolver: FakeResolver) -> None:
-    resolver.slow["slow"] = release = threading.Event()
-    resolver.known["slow"] = ("10.0.0.1",)
-    cancelled, other = (asyncio.create_task(RESOLVER.find("slow")) for _ in range(2))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    with suppress(asyncio.CancelledError):
-        await cancelled
-    release.set()
-    assert await other == ("10.0.0.1",)
-
-
-async def test_expired_result_is_used_while_a_look_up_is_slow(resolver: FakeResolver) -> None:
+@pytest.fixture
+async def expired(resolver: FakeResolver) -> FakeResolver:
+    """Return a resolver that has looked up `w0`, whose cached result is too old."""
     resolver.known["w0"] = ("10.0.0.1",)
     await RESOLVER.find("w0")
-    expire("w0")
-    resolver.slow["w0"] = threading.Event()
+    RESOLVER.expire("w0")
+    return resolver
+
+
+async def test_expired_result_is_used_while_a_look_up_is_slow(expired: FakeResolver) -> None:
+    expired.slow["w0"] = threading.Event()
     assert await RESOLVER.find("w0") == ("10.0.0.1",)
     assert await RESOLVER.find("w0") == ("10.0.0.1",)
-    assert resolver.looked_up == ["w0", "w0"]
+    assert expired.looked_up == ["w0", "w0"]
 
 
-async def test_expired_result_is_used_when_the_resolver_fails(resolver: FakeResolver) -> None:
-    resolver.known["w0"] = ("10.0.0.1",)
-    await RESOLVER.find("w0")
-    expire("w0")
-    resolver.known["w0"] = NO_ANSWER
+async def test_expired_result_is_used_when_the_resolver_fails(expired: FakeResolver) -> None:
+    expired.known["w0"] = NO_ANSWER
     assert await RESOLVER.find("w0") == ("10.0.0.1",)
 
 
-async def test_expired_result_is_not_used_for_an_unknown_name(resolver: FakeResolver) -> None:
+async def test_expired_result_is_not_used_for_an_unknown_name(expired: FakeResolver) -> None:
     """The address may belong to another host."""
-    resolver.known["w0"] = ("10.0.0.1",)
-    await RESOLVER.find("w0")
-    expire("w0")
-    resolver.known["w0"] = NO_SUCH_NAME
+    expired.known["w0"] = NO_SUCH_NAME
     for _ in range(2):
         with pytest.raises(socket.gaierror, match="not known"):
             await RESOLVER.find("w0")
@@ -185,19 +162,21 @@ async def test_address_is_not_looked_up(resolver: FakeResolver, host: str) -> No
     assert resolver.looked_up == []
 
 
-async def test_look_up_waits_for_a_free_thread(resolver: FakeResolver) -> None:
-    """An expired result is used without waiting."""
-    resolver.known |= {"old": ("10.0.0.1",), "new": ("10.0.0.2",)}
+async def test_slow_names_delay_others_only_without_a_free_thread(resolver: FakeResolver) -> None:
+    resolver.known |= {"old": ("10.0.0.1",), "well": ("10.0.0.2",), "new": ("10.0.0.3",)}
     await RESOLVER.find("old")
-    expire("old")
-    for number in range(MAX_THREADS):
+    RESOLVER.expire("old")
+    for number in range(MAX_THREADS - 1):
         resolver.slow[f"gone{number}"] = threading.Event()
         await look_up_briefly(f"gone{number}")
-    assert await RESOLVER.find("old") == ("10.0.0.1",)
+    assert await RESOLVER.find("well") == ("10.0.0.2",)
+    resolver.slow["last"] = threading.Event()
+    await look_up_briefly("last")
+    assert await RESOLVER.find("old") == ("10.0.0.1",)  # an expired result, without waiting
     await look_up_briefly("new")
     assert "new" not in resolver.looked_up
     resolver.slow["gone7"].set()
-    assert await RESOLVER.find("new") == ("10.0.0.2",)
+    assert await RESOLVER.find("new") == ("10.0.0.3",)
 
 
 async def test_missing_thread_raises_enomem(
@@ -227,36 +206,26 @@ async def test_system_resolver_is_used() -> None:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[FakeWorker]:
-    """Start a worker on 127.0.0.1."""
     fake = FakeWorker()
-    await fake.listen()
-    yield fake
-    await fake.stop()
-
-
-def port_of(worker: FakeWorker) -> int:
-    return int(worker.url.rpartition(":")[2])
+    async with serving(fake):
+        yield fake
 
 
 async def test_each_address_of_a_name_is_tried(resolver: FakeResolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2", "127.0.0.1")
-    transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(worker), None)
+    transport, _ = await connect(asyncio.Protocol, "w0.test", worker.port, None)
     assert transport.get_extra_info("peername")[0] == "127.0.0.1"
     transport.close()
     resolver.known["none.test"] = ("127.0.0.2", "127.0.0.3")
     with pytest.raises(NoAddressAnswersError, match=r"Errno 111.*; .*Errno 111") as error:
-        await connect(asyncio.Protocol, "none.test", port_of(worker), None)
+        await connect(asyncio.Protocol, "none.test", worker.port, None)
     assert [why.errno for why in error.value.errors] == [errno.ECONNREFUSED] * 2
 
 
 @pytest.fixture
-async def hanging() -> AsyncIterator[FakeWorker]:
-    """Start a worker whose connections hang."""
-    fake = FakeWorker()
-    await fake.listen()
-    await fake.hang()
-    yield fake
-    await fake.stop()
+async def hanging(worker: FakeWorker) -> FakeWorker:
+    await worker.hang()
+    return worker
 
 
 async def test_next_address_is_tried_after_a_delay(
@@ -345,7 +314,7 @@ async def test_address_scope_is_used(
 
 async def test_moved_worker_is_found(resolver: FakeResolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2",)
-    with closing(HttpClient(f"http://w0.test:{port_of(worker)}", None, None)) as client:
+    with closing(HttpClient(f"http://w0.test:{worker.port}", None, None)) as client:
         with pytest.raises(ConnectionRefusedError):
             await client.get("/health", MAX_BYTES)
         resolver.known["w0.test"] = ("127.0.0.1",)
@@ -376,9 +345,8 @@ async def test_certificate_is_verified_by_name(
     resolver.known |= {"w0.test": addresses, "w1.test": addresses}
     fake = FakeWorker()
     fake.tls = server_context(authority.port("w0", host="w0.test"))
-    await fake.listen()
-    transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(fake), context)
-    transport.close()
-    with pytest.raises(OSError, match="certificate"):
-        await connect(asyncio.Protocol, "w1.test", port_of(fake), context)
-    await fake.stop()
+    async with serving(fake):
+        transport, _ = await connect(asyncio.Protocol, "w0.test", fake.port, context)
+        transport.close()
+        with pytest.raises(OSError, match="certificate"):
+            await connect(asyncio.Protocol, "w1.test", fake.port, context)

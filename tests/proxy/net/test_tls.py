@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from proxy.app import App
-from proxy.config import FleetConfig, TlsConfig, WorkerTlsConfig, load, parse
+from proxy.config import TlsConfig, WorkerTlsConfig, load
 from proxy.errors import ConfigError
 from proxy.net.tls import (
     ServedContext,
@@ -27,16 +27,14 @@ from proxy.net.tls import (
     to_worker,
 )
 from tests.proxy.certificates import Authority
-from tests.proxy.test_app import wait_until_up
+from tests.proxy.running import entry, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.raw_client import Client, bearer, chat, get
 from vllm_sched.cli.main import main
-
-DEADLINE_S = 60.0
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    """Return a certificate authority."""
     return Authority(tmp_path / "certificates")
 
 
@@ -49,28 +47,31 @@ def error_of(config: TlsConfig | WorkerTlsConfig) -> tuple[str, str]:
     return caught.value.field, caught.value.why
 
 
-def test_missing_files_are_reported(authority: Authority, tmp_path: Path) -> None:
-    good = authority.port("a", clients=True)
-    for field in ("cert_file", "key_file", "client_ca_file"):
-        found = error_of(good.model_copy(update={field: tmp_path / "none"}))
-        assert found[0] == field
-        assert "can't be read: No such file" in found[1]
-    assert error_of(WorkerTlsConfig(ca_file=tmp_path / "none"))[0] == "ca_file"
+FIELDS = ("cert_file", "key_file", "client_ca_file")
+NO_CERTIFICATE = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
-def test_malformed_files_are_reported(authority: Authority, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "can't be read: No such file"),
+        (b"", "in PEM"),
+        (b"junk", "in PEM"),
+        (NO_CERTIFICATE, "in PEM"),
+    ],
+)
+def test_missing_and_malformed_files_are_reported(
+    authority: Authority, tmp_path: Path, field: str, content: bytes | None, why: str
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
     good = authority.port("a", clients=True)
-    junk = tmp_path / "junk"
-    for content in (
-        b"",
-        b"junk",
-        b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
-    ):
-        junk.write_bytes(content)
-        for field in ("cert_file", "key_file", "client_ca_file"):
-            found = error_of(good.model_copy(update={field: junk}))
-            assert found[0] == field
-            assert "in PEM" in found[1]
+    found = error_of(good.model_copy(update={field: file}))
+    assert found[0] == field
+    assert why in found[1]
+    assert error_of(WorkerTlsConfig(ca_file=file))[0] == "ca_file"
 
 
 def test_key_of_another_certificate_is_reported(authority: Authority) -> None:
@@ -134,51 +135,9 @@ def test_changed_files_of_worker_tls_are_read_again(authority: Authority) -> Non
 
 
 def touch(path: Path, content: bytes) -> None:
-    """Write a file with a changed modification time."""
     before = path.stat().st_mtime_ns
     path.write_bytes(content)
     os.utime(path, ns=(before + 1_000_000, before + 1_000_000))
-
-
-def parse_fleet(text: str) -> FleetConfig:
-    """Parse a fleet file."""
-    return parse(text, "f")
-
-
-def test_worker_tls_is_merged() -> None:
-    config = parse_fleet(
-        "model: m\nworker_tls: {ca_file: /a}\nworkers:\n"
-        "- {name: a, url: 'http://h:1'}\n- {name: b, url: 'https://h'}\n"
-        "- {name: c, url: 'https://h:2', tls: {ca_file: /c}}\n"
-        "- {name: d, url: 'https://h:3', tls: {}}\n"
-    )
-    merged = [config.tls_of(worker) for worker in config.workers]
-    assert [tls and str(tls.ca_file) for tls in merged] == [None, "/a", "/c", "/a"]
-    assert config.workers[1].address == ("h", 443)
-
-
-@pytest.mark.parametrize(
-    ("worker", "more", "message"),
-    [
-        ("url: 'http://h:1', tls: {}", "", r"workers\[0\]\.tls: the url is 'http://h:1'"),
-        ("url: 'https://h:1', launch: {}", "", r"workers\[0\]\.launch: .*http://"),
-        ("url: 'https://h:1', tls: {cert_file: x}", "", r"workers\[0\]\.tls\.key_file: is missing"),
-        ("url: 'https://h:1'", "worker_tls: {key_file: x}", r"worker_tls\.cert_file: is missing"),
-        (
-            "url: 'https://h:1'",
-            "router: {tls: {cert_file: x}}",
-            r"router\.tls\.key_file: is missing",
-        ),
-        (
-            "url: 'https://h:1', tls: {verify: no}",
-            "",
-            r"tls\.verify: is not a known key; leave it out; valid: ca_file",
-        ),
-    ],
-)
-def test_contradicting_tls_settings_are_refused(worker: str, more: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_fleet(f"model: m\nworkers: [{{name: a, {worker}}}]\n{more}\n")
 
 
 def test_check_reports_all_tls_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,135 +163,104 @@ def test_check_reports_all_tls_problems(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.count("/no/") == 5
 
 
+def block_of(tls: TlsConfig | WorkerTlsConfig) -> dict[str, Any]:
+    """Return settings as in a fleet file."""
+    return tls.model_dump(mode="json", exclude_none=True)
+
+
 async def test_router_with_tls_on_all_connections(
     authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = FakeWorker("a")
     fake.tls = server_context(authority.port("worker", clients=True))
-    await fake.listen()
-    port, settings = authority.port("router"), authority.worker_tls("to-worker")
-    tls = json.dumps({"cert_file": str(port.cert_file), "key_file": str(port.key_file)})
-    worker_tls = json.dumps(
-        {k: str(v) for k, v in settings.model_dump(exclude={"verify_hostname"}).items()}
-    )
-    source = tmp_path / "fleet.yaml"
-    source.write_text(
-        f"model: tiny\nworkers: [{{name: a, url: '{fake.url}'}}]\nworker_tls: {worker_tls}\n"
-        f"router: {{port: 0, tls: {tls}, admin: {{port: 0, tls: {tls}}}, "
-        "probe: {interval_s: 0.05}}\n"
-    )
-    app = App(load(source), source)
-    await app.start()
-    await wait_until_up(app, "a")  # probed with the router's certificate
-    assert app.url.startswith("https://127.0.0.1:")
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    connector = aiohttp.TCPConnector(ssl=authority.client())
-    async with aiohttp.ClientSession(connector=connector) as session:
-        async with session.post(f"{app.url}/v1/chat/completions", json=body) as answer:
-            assert answer.status == 200
-        async with session.get(f"{app.admin_url}/admin/workers") as answer:
-            assert [(worker["name"], worker["state"]) for worker in await answer.json()] == [
-                ("a", "up")
-            ]
-        async with session.get(f"{app.url}/metrics") as answer:
-            assert answer.status == 200
-    status_with_key_of = ["explain", str(source), "--prompt-tokens", "9", "--live", app.admin_url]
-    assert await asyncio.to_thread(main, status_with_key_of) == 0
-    assert capsys.readouterr().out.startswith("a: ")
-    old = port.cert_file.read_bytes()
-    authority.issue("router")
-    assert await app.reload() == []
-    connector = aiohttp.TCPConnector(ssl=authority.client())
-    async with (
-        aiohttp.ClientSession(connector=connector) as session,
-        session.get(f"{app.url}/health") as answer,
-    ):
-        assert answer.status == 200
-    port.key_file.write_bytes(old)
-    with pytest.raises(ConfigError, match=r"router\.tls\.key_file"):
-        await app.reload()
-    await app.stop()
-    await fake.stop()
+    port = authority.port("router")
+    router = {"tls": block_of(port), "admin": {"port": 0, "tls": block_of(port)}}
+    async with serving(fake):
+        worker_tls = block_of(authority.worker_tls("to-worker"))
+        source = write_fleet(tmp_path, fake, router=router, worker_tls=worker_tls)
+        async with running(source) as app:
+            await wait_until_up(app, "a")  # probed with the router's certificate
+            assert app.url.startswith("https://127.0.0.1:")
+            client = await Client.connect(app.wire.port, tls=authority.client())
+            for data in (chat(), get("/metrics")):
+                assert (await client.ask(data)).status == 200
+            client.close()
+            live = ["explain", str(source), "--prompt-tokens", "9", "--live", app.admin_url]
+            assert await asyncio.to_thread(main, live) == 0
+            assert capsys.readouterr().out.startswith("a: ")
+            port.key_file.write_bytes(port.cert_file.read_bytes())
+            with pytest.raises(ConfigError, match=r"router\.tls\.key_file"):
+                await app.reload()
 
 
 class MovedFiles:
     """A router whose certificates and admin key move to other files."""
 
-    def __init__(self, authority: Authority, folder: Path, url: str) -> None:
-        self.authority = authority
-        self.folder = folder
-        self.url = url
-        self.source = folder / "fleet.yaml"
-        self.write("first")
-        self.app = App(load(self.source), self.source)
+    def __init__(self, authority: Authority, folder: Path, fake: FakeWorker) -> None:
+        self.authority, self.folder, self.fake = authority, folder, fake
+        self.source = self.write("first")
+        self.app: App
 
-    def write(self, name: str, *, tls: bool = True, workers: str = "a") -> None:
+    def write(self, name: str, *, tls: bool = True, worker: str = "a") -> Path:
         """Write certificates, an admin key and a fleet file with their paths."""
-        port = self.authority.port(name)
-        (self.folder / f"{name}.admin").write_text(self.key(name))
-        served = {"cert_file": str(port.cert_file), "key_file": str(port.key_file)}
-        block = {"tls": served} if tls else {}
-        admin = {"port": 0, "key_file": str(self.folder / f"{name}.admin"), **block}
-        router = {"port": 0, "probe": {"interval_s": 0.05}, "admin": admin, **block}
-        self.source.write_text(
-            f"model: tiny\nworkers: [{{name: {workers}, url: '{self.url}'}}]\n"
-            f"router: {json.dumps(router)}\n"
-        )
+        block = {"tls": block_of(self.authority.port(name))} if tls else {}
+        key_file = self.folder / f"{name}.admin"
+        key_file.write_text(self.key(name))
+        router = {"admin": {"port": 0, "key_file": str(key_file), **block}, **block}
+        return write_fleet(self.folder, entry(self.fake) | {"name": worker}, router=router)
 
     def key(self, name: str) -> str:
-        """Return the admin key of these files."""
         return f"{name}-{'k' * 32}"
 
     def delete(self, name: str) -> None:
-        """Delete these files."""
         for path in (f"certificates/{name}.pem", f"certificates/{name}.key", f"{name}.admin"):
             (self.folder / path).unlink()
 
+    async def connect(self, url: str) -> Client:
+        return await Client.connect(urlsplit(url).port or 0, tls=self.authority.client())
+
     async def serial_of_port(self, url: str) -> int:
-        """Return the serial number of a port's certificate."""
-        host, port = url.removeprefix("https://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port), ssl=self.authority.client())
-        number = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
-        writer.close()
-        return int(number, 16)
+        client = await self.connect(url)
+        certificate = client.writer.get_extra_info("ssl_object").getpeercert()
+        client.close()
+        return int(certificate["serialNumber"], 16)
 
     def serial_of_file(self, name: str) -> int:
-        """Return the serial number of a certificate file."""
         path = self.folder / f"certificates/{name}.pem"
         return x509.load_pem_x509_certificate(path.read_bytes()).serial_number
 
     async def status_with_key_of(self, name: str) -> int:
         """Send an admin request with the key of these files; return its status."""
-        connector = aiohttp.TCPConnector(ssl=self.authority.client())
-        headers = {"Authorization": f"Bearer {self.key(name)}"}
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.get(f"{self.app.admin_url}/admin/workers", headers=headers) as answer,
-        ):
-            return answer.status
+        client = await self.connect(self.app.admin_url)
+        answer = await client.ask(get("/admin/workers", bearer(self.key(name))))
+        client.close()
+        return answer.status
 
 
 @pytest.fixture
 async def moved(authority: Authority, tmp_path: Path) -> AsyncIterator[MovedFiles]:
     """Start the router."""
     fake = FakeWorker("a")
-    await fake.listen()
-    moved = MovedFiles(authority, tmp_path, fake.url)
-    await moved.app.start()
-    yield moved
-    await moved.app.stop()
-    await fake.stop()
+    async with serving(fake):
+        moved = MovedFiles(authority, tmp_path, fake)
+        async with running(moved.source) as moved.app:
+            yield moved
 
 
 async def test_certificates_and_admin_key_may_move(moved: MovedFiles) -> None:
-    app = moved.app
+    app, first = moved.app, moved.app.config
     assert [await moved.status_with_key_of(name) for name in ("first", "second")] == [200, 401]
-    moved.write("second")
+    moved.write("second", worker="b")
     moved.delete("first")
     assert await app.reload() == []
     for url in (app.url, app.admin_url):
         assert await moved.serial_of_port(url) == moved.serial_of_file("second")
     assert [await moved.status_with_key_of(name) for name in ("first", "second")] == [401, 200]
+    # A new process uses the reloaded file: the first one names files that are gone.
+    another = App(app.config, moved.source, started_with=first)
+    assert [worker.name for worker in another.fleet.roster] == ["b"]
+    assert another.wire.tls is not None
+    assert await another.reload() == []
     (moved.folder / "second.admin").write_text("short")
     with pytest.raises(ConfigError, match="16 to 512"):
         await app.reload()
@@ -347,22 +275,10 @@ async def test_removing_tls_needs_a_restart(
 ) -> None:
     """Until then, the last certificate is used."""
     before = moved.serial_of_file("first")
-    moved.write("second", tls=False, workers="b")
+    moved.write("second", tls=False, worker="b")
     moved.delete("first")
     assert await moved.app.reload() == ["router.tls", "router.admin"]
     assert "the previous certificate stays" in caplog.text
     assert [worker.name for worker in moved.app.fleet.roster] == ["b"]
     assert await moved.serial_of_port(moved.app.url) == before
     assert await moved.status_with_key_of("second") == 200
-
-
-async def test_new_process_uses_the_reloaded_config(moved: MovedFiles) -> None:
-    """The first fleet file may name files that are gone."""
-    first = moved.app.config
-    moved.write("second", workers="b")
-    moved.delete("first")
-    await moved.app.reload()
-    another = App(moved.app.config, moved.source, started_with=first)
-    assert [worker.name for worker in another.fleet.roster] == ["b"]
-    assert another.wire.tls is not None
-    assert await another.reload() == []

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import yaml
-
-from proxy.config import parse
 from proxy.config.tenants import AdmissionConfig
 from proxy.core.model.settings import RouterSettings
 from proxy.core.tenants.tenants import Rank
 from proxy.setup.settings import admission_settings, router_settings, tenant_spec, wire_settings
 from proxy.wire.settings import WireSettings
-
-WORKERS = [{"name": "w", "url": "http://127.0.0.1:9001"}]
+from tests.present import present
+from tests.proxy.config.fleet_files import read
 
 
 def test_targets_of_classes() -> None:
     assert admission_settings(AdmissionConfig()) is None
-    one = admission_settings(AdmissionConfig(ttft_s=5.0, interactive_ttft_s=2.0))
-    assert one is not None
+    one = present(admission_settings(AdmissionConfig(ttft_s=5.0, interactive_ttft_s=2.0)))
     assert one.ttft_s == {Rank.INTERACTIVE: 2.0, Rank.STANDARD: 5.0, Rank.BATCH: 5.0}
-    alone = admission_settings(AdmissionConfig(standard_ttft_s=3.0))
-    assert alone is not None
+    alone = present(admission_settings(AdmissionConfig(standard_ttft_s=3.0)))
     assert alone.ttft_s == {Rank.STANDARD: 3.0}
-    paced = admission_settings(AdmissionConfig(tpot_s=0.1, batch_tpot_s=0.5))
-    assert paced is not None
+    paced = present(admission_settings(AdmissionConfig(tpot_s=0.1, batch_tpot_s=0.5)))
     assert paced.tpot_s == {Rank.INTERACTIVE: 0.1, Rank.STANDARD: 0.1, Rank.BATCH: 0.5}
     assert paced.ttft_s == {}
 
 
 def test_settings_of_a_fleet_file_without_options_are_the_defaults() -> None:
-    config = parse(yaml.safe_dump({"model": "m", "workers": WORKERS}), "fleet.yaml")
+    config = read()
     assert router_settings(config) == RouterSettings()
     assert wire_settings(config) == WireSettings(refuses_pages=True)
 
@@ -48,8 +42,7 @@ def test_settings_reach_the_router() -> None:
         "drain_notice_s": 7.0,
         "timeouts": {"idle_s": 8.0},
     }
-    data = {"model": "m", "workers": WORKERS, "tenants": [tenant], "router": router}
-    config = parse(yaml.safe_dump(data | {"routing": {"panic_threshold": 0.25}}), "fleet.yaml")
+    config = read(tenants=[tenant], router=router, routing={"panic_threshold": 0.25})
     settings = router_settings(config)
     assert (settings.client_priority, settings.client_arguments) == (True, False)
     assert settings.pass_priority

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from proxy.config import FleetConfig, parse
+from proxy.config import FleetConfig, load
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenants
 from proxy.errors import ConfigError
 from proxy.setup.app import App
 from proxy.setup.tenancy import apply_tenants, read_keys
+from tests.proxy.config import fleet_files
+from tests.proxy.running import write_fleet
 
+WORKER = {"name": "w", "url": "http://127.0.0.1:9001"}
 KEYS = [f"sk-vs-{letter * 20}" for letter in "abcd"]
 
 
@@ -23,10 +27,13 @@ def hashed(key: str) -> str:
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
+def hashes(key: str, name: str = "a") -> dict[str, Any]:
+    """Return a tenant with the hash of this key."""
+    return {"name": name, "key_hashes": [hashed(key)]}
+
+
 def fleet(*tenants: dict[str, Any], **router: Any) -> FleetConfig:
-    workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
-    data = {"model": "m", "workers": workers, "tenants": list(tenants), "router": router}
-    return parse(yaml.safe_dump(data), "fleet.yaml")
+    return fleet_files.read(tenants=list(tenants), router=router)
 
 
 def read(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
@@ -35,30 +42,33 @@ def read(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
     return {key: name for key, name in owners.items() if name is not None}
 
 
-def problems_of(*tenants: dict[str, Any], **environ: str) -> dict[str, str]:
+def problems_of(*tenants: dict[str, Any]) -> dict[str, str]:
     with pytest.raises(ConfigError) as error:
-        read(*tenants, **environ)
+        read(*tenants)
     return {problem.path: problem.message for problem in error.value.problems}
 
 
-def test_keys_are_read_from_hashes_file_and_environment(tmp_path: Path) -> None:
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Return a key file, which does not exist yet."""
+    return tmp_path / "keys"
+
+
+def test_keys_are_read_from_hashes_file_and_environment(file: Path) -> None:
     a, b, c, d = KEYS
-    file = tmp_path / "keys"
     file.write_text(f"# of the chat\n\n  {b}\n{hashed(c)}\n")
-    chat = {
-        "name": "chat",
-        "key_hashes": [hashed(a)],
-        "keys_file": str(file),
-        "keys_env": "CHAT_KEYS",
-    }
+    chat = hashes(a, "chat") | {"keys_file": str(file), "keys_env": "CHAT_KEYS"}
     assert read(chat, CHAT_KEYS=f"{d} {hashed(a)}") == dict.fromkeys(KEYS, "chat")
 
 
-def test_each_tenant_has_its_own_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
+def test_each_tenant_has_its_own_keys(file: Path) -> None:
     file.write_text(KEYS[1])
-    tenants = {"name": "a", "key_hashes": [hashed(KEYS[0])]}, {"name": "b", "keys_file": str(file)}
+    tenants = hashes(KEYS[0]), {"name": "b", "keys_file": str(file)}
     assert read(*tenants) == {KEYS[0]: "a", KEYS[1]: "b"}
+    file.write_text(KEYS[0])
+    problems = problems_of(*tenants)
+    assert "tenant a has too" in problems["tenants[1].keys_file"]
+    assert KEYS[0] not in str(problems)
 
 
 @pytest.mark.parametrize(
@@ -68,41 +78,26 @@ def test_each_tenant_has_its_own_keys(tmp_path: Path) -> None:
         ("with some spaces in it\n", "is neither a key of 16"),
         (hashed(KEYS[0]).upper(), "nor sha256: with 64 of 0-9a-f"),
         (hashed(KEYS[0])[:-1], "nor sha256: with 64 of 0-9a-f"),
-        ("sha256:abc\n", None),
+        ("sha256:abc\n", "nor sha256: with 64 of 0-9a-f"),
         ("\n# nothing\n", "has no key"),
         (None, "cannot be read"),
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_invalid_key_files_are_reported(tmp_path: Path, text: Any, words: str | None) -> None:
-    file = tmp_path / "keys"
+def test_invalid_key_files_are_reported(file: Path, text: Any, words: str) -> None:
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    problems = problems_of({"name": "a", "keys_file": str(file)})
-    if words is not None:
-        assert words in str(problems)
-    assert "spaces in it" not in str(problems), "a possible key is not repeated"
+    problems = str(problems_of({"name": "a", "keys_file": str(file)}))
+    assert words in problems
+    assert "spaces in it" not in problems, "a possible key is not repeated"
 
 
-def test_unset_variable_is_reported() -> None:
-    assert problems_of({"name": "a", "keys_env": "NONE"}).keys() == {"tenants[0].keys_env"}
-
-
-def test_every_tenant_without_a_key_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "keys").touch()
+def test_every_tenant_without_a_key_is_reported(file: Path) -> None:
+    file.touch()
     found = problems_of(
-        {"name": "a", "keys_env": "NONE_THERE"}, {"name": "b", "keys_file": str(tmp_path / "keys")}
+        {"name": "a", "keys_env": "NONE_THERE"}, {"name": "b", "keys_file": str(file)}
     )
     assert [*found] == ["tenants[0].keys_env", "tenants[1]"]
-
-
-def test_key_of_two_tenants_is_reported(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(KEYS[0])
-    tenants = {"name": "a", "key_hashes": [hashed(KEYS[0])]}, {"name": "b", "keys_file": str(file)}
-    problems = problems_of(*tenants)
-    assert "tenant a has too" in problems["tenants[1].keys_file"]
-    assert KEYS[0] not in str(problems)
 
 
 def test_tenant_settings_reach_the_core() -> None:
@@ -122,64 +117,52 @@ def test_tenant_settings_reach_the_core() -> None:
     assert next(iter(tenants)).spec.salted
 
 
-def write(file: Path, *tenants: dict[str, Any], **router: Any) -> None:
-    workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
-    data = {"model": "m", "workers": workers, "tenants": [*tenants], "router": router}
-    file.write_text(yaml.safe_dump(data))
+@asynccontextmanager
+async def router(source: Path) -> AsyncIterator[App]:
+    """Return a router that does not run."""
+    app = App(load(source), source)
+    yield app
+    await app.stop()
 
 
 async def test_router_on_all_interfaces_keeps_its_tenants(tmp_path: Path) -> None:
-    file = tmp_path / "fleet.yaml"
-    with_key = [{"name": "a", "key_hashes": [hashed(KEYS[0])]}]
-    write(file, *with_key, host="0.0.0.0")  # noqa: S104 - the test needs all interfaces
-    app = App(parse(file.read_text(), str(file)), file)
-    write(file, host="127.0.0.1")  # this host applies after a restart only
-    with pytest.raises(ConfigError, match="until a restart"):
+    everywhere = {"host": "0.0.0.0"}  # noqa: S104 - the test needs all interfaces
+    source = write_fleet(tmp_path, WORKER, router=everywhere, tenants=[hashes(KEYS[0])])
+    async with router(source) as app:
+        write_fleet(tmp_path, WORKER)  # the host applies after a restart only
+        with pytest.raises(ConfigError, match="until a restart"):
+            await app.reload()
+        assert not app.router.tenants.open
+        write_fleet(tmp_path, WORKER, router=everywhere | {"allow_anonymous": True})
         await app.reload()
-    assert not app.router.tenants.open
-    write(file, host="0.0.0.0", allow_anonymous=True)  # noqa: S104
-    await app.reload()
-    assert app.router.tenants.open
-    await app.stop()
-
-
-async def test_keys_are_removed_with_their_tenant(tmp_path: Path) -> None:
-    file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
-    kept_key, removed_key = (key.encode() for key in KEYS[:2])
-    kept = {"name": "stays", "key_hashes": [hashed(KEYS[0])]}
-    keys.write_text(KEYS[1])
-    write(file, kept, {"name": "goes", "keys_file": str(keys)})
-    app = App(parse(file.read_text(), str(file)), file)
-    tenants = app.router.tenants
-    keys.write_text("")
-    with pytest.raises(ConfigError, match="has no key in its file"):
-        await app.reload()
-    assert tenants.find_by_key(removed_key) is not None
-    write(file, kept)
-    await app.reload()
-    assert tenants.find_by_key(removed_key) is None
-    assert tenants.find_by_key(kept_key) is not None
-    await app.stop()
+        assert app.router.tenants.open
 
 
 async def test_reload_replaces_tenants_and_an_invalid_one_changes_nothing(tmp_path: Path) -> None:
-    file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
-    keys.write_text(KEYS[0])
-    write(file, {"name": "a", "keys_file": str(keys)})
-    app = App(parse(file.read_text(), str(file)), file)
-    tenants = app.router.tenants
-    found = tenants.find_by_key(KEYS[0].encode())
-    assert found is not None
-    keys.write_text(KEYS[1])
-    await app.reload()
-    assert tenants.find_by_key(KEYS[0].encode()) is None
-    assert tenants.find_by_key(KEYS[1].encode()) is found
-    keys.write_text("short")
-    with pytest.raises(ConfigError):
+    kept, file = hashes(KEYS[0], "stays"), tmp_path / "keys"
+    file.write_text(KEYS[1])
+    source = write_fleet(tmp_path, WORKER, tenants=[kept, {"name": "b", "keys_file": str(file)}])
+    async with router(source) as app:
+        tenants = app.router.tenants
+
+        def owners() -> list[str | None]:
+            found = (tenants.find_by_key(key.encode()) for key in KEYS)
+            return [tenant and tenant.name for tenant in found]
+
+        before = tenants.find_by_key(KEYS[1].encode())
+        assert owners() == ["stays", "b", None, None]
+        for invalid, message in (("", "has no key in its file"), ("short", "is neither a key")):
+            file.write_text(invalid)
+            with pytest.raises(ConfigError, match=message):
+                await app.reload()
+            assert owners() == ["stays", "b", None, None]
+        file.write_text(KEYS[2])
         await app.reload()
-    assert tenants.find_by_key(KEYS[1].encode()) is found
-    keys.write_text(KEYS[2])
-    write(file)
-    await app.reload()
-    assert tenants.open
-    await app.stop()
+        assert owners() == ["stays", None, "b", None]
+        assert tenants.find_by_key(KEYS[2].encode()) is before
+        write_fleet(tmp_path, WORKER, tenants=[kept])
+        await app.reload()
+        assert owners() == ["stays", None, None, None]
+        write_fleet(tmp_path, WORKER)
+        await app.reload()
+        assert tenants.open

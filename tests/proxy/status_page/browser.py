@@ -47,7 +47,6 @@ class Page:
         self._listener = asyncio.create_task(self._listen())
 
     async def open(self) -> None:
-        """Create the tab."""
         target = await self.call("Target.createTarget", url="about:blank")
         found = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = found["sessionId"]
@@ -55,7 +54,6 @@ class Page:
             await self.call(f"{domain}.enable")
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command; return its result."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
@@ -66,20 +64,17 @@ class Page:
             return await answer
 
     async def goto(self, url: str) -> None:
-        """Load a page."""
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
         async with asyncio.timeout(DEADLINE_S):
             await self._loaded.wait()
 
     async def run(self, script: str) -> Any:
-        """Return the value of an expression."""
         done = await self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     async def wait_until(self, script: str) -> Any:
-        """Wait until an expression is true."""
         found = None
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -91,7 +86,6 @@ class Page:
         return found
 
     async def press(self, *keys: str) -> None:
-        """Press keys one after the other."""
         for key in keys:
             parameters = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
             if key in ("Enter", " "):
@@ -107,7 +101,6 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=listed)
 
     async def picture(self, **clip: float) -> bytes:
-        """Return a PNG of the page."""
         parameters = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
         screenshot = await self.call("Page.captureScreenshot", format="png", **parameters)
         return base64.b64decode(screenshot["data"])
@@ -139,7 +132,6 @@ class Page:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
-    """Run Chromium with one tab."""
     chromium = await asyncio.to_thread(fetched, "chromium")
     with tempfile.TemporaryDirectory(
         prefix="vllm-sched-chromium-", ignore_cleanup_errors=True

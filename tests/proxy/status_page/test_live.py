@@ -18,6 +18,7 @@ from proxy.status_page.live import LiveView, Viewer
 from proxy.status_page.recorder import LiveUpdate, UpdateRequest
 from proxy.status_page.snapshot import LiveState
 from proxy.wire.exchange.request_record import RequestRecord
+from tests.present import present
 from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
 from tests.proxy.wire.site import eventually
 
@@ -43,11 +44,9 @@ class Site:
         )
 
     def clock(self) -> float:
-        """Return the time."""
         return self.now
 
     def request(self, worker: str | None = "s0", **fields: Any) -> RequestRecord:
-        """Begin a request."""
         record = RequestRecord()
         record.started = self.now
         record.ask = ask(**fields)
@@ -58,7 +57,6 @@ class Site:
         return record
 
     def end(self, record: RequestRecord, status: int = 200) -> None:
-        """End a request."""
         self.records.remove(record)
         record.close(self.now, self.metrics, "completions", status, None)
 
@@ -69,28 +67,22 @@ class Site:
 
 
 @pytest.fixture
-async def site() -> Site:
-    """Return a site without viewers."""
-    return Site()
-
-
-@pytest.fixture
-async def viewer(site: Site) -> AsyncIterator[Viewer]:
-    """Return a viewer."""
-    viewer = join(site.live)
-    yield viewer
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    yield site
     site.live.close()
 
 
+@pytest.fixture
+async def viewer(site: Site) -> Viewer:
+    return join(site.live)
+
+
 def join(live: LiveView) -> Viewer:
-    """Add a viewer."""
-    viewer = live.join()
-    assert viewer is not None
-    return viewer
+    return present(live.join())
 
 
 async def read_update(viewer: Viewer) -> tuple[str, dict[str, Any]]:
-    """Read the viewer's message."""
     assert viewer.busy
     message = await viewer.get()
     assert message is not None
@@ -99,9 +91,12 @@ async def read_update(viewer: Viewer) -> tuple[str, dict[str, Any]]:
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-def row_fields(row: list[Any]) -> dict[str, Any]:
-    """Return a row's values by field."""
-    return dict(zip(recorder.FIELDS, row, strict=True))
+def by_field(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(recorder.FIELDS, row, strict=True)) for row in data["rows"]]
+
+
+async def read_rows(viewer: Viewer) -> list[dict[str, Any]]:
+    return by_field((await read_update(viewer))[1])
 
 
 async def test_nothing_is_recorded_without_viewers(site: Site) -> None:
@@ -119,8 +114,8 @@ async def test_viewer_gets_the_full_state_then_changes(site: Site, viewer: Viewe
     name, data = await read_update(viewer)
     assert name == "all"
     assert [worker["name"] for worker in data["state"]["workers"]] == ["s0", "l0"]
-    [row] = data["rows"]
-    assert row_fields(row)["status"] is None
+    [row] = by_field(data)
+    assert row["status"] is None
     site.now += 0.1
     for _ in range(3):
         site.now += 0.1
@@ -128,37 +123,34 @@ async def test_viewer_gets_the_full_state_then_changes(site: Site, viewer: Viewe
     await site.beat(0.0)
     name, data = await read_update(viewer)
     assert name == "news"
-    assert row_fields(data["rows"][0])["first"] == 450
+    assert by_field(data)[0]["first"] == 450
     assert data["ticks"] == [[1, 450, 550, 650]]
     site.end(first)
     await site.beat()
-    _, data = await read_update(viewer)
-    assert row_fields(data["rows"][0]) | {"ended": 650, "status": 200, "tokens": 3} == row_fields(
-        data["rows"][0]
-    )
+    [row] = await read_rows(viewer)
+    assert (row["ended"], row["status"], row["tokens"]) == (650, 200, 3)
     await site.beat()
-    assert (await read_update(viewer))[1]["rows"] == []
+    assert await read_rows(viewer) == []
 
 
 async def test_queued_request_is_shown_then_its_worker(site: Site, viewer: Viewer) -> None:
     record = site.request(None)
     await site.beat()
-    row = row_fields((await read_update(viewer))[1]["rows"][0])
+    [row] = await read_rows(viewer)
     assert (row["pool"], row["worker"], row["placed"]) == ("none", None, None)
-    workers = worker_of(site.metrics.router, "l0"), worker_of(site.metrics.router, "s0")
+    decode, prefill = (worker_of(site.metrics.router, name) for name in ("l0", "s0"))
     record.queue_s = 0.25
-    record.place(
-        site.now,
-        Decision(workers[0], Reason.HANDOVER, handover=HandoverDecision(workers[1], 0, 9, 1, 1)),
-    )
+    handover = HandoverDecision(prefill, 0, 9, 1, 1)
+    record.place(site.now, Decision(decode, Reason.HANDOVER, handover=handover))
     await site.beat()
-    row = row_fields((await read_update(viewer))[1]["rows"][0])
+    [row] = await read_rows(viewer)
     assert (row["pool"], row["worker"], row["prefill"], row["placed"]) == (
         "handover", "l0", "s0", 250
     )  # fmt: skip
     record.prefilled_at = site.now
     await site.beat()
-    assert row_fields((await read_update(viewer))[1]["rows"][0])["prefilled"] == 500
+    [row] = await read_rows(viewer)
+    assert row["prefilled"] == 500
 
 
 async def test_ticks_are_limited(site: Site, viewer: Viewer) -> None:
@@ -233,7 +225,7 @@ async def test_time_on_a_failed_worker_is_not_waiting_time(site: Site, viewer: V
     site.now += 5.0
     record.place(site.now, Decision(worker_of(site.metrics.router, "l0"), Reason.RETRY))
     await site.beat()
-    row = row_fields((await read_update(viewer))[1]["rows"][0])
+    [row] = await read_rows(viewer)
     assert (row["worker"], row["placed"] - row["arrived"]) == ("l0", 0)
 
 
@@ -245,37 +237,32 @@ async def test_new_viewer_gets_the_last_minute(site: Site) -> None:
     site.end(recent, 502)
     viewer = join(site.live)
     await site.beat()
-    [row] = (await read_update(viewer))[1]["rows"]
-    assert row_fields(row) == {
-        "n": -1, "id": row_fields(row)["id"], "model": "m", "size": "short", "pool": "long",
+    [row] = await read_rows(viewer)
+    assert row == {
+        "n": -1, "id": row["id"], "model": "m", "size": "short", "pool": "long",
         "worker": "l0", "prefill": None, "reason": "short_pool", "status": 502,
         "prompt_tokens": 100, "tokens": None, "arrived": 0, "placed": 0, "prefilled": None,
         "first": 60_000, "ended": 61_000,
     }  # fmt: skip
-    site.live.close()
 
 
 async def test_classes_equal_those_of_metrics(site: Site) -> None:
     recent, running = site.request(), site.request()
     for record in (recent, running):
-        assert record.ask is not None
-        record.ask.rank = Rank.BATCH
+        present(record.ask).rank = Rank.BATCH
     site.end(recent)
     site.now += 1.0
     viewer = join(site.live)
     await site.beat()
-    rows = (await read_update(viewer))[1]["rows"]
-    assert [row_fields(row)["size"] for row in rows] == ["batch", "batch"]
-    site.live.close()
+    assert [row["size"] for row in await read_rows(viewer)] == ["batch", "batch"]
 
 
 async def test_texts_of_clients_are_cut_and_cleaned(site: Site, viewer: Viewer) -> None:
     record = site.request()
-    assert record.ask is not None
     record.request = Request(RequestHead(), b"")
-    record.request.id, record.ask.model = b"i" * 5000, "\ud800<b>"
+    record.request.id, present(record.ask).model = b"i" * 5000, "\ud800<b>"
     await site.beat()
-    row = row_fields((await read_update(viewer))[1]["rows"][0])
+    [row] = await read_rows(viewer)
     assert row["id"] == "i" * recorder.MAX_TEXT
     assert row["model"] == "?<b>"
 
@@ -301,40 +288,9 @@ class Sibling(Site):
         self.live.notes.mark, self.live.notes.marks = mark, 2
 
 
-async def test_leader_merges_updates_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "STOP_AFTER_S", 0.01)
-    sites = [Sibling(0), Sibling(1)]
-    leader = sites[0].live
-
-    async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
-        return [site.live.notes.update(site.now, wanted) for site in sites]
-
-    leader.collect_all = collect_all
-    for site in sites:
-        site.end(site.request())  # before the first viewer
-    viewer = join(leader)
-    for site in sites:
-        site.request()
-    await sites[0].beat()
-    name, data = await read_update(viewer)
-    assert name == "all"
-    numbers = [row_fields(row)["n"] for row in data["rows"]]
-    assert len(set(numbers)) == len(numbers) == 4
-    assert data["state"]["clients"] == 0
-    assert sites[1].metrics.live is sites[1].live.notes
-    sites[1].records[0].record_tokens(sites[1].now, sites[1].metrics)
-    await sites[0].beat()
-    name, data = await read_update(viewer)
-    assert name == "news"
-    assert [tick[0] for tick in data["ticks"]] == [row_fields(row)["n"] for row in data["rows"]]
-    leader.close()
-    sites[1].now += 1.0
-    await eventually(lambda: sites[1].metrics.live is None)
-
-
 @pytest.fixture
-async def processes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list[Sibling], Viewer]]:
-    """Return two processes, of which the first leads, and a viewer. A test may change the list."""
+async def processes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Sibling]]:
+    """Return two processes, of which the first leads. A test may change the list."""
     monkeypatch.setattr(live, "MIN_RESEND_INTERVAL_S", 0.0)
     sites = [Sibling(0), Sibling(1)]
     leader = sites[0].live
@@ -343,52 +299,77 @@ async def processes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list
         return [site.live.notes.update(sites[0].now, wanted) for site in sites]
 
     leader.collect_all = collect_all
-    viewer = join(leader)
-    yield sites, viewer
+    yield sites
     leader.close()
     for site in sites:
         site.live.notes.end()
 
 
-async def rows_of_full_state(viewer: Viewer, site: Site) -> dict[str, dict[str, Any]]:
-    """Return the rows of a new full state by worker."""
-    assert not viewer.busy
-    await site.beat()
+async def test_leader_merges_updates_of_all_processes(
+    processes: list[Sibling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "STOP_AFTER_S", 0.01)
+    first, second = processes
+    for site in processes:
+        site.end(site.request())  # before the first viewer
+    viewer = join(first.live)
+    for site in processes:
+        site.request()
+    await first.beat()
     name, data = await read_update(viewer)
     assert name == "all"
-    return {row_fields(row)["worker"]: row_fields(row) for row in data["rows"]}
+    numbers = [row["n"] for row in by_field(data)]
+    assert len(set(numbers)) == len(numbers) == 4
+    assert data["state"]["clients"] == 0
+    assert second.metrics.live is second.live.notes
+    second.records[0].record_tokens(first.now, second.metrics)
+    await first.beat()
+    name, data = await read_update(viewer)
+    assert name == "news"
+    assert [tick[0] for tick in data["ticks"]] == [row["n"] for row in by_field(data)]
+    first.live.close()
+    second.now += 1.0
+    await eventually(lambda: second.metrics.live is None)
 
 
-async def test_requests_of_a_dead_process_are_removed(
-    processes: tuple[list[Sibling], Viewer],
-) -> None:
-    sites, viewer = processes
-    sites[0].request("s0")
-    sites[1].request("l0")
-    await sites[0].beat()
-    assert len((await read_update(viewer))[1]["rows"]) == 2
-    sites[1:] = []  # without an end of its requests
-    await sites[0].beat()
-    assert set(await rows_of_full_state(viewer, sites[0])) == {"s0"}
+async def workers_of_full_state(viewer: Viewer, leader: Site) -> dict[str, dict[str, Any]]:
+    """Return the rows of a new full state by worker."""
+    assert not viewer.busy
+    await leader.beat()
+    name, data = await read_update(viewer)
+    assert name == "all"
+    return {row["worker"]: row for row in by_field(data)}
+
+
+async def test_requests_of_a_dead_process_are_removed(processes: list[Sibling]) -> None:
+    leader, viewer = processes[0], join(processes[0].live)
+    leader.request("s0")
+    processes[1].request("l0")
+    await leader.beat()
+    assert len(await read_rows(viewer)) == 2
+    processes[1:] = []  # without an end of its requests
+    await leader.beat()
+    assert set(await workers_of_full_state(viewer, leader)) == {"s0"}
     # Its successor counts from the beginning, so its rows are new.
-    sites.append(Sibling(1))
-    sites[1].request("l0")
-    await sites[0].beat()
-    assert set(await rows_of_full_state(viewer, sites[0])) == {"s0", "l0"}
-    await sites[0].beat()
+    processes.append(Sibling(1))
+    processes[1].request("l0")
+    await leader.beat()
+    assert set(await workers_of_full_state(viewer, leader)) == {"s0", "l0"}
+    await leader.beat()
     assert (await read_update(viewer))[0] == "news"
 
 
-async def test_lost_part_causes_a_new_full_state(processes: tuple[list[Sibling], Viewer]) -> None:
-    sites, viewer = processes
-    record = sites[1].request("l0")
-    await sites[0].beat()
+async def test_lost_part_causes_a_new_full_state(processes: list[Sibling]) -> None:
+    leader, other = processes
+    viewer = join(leader.live)
+    record = other.request("l0")
+    await leader.beat()
     await read_update(viewer)
-    sites[1].end(record)
-    lost = UpdateRequest(sites[0].live._zero, whole=False, figures=False)
-    assert len(sites[1].live.notes.update(sites[0].now, lost).rows) == 1
-    await sites[0].beat()
-    assert (await rows_of_full_state(viewer, sites[0]))["l0"]["status"] == 200
+    other.end(record)
+    lost = UpdateRequest(leader.live._zero, whole=False, figures=False)
+    assert len(other.live.notes.update(leader.now, lost).rows) == 1
+    await leader.beat()
+    assert (await workers_of_full_state(viewer, leader))["l0"]["status"] == 200
 
 
 async def test_full_state_is_sent_at_most_once_a_second(site: Site, viewer: Viewer) -> None:
@@ -407,14 +388,14 @@ async def test_ends_of_shown_requests_are_never_dropped(
 ) -> None:
     records = [site.request() for _ in range(5)]
     await site.beat()
-    assert len((await read_update(viewer))[1]["rows"]) == 5
+    assert len(await read_rows(viewer)) == 5
     monkeypatch.setattr(recorder, "MAX_ROWS", 2)
     for record in records:
         site.end(record)
     site.end(site.request())
     await site.beat()
     _, data = await read_update(viewer)
-    assert [row_fields(row)["status"] for row in data["rows"]] == [200] * 5
+    assert [row["status"] for row in by_field(data)] == [200] * 5
     assert data["dropped"] == 1
     assert not site.live.notes._reported
 
@@ -425,8 +406,7 @@ async def test_new_viewer_gets_a_whole_busy_minute(site: Site) -> None:
         site.now += 0.01
     viewer = join(site.live)
     await site.beat()
-    assert len((await read_update(viewer))[1]["rows"]) == 5000
-    site.live.close()
+    assert len(await read_rows(viewer)) == 5000
 
 
 async def test_process_without_an_answer_is_left_out(site: Site) -> None:
@@ -438,5 +418,4 @@ async def test_process_without_an_answer_is_left_out(site: Site) -> None:
     viewer = join(site.live)
     site.request()
     await site.beat()
-    assert len((await read_update(viewer))[1]["rows"]) == 1
-    site.live.close()
+    assert len(await read_rows(viewer)) == 1

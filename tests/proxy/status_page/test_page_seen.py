@@ -16,17 +16,17 @@ from proxy.core.fleet.leases import Decision
 from proxy.core.model.types import Reason
 from proxy.setup.app import App
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.core.making import ask
+from tests.proxy.core.making import ask as request_info
+from tests.proxy.running import DEADLINE_S, ask, entry, serving, wait_until_up, write_fleet
 from tests.proxy.status_page.browser import Page, browser
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.raw_client import Client, chat
+from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
 
 pytestmark = pytest.mark.browser
 
-DEADLINE_S = 60.0
 MARKUP = b"<img src=x onerror=alert(1)>"
 MINUTE = 5000  # requests
 TABLE = "document.querySelector('#requests').innerText"
@@ -86,57 +86,39 @@ class PageSite:
     """Workers, and a router that may be restarted."""
 
     def __init__(self, folder: Path) -> None:
-        self._source = folder / "fleet.yaml"
-        self.fakes = {"s0": FakeWorker("s0"), "l0": FakeWorker("l0")}
+        self._folder = folder
+        self.fakes = {"short": FakeWorker("s0"), "long": FakeWorker("l0")}
         self.app: App
 
-    async def start(self, admin: int = 0, more: str = "") -> None:
-        """Start the router."""
-        workers = "".join(
-            f"  - {{name: {name}, role: {role}, url: '{self.fakes[name].url}'}}\n"
-            for name, role in (("s0", "short"), ("l0", "long"))
-        )
-        self._source.write_text(
-            f"model: tiny\nworkers:\n{workers}routing: {{short_limit: 500}}\n"
-            f"router: {{port: 0, admin: {{port: {admin}{more}}}, probe: {{interval_s: 0.05}}}}\n"
-        )
-        self.app = App(load(self._source), self._source)
+    async def start(self, **admin: object) -> None:
+        workers = (entry(fake, role=role) for role, fake in self.fakes.items())
+        router, routing = {"admin": {"port": 0} | admin}, {"short_limit": 500}
+        source = write_fleet(self._folder, *workers, router=router, routing=routing)
+        self.app = App(load(source), source)
         await self.app.start()
-        await eventually(lambda: all(w.up for w in self.app.fleet.roster), within=DEADLINE_S)
+        await wait_until_up(self.app, "s0", "l0")
 
     @property
     def admin(self) -> int:
-        """The port of the page."""
         return int(self.app.admin_url.rsplit(":", 1)[1])
 
     async def ask(self, text: str = "hi", *headers: bytes, model: str = "tiny") -> int:
-        """Request a stream."""
-        client = await Client.connect(self.app.wire.port)
-        try:
-            return (
-                await client.ask(chat(text, *headers, model=model, stream=True), within=DEADLINE_S)
-            ).status
-        finally:
-            client.close()
+        return await ask(self.app, chat(text, *headers, model=model, stream=True))
 
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[PageSite]:
-    """Run a router."""
     site = PageSite(tmp_path)
-    for fake in site.fakes.values():
-        await fake.listen()
-        fake.always(scripts.stream(6, gap_s=0.02))
-    await site.start()
-    yield site
-    await site.app.stop()
-    for fake in site.fakes.values():
-        await fake.stop()
+    async with serving(*site.fakes.values()):
+        for fake in site.fakes.values():
+            fake.always(scripts.stream(6, gap_s=0.02))
+        await site.start()
+        yield site
+        await site.app.stop()
 
 
 @pytest.fixture
 async def page() -> AsyncIterator[Page]:
-    """Open a browser."""
     async with browser() as page:
         yield page
 
@@ -265,7 +247,7 @@ async def test_chosen_request_is_scrolled_into_view(site: PageSite, page: Page) 
     worker, began = next(iter(site.app.fleet.roster)), site.app.wire.clock() - 10.0
     for at in range(1250):  # concurrent, so each has its own lane
         record, now = RequestRecord(), began + at / 1000
-        record.started, record.ask = now, ask(prompt=200)
+        record.started, record.ask = now, request_info(prompt=200)
         record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
         record.close(now + 5.0, site.app.metrics, "completions", 200, None)
         if at % 500 == 499:
@@ -299,7 +281,7 @@ async def test_page_reconnects_after_a_restart(site: PageSite, page: Page) -> No
     await page.wait_until("statusPage.state === 'down'")
     link = await page.run("document.querySelector('#link').innerText")
     assert "does not answer" in link
-    await site.start(port)
+    await site.start(port=port)
     await page.wait_until("statusPage.state === 'up'")
     assert "restarted" in await page.run("document.querySelector('#link').innerText")
     assert await page.run("statusPage.rows") == 0
@@ -317,7 +299,7 @@ async def test_page_needs_the_key(
     key = "a-key-of-many-letters-0123456789"
     monkeypatch.setenv("STATUS_PAGE_KEY", key)
     await site.app.stop()
-    await site.start(more=", key_env: STATUS_PAGE_KEY")
+    await site.start(key_env="STATUS_PAGE_KEY")
     await page.goto(f"http://127.0.0.1:{site.admin}/")
     assert await page.run("window.statusPage === undefined")
     await page.goto(f"http://any:{key}@127.0.0.1:{site.admin}/")  # as if typed into the dialog
@@ -336,7 +318,7 @@ async def test_page_draws_five_thousand_requests(
     for count in range(MINUTE):
         now = app.wire.clock() - rng.uniform(2.0, 30.0)  # recent enough for the window
         record = RequestRecord()
-        record.started, record.ask = now, ask(prompt=200)
+        record.started, record.ask = now, request_info(prompt=200)
         record.place(now + 0.01, Decision(rng.choice(workers), Reason.LEAST_LOADED))
         for _ in range(30):
             now += rng.expovariate(20.0)

@@ -1,4 +1,4 @@
-"""The log of a router as started by users, with one and two processes."""
+"""The log of a router of two processes as started by users."""
 
 from __future__ import annotations
 
@@ -11,27 +11,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.proxy.running import DEADLINE_S, entry, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, chat
 
-DEADLINE_S = 60.0
 KEY = "key-of-this-worker-0123456789"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_log_is_json_with_one_line_per_request(tmp_path: Path, processes: int) -> None:
+async def test_log_is_json_with_one_line_per_request(tmp_path: Path) -> None:
     fake = FakeWorker("w0")
     await fake.listen()
     fake.always(scripts.stream(4))
-    source = tmp_path / "fleet.yaml"
-    source.write_text(
-        f"model: tiny\nworkers: [{{name: w0, url: '{fake.url}', api_key: {KEY}}}]\n"
-        f"router: {{port: 0, admin: {{port: 0}}, processes: {processes}, probe: {{interval_s: "
-        "0.05}, logs: {format: json, requests: true}}\n"
-    )
+    router = {"processes": 2, "logs": {"format": "json", "requests": True}}
+    source = write_fleet(tmp_path, entry(fake, api_key=KEY), router=router)
     command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)]
     router = await asyncio.create_subprocess_exec(
         *command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -71,5 +64,4 @@ async def test_log_is_json_with_one_line_per_request(tmp_path: Path, processes: 
 
 
 def any_contains(entries: list[dict[str, Any]], text: str) -> bool:
-    """Return whether a message contains a text."""
     return any(text in entry.get("message", "") for entry in entries)
