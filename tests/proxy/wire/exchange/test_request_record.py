@@ -10,7 +10,7 @@ from proxy.metrics.registry import Metrics
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import ask
 from tests.proxy.wire import scripts
-from tests.proxy.wire.raw_client import chat, get
+from tests.proxy.wire.raw_client import chat, get, request
 from tests.proxy.wire.site import Site, eventually
 
 
@@ -33,15 +33,6 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
     assert (tpot.total, tpot.cumulative()[-1]) == (0.5, 1)
     assert ttft.total == 1.0
     assert (gaps.total, gaps.cumulative()[-1]) == (2.0, 2)
-
-
-async def test_single_token_has_no_time_per_token(metrics: Metrics) -> None:
-    record = RequestRecord()
-    record.ask = ask()
-    record.record_tokens(2.0, metrics, 1)
-    record.close(5.0, metrics, "completions", 200, None)
-    [tpot] = metrics.tpot.values()
-    assert tpot.cumulative()[-1] == 0
 
 
 async def test_real_and_predicted_ttft_start_at_arrival(site: Site, metrics: Metrics) -> None:
@@ -141,6 +132,14 @@ async def test_sent_bytes_are_counted_for_refusals_too(site: Site) -> None:
         assert got
         assert sent.pop() == len(got)
     assert sent == []
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_an_embedding_teaches_the_prefill_pace(site: Site, framing: str) -> None:
+    site.fake.always(scripts.answer(framing=framing))
+    body = b'{"model": "tiny", "input": "hi"}'
+    assert (await site.ask(request(body, path="/v1/embeddings"))).status == 200
+    assert site.worker().pace.prefills == 1.0
 
 
 async def test_loop_lag_is_measured_continuously(metrics: Metrics) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from proxy.core.fleet.charges import Fleet
@@ -133,10 +135,17 @@ def test_usage_is_read_from_the_end_of_json() -> None:
     assert writer.usage() == Usage(7, 2)
 
 
-def test_explain_writes_the_route_header() -> None:
-    writer = writer_for(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", explain=True)
-    data = writer.feed(b"", ended=True)
-    assert b"\r\nX-Route: s0; reason=short_pool; s0=0.5000\r\n" in data
+@pytest.mark.parametrize(
+    ("decision", "middle"),
+    [
+        ({}, b""),
+        ({"handover": True}, b"prefill=p0; "),
+        ({"whether": "not_worth_it"}, b"handover=not_worth_it; "),
+    ],
+)
+def test_explain_writes_the_route_header(decision: dict[str, Any], middle: bytes) -> None:
+    data = writer_for(CHUNKED, explain=True, **decision).feed(b"x", ended=False)
+    assert b"\r\nX-Route: s0; %breason=short_pool; s0=0.5000\r\n" % middle in data
 
 
 @pytest.mark.parametrize(
@@ -184,13 +193,3 @@ def test_cached_tokens_of_a_stream_are_corrected() -> None:
     sent = writer.feed(last, ended=True)
     assert b'"cached_tokens":64}' in sent
     assert sent.startswith(b"%x\r\n" % (len(last) - 2))
-
-
-def test_route_header_names_both_workers_of_a_handover() -> None:
-    data = writer_for(CHUNKED, explain=True, handover=True).feed(b"x", ended=False)
-    assert b"X-Route: s0; prefill=p0; reason=short_pool; s0=0.5000\r\n" in data
-
-
-def test_route_header_names_the_reason_against_a_handover() -> None:
-    data = writer_for(CHUNKED, explain=True, whether="not_worth_it").feed(b"x", ended=False)
-    assert b"X-Route: s0; handover=not_worth_it; reason=short_pool; s0=0.5000\r\n" in data

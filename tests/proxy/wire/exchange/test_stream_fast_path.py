@@ -172,21 +172,15 @@ async def test_whole_chunks_pass_unparsed() -> None:
     assert gaps.cumulative()[-1] == len(TOKENS) - 1
     assert gaps.total == pytest.approx(0.02 * (len(TOKENS) - 1))
     assert stream.connection.deadline == stream.now + WireSettings().idle_s
-    stream.receive(scripts.chunk(USAGE) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
-    body, *_, outputs, is_over = stream.outcome()
-    assert body == b"".join(TOKENS) + USAGE + scripts.DONE
-    assert (outputs, is_over) == (1, True)
-    assert not stream.passes
-
-
-async def test_usage_in_a_passed_chunk_is_learnt() -> None:
-    stream = Stream()
-    stream.receive(HEAD + scripts.chunk(TOKENS[0]))
     stream.receive(scripts.chunk(USAGE))
     stream.receive(scripts.chunk(scripts.DONE))
     assert stream.passes
     stream.receive(scripts.LAST_CHUNK)
     assert stream.metrics.router.sizer.learnt("tiny", ROUTE.name).output == 12
+    body, *_, outputs, is_over = stream.outcome()
+    assert body == b"".join(TOKENS) + USAGE + scripts.DONE
+    assert (outputs, is_over) == (1, True)
+    assert not stream.passes
 
 
 @pytest.mark.parametrize(
