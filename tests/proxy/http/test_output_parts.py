@@ -40,7 +40,7 @@ def chunked(event: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["chat", "messages"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_client_has_the_whole_output_once(messages: bool, data: st.DataObject) -> None:
     events_of: Callable[..., list[bytes]] = message_events if messages else chat_events
@@ -89,6 +89,7 @@ def read_ids(events: list[bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["chat", "messages"])
+@settings(max_examples=40)
 @given(st.data())
 def test_batches_are_read_as_their_events(messages: bool, data: st.DataObject) -> None:
     tokens = data.draw(outputs())

@@ -143,18 +143,6 @@ async def test_incomplete_second_head_is_cut_off(start: Start) -> None:
     assert rest == b"" or rest.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_slow_response_does_not_count_as_idle_client(start: Start) -> None:
-    site = await start(wire={"client_idle_s": 10.0, "client_header_s": 10.0})
-    site.stand_still()
-    gate = site.fake.hold_next(scripts.answer(200, b"late"))
-    client = await site.send(chat())
-    await site.fake.got()
-    site.skip(30.0)
-    await site.swept()
-    gate.set()
-    assert (await client.answer()).body == b"late"
-
-
 async def test_413_is_readable_while_the_client_sends(start: Start) -> None:
     """A close with unread bytes would reset the connection and lose the response."""
     site = await start(wire={"max_body_bytes": 10_000})

@@ -15,7 +15,6 @@ from proxy.http.request import Request, RequestHead
 from proxy.http.response_parser import ResponseParser
 from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in
 
-EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -101,17 +100,6 @@ def test_http_1_0_gets_no_chunks() -> None:
     assert b"Connection: keep-alive\r\n" in kept.feed(b"", ended=True)
 
 
-def test_failed_stream_ends_with_an_error_event() -> None:
-    writer = writer_for(SSE)
-    writer.feed(EVENT + EVENT[:9], ended=False)
-    last = writer.final_error_event("gone", "worker_reset")
-    assert last is not None
-    size, event, end = last.split(b"\r\n", 2)
-    assert int(size, 16) == len(event)
-    assert event.startswith(b'data: {"error":{"message":"gone"')
-    assert end == b"0\r\n\r\n"
-
-
 @pytest.mark.parametrize(
     "head",
     [
@@ -184,12 +172,3 @@ def test_response_too_long_to_buffer_passes_unchanged() -> None:
     sent = b"".join(writer.feed(b"x" * 100_000, ended=False) for _ in range(30))
     assert sent.endswith(b"x" * 3_000_000)
     assert writer.feed(WITH_USAGE, ended=True) == WITH_USAGE
-
-
-def test_cached_tokens_of_a_stream_are_corrected() -> None:
-    writer = writer_for(SSE, cached=64)
-    assert writer.feed(EVENT, ended=False).endswith(EVENT + b"\r\n")
-    last = b"data: " + WITH_USAGE + b"\n\n"
-    sent = writer.feed(last, ended=True)
-    assert b'"cached_tokens":64}' in sent
-    assert sent.startswith(b"%x\r\n" % (len(last) - 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,11 +11,8 @@ from proxy.core.fleet.worker import MAX_IDLE_PAGE_S
 from proxy.core.model.specs import Gauges
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import Answer, chat, request
+from tests.proxy.wire.raw_client import chat, request
 from tests.proxy.wire.site import Fake, Site, eventually
-
-if TYPE_CHECKING:
-    from tests.proxy.wire.fake_worker import Call
 
 
 def pass_time(site: Site, seconds: float) -> None:
@@ -137,66 +133,6 @@ async def test_response_of_an_idle_worker_is_retried_elsewhere(slow: Slow, case:
     assert (await slow.asking).status == 200
     assert len(slow.site.served()) == 2
     assert not slow.site.worker(slow.busy).breaker.has_no_failures
-
-
-async def test_idle_timeout_between_pieces_ends_a_stream(start: Start) -> None:
-    site = await start()
-    site.stand_still()
-    site.fake.always(scripts.stream(2, end="stall"))
-    client = await site.send(chat(stream=True))
-    await client.head()
-    body = b""
-    while b"tok 1" not in body:
-        body += await client.piece()
-    check_timeout(site, site.wire.settings.idle_s)
-    assert b'"error"' in await client.piece()
-    assert await client.piece() == b""
-    await site.fake.served[0].was_lost()
-
-
-async def ask_steadily(start: Start, *pieces: bytes) -> Answer:
-    """Request a response whose pieces each come just before the timeout."""
-    idle_s = 100.0
-    site = await start(wire={"first_byte_s": idle_s, "idle_s": idle_s})
-    site.stand_still()
-    turns = asyncio.Semaphore(0)
-
-    async def send_pieces(call: Call) -> None:
-        for piece in pieces:
-            await turns.acquire()
-            await call.send(piece)
-
-    site.fake.always(send_pieces)
-    asking = asyncio.create_task(site.ask(chat(stream=True)))
-    await site.fake.got()
-    [connection] = site.wire.pools.pool_for(site.worker()).open
-    for _ in pieces:
-        pass_time(site, 0.9 * idle_s)
-        turns.release()
-        await eventually(lambda: asking.done() or connection.deadline > site.clock() + 0.5 * idle_s)
-    return await asking
-
-
-END = scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
-
-
-TOKEN = scripts.chunk(scripts.token("tok"))
-BEAT = scripts.chunk(b": keep-alive\n\n")
-
-
-@pytest.mark.parametrize("piece", [TOKEN, BEAT], ids=["tokens", "comments"])
-async def test_pieces_within_the_idle_timeout_keep_a_stream(start: Start, piece: bytes) -> None:
-    answer = await ask_steadily(start, scripts.STREAM_HEAD + piece, *[piece] * 9, TOKEN + END)
-    assert answer.body.endswith(scripts.token("tok") + scripts.DONE)
-    assert answer.body.count(b"\n\n") == 12
-
-
-async def test_worker_that_does_not_read_its_request_times_out(start: Start) -> None:
-    site = await start(wire={"first_byte_s": 0.4})
-    site.worker().max_model_len = None
-    site.fake.reads = False
-    answer = await site.ask(chat("x" * (12 << 20), max_tokens=1))
-    assert answer.status == 504
 
 
 def options(transport: asyncio.Transport | None) -> tuple[int, int, int]:

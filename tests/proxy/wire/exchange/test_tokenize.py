@@ -10,6 +10,7 @@ import pytest
 
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import TenantSpec
+from proxy.wire.exchange.tokenize import TokenizeRequest
 from tests.present import present
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -80,6 +81,10 @@ async def test_long_body_is_not_sent_for_a_count(start: Start) -> None:
     site = await start(Fake("w0", max_model_len=65536), Fake("w1", max_model_len=131072))
     assert (await site.ask(chat("word " * 50_000))).status == 200
     assert counts(site) == []
+
+
+def test_count_gets_no_extra_time() -> None:
+    assert TokenizeRequest(9.0, lambda *_: None).extra_wait_s(9.0) == 0.0
 
 
 async def test_request_that_leaves_while_it_is_counted_has_no_request(start: Start) -> None:
