@@ -190,6 +190,11 @@ class Site:
         """Wait until no charge, ticket or busy connection is left."""
         await eventually(lambda: not self.unfinished(), self.unfinished)
 
+    async def pass_time(self, seconds: float) -> None:
+        """Move the router's clock, and wait for two checks for overdue items."""
+        self.skip(seconds)
+        await self.swept()
+
     async def swept(self) -> None:
         """Wait for two checks for overdue items."""
         for _ in range(2):

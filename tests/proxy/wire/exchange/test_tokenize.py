@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import TenantSpec
+from proxy.wire.exchange import tokenize
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from tests.present import present
 from tests.proxy.wire import scripts
@@ -41,10 +41,13 @@ def counts(site: Site) -> list[Call]:
 
 @pytest.mark.parametrize(("tokens", "served"), [(5000, 0), (1000, 1)])
 async def test_prompt_near_a_boundary_is_counted_by_a_worker(
-    start: Start, tokens: int, served: int
+    start: Start, monkeypatch: pytest.MonkeyPatch, tokens: int, served: int
 ) -> None:
-    body = json.dumps({"count": tokens, "tokens": []}).encode()
-    site = await start_counting(start, scripts.answer(200, body), api_key="secret")
+    beginning, rest = b'{"count": ', b"%d}" % tokens
+    monkeypatch.setattr(tokenize, "MAX_RESPONSE_BYTES", len(beginning))
+    head = scripts.head(200, (b"content-length", b"%d" % len(beginning + rest)))
+    script = scripts.raw(head + beginning, rest, gap_s=0.02)
+    site = await start_counting(start, script, api_key="secret")
     site.always(scripts.stream(3))  # without usage
     for _ in range(2):
         assert (await site.ask(NEAR)).status == 200

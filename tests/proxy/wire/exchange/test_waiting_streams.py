@@ -228,8 +228,7 @@ async def test_a_silent_stream_has_its_attempts_again_too(start: Start) -> None:
     site.down(site.served()[-1].connection.worker.name)
     await site.swept()
     for _ in range(2):
-        site.skip(11.0)
-        await site.swept()
+        await site.pass_time(11.0)
     await goes_on(site, engines, client, 2)
 
 
@@ -285,13 +284,11 @@ async def test_a_fleet_that_fails_as_a_whole_is_not_loaded_twice(start: Start) -
     for fake in site.fakes.values():
         await fake.die()
     for _ in range(5):
-        site.skip(PAUSE_S)
-        await site.swept()
+        await site.pass_time(PAUSE_S)
     for fake in site.fakes.values():
         await fake.listen()
     for _ in range(5):
-        site.skip(PAUSE_S)
-        await site.swept()
+        await site.pass_time(PAUSE_S)
     site.skip(30.0)
     answers = await asyncio.gather(*(client.answer() for client in clients))
     whole = sum(b"[DONE]" in answer.body[-20:] for answer in answers)

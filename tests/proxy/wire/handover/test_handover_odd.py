@@ -291,8 +291,7 @@ async def test_prefill_timeout_grows_with_the_predicted_time(start: Start) -> No
     here.kv.inject("prefill", Faults(before=scripts.stall))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
-    here.site.skip(45.0)  # no time is predicted before the first measurement
-    await here.site.swept()
+    await here.site.pass_time(45.0)  # no time is predicted before the first measurement
     [exchange] = here.site.wire.exchanges
     lease = exchange._attempt.lease
     assert lease is not None
