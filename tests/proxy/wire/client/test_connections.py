@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 
+from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.raw_client import Client, chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
@@ -34,6 +36,26 @@ async def test_request_is_resent_if_idle_connection_closes_unread(start: Start, 
     assert site.fake.faults == []
     assert site.worker().breaker.has_no_failures
     assert site.metrics.retries == {}
+
+
+@pytest.mark.parametrize("end", [scripts.hang_up, scripts.reset])
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_request_is_not_resent_to_a_worker_that_read_it(
+    start: Start, end: Script, workers: int
+) -> None:
+    """The connection had served other requests, but this request may be what ends it."""
+    site = await start(*(Fake(f"w{n}") for n in range(workers)), router={"policy": "round_robin"})
+    client = await open_idle_connections(site)
+    ended: list[str] = []
+
+    async def first_ends(call: Call) -> None:
+        ended.append(call.connection.worker.name)
+        await (end if len(ended) == 1 else scripts.answer())(call)
+
+    site.always(first_ends)
+    assert (await client.ask(chat())).status == (200 if workers > 1 else 502)
+    assert len(ended) == len(set(ended)) == workers
+    assert not site.worker(ended[0]).breaker.has_no_failures
 
 
 async def test_upstream_connections_are_counted_by_state(site: Site) -> None:

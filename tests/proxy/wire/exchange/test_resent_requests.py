@@ -158,10 +158,11 @@ def workers_hit(site: Site) -> list[str]:
     return [call.connection.worker.name for call in site.served() if DEADLY.encode() in call.body]
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("warm", [True, False], ids=["reused", "fresh"])
 @pytest.mark.parametrize("name", ["reset", "close", "half a head", "a stream's head alone"])
 async def test_request_dropped_by_two_workers_is_not_retried(
-    start: Start, name: str, warm: bool
+    start: Start, name: str, warm: bool, stream: bool
 ) -> None:
     """The request may cause the drops. Neither worker gets it twice on a new connection."""
     site = await start(*(Fake(f"w{n}") for n in range(5)), router={"max_attempts": 5})
@@ -169,7 +170,7 @@ async def test_request_dropped_by_two_workers_is_not_retried(
     client = await site.client()
     while warm and not all(fake.open for fake in site.fakes.values()):
         await asyncio.gather(*(site.ask(chat()) for _ in range(10)))
-    answer = await client.ask(chat(DEADLY, stream=True))
+    answer = await client.ask(chat(DEADLY, stream=stream))
     assert len(workers_hit(site)) == len(set(workers_hit(site))) == 2
     assert (answer.status, answer.error()["code"]) == (502, "request_dropped")
     assert "Two workers" in answer.error()["message"]
@@ -194,8 +195,9 @@ async def test_busy_or_unreachable_worker_is_no_drop(start: Start, spares: str) 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("warm", [True, False], ids=["reused", "fresh"])
+@pytest.mark.parametrize("end", [scripts.reset, scripts.hang_up])
 async def test_leg_dropped_by_two_workers_is_not_retried(
-    start: Start, warm: bool, role: Role
+    start: Start, end: Script, warm: bool, role: Role
 ) -> None:
     here = await pairs(start, prefills=4, decodes=4, max_attempts=5)
     while warm and not all(fake.open for fake in here.site.fakes.values()):
@@ -205,7 +207,7 @@ async def test_leg_dropped_by_two_workers_is_not_retried(
 
         async def run(call: Call, usual: Script = usual, name: str = fake.name) -> None:
             ends = DEADLY.encode() in call.body and name.startswith(role.value[0])
-            await (scripts.reset if ends else usual)(call)
+            await (end if ends else usual)(call)
 
         fake.always(run)
     body = chat_body(user=DEADLY)
