@@ -35,6 +35,15 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
     assert (gaps.total, gaps.cumulative()[-1]) == (2.0, 2)
 
 
+async def test_single_token_has_no_time_per_token(metrics: Metrics) -> None:
+    record = RequestRecord()
+    record.ask = ask()
+    record.record_tokens(2.0, metrics, 1)
+    record.close(5.0, metrics, "completions", 200, None)
+    [tpot] = metrics.tpot.values()
+    assert tpot.cumulative()[-1] == 0
+
+
 async def test_real_and_predicted_ttft_start_at_arrival(site: Site, metrics: Metrics) -> None:
     record = RequestRecord()
     record.ask = ask()

@@ -150,20 +150,20 @@ def test_id_of_a_stored_response_is_found(data: bytes, found: str | None) -> Non
 
 
 WITH_USAGE = b'{"usage":{"prompt_tokens":2000,"prompt_tokens_details":{"cached_tokens":1999}}}'
-CORRECTED = WITH_USAGE.replace(b"1999", b"64")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 70, len(WITH_USAGE)])
-def test_cached_tokens_of_json_are_corrected(cut: int) -> None:
+@pytest.mark.parametrize("cached", [64, 1024], ids=["shorter", "as long"])
+def test_cached_tokens_of_json_are_corrected(cached: int, cut: int) -> None:
     length = b"Content-Length: %d\r\n" % len(WITH_USAGE)
     kind = b"Content-Type: application/json\r\n"
-    writer = writer_for(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n", cached=64)
+    writer = writer_for(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n", cached=cached)
     assert writer.feed(WITH_USAGE[:cut], ended=False) == b""
     head, _, body = writer.feed(WITH_USAGE[cut:], ended=True).partition(b"\r\n\r\n")
-    assert body == CORRECTED
+    assert body == WITH_USAGE.replace(b"1999", b"%d" % cached)
     assert head.count(b"\r\nContent-Length: ") == 1
-    assert head.endswith(b"\r\nContent-Length: %d" % len(CORRECTED))
-    assert writer.usage() == Usage(2000, 0, 64)
+    assert head.endswith(b"\r\nContent-Length: %d" % len(body))
+    assert writer.usage() == Usage(2000, 0, cached)
 
 
 def test_response_too_long_to_buffer_passes_unchanged() -> None:

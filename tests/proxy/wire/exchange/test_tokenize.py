@@ -86,8 +86,12 @@ async def test_long_body_is_not_sent_for_a_count(start: Start) -> None:
     assert counts(site) == []
 
 
-def test_count_gets_no_extra_time() -> None:
-    assert TokenizeRequest(9.0, lambda *_: None).extra_wait_s(9.0) == 0.0
+def test_count_gets_no_extra_time_and_may_be_dropped_without_a_connection() -> None:
+    counted: list[int | None] = []
+    count = TokenizeRequest(9.0, lambda _, tokens: counted.append(tokens))
+    assert count.extra_wait_s(9.0) == 0.0
+    count.drop()
+    assert counted == []
 
 
 async def test_request_that_leaves_while_it_is_counted_has_no_request(start: Start) -> None:
