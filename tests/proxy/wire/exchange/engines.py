@@ -84,10 +84,10 @@ class Engines:
             self.published[request_id] = [*range(tokens)]
             events = filter(None, self.steps([])[: tokens + 1])
             await call.send(scripts.STREAM_HEAD + b"".join(map(scripts.chunk, events)))
-            for piece in failure:
-                await asyncio.sleep(0.02)  # so that it is a piece of its own
+            for piece in (*failure, scripts.DONE):
+                await asyncio.sleep(0.02)  # so that each is a piece of its own
                 await call.send(scripts.chunk(piece))
-            await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+            await call.send(scripts.LAST_CHUNK)
 
         return run
 

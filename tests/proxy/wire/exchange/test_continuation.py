@@ -113,7 +113,11 @@ REPORTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "report"), REPORTS)
+@pytest.mark.parametrize(
+    ("kind", "report"),
+    REPORTS,
+    ids=["died", "aborted", "agent died", "message error", "message end"],
+)
 @pytest.mark.parametrize("tokens", [0, 1, 6])
 async def test_an_engine_that_fails_under_a_living_server(
     start: Start, kind: str, report: bytes, tokens: int
@@ -126,7 +130,7 @@ async def test_an_engine_that_fails_under_a_living_server(
     assert sum(not worker.breaker.has_no_failures for worker in site.fleet.roster) == 1
 
 
-@pytest.mark.parametrize(("kind", "report"), [REPORTS[2], REPORTS[4]])
+@pytest.mark.parametrize(("kind", "report"), [REPORTS[2], REPORTS[4]], ids=["chat", "message"])
 @pytest.mark.parametrize("at", [3, 12, 60])
 async def test_a_report_of_a_failure_arrives_in_two_pieces(
     start: Start, kind: str, report: bytes, at: int
