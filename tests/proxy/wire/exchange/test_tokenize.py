@@ -9,6 +9,7 @@ import pytest
 
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import TenantSpec
+from proxy.http.response_parser import ResponseHead
 from proxy.wire.exchange import tokenize
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from tests.present import present
@@ -86,12 +87,17 @@ async def test_long_body_is_not_sent_for_a_count(start: Start) -> None:
     assert counts(site) == []
 
 
-def test_count_gets_no_extra_time_and_may_be_dropped_without_a_connection() -> None:
+def test_count_may_be_zero_gets_no_extra_time_and_is_dropped_without_a_connection() -> None:
     counted: list[int | None] = []
     count = TokenizeRequest(9.0, lambda _, tokens: counted.append(tokens))
     assert count.extra_wait_s(9.0) == 0.0
     count.drop()
     assert counted == []
+    head = ResponseHead()
+    head.status = 200
+    count.response_begun(1.0, head)
+    count.body_received(2.0, b'{"count": 0}', ended=True)
+    assert counted == [0]
 
 
 async def test_request_that_leaves_while_it_is_counted_has_no_request(start: Start) -> None:
