@@ -15,9 +15,24 @@ from proxy.http.output_parts import OtherOutputError, OutputReader, unescape
 from proxy.http.sent_text import RestOfText, SentText, TextDiffersError
 from tests.proxy.http import agent_streams
 from tests.proxy.http.agent_streams import Token, chat_event, chat_events, data, message_events
+from tests.proxy.wire.scripts import chunk
 
 LETTERS = st.sampled_from(
-    ["a", "aa", '"', "\\", "\n", "ö", "😀", "data: ", "\n\n", '"content":"x"', '"arguments":"']
+    [
+        "a",
+        "aa",
+        '"',
+        "\\",
+        "\n",
+        "ö",
+        "😀",
+        "data: ",
+        "\n\n",
+        "{}",
+        "",
+        '"content":"x"',
+        '"arguments":"',
+    ]
 )
 TEXT = st.lists(LETTERS, min_size=1, max_size=6)
 
@@ -35,12 +50,8 @@ def outputs(draw: st.DrawFn) -> list[Token]:
     return tokens
 
 
-def chunked(event: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(event), event)
-
-
 @pytest.mark.parametrize("messages", [False, True], ids=["chat", "messages"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_client_has_the_whole_output_once(messages: bool, data: st.DataObject) -> None:
     events_of: Callable[..., list[bytes]] = message_events if messages else chat_events
@@ -52,7 +63,7 @@ def test_the_client_has_the_whole_output_once(messages: bool, data: st.DataObjec
     cut = data.draw(st.integers(1, last))
     sent = SentText(deque(), messages=messages)
     for event in first[:cut]:
-        sent.pieces.append(chunked(event))
+        sent.pieces.append(chunk(event))
         if data.draw(st.booleans()):
             sent.condense(data.draw(st.integers(0, 3)))
     assert sent.other_output == ""
@@ -89,6 +100,7 @@ def read_ids(events: list[bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["chat", "messages"])
+@settings(max_examples=40)
 @given(st.data())
 def test_batches_are_read_as_their_events(messages: bool, data: st.DataObject) -> None:
     tokens = data.draw(outputs())
@@ -98,7 +110,7 @@ def test_batches_are_read_as_their_events(messages: bool, data: st.DataObject) -
     one_by_one: dict[str, str] = {}
     while events:
         count = data.draw(st.integers(1, 8))
-        for channel, text in batch.texts(b"".join(map(chunked, events[:count]))).items():
+        for channel, text in batch.texts(b"".join(map(chunk, events[:count]))).items():
             in_batches[channel] = in_batches.get(channel, "") + text
         events = events[count:]
     for event in agent_streams.events_in(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections import deque
 from typing import Any
 
@@ -15,56 +13,27 @@ from proxy.http.sent_text import (
     SentText,
     TextDiffersError,
 )
-from tests.proxy.http.agent_streams import message_steps
-
-LETTERS = ["a", "aa", '"', "\\", "\n", "ö", "😀", "data: ", "\n\n", '"content":"x"', "{}", ""]
+from tests.proxy.http.agent_streams import chat_event, message_steps, read_chat
+from tests.proxy.wire.scripts import chunk
 
 
 def event(text: str | None, finish: str | None = None, **delta: Any) -> bytes:
-    content = {} if text is None else {"content": text}
-    choice = {"index": 0, "delta": {**content, **delta}, "logprobs": None, "finish_reason": finish}
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
-
-
-def chunked(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
+    return chat_event({**({} if text is None else {"content": text}), **delta}, finish)
 
 
 def text_in(events: bytes) -> str:
-    found = ""
-    for each in events.split(b"\n\n"):
-        if each and not each.endswith(b"[DONE]"):
-            for choice in json.loads(each.removeprefix(b"data: "))["choices"]:
-                found += choice["delta"].get("content", "")
-    return found
+    [[kind, text]] = read_chat(events)[0] or [["content", ""]]
+    assert kind == "content"
+    return text
 
 
 def sent(*pieces: str, condense_at: int = 0) -> SentText:
     found = SentText(deque([event(None, role="assistant")]))
     for number, piece in enumerate(pieces):
-        found.pieces.append(chunked(event(piece)))
+        found.pieces.append(chunk(event(piece)))
         if number == condense_at:
             found.condense()
     return found
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_both_parts_are_the_whole_text(seed: int) -> None:
-    rng = random.Random(seed)
-    words = [rng.choice(LETTERS) for _ in range(rng.randrange(1, 40))]
-    cut = rng.randrange(len(words))
-    first = sent(*words[:cut], condense_at=rng.randrange(40))
-    again = rng.randrange(len(words))  # the words in the first event of the other worker
-    pieces = ["".join(words[:again]), *words[again:]]
-    stream = event(None, role="assistant", content="") + b"".join(map(event, pieces))
-    stream += event("", "stop") + b"data: [DONE]\n\n"
-    rest, passed = first.rest(), b""
-    while stream:
-        size = rng.randrange(1, 200)
-        passed += rest.feed(stream[:size])
-        stream = stream[size:]
-    assert "".join(words[:cut]) + text_in(passed) == "".join(words)
-    assert passed.endswith(event("", "stop") + b"data: [DONE]\n\n")
 
 
 def test_the_end_may_be_all_that_is_new() -> None:
@@ -120,7 +89,7 @@ def test_a_failure_of_the_other_engine_has_its_message(report: bytes, message: s
 @pytest.mark.parametrize("later", ["", "usage"])
 def test_an_end_that_was_sent_is_not_sent_again(later: str) -> None:
     found = sent("one", "two")
-    found.pieces.append(chunked(event("three", "stop")))
+    found.pieces.append(chunk(event("three", "stop")))
     if later:
         found.pieces.append(b'data: {"choices":[],"usage":{}}\n\n')
     assert found.has_ended

@@ -44,7 +44,6 @@ class Call:
 
     @property
     def method(self) -> bytes:
-        """The method."""
         return self.head.split(b" ", 1)[0]
 
     @property
@@ -65,11 +64,9 @@ class Call:
         return [(name.lower(), value.strip(b" \t")) for name, _, value in split]
 
     def all(self, name: bytes) -> list[bytes]:
-        """Return all values of a header."""
         return [value for key, value in self.headers if key == name.lower()]
 
     def json(self) -> Any:
-        """Return the body parsed as JSON."""
         return json.loads(self.body)
 
     async def send(self, data: bytes) -> None:
@@ -82,7 +79,6 @@ class Call:
             await self.lost.wait()
 
     def half_close(self) -> None:
-        """Close the sending half."""
         self.connection.half_close()
 
     def close(self) -> None:
@@ -90,7 +86,6 @@ class Call:
         self.connection.transport.close()
 
     def reset(self) -> None:
-        """Reset the connection."""
         self.connection.reset()
 
 
@@ -318,7 +313,6 @@ class FakeWorker:
 
     @property
     def url(self) -> str:
-        """The worker's URL."""
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
@@ -355,7 +349,6 @@ class FakeWorker:
         return gate
 
     def script_for(self, call: Call) -> Script:
-        """Return the script for a call."""
         if call.path in self._paths:
             return self._paths[call.path]
         return self._next.popleft() if self._next else self._default
@@ -417,7 +410,6 @@ class FakeWorker:
             await connection.end()
 
     async def stop(self) -> None:
-        """Close everything."""
         await self.refuse()
         for connection in self.connections:
             await connection.end()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from proxy.core.fleet.leases import Decision
@@ -11,7 +13,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.request import routes
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of
 from tests.proxy.wire.raw_client import Answer, Client, request
 from tests.proxy.wire.scripts import DONE
@@ -26,6 +28,8 @@ class Pairs:
 
     def __init__(self, site: Site, kv: Kv) -> None:
         self.site, self.kv = site, kv
+        self.left = 0  # blocks that are to be held at the end
+        site.checks_at_end.append(self.check_blocks)
 
     def explain(self, body: bytes, path: str = CHAT) -> Decision:
         """Return the decision about a request."""
@@ -61,6 +65,35 @@ class Pairs:
         """Return the kinds and workers of legs in order."""
         return [f"{_kind(call.json())} {name}" for name, call in self._calls()]
 
+    def hold(self, name: str) -> asyncio.Event:
+        """Answer the next call to a worker once the returned event is set."""
+        fake = self.site.fakes[name]
+        return fake.hold_next(self.kv.worker(fake, self.site.worker(name).role.value))
+
+    def halve(
+        self, name: str, cut: Callable[[bytes], int] = lambda answer: len(answer) // 2
+    ) -> asyncio.Event:
+        """Answer the next call to a worker in two parts, the second once the event is set."""
+        fake, rest = self.site.fakes[name], asyncio.Event()
+        usual = self.kv.worker(fake, self.site.worker(name).role.value)
+
+        async def answer_in_two(call: Call) -> None:
+            send, sent = call.connection.send, bytearray()
+
+            async def collect(data: bytes) -> None:
+                sent.extend(data)
+
+            call.connection.send = collect  # type: ignore[method-assign]
+            await usual(call)
+            call.connection.send = send  # type: ignore[method-assign]
+            at = cut(bytes(sent))
+            await call.send(bytes(sent[:at]))
+            await rest.wait()
+            await call.send(bytes(sent[at:]))
+
+        fake.then(answer_in_two)
+        return rest
+
     def prefill_has_begun(self) -> bool:
         """Whether the router has part of a prefill's response."""
         attempts = [exchange._attempt for exchange in self.site.wire.exchanges]
@@ -73,9 +106,14 @@ class Pairs:
 
     async def settled(self, *, left: int = 0) -> None:
         """Wait until nothing runs; check that `left` blocks are held and no faults are recorded."""
+        self.left = left
         await self.site.settled()
+        self.check_blocks()
+
+    def check_blocks(self) -> None:
+        """Check that no faults are recorded, and that `left` blocks are held."""
         assert self.kv.faults == []
-        assert len(self.kv.held) == left
+        assert len(self.kv.held) == self.left
 
 
 def _kind(body: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from tests.proxy.wire.fake_worker import DEADLINE_S, RST
 
 JSON = b"application/json"
+KEY, OTHER_KEY = "sk-vs-aaaaaaaaaaaaaaaa", "sk-vs-bbbbbbbbbbbbbbbb"  # of tenants
 
 
 class BrokenError(Exception):
@@ -27,7 +28,6 @@ class Head:
     headers: list[tuple[bytes, bytes]]  # names in lower case
 
     def all(self, name: bytes) -> list[bytes]:
-        """Return all values of a header."""
         return [value for key, value in self.headers if key == name.lower()]
 
     def one(self, name: bytes) -> bytes:
@@ -43,7 +43,6 @@ class Answer(Head):
     body: bytes
 
     def json(self) -> Any:
-        """Return the body parsed as JSON."""
         return json.loads(self.body)
 
     def error(self) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def get(path: str, *headers: bytes) -> bytes:
     return request(b"", *headers, path=path, method="GET")
 
 
-def bearer(key: str) -> bytes:
+def bearer(key: str = KEY) -> bytes:
     """Return an Authorization header with a key."""
     return b"Authorization: Bearer " + key.encode()
 
@@ -142,7 +141,6 @@ class Client:
             await self.writer.drain()
 
     async def ask(self, data: bytes, *, within: float = DEADLINE_S) -> Answer:
-        """Send a request; return its response."""
         await self.send(data, within=within)
         return await self.answer(head_only=data.startswith(b"HEAD "), within=within)
 
@@ -212,15 +210,12 @@ class Client:
         self.reader._limit = 1 << 20  # type: ignore[attr-defined]
 
     def half_close(self) -> None:
-        """Close the sending half."""
         self.writer.write_eof()
 
     def reset(self) -> None:
-        """Reset the connection."""
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
         self.writer.transport.abort()
 
     def close(self) -> None:
-        """Close at once."""
         self.writer.transport.abort()

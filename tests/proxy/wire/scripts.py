@@ -36,12 +36,10 @@ STREAM_HEAD = head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked
 
 
 def chunk(data: bytes) -> bytes:
-    """Frame bytes as one chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def event(data: Any) -> bytes:
-    """Return an event of a stream."""
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
@@ -53,13 +51,11 @@ def token(text: str) -> bytes:
 
 
 def usage_event(prompt: int, completion: int) -> bytes:
-    """Return the event with usage."""
     return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny",
                   "choices": [], "usage": usage(prompt, completion)})  # fmt: skip
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return a usage object."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -122,17 +118,14 @@ async def finish(call: Call, end: str) -> None:
 
 
 async def stall(call: Call) -> None:
-    """Never answer."""
     await call.lost.wait()
 
 
 async def reset(call: Call) -> None:
-    """Reset instead of answering."""
     call.reset()
 
 
 async def hang_up(call: Call) -> None:
-    """Close instead of answering."""
     call.close()
 
 

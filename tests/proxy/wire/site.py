@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router, RouterSettings
-from proxy.core.tenants.tenants import Tenant
+from proxy.core.tenants.tenants import Tenant, TenantSpec
 from proxy.metrics.registry import Metrics
 from proxy.transfer.registry import connector
 from proxy.wire.server import WireServer
@@ -62,9 +63,9 @@ class Site:
         self.fakes: dict[str, FakeWorker] = {}
         self.charged: list[Worker] = []  # all workers, also removed ones
         self.clients: list[Client] = []
+        self.checks_at_end: list[Callable[[], None]] = []
 
     def clock(self) -> float:
-        """Return the router's time."""
         now = time.monotonic() if self.stands_at is None else self.stands_at
         return now + self.skipped
 
@@ -73,22 +74,18 @@ class Site:
         self.stands_at = time.monotonic()
 
     def skip(self, seconds: float) -> None:
-        """Move the router's clock."""
         self.skipped += seconds
 
     @property
     def port(self) -> int:
-        """The router's port."""
         return self.wire.port
 
     @property
     def fake(self) -> FakeWorker:
-        """The only worker."""
         [only] = self.fakes.values()
         return only
 
     async def start(self, fakes: tuple[Fake, ...]) -> None:
-        """Start workers, then the router."""
         for each in fakes:
             await self.add(each)
         await self.wire.start("127.0.0.1", 0)
@@ -106,12 +103,10 @@ class Site:
         return fake
 
     def up(self, name: str) -> None:
-        """Report good probes of a worker."""
         for _ in range(2):
             self.fleet.health.probe_ok(name, self.clock())
 
     def down(self, name: str) -> None:
-        """Report failed probes of a worker."""
         for _ in range(3):
             self.fleet.health.probe_failed(name, self.clock())
 
@@ -125,6 +120,11 @@ class Site:
         for fake in self.fakes.values():
             fake.always(script)
 
+    def set_tenants(self, *specs: TenantSpec, **keys: str) -> None:
+        """Give the router these tenants; `keys`: their keys by name."""
+        hashes = {sha256(key.encode()).digest(): name for name, key in keys.items()}
+        self.router.tenants.replace(specs, hashes)
+
     def tenant(self, name: str = "a") -> Tenant:
         """Return the router's state of a tenant."""
         return present(self.router.tenants.get(name))
@@ -137,12 +137,9 @@ class Site:
 
     def worker(self, name: str = "w0") -> Worker:
         """Return the router's state of a worker."""
-        worker = self.fleet.roster.get(name)
-        assert worker is not None
-        return worker
+        return present(self.fleet.roster.get(name))
 
     async def client(self, **options: Any) -> Client:
-        """Open a connection."""
         client = await Client.connect(self.port, **options)
         self.clients.append(client)
         return client
@@ -193,6 +190,11 @@ class Site:
         """Wait until no charge, ticket or busy connection is left."""
         await eventually(lambda: not self.unfinished(), self.unfinished)
 
+    async def pass_time(self, seconds: float) -> None:
+        """Move the router's clock, and wait for two checks for overdue items."""
+        self.skip(seconds)
+        await self.swept()
+
     async def swept(self) -> None:
         """Wait for two checks for overdue items."""
         for _ in range(2):
@@ -219,6 +221,8 @@ class Site:
         look_at = time.monotonic() + FOREIGN_AFTER_S
         try:
             await self.settled()
+            for check in self.checks_at_end:
+                check()
             await eventually(
                 lambda: (
                     not self.wire.clients

@@ -117,4 +117,3 @@ async def test_failure_to_read_a_large_body_ends_its_request(
     monkeypatch.setattr(site.router, "read", fail)
     answer = await (await site.send(LARGE)).answer()
     assert answer.status == 503
-    await site.settled()

@@ -9,34 +9,20 @@ import pytest
 from proxy.core.model.role import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Script
 from tests.proxy.wire.raw_client import Client, chat, get, request
 from tests.proxy.wire.site import Fake, Site
 
 # The other paths are in tests/proxy/core/request/test_routes.py.
-POSTS = [
-    "/v1/chat/completions",
-    "/v1/chat/completions/render",
-    "/v1/chat/completions/derender",
-    "/v1/completions/render",
-    "/v1/completions/derender",
-    "/v1/responses/render",
-    "/v1/messages/render",
-    "/cohere/v2/chat/render",
-    "/tokenize",
-]
-OPERATOR_PATHS = ["/sleep", "/resume", "/scale_elastic_ep", "/start_profile", "/abort_requests"]
+POSTS = ["/v1/chat/completions", "/v1/messages/render", "/tokenize"]
+OPERATOR_PATHS = ["/sleep", "/start_profile"]
 TRICK_PATHS = [
     "//v1/chat/completions",
     "/v1/../sleep",
     "/v1/chat%2Fcompletions",
-    "/%76%31/chat/completions",
     "/V1/chat/completions",
-    "/v1/responses/../../sleep",
     "/v1/responses//cancel",
     "/v1/chat/completions;x=/sleep",
     "/admin/workers",
-    "/v1/nothing",
 ]
 
 
@@ -61,16 +47,21 @@ async def test_other_paths_are_404_and_reach_no_worker(site: Site, path: str) ->
     assert site.fake.calls == []
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
-async def test_wrong_method_gets_405_with_allow(site: Site, method: str) -> None:
-    answer = await site.ask(request(b"", path="/v1/chat/completions", method=method))
-    assert answer.status == 405
-    assert answer.one(b"allow") == b"POST"
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/chat/completions", b"POST"),
+        ("OPTIONS", "/v1/chat/completions", b"POST"),
+        ("POST", "/v1/models", b"GET, HEAD"),
+        ("DELETE", "/v1/models/tiny", b"GET, HEAD"),
+    ],
+)
+async def test_wrong_method_gets_405_with_allow(
+    site: Site, method: str, path: str, allow: bytes
+) -> None:
+    answer = await site.ask(request(b"{}", path=path, method=method))
+    assert (answer.status, answer.one(b"allow")) == (405, allow)
     assert answer.error()["param"] is None  # no parameter of the request is wrong
-    answer = await site.ask(request(b"{}", path="/v1/models", method="POST"))
-    assert answer.status == 405
-    assert answer.one(b"allow") == b"GET, HEAD"
-    assert answer.error()["param"] is None
     assert site.fake.calls == []
 
 
@@ -92,48 +83,6 @@ async def test_error_names_only_a_few_of_many_models(start: Start, all_up: bool)
         assert len(answer.body) < 4096
 
 
-NEAR = chat("word " * 1600)  # estimated at about 2,000 tokens, plus 16 of output
-
-
-def count_requests(site: Site) -> int:
-    return sum(call.path == "/tokenize" for fake in site.fakes.values() for call in fake.calls)
-
-
-@pytest.mark.parametrize(("tokens", "served"), [(5000, 0), (1000, 1)])
-async def test_prompt_near_a_boundary_is_counted_by_a_worker(
-    start: Start, tokens: int, served: int
-) -> None:
-    site = await start(
-        Fake("w0", max_model_len=2048),
-        Fake("w1"),
-        router={"policy": "round_robin"},
-        wire={"count_s": 60.0},  # long enough for a slow machine
-    )
-    for fake in site.fakes.values():
-        fake.always(
-            scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode()), "/tokenize"
-        )
-    site.always(scripts.stream(3))  # without usage
-    for _ in range(2):
-        assert (await site.ask(NEAR)).status == 200
-        assert count_requests(site) == 1  # the estimate has learnt from it
-    assert len(site.fakes["w0"].served) == served
-
-
-@pytest.mark.parametrize(
-    "script",
-    [scripts.stall, scripts.reset, scripts.error(500), scripts.answer(200, b"junk")],
-    ids=["stall", "reset", "500", "junk"],
-)
-async def test_missing_count_is_replaced_by_the_estimate(start: Start, script: Script) -> None:
-    site = await start(Fake("w0", max_model_len=2048), Fake("w1"), wire={"count_s": 0.1})
-    for fake in site.fakes.values():
-        fake.always(script, "/tokenize")
-    assert (await site.ask(NEAR)).status == 200
-    assert count_requests(site) == 1
-    assert site.fakes["w0"].served == []  # the prompt may be too long for it
-
-
 async def test_chats_without_usage_keep_size_estimates_sound(start: Start) -> None:
     short, long = Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG, max_model_len=131_072)
     site = await start(short, long, router={"policy": "length"})
@@ -148,12 +97,6 @@ async def test_chats_without_usage_keep_size_estimates_sound(start: Start) -> No
     assert (last.counted, first.counted) == (False, False)
     learnt = site.router.sizer.learnt("tiny", "chat/completions")
     assert learnt.output == 11  # the mean of both; events of the second are counted
-
-
-async def test_long_body_is_not_sent_for_a_count(start: Start) -> None:
-    site = await start(Fake("w0", max_model_len=65536), Fake("w1", max_model_len=131072))
-    assert (await site.ask(chat("word " * 50_000))).status == 200
-    assert count_requests(site) == 0
 
 
 async def test_router_answers_its_own_paths(site: Site) -> None:
@@ -214,8 +157,6 @@ async def test_model_is_returned_by_name(start: Start) -> None:
         answer = await client.ask(get(f"/v1/models/{name}"))
         assert (answer.status, answer.error()["code"]) == (404, "model_not_found"), name
     assert (await client.ask(get("/v1/models/"))).status == 404
-    answer = await client.ask(request(b"{}", path="/v1/models/tiny", method="DELETE"))
-    assert (answer.status, answer.one(b"allow")) == (405, b"GET, HEAD")
     site.down("w1")
     answer = await client.ask(get("/v1/models/llama%2F8b"))
     assert (answer.status, answer.error()["code"]) == (503, "no_worker")

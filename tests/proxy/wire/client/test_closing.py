@@ -1,11 +1,23 @@
-"""How long a closing connection may deliver its last bytes."""
+"""The kernel's view of connections: closed sockets, and last bytes that are not delivered."""
 
 from __future__ import annotations
 
 import socket
 from typing import Any
 
+import pytest
+
 from proxy.wire.client.closing import Closing
+from proxy.wire.sockets import socket_of
+
+
+class Socket(socket.socket):
+    """A socket with another descriptor."""
+
+    number: int
+
+    def fileno(self) -> int:
+        return self.number
 
 
 class Transport:
@@ -19,6 +31,15 @@ class Transport:
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
+
+
+@pytest.mark.parametrize(("number", "is_open"), [(-1, False), (0, True), (7, True)])
+def test_socket_of_a_transport_is_none_once_it_is_closed(number: int, is_open: bool) -> None:
+    """A process that starts without standard input uses descriptor 0 for a connection."""
+    with Socket() as raw:
+        raw.number = number
+        transport: Any = Transport(raw)
+        assert socket_of(transport) is (raw if is_open else None)
 
 
 def test_delivery_ends_after_two_checks_without_unsent_bytes() -> None:

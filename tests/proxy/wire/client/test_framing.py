@@ -11,8 +11,8 @@ from tests.proxy.http.test_request import status
 from tests.proxy.http.test_response_parser import parsed
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import DEADLINE_S, BrokenError, chat, get
-from tests.proxy.wire.site import Fake, Site
+from tests.proxy.wire.raw_client import DEADLINE_S, BrokenError, chat
+from tests.proxy.wire.site import Site
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"Host: a\r\n"
@@ -115,41 +115,6 @@ async def test_refused_framing_closes_the_connection(start: Start, data: bytes) 
     assert site.fake.calls == []
 
 
-async def test_chunk_extensions_and_trailers_are_not_forwarded(site: Site) -> None:
-    client = await site.client()
-    half = len(BODY) // 2
-    chunks = (
-        b'%x;name="value"\r\n%s\r\n' % (half, BODY[:half])
-        + b"%X\r\n%s\r\n" % (len(BODY) - half, BODY[half:])
-        + b"000\r\nX-Trailer: 1\r\nAuthorization: Bearer no\r\n\r\n"
-    )
-    await client.send(POST + HOST + b"Trailer: X-Trailer\r\n" + CHUNKED + b"\r\n" + chunks + chat())
-    assert (await client.answer()).status == 200
-    assert (await client.answer()).status == 200
-    first, second = site.fake.served
-    assert first.body == BODY
-    assert b"railer" not in first.head
-    assert b"Bearer no" not in first.head + second.head
-
-
-async def test_transfer_encoding_is_case_insensitive(site: Site) -> None:
-    client = await site.send(POST + HOST + b"tRANSFER-eNCODING:  Chunked \r\n\r\n" + CHUNKS)
-    assert (await client.answer()).status == 200
-    assert site.fake.served[0].body == BODY
-
-
-async def test_body_of_a_refused_path_is_skipped(site: Site) -> None:
-    """Otherwise the body would be parsed as the next request."""
-    client = await site.client()
-    body = get("/v1/models")
-    head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
-    await client.send(head + body + get("/health"))
-    assert (await client.answer()).status == 404
-    answer = await client.answer()
-    assert answer.status == 200
-    assert b"data" not in answer.body
-
-
 # Responses of workers
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -176,19 +141,6 @@ def test_malformed_response_raises(data: bytes) -> None:
         parsed(data)
 
 
-async def test_malformed_response_counts_as_a_worker_failure(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
-    garbage = scripts.raw(GARBAGE["length and chunks"], end="stall")
-    site.fakes["w0"].always(garbage)
-    for _ in range(2):
-        assert (await site.ask(chat())).json()["choices"][0]["message"]["content"] == "w1"
-    assert site.fakes["w0"].served != []
-    site.fakes["w1"].always(garbage)
-    answer = await site.ask(chat())
-    assert answer.status == 502
-    answer.error()
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -213,15 +165,6 @@ async def test_truncated_response_body_breaks_the_client_connection(
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
     assert (await site.ask(chat())).status == 200  # the next one is served
-
-
-async def test_response_without_framing_ends_at_close(site: Site) -> None:
-    site.fake.then(scripts.raw(HEAD + b'\r\n{"a":', b" 1}", gap_s=0.03, end="close"))
-    client = await site.client()
-    answer = await client.ask(chat())
-    assert answer.body == b'{"a": 1}'
-    assert answer.all(b"transfer-encoding") + answer.all(b"content-length") != []
-    assert (await client.ask(chat())).status == 200
 
 
 async def test_broken_response_to_http_1_0_client_is_reset(site: Site) -> None:

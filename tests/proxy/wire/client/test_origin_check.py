@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-
 import pytest
 
 from proxy.config import parse
 from proxy.core.tenants.tenants import TenantSpec
 from proxy.setup.settings import wire_settings
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import request
+from tests.proxy.wire.raw_client import KEY, bearer, request
 
 FORM = b'{"model": "tiny", "messages": []}'
 
@@ -47,10 +45,8 @@ async def test_origin_is_not_checked_with_a_key_or_when_the_check_is_off(start: 
     page = to_host(b"evil.example", b"Origin: http://evil.example")
     assert (await (await start()).ask(page)).status == 200
     guarded = await start(wire={"refuses_pages": True})
-    guarded.router.tenants.replace([TenantSpec("a")], {sha256(b"key-of-a").digest(): "a"})
-    with_key = to_host(
-        b"evil.example", b"Origin: http://evil.example", b"Authorization: Bearer key-of-a"
-    )
+    guarded.set_tenants(TenantSpec("a"), a=KEY)
+    with_key = to_host(b"evil.example", b"Origin: http://evil.example", bearer())
     assert (await guarded.ask(page)).status == 401
     assert (await guarded.ask(with_key)).status == 200
 

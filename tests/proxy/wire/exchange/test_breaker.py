@@ -34,73 +34,62 @@ async def send_requests(site: Site, times: int) -> int:
     return len(site.fakes["w0"].served) - before
 
 
-@pytest.mark.parametrize(
-    ("script", "times"),
-    [
-        *((scripts.error(status), 3) for status in (500, 502, 504)),
-        *((end, 3) for end in (scripts.reset, scripts.hang_up)),
-        *((scripts.error(status), 1) for status in (429, 503)),  # the worker is busy
-    ],
-)
-async def test_failing_worker_gets_no_requests(start: Start, script: Script, times: int) -> None:
-    site = await start_failing(start, script)
-    assert await send_requests(site, 20) == times
-
-
-FAILURES: dict[str, tuple[Script, str]] = {
-    "502": (scripts.error(502), "it returned 502"),
-    "429": (scripts.error(429), "it returned 429"),
-    "500 of one worker only": (scripts.error(500), "it returned 500"),
-    "closed": (scripts.hang_up, TROUBLES["reset"]),
-    "stalled": (scripts.stall, TROUBLES["timeout"]),
-    "no HTTP": (scripts.raw(b"SSH-2.0-x\r\n"), TROUBLES["broken"]),
+# The script of a failing worker (None: it refuses connections), how many requests it gets before
+# its breaker opens, and the logged reason.
+FAILURES: dict[str, tuple[Script | None, int, str]] = {
+    "500 of one worker only": (scripts.error(500), 3, "it returned 500"),
+    "502": (scripts.error(502), 3, "it returned 502"),
+    "429": (scripts.error(429), 1, "it returned 429"),  # the worker is busy
+    "503": (scripts.error(503), 1, "it returned 503"),
+    "closed": (scripts.hang_up, 3, TROUBLES["reset"]),
+    "stalled": (scripts.stall, 3, TROUBLES["timeout"]),
+    "no HTTP": (scripts.raw(b"SSH-2.0-x\r\n"), 3, TROUBLES["broken"]),
     "cut": (
         scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a")), end="reset"),
+        3,
         TROUBLES["reset"],
     ),
+    "refused": (None, 0, TROUBLES["connect"]),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
-async def test_opening_and_closing_is_logged_once_with_the_reason(
+async def test_failing_worker_gets_no_requests_until_its_breaker_closes(
     start: Start, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script, why = FAILURES[name]
+    script, times, why = FAILURES[name]
     caplog.set_level(logging.INFO)
     site = await start(Fake("w0"), Fake("w1"), router=ROUND_ROBIN, wire={"first_byte_s": 0.2})
     site.fleet.roster.ejections.listener = BreakerLog()
-    site.fakes["w0"].always(script)
+    failing = site.fakes["w0"]
+    if script is None:
+        await failing.refuse()
+    else:
+        failing.always(script)
     site.stand_still()
 
-    async def send_eight() -> None:
-        for _ in range(8):
+    async def send_ten() -> None:
+        for _ in range(10):
             asking = asyncio.create_task(site.ask(chat(stream=True)))
             while not (await asyncio.wait([asking], timeout=0.01))[0]:
                 site.skip(0.01)
             assert (await asking).status == 200
 
-    await send_eight()
+    await send_ten()
+    assert len(failing.served) == times
     assert why_not(site.worker(), site.clock()).startswith(f"{why}; ")
-    site.fakes["w0"].always(scripts.answer())
+    failing.always(scripts.answer())
+    if script is None:
+        await failing.listen()
     site.skip(30.0)
-    await send_eight()
+    await send_ten()
     assert why_not(site.worker(), site.clock()) == ""
     messages = [(record.levelname, record.getMessage()) for record in caplog.records]
     [(warning, began), (info, ended)] = messages
-    assert (warning, info) == ("INFO" if name == "429" else "WARNING", "INFO")
+    assert (warning, info) == ("INFO" if times == 1 else "WARNING", "INFO")
     assert began.startswith("worker w0 gets no requests for ")
     assert began.endswith(f" s: {why}")
     assert ended == "worker w0 responds, and gets requests again"
-
-
-async def test_refused_connection_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router=ROUND_ROBIN)
-    site.fleet.roster.ejections.listener = BreakerLog()
-    await site.fakes["w0"].refuse()
-    site.stand_still()
-    await send_requests(site, 10)
-    [message] = [record.getMessage() for record in caplog.records]
-    assert message == f"worker w0 gets no requests for 0.5 s: {TROUBLES['connect']}"
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.config import ProbeConfig
 from proxy.core.router import RouterSettings
 from proxy.wire.client.connection import ClientConnection
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Client, chat
 from tests.proxy.wire.site import Fake, eventually
-
-PROBES = ProbeConfig(interval_s=0.05, timeout_s=0.2, down_after=3, up_after=2)
 
 
 async def test_reload_keeps_running_requests(start: Start) -> None:
@@ -50,18 +47,6 @@ async def test_new_settings_hold_at_once(start: Start) -> None:
     assert (await asking).status == 200
     assert site.fakes["w0"].served[-1].all(b"authorization") == [b"Bearer new"]
     assert len(site.fakes["w1"].served) == before
-
-
-async def test_worker_with_a_new_url_is_used_there(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    await site.ask(chat())
-    other = site.fakes["w1"]
-    before = len(other.served)
-    site.router.reconfigure(RouterSettings(), [replace(site.worker("w0").spec, url=other.url)])
-    site.charged.append(site.worker("w0"))
-    site.up("w0")
-    assert (await site.ask(chat())).status == 200
-    assert len(other.served) == before + 1
 
 
 async def test_failure_at_the_old_url_does_not_bar_the_new_one(start: Start) -> None:

@@ -12,10 +12,9 @@ from proxy.core.tenants.tenants import TenantSpec
 from proxy.health.breaker_log import BreakerLog
 from proxy.health.worker_state import why_not
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client.test_tenants import KEY, OTHER, bearer, set_tenants
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.raw_client import chat, get
+from tests.proxy.wire.raw_client import KEY, OTHER_KEY, bearer, chat, get
 from tests.proxy.wire.site import Fake, Site
 
 STEP_S = 0.05  # of the router's clock, before each batch of requests
@@ -31,7 +30,7 @@ async def start_attacked(start: Start, **router: float) -> Site:
     """Start four workers and a router with a healthy tenant and a tenant that breaks workers."""
     site = await start(*(Fake(f"w{i}") for i in range(4)), router=router)
     site.always(break_on_marked)
-    set_tenants(site, TenantSpec("good"), TenantSpec("bad"), good=KEY, bad=OTHER)
+    site.set_tenants(TenantSpec("good"), TenantSpec("bad"), good=KEY, bad=OTHER_KEY)
     site.stand_still()
     return site
 
@@ -40,7 +39,7 @@ async def send_mixed(site: Site, turns: int) -> Counter[int]:
     """Send eight breaking requests and four others per turn; count statuses of the others."""
     found: Counter[int] = Counter()
     for _ in range(turns):
-        for key, text, times in ((OTHER, BREAKS, 8), (KEY, "hi", 4)):
+        for key, text, times in ((OTHER_KEY, BREAKS, 8), (KEY, "hi", 4)):
             site.skip(STEP_S)
             requests = (site.ask(chat(text, bearer(key))) for _ in range(times))
             answers = await asyncio.gather(*requests)

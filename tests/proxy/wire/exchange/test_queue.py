@@ -10,15 +10,17 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.exchange import Exchange
-from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Answer, Client, chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
-async def fill(site: Site, gate: asyncio.Event, waiting: int) -> list[Client]:
-    """Occupy the only place of the only worker, and queue `waiting` requests."""
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+async def start_full(
+    start: Start, waiting: int, **router: float
+) -> tuple[Site, asyncio.Event, list[Client]]:
+    """Occupy the only place of the only worker until the event, and queue `waiting` requests."""
+    site = await start(Fake("w0", max_requests=1), router=router)
+    gate = site.hold()
     clients = [await site.client() for _ in range(waiting + 1)]
     for number, client in enumerate(clients):
         await client.send(chat(f"number {number}"))
@@ -26,7 +28,12 @@ async def fill(site: Site, gate: asyncio.Event, waiting: int) -> list[Client]:
             await site.fake.got()
         else:
             await eventually(lambda number=number: len(site.router.queue) == number)
-    return clients
+    return site, gate, clients
+
+
+async def check_served(*clients: Client) -> None:
+    for client in clients:
+        assert (await client.answer()).status == 200
 
 
 def retry_after(answer: Answer) -> int:
@@ -36,36 +43,28 @@ def retry_after(answer: Answer) -> int:
 
 
 async def test_queued_requests_are_served_in_order(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 10)
+    site, gate, clients = await start_full(start, 10)
     gate.set()
-    for client in clients:
-        assert (await client.answer()).status == 200
+    await check_served(*clients)
     texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
     assert texts == [f"number {number}" for number in range(11)]
 
 
 async def test_full_queue_gets_429_with_retry_after(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 3)
+    site, gate, clients = await start_full(start, 3, queue_requests=3)
     client = await site.client()
     answer = await client.ask(chat())
     assert answer.status == 429
     assert answer.error()["type"] == "rate_limit_error"
     assert retry_after(answer) >= 1
     gate.set()
-    for queued in clients:
-        assert (await queued.answer()).status == 200
+    await check_served(*clients)
     assert (await client.ask(chat())).status == 200  # the connection stays open
 
 
 async def test_queue_wait_ends_after_queue_wait_s(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_wait_s": 10.0})
+    site, gate, (first, second, third) = await start_full(start, 2, queue_wait_s=10.0)
     site.stand_still()
-    gate = asyncio.Event()
-    first, second, third = await fill(site, gate, 2)
     site.skip(9)
     await asyncio.sleep(0.15)  # the router checks the queue
     assert len(site.router.queue) == 2
@@ -90,52 +89,42 @@ async def test_worker_not_yet_probed_gets_no_requests(start: Start) -> None:
 
 
 async def test_queued_request_gets_503_when_its_worker_goes_down(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    gate = asyncio.Event()
-    first, second = await fill(site, gate, 1)
+    site, gate, (first, second) = await start_full(start, 1)
     site.down("w0")
     assert (await second.answer()).status == 503
     gate.set()
     assert (await first.answer()).status == 200  # a running request continues
 
 
-async def test_placed_request_counts_its_wait(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
+async def test_requests_count_their_wait(start: Start) -> None:
+    """A placed request, and one that leaves the queue."""
+    site, gate, (first, second, third) = await start_full(start, 2)
     waits: list[float] = []
     site.metrics.at_end = (lambda seen, *_: waits.append(seen.queue_s),)
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 1)
     site.skip(25.0)
-    gate.set()
-    for client in clients:
-        assert (await client.answer()).status == 200
-    assert waits[0] == 0.0
-    assert waits[1] >= 25.0
-
-
-async def test_request_that_leaves_the_queue_counts_its_wait(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    waits: list[float] = []
-    site.metrics.at_end = (lambda seen, *_: waits.append(seen.queue_s),)
-    gate = asyncio.Event()
-    first, second = await fill(site, gate, 1)
-    site.skip(25.0)
-    second.close()
+    third.close()
     await eventually(lambda: waits)
-    [waited] = waits
-    assert waited >= 25.0
+    assert waits[0] >= 25.0
     (wait,) = [series for key, series in site.metrics.waits.items() if key[:2] == ("none", "tiny")]
-    assert wait.total == waited
+    assert wait.total == waits[0]
     gate.set()
-    assert (await first.answer()).status == 200
+    await check_served(first, second)
+    assert waits[1] == 0.0
+    assert waits[2] >= 25.0
+
+
+async def test_end_of_a_request_dispatches_the_queue(start: Start) -> None:
+    site, gate, clients = await start_full(start, 1)
+    site.wire.ticks.stop()
+    gate.set()
+    await check_served(*clients)
+    site.wire.ticks.start()
 
 
 async def test_error_in_one_queued_request_does_not_affect_others(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 2)
+    site, gate, clients = await start_full(start, 2)
     first, _ = site.wire.queued.values()
     usual = type(first).placement_decided
 

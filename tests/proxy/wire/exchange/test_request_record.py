@@ -10,7 +10,7 @@ from proxy.metrics.registry import Metrics
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.core.making import ask
 from tests.proxy.wire import scripts
-from tests.proxy.wire.raw_client import chat, get
+from tests.proxy.wire.raw_client import chat, get, request
 from tests.proxy.wire.site import Site, eventually
 
 
@@ -141,6 +141,14 @@ async def test_sent_bytes_are_counted_for_refusals_too(site: Site) -> None:
         assert got
         assert sent.pop() == len(got)
     assert sent == []
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_an_embedding_teaches_the_prefill_pace(site: Site, framing: str) -> None:
+    site.fake.always(scripts.answer(framing=framing))
+    body = b'{"model": "tiny", "input": "hi"}'
+    assert (await site.ask(request(body, path="/v1/embeddings"))).status == 200
+    assert site.worker().pace.prefills == 1.0
 
 
 async def test_loop_lag_is_measured_continuously(metrics: Metrics) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.wire.exchange.targets import MAX_MS
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import chat
+from tests.proxy.wire.raw_client import KEY, bearer, chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
-KEY = "sk-vs-aaaaaaaaaaaaaaaa"
 TARGETS = AdmissionSettings({Rank.STANDARD: 30.0}, {Rank.STANDARD: 0.05})
 
 
@@ -32,9 +30,7 @@ async def sent(site: Site, *headers: bytes, **fields: Any) -> tuple[dict[str, An
     return call.json(), call
 
 
-@pytest.mark.parametrize(
-    "value", ["", "0", "-5", "1.5", "1e3", "soon", MAX_MS + 1, "1, 2", "9" * 50]
-)
+@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", MAX_MS + 1, "9" * 50])
 async def test_bad_deadline_is_400_with_its_range(site: Site, value: object) -> None:
     client = await site.client()
     answer = await client.ask(chat("hi", within(value)))
@@ -99,9 +95,8 @@ async def test_a_tenants_deadline_only_relaxes_the_operators_target(
     most_ms: int | None,
 ) -> None:
     site = await start(router={"admission": admission}, wire={"pass_targets": True})
-    site.router.tenants.replace([TenantSpec("a")], {sha256(KEY.encode()).digest(): "a"})
-    bearer = b"Authorization: Bearer " + KEY.encode()
-    headers = (bearer,) if asked_ms is None else (bearer, within(asked_ms))
+    site.set_tenants(TenantSpec("a"), a=KEY)
+    headers = (bearer(),) if asked_ms is None else (bearer(), within(asked_ms))
     body, _ = await sent(site, *headers)
     if least_ms is None or most_ms is None:
         assert "vllm_xargs" not in body

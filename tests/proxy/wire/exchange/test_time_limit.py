@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -17,20 +16,13 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import Pairs, chat_body, pairs
-from tests.proxy.wire.raw_client import BrokenError, chat, request
+from tests.proxy.wire.raw_client import KEY, BrokenError, bearer, chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
 LIMIT_S = 50.0
 WIRE = {"request_s": LIMIT_S}
-# Path: its body, and the keys of an error's code.
-PATHS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "hi"}]}, ("error", "code")),
-    "/v1/completions": ({"prompt": "hi"}, ("error", "code")),
-    "/v1/responses": ({"input": "hi"}, ("error", "code")),
-    "/v1/messages": (
-        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}, ("error", "type"),
-    ),
-}  # fmt: skip
+# The kind of an error, in the format of each API.
+PATHS = {"/v1/chat/completions": ("code", "time_limit"), "/v1/messages": ("type", "timeout_error")}
 
 
 async def start_with_limit(start: Start, *fakes: Fake, **more: Any) -> Site:
@@ -51,8 +43,7 @@ def counted_requests(site: Site) -> list[tuple[int, str]]:
 
 async def exceed_limit(site: Site) -> None:
     """Check that the request survives 0.9 of its limit, then exceed the limit."""
-    site.skip(0.9 * LIMIT_S)
-    await site.swept()
+    await site.pass_time(0.9 * LIMIT_S)
     assert len(site.wire.exchanges) == 1
     site.skip(0.2 * LIMIT_S)
 
@@ -62,13 +53,12 @@ async def test_time_limit_before_a_response_gets_504(start: Start, path: str) ->
     site = await start_with_limit(start)
     site.fake.always(scripts.stall)
     client = await site.client()
-    fields, (outer, inner) = PATHS[path]
-    await client.send(request(json.dumps({"model": "tiny"} | fields).encode(), path=path))
+    await client.send(chat().replace(b"/v1/chat/completions", path.encode()))
     call = await site.fake.got()
     await exceed_limit(site)
     answer = await client.answer()
-    assert answer.status == 504
-    assert answer.json()[outer][inner] in {"time_limit", "timeout_error"}
+    key, kind = PATHS[path]
+    assert (answer.status, answer.json()["error"][key]) == (504, kind)
     await call.was_lost()
     await site.settled()
     assert counted_requests(site) == [(504, "time_limit")]
@@ -79,9 +69,7 @@ async def test_time_limit_before_a_response_gets_504(start: Start, path: str) ->
 
 async def test_time_limit_ends_a_stream_with_an_error_event(start: Start) -> None:
     site = await start_with_limit(start)
-    shown = scripts.STREAM_HEAD
-    tokens = b"".join(scripts.chunk(scripts.token(token)) for token in "abc")
-    site.fake.always(scripts.raw(shown, tokens, gap_s=0.01, end="stall"))
+    site.fake.always(scripts.stream(3, end="stall"))
     client = await site.send(chat(stream=True))
     await client.head()
     assert await client.piece()
@@ -101,11 +89,11 @@ async def test_time_limit_ends_a_stream_with_an_error_event(start: Start) -> Non
 @pytest.mark.parametrize("how", ["expire", "cut"])
 async def test_time_limit_after_the_last_event_is_no_error(start: Start, how: str) -> None:
     site = await start_with_limit(start)
-    site.router.tenants.replace([TenantSpec("a")], {sha256(b"sk-vs-a").digest(): "a"})
+    site.set_tenants(TenantSpec("a"), a=KEY)
     shown = scripts.STREAM_HEAD
     events = scripts.token("a"), scripts.usage_event(777, 88), scripts.DONE
     site.fake.always(scripts.raw(shown, *map(scripts.chunk, events), gap_s=0.01, end="stall"))
-    client = await site.send(chat("hi", b"Authorization: Bearer sk-vs-a", stream=True))
+    client = await site.send(chat("hi", bearer(), stream=True))
     await client.head()
     while b"[DONE]" not in await client.piece():
         pass

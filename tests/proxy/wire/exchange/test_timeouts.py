@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,11 +11,8 @@ from proxy.core.fleet.worker import MAX_IDLE_PAGE_S
 from proxy.core.model.specs import Gauges
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import Answer, chat, request
+from tests.proxy.wire.raw_client import chat, request
 from tests.proxy.wire.site import Fake, Site, eventually
-
-if TYPE_CHECKING:
-    from tests.proxy.wire.fake_worker import Call
 
 
 def pass_time(site: Site, seconds: float) -> None:
@@ -33,29 +29,22 @@ def check_timeout(site: Site, seconds: float) -> None:
     assert site.worker().requests == 0
 
 
-async def test_connect_timeout_gets_504(start: Start) -> None:
+@pytest.mark.parametrize("limit", ["connect_s", "first_byte_s"])
+async def test_worker_that_times_out_gets_504(start: Start, limit: str) -> None:
     site = await start()
     site.stand_still()
-    await site.fake.hang()
-    asking = asyncio.create_task(site.ask(chat()))
-    await eventually(lambda: site.worker().requests == 1)
-    check_timeout(site, site.wire.settings.connect_s)
-    answer = await asking
-    assert answer.status == 504
-    answer.error()
-
-
-async def test_first_byte_timeout_gets_504(start: Start) -> None:
-    site = await start()
-    site.stand_still()
+    if limit == "connect_s":
+        await site.fake.hang()
     site.fake.always(scripts.stall)
     asking = asyncio.create_task(site.ask(chat()))
-    call = await site.fake.got()
-    check_timeout(site, site.wire.settings.first_byte_s)
+    await eventually(lambda: site.worker().requests == 1)
+    if limit == "first_byte_s":
+        await site.fake.got()
+    check_timeout(site, getattr(site.wire.settings, limit))
     answer = await asking
-    assert answer.status == 504
-    assert answer.error()["code"] == "timeout"
-    await call.was_lost()  # the worker can stop
+    assert (answer.status, answer.error()["code"]) == (504, "timeout")
+    for call in site.fake.served:
+        await call.was_lost()  # the worker can stop
 
 
 async def test_first_byte_timeout_grows_with_the_expected_tokens(start: Start) -> None:
@@ -146,92 +135,22 @@ async def test_response_of_an_idle_worker_is_retried_elsewhere(slow: Slow, case:
     assert not slow.site.worker(slow.busy).breaker.has_no_failures
 
 
-async def test_slow_response_head_does_not_extend_the_first_byte_timeout(start: Start) -> None:
-    site = await start(wire={"first_byte_s": 0.3, "idle_s": 0.3})
-    site.fake.always(scripts.drip(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000, size=3, gap_s=0.02))
-    answer = await site.ask(chat(), within=20.0)  # half as long as it drips
-    assert answer.status in (502, 504)
+def options(transport: asyncio.Transport | None) -> tuple[int, int, int]:
+    """Return whether a socket sends probes, when, and its user timeout."""
+    assert transport is not None
+    raw = transport.get_extra_info("socket")
+    return (
+        raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+        raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+    )
 
 
-async def test_idle_timeout_between_pieces_ends_a_stream(start: Start) -> None:
-    site = await start()
-    site.stand_still()
-    site.fake.always(scripts.stream(2, end="stall"))
-    client = await site.send(chat(stream=True))
-    await client.head()
-    body = b""
-    while b"tok 1" not in body:
-        body += await client.piece()
-    check_timeout(site, site.wire.settings.idle_s)
-    assert b'"error"' in await client.piece()
-    assert await client.piece() == b""
-    await site.fake.served[0].was_lost()
-
-
-async def ask_steadily(start: Start, *pieces: bytes) -> Answer:
-    """Request a response whose pieces each come just before the timeout."""
-    idle_s = 100.0
-    site = await start(wire={"first_byte_s": idle_s, "idle_s": idle_s})
-    site.stand_still()
-    turns = asyncio.Semaphore(0)
-
-    async def send_pieces(call: Call) -> None:
-        for piece in pieces:
-            await turns.acquire()
-            await call.send(piece)
-
-    site.fake.always(send_pieces)
-    asking = asyncio.create_task(site.ask(chat(stream=True)))
-    await site.fake.got()
-    [connection] = site.wire.pools.pool_for(site.worker()).open
-    for _ in pieces:
-        pass_time(site, 0.9 * idle_s)
-        turns.release()
-        await eventually(lambda: asking.done() or connection.deadline > site.clock() + 0.5 * idle_s)
-    return await asking
-
-
-END = scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
-
-
-TOKEN = scripts.chunk(scripts.token("tok"))
-BEAT = scripts.chunk(b": keep-alive\n\n")
-
-
-@pytest.mark.parametrize("piece", [TOKEN, BEAT], ids=["tokens", "comments"])
-async def test_pieces_within_the_idle_timeout_keep_a_stream(start: Start, piece: bytes) -> None:
-    answer = await ask_steadily(start, scripts.STREAM_HEAD + piece, *[piece] * 9, TOKEN + END)
-    assert answer.body.endswith(scripts.token("tok") + scripts.DONE)
-    assert answer.body.count(b"\n\n") == 12
-
-
-async def test_worker_that_does_not_read_its_request_times_out(start: Start) -> None:
-    site = await start(wire={"first_byte_s": 0.4})
-    site.worker().max_model_len = None
-    site.fake.reads = False
-    answer = await site.ask(chat("x" * (12 << 20), max_tokens=1))
-    assert answer.status == 504
-
-
-async def test_worker_sockets_use_keepalive_and_user_timeout(start: Start) -> None:
-    site = await start()
-    await site.ask(chat())
-    [connection] = site.wire.pools.pool_for(site.worker()).idle
-    assert connection._transport is not None
-    raw = connection._transport.get_extra_info("socket")
-    assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
-    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
-
-
-async def test_client_sockets_use_keepalive_without_user_timeout(start: Start) -> None:
+async def test_sockets_use_keepalive_and_those_of_workers_a_user_timeout(site: Site) -> None:
     """A user timeout would end slow readers; `idle_s` limits these."""
-    site = await start()
     client = await site.client()
-    await eventually(lambda: len(site.wire.clients) == 1)
-    [connection] = site.wire.clients
-    raw = connection._transport.get_extra_info("socket")
-    assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
-    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-    client.close()
+    assert (await client.ask(chat())).status == 200
+    [connection] = site.wire.pools.pool_for(site.worker()).idle
+    assert options(connection._transport) == (1, 15, 60_000)
+    [of_client] = site.wire.clients
+    assert options(of_client._transport) == (1, 15, 0)

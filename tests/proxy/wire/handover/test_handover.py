@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from proxy.config import TransferConfig
 from proxy.core.model.role import Role
 from proxy.core.request.json_edit import members
+from proxy.transfer.registry import connector
+from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.kv import CHAT, COMPLETIONS
+from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.kv import CHAT, COMPLETIONS, OPENINGS
 from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
 from tests.proxy.wire.raw_client import request
 from tests.proxy.wire.site import Fake, Site
@@ -98,31 +100,20 @@ async def test_both_legs_have_the_headers_and_the_same_id(start: Start) -> None:
 
 WHOLE: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ["a" * 100, "b" * 100]}),
-    (COMPLETIONS, {"prompt": [[1] * 50, [2] * 50]}),
-    (COMPLETIONS, {"n": 2}),
     (CHAT, {"n": 3}),
-    (COMPLETIONS, {"best_of": 2}),
-    (CHAT, {"max_tokens": 1}),
-    (COMPLETIONS, {"max_tokens": 1}),
     (CHAT, {"max_completion_tokens": 1}),
-    (COMPLETIONS, {"prompt_logprobs": 1}),
-    (COMPLETIONS, {"echo": True}),
-    (COMPLETIONS, {"echo": True, "logprobs": 1}),
     (COMPLETIONS, {"echo": True, "logprobs": 0}),
-    (CHAT, {"prompt_logprobs": 0}),
-    (CHAT, {"use_beam_search": True, "n": 1}),
 ]
 
 
 @pytest.mark.parametrize(("path", "fields"), WHOLE)
-@pytest.mark.parametrize("stream", [True, False])
 async def test_request_that_cannot_be_split_is_served_whole(
-    start: Start, path: str, fields: dict[str, Any], stream: bool
+    start: Start, path: str, fields: dict[str, Any]
 ) -> None:
+    """The other cases are in tests/proxy/core/request/test_split_check.py."""
     here = await pairs(start)
-    body = MAKERS[path](stream=stream, **fields)
-    answer = await ask(here, body, path=path)
-    assert answer.status == 200
+    body = MAKERS[path](stream=True, **fields)
+    assert (await ask(here, body, path=path)).status == 200
     await here.settled()
     [leg] = here.legs()
     assert leg in ("whole d0", "whole d1")
@@ -181,10 +172,7 @@ async def test_routes_without_handover_are_served_whole(
     "field",
     [
         b'"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "10.0.0.1"}',
-        b'"kv_transfer\\u005fparams": {"do_remote_decode": true}',
-        b'"kv_transfer_params": {"x": 1}, "kv_transfer_params": null',
         b'"vllm_xargs": {"kv_transfer_params": "x"}',
-        b'"sampling_params": {"extra_args": {"kv_transfer_params": {}}}',
         b'"ec_transfer_params": {"peer": "10.0.0.1"}',
     ],
 )
@@ -206,30 +194,50 @@ async def test_null_transfer_params_are_replaced(start: Start) -> None:
     assert here.kv.ends() == ["read"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_concurrent_equal_prompts_are_prefilled_twice(start: Start, stream: bool) -> None:
+async def test_concurrent_equal_prompts_are_prefilled_twice(start: Start) -> None:
     """The decode worker has the prompt's prefix only after the first transfer."""
     here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
-    body = chat_body(stream=stream, messages=[{"role": "user", "content": "z" * 8000}])
-    first, rest = here.site.fakes["p0"], asyncio.Event()
-    usual = first.script_for
-
-    async def prefill_slowly(call: Call) -> None:
-        await rest.wait()
-        await usual(call)(call)
-
-    first.then(prefill_slowly, prefill_slowly)
-    clients = [await here.site.client() for _ in range(2)]
-    for client in clients:
-        await client.send(request(body))
-    await first.got(2)
-    rest.set()
+    body = chat_body(stream=True, messages=[{"role": "user", "content": "z" * 8000}])
+    gates = [here.hold("p0") for _ in range(2)]
+    clients = [await here.send(body) for _ in range(2)]
+    await here.site.fakes["p0"].got(2)
+    for gate in gates:
+        gate.set()
     for client in clients:
         assert words(await client.answer()) == expected(body)
         client.close()
     await here.check_served(body)
     assert sorted(here.legs()[:4]) == ["decode d0"] * 2 + ["prefill p0"] * 2
     assert here.legs()[4:] == ["whole d0"]
+
+
+def answer_with_usage(cached: int) -> Script:
+    """Answer a chat with a usage that has this number of cached tokens."""
+    usage = scripts.usage(1600, 4) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    async def run(call: Call) -> None:
+        if call.json().get("stream"):
+            pieces = OPENINGS[CHAT], scripts.token("a"), scripts.event({"usage": usage})
+            chunks = b"".join(map(scripts.chunk, pieces))
+            await call.send(scripts.STREAM_HEAD + chunks + scripts.LAST_CHUNK)
+        else:
+            await scripts.answer(body=json.dumps({"usage": usage}).encode())(call)
+
+    return run
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_cached_tokens_are_those_of_the_prefill_worker(start: Start, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.site.wire.connector = connector(TransferConfig(connector="shared-storage"))
+    for name, cached in (("p0", 9), ("d0", 1536)):
+        here.site.fakes[name].always(answer_with_usage(cached))
+    answer = await ask(here, chat_body(stream=stream))
+    usage = json.loads(answer.body.rstrip().rpartition(b"data: ")[2])["usage"]
+    assert usage == scripts.usage(1600, 4) | {"prompt_tokens_details": {"cached_tokens": 9}}
+    assert [call.json().get("stream") for call in here.site.served()] == [False, stream]
+    await here.site.settled()
+    assert here.site.metrics.handovers.ends == {"prefilled": 1, "transferred": 1}
 
 
 # Transfer fields of clients

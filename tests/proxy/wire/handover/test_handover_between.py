@@ -5,16 +5,13 @@ The transfer parameters are unused then, and any decode worker may use them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import pytest
 
 from proxy.core.model.role import Role
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
-from tests.proxy.wire.raw_client import Answer
 from tests.proxy.wire.site import Fake, Site
 
 Change = Callable[[Site, str], object]
@@ -33,22 +30,15 @@ CHANGES: dict[str, Change] = {
 }
 
 
-async def send_with_change(here: Pairs, body: bytes, change: Change) -> tuple[Answer, str]:
-    """Send a request, and change its decode worker while the prefill runs."""
-    fake = here.site.fakes["p0"]
-    victim, rest = here.victim(Role.DECODE, body).name, asyncio.Event()
-
-    async def prefill(call: Call) -> None:
-        await rest.wait()
-        await usual(call)
-
-    usual: Script = here.kv.worker(fake, "prefill")
-    fake.then(prefill)
+async def send_with_change(here: Pairs, body: bytes, change: Change) -> str:
+    """Have a request served whose decode worker changes while the prefill runs."""
+    victim, rest = here.victim(Role.DECODE, body).name, here.hold("p0")
     client = await here.send(body)
-    await fake.got(1)
+    await here.site.fakes["p0"].got(1)
     change(here.site, victim)
     rest.set()
-    return await client.answer(), victim
+    assert words(await client.answer()) == expected(body)
+    return victim
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -56,8 +46,7 @@ async def send_with_change(here: Pairs, body: bytes, change: Change) -> tuple[An
 async def test_another_decode_worker_takes_the_leg(start: Start, change: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=2, max_attempts=1)  # no retry is spent
     body = chat_body(stream=stream)
-    answer, victim = await send_with_change(here, body, CHANGES[change])
-    assert words(answer) == expected(body)
+    victim = await send_with_change(here, body, CHANGES[change])
     await here.settled()
     other = "d1" if victim == "d0" else "d0"
     assert here.legs() == ["prefill p0", f"decode {other}"]
@@ -79,8 +68,7 @@ async def test_request_is_served_whole_without_another_decode_worker(
         CHANGES[change](site, name)
 
     body = chat_body()
-    answer, _ = await send_with_change(here, body, with_short_worker)
-    assert words(answer) == expected(body)
+    await send_with_change(here, body, with_short_worker)
     await here.settled(left=1)  # no worker can release them
     assert here.legs() == ["prefill p0", "whole s0"]
     ends = here.site.metrics.handovers.ends
@@ -92,8 +80,7 @@ async def test_only_decode_worker_gets_the_leg_in_any_state(start: Start, change
     """Its probes may be wrong, and a draining worker finishes its requests."""
     here = await pairs(start, prefills=1, decodes=1)
     body = chat_body()
-    answer, _ = await send_with_change(here, body, CHANGES[change])
-    assert words(answer) == expected(body)
+    await send_with_change(here, body, CHANGES[change])
     await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
@@ -106,8 +93,7 @@ async def test_transfer_that_would_be_too_late_is_given_up(start: Start) -> None
         site.worker(name).foreign_tokens = 1e9
 
     body = chat_body()
-    answer, _ = await send_with_change(here, body, change)
-    assert words(answer) == expected(body)
+    await send_with_change(here, body, change)
     await here.settled()
     assert sorted(here.legs()) == ["prefill p0", "release d0", "whole d0"]
     ends = here.site.metrics.handovers.ends
@@ -120,8 +106,7 @@ async def test_prefill_bound_to_a_decode_worker_is_not_moved(start: Start) -> No
     assert connector is not None
     connector.names_decode = True  # type: ignore[misc]
     body = chat_body()
-    answer, victim = await send_with_change(here, body, CHANGES["down"])
-    assert words(answer) == expected(body)
+    victim = await send_with_change(here, body, CHANGES["down"])
     await here.settled()
     other = "d1" if victim == "d0" else "d0"
     assert here.legs()[0] == "prefill p0"

@@ -69,36 +69,22 @@ async def test_late_decode_legs_spend_no_retry_budget(start: Start) -> None:
     assert here.site.metrics.handovers.ends["late_failed"] == count
 
 
-async def send_half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:
+async def send_half(here: Pairs, body: bytes) -> tuple[Client, asyncio.Event]:
     """Send a request, let half of the prefill's response come, and stop the clock.
 
-    `rest` lets the other half come.
+    The event lets the other half come.
     """
     here.site.stand_still()
-    fake = here.victim(Role.PREFILL, body)
-    usual = fake.script_for
-
-    async def respond_in_two(call: Call) -> None:
-        send = call.send
-
-        async def send_in_two(data: bytes) -> None:
-            await send(data[: len(data) // 2])
-            await rest.wait()
-            await send(data[len(data) // 2 :])
-
-        call.send = send_in_two  # type: ignore[method-assign]
-        await usual(call)(call)
-
-    fake.then(respond_in_two)
+    rest = here.halve(here.victim(Role.PREFILL, body).name)
     client = await here.send(body)
     await eventually(here.prefill_has_begun)
-    return client
+    return client, rest
 
 
 async def test_half_a_prefill_response_times_out(start: Start) -> None:
     here = await pairs(start)
     body = chat_body(stream=True)
-    client = await send_half(here, body, asyncio.Event())
+    client, _ = await send_half(here, body)
     here.site.skip(MAX_BODY_S + 1.0)
     assert words(await client.answer()) == expected(body)
     await here.settled(left=1)
@@ -106,10 +92,10 @@ async def test_half_a_prefill_response_times_out(start: Start) -> None:
 
 async def test_time_of_the_prefill_response_shortens_the_transfer_timeout(start: Start) -> None:
     here = await pairs(start)
-    body, rest = chat_body(stream=True), asyncio.Event()
+    body = chat_body(stream=True)
     victim = here.victim(Role.DECODE, body)
     here.kv.inject(victim.name, Faults(before=scripts.stall))
-    client = await send_half(here, body, rest)
+    client, rest = await send_half(here, body)
     here.site.skip(MAX_BODY_S - 1.0)
     rest.set()
     await victim.got(1)
@@ -129,8 +115,8 @@ async def test_transfer_is_left_out_when_the_lease_is_nearly_over(
     connector = here.site.wire.connector
     assert connector is not None
     connector.lease_s = lease_s
-    body, rest = chat_body(stream=stream), asyncio.Event()
-    client = await send_half(here, body, rest)
+    body = chat_body(stream=stream)
+    client, rest = await send_half(here, body)
     here.site.skip(MAX_BODY_S - 1.0)
     rest.set()
     assert words(await client.answer()) == expected(body)
@@ -141,21 +127,11 @@ async def test_transfer_is_left_out_when_the_lease_is_nearly_over(
 
 async def test_decode_leg_within_the_lease_is_kept(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    waits = asyncio.Event()
-    fake = here.site.fakes["d0"]
-    usual = fake.script_for
-
-    async def respond_later(call: object) -> None:
-        await waits.wait()
-        await usual(call)(call)  # type: ignore[arg-type]
-
-    fake.then(respond_later)
-    body = chat_body(stream=True)
+    rest, body = here.hold("d0"), chat_body(stream=True)
     client = await here.send(body)
-    await fake.got(1)
-    here.site.skip(SURELY_S)
-    await here.site.swept()
-    waits.set()
+    await here.site.fakes["d0"].got(1)
+    await here.site.pass_time(SURELY_S)
+    rest.set()
     assert words(await client.answer()) == expected(body)
     await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
@@ -164,23 +140,16 @@ async def test_decode_leg_within_the_lease_is_kept(start: Start) -> None:
 async def test_client_that_does_not_read_makes_no_transfer_late(start: Start) -> None:
     """The client's socket is full before the decode leg, whose stream begins with an opening."""
     here = await pairs(start, prefills=1, decodes=1, wire={"idle_s": 1000.0})
-    fake = here.site.fakes["p0"]
-    prefill, gate, rest = fake.script_for, asyncio.Event(), asyncio.Event()
-
-    async def prefill_when_open(call: Call) -> None:
-        await gate.wait()
-        await prefill(call)(call)
+    gate, rest = here.hold("p0"), asyncio.Event()
 
     async def respond_in_two(call: Call) -> None:
-        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
-        await call.send(scripts.head(200, *head) + scripts.chunk(OPENINGS[CHAT]))
+        await call.send(scripts.STREAM_HEAD + scripts.chunk(OPENINGS[CHAT]))
         await rest.wait()
         await call.send(scripts.chunk(scripts.token("word ") + scripts.DONE) + scripts.LAST_CHUNK)
 
-    fake.then(prefill_when_open)
     here.kv.inject("d0", Faults(during=respond_in_two))
     client = await here.site.send(request(chat_body(stream=True)), limit=1024, rcvbuf=8192)
-    await fake.got(1)
+    await here.site.fakes["p0"].got(1)
     [exchange] = here.site.wire.exchanges
     before = b"." * (16 << 20)
     exchange.client.write(before)
@@ -199,19 +168,12 @@ async def test_client_that_does_not_read_makes_no_transfer_late(start: Start) ->
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_late_decode_leg_is_served_whole_by_the_only_worker(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    body = chat_body(stream=True)
-    assert words(await send_late(here, body)) == expected(body)
-    await here.settled(left=1)
-    assert here.legs() == ["prefill p0", "decode d0", "whole d0"]
-
-
 async def test_repeatedly_late_link_is_barred(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     for _ in range(FAILURES_TO_BAR):
         body = chat_body(stream=True)
         assert words(await send_late(here, body)) == expected(body)
+        assert here.legs()[-3:] == ["prefill p0", "decode d0", "whole d0"]
     assert words(await here.site.ask(request(chat_body()))) != []
     assert here.legs()[-1] == "whole d0"
     await here.settled(left=FAILURES_TO_BAR)

@@ -11,21 +11,20 @@ from proxy.wire.handover import release as module
 from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.kv import Faults
-from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
-from tests.proxy.wire.raw_client import DEADLINE_S
+from tests.proxy.wire.pairs import Pairs, ask, chat_body, expected, pairs, words
+from tests.proxy.wire.raw_client import DEADLINE_S, Client
 from tests.proxy.wire.site import eventually
 
 WAYS = ["close", "reset"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stream", [True, False])
-async def test_leaving_during_the_prefill_ends_it(start: Start, way: str, stream: bool) -> None:
+async def test_leaving_during_the_prefill_ends_it(start: Start, way: str) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.inject("p0", Faults(before=scripts.stall))
-    client = await here.send(chat_body(stream=stream))
+    client = await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
     getattr(client, way)()
     await eventually(lambda: here.site.wire.releases)
@@ -37,38 +36,22 @@ async def test_leaving_during_the_prefill_ends_it(start: Start, way: str, stream
     assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pieces", [0, 1, 2, 7])
 async def test_leaving_during_the_prefill_response_releases_blocks(
-    start: Start, way: str, pieces: int
+    start: Start, pieces: int
 ) -> None:
     """The rest of the response has the parameters that free the blocks."""
     here = await pairs(start, prefills=1, decodes=1)
     here.site.stand_still()  # the wait for the rest has a short timeout
-    fake, rest = here.site.fakes["p0"], asyncio.Event()
-    usual = fake.script_for
 
-    async def respond_in_two(call: Call) -> None:
-        send = call.connection.send
-        sent: list[bytes] = []
-
-        async def hold(data: bytes) -> None:
-            sent.append(data)
-
-        call.connection.send = hold  # type: ignore[method-assign]
-        await usual(call)(call)
-        call.connection.send = send  # type: ignore[method-assign]
-        answer = b"".join(sent)
+    def cut(answer: bytes) -> int:
         head = answer.index(b"\r\n\r\n") + 4
-        at = head + (len(answer) - 600) * (pieces - 1) // 8 if pieces else 0
-        await call.send(answer[:at])
-        await rest.wait()
-        await call.send(answer[at:])
+        return head + (len(answer) - 600) * (pieces - 1) // 8 if pieces else 0
 
-    fake.then(respond_in_two)
+    rest = here.halve("p0", cut)
     client = await here.send(chat_body())
     await eventually(here.prefill_has_begun if pieces else lambda: here.kv.held)
-    getattr(client, way)()
+    client.close()
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.kv.ends() == [""]
     rest.set()
@@ -89,7 +72,6 @@ async def test_leaving_ends_a_long_prefill_at_once(start: Start) -> None:
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.site.wire.releases == set()
     await call.was_lost()
-    await here.settled()
 
 
 async def test_refused_abandoned_prefill_releases_nothing(
@@ -97,25 +79,18 @@ async def test_refused_abandoned_prefill_releases_nothing(
 ) -> None:
     monkeypatch.setattr(module, "ABANDONED_GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
-    rest = asyncio.Event()
-
-    async def refuse_later(call: Call) -> None:
-        await rest.wait()
-        await scripts.error(400, "no")(call)
-
-    here.site.fakes["p0"].then(refuse_later)
+    refuse = here.site.fakes["p0"].hold_next(scripts.error(400, "no"))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     client.close()
     await eventually(lambda: here.site.wire.releases)
-    rest.set()
+    refuse.set()
     await here.settled()
     assert here.legs() == ["prefill p0"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_leaving_between_the_legs_releases_blocks(start: Start, way: str) -> None:
-    """The decode leg waits for a connection, so the decode worker has no request."""
+async def start_between_legs(start: Start) -> tuple[Pairs, Client, FakeWorker]:
+    """Send a request whose decode leg waits for a connection; return its decode worker too."""
     here = await pairs(start, prefills=1, decodes=2)
     here.site.stand_still()  # so that connect does not time out
     body = chat_body()
@@ -124,7 +99,12 @@ async def test_leaving_between_the_legs_releases_blocks(start: Start, way: str) 
     client = await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
-    getattr(client, way)()
+    return here, client, victim
+
+
+async def test_leaving_between_the_legs_releases_blocks(start: Start) -> None:
+    here, client, victim = await start_between_legs(start)
+    client.close()
     await eventually(lambda: not here.kv.held)
     await victim.wake()
     await here.settled()
@@ -132,19 +112,16 @@ async def test_leaving_between_the_legs_releases_blocks(start: Start, way: str) 
     assert victim.served == []
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_leaving_during_the_decode_ends_it(
-    start: Start, way: str, stream: bool, begun: bool
-) -> None:
+async def test_leaving_during_the_decode_ends_it(start: Start, stream: bool, begun: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.inject("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
     client = await here.send(chat_body(stream=stream))
     if begun and stream:
         await client.head()
     call = await here.site.fakes["d0"].got(1)
-    getattr(client, way)()
+    client.reset()
     await call.was_lost()
     await here.settled()
     assert here.kv.ends() == ["read"]
@@ -169,7 +146,7 @@ async def test_clients_that_leave_at_any_time_harm_no_others(start: Start) -> No
     await here.site.settled()
     # Blocks of a response that crosses the end of its connection expire.
     assert [held for held in here.kv.held if not held.call.connection.gone.is_set()] == []
-    assert here.kv.faults == []
+    here.left = len(here.kv.held)
 
 
 def delayed(script: Script, seconds: float = 0.01) -> Script:
@@ -183,14 +160,7 @@ def delayed(script: Script, seconds: float = 0.01) -> Script:
 
 
 async def test_drain_releases_blocks_first(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=2)
-    here.site.stand_still()
-    body = chat_body()
-    victim = here.victim(Role.DECODE, body)
-    await victim.hang()  # the decode leg waits for a connection
-    client = await here.send(body)
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
+    here, client, victim = await start_between_legs(start)
     other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
     other.then(delayed(here.kv.worker(other, "decode"), 0.2))
     here.site.router.draining = True

@@ -120,6 +120,19 @@ async def test_request_refused_everywhere_bars_no_worker(start: Start) -> None:
     assert not here.site.router.placer.links.has_failures
 
 
+async def test_refusal_of_a_prefill_passes_if_no_other_worker_takes_the_request(
+    start: Start,
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    refuse = here.site.fakes["p0"].hold_next(scripts.error(400, "theirs"))
+    client = await here.send(chat_body())
+    await here.site.fakes["p0"].got(1)
+    here.site.fleet.roster.drain("d0")
+    refuse.set()
+    answer = await client.answer()
+    assert (answer.status, answer.error()["message"]) == (400, "theirs")
+
+
 async def test_occasional_refusals_bar_no_worker(start: Start) -> None:
     here = await pairs(start, prefills=1)
     for _ in range(FAILURES_TO_BAR + 1):

@@ -26,6 +26,96 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
 
 TAKEN = PrefillResult(b'{"do_remote_prefill":true,"remote_request_id":"r"}')
+REFUSAL = scripts.error(404, "no such model")
+
+
+async def start_decodes(start: Start, decodes: int = 2) -> Site:
+    """Start a router before decode workers and a prefill worker."""
+    fakes = [Fake(f"d{n}", Role.DECODE) for n in range(decodes)]
+    site = await start(*fakes, Fake("p0", Role.PREFILL), router={"transfer": True})
+    site.stand_still()  # no timeout moves a release to the next worker
+    return site
+
+
+def release(
+    site: Site, taken: PrefillResult = TAKEN, key: bytes = b"", *, healthy: bool = True
+) -> None:
+    """Release blocks through the first decode worker."""
+    release_blocks(site.wire, site.clock(), site.worker("d0"), taken, key, healthy=healthy)
+
+
+async def ends(site: Site, **ends: int) -> None:
+    """Wait until blocks have ended in these ways, and check that no release runs."""
+    await eventually(lambda: site.metrics.handovers.ends == ends)
+    assert site.wire.releases == set()
+
+
+def served(site: Site) -> list[int]:
+    return [len(fake.served) for fake in site.fakes.values()]
+
+
+async def test_refusal_by_the_decode_worker_is_a_release(start: Start) -> None:
+    site = await start_decodes(start)
+    site.fakes["d0"].then(REFUSAL)
+    release(site, key=b"Authorization: Bearer theirs\r\n")
+    await ends(site, **{RELEASED: 1})
+    [call] = site.served()
+    assert (call.connection.worker.name, call.path) == ("d0", "/v1/completions")
+    assert call.json()["kv_transfer_params"] == json.loads(TAKEN.params or b"")
+    assert call.all(b"authorization") == [b"Bearer theirs"]
+
+
+@pytest.mark.parametrize(
+    "script", [*map(scripts.error, (401, 413, 429, 500)), scripts.reset, scripts.hang_up]
+)
+async def test_failed_release_is_sent_to_another_worker(
+    start: Start, script: scripts.Script
+) -> None:
+    site = await start_decodes(start)
+    site.fakes["d0"].then(script)
+    site.fakes["d1"].then(REFUSAL)
+    release(site)
+    await ends(site, **{RELEASED: 1})
+    assert served(site) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("decodes", [MAX_RELEASE_TRIES - 1, MAX_RELEASE_TRIES + 1])
+async def test_release_that_fails_everywhere_is_left_to_expire(start: Start, decodes: int) -> None:
+    site = await start_decodes(start, decodes)
+    site.always(scripts.error(401))
+    release(site)
+    await ends(site, **{LEFT_TO_EXPIRE: 1})
+    assert sum(served(site)) == min(decodes, MAX_RELEASE_TRIES)
+
+
+async def test_hung_release_times_out(start: Start) -> None:
+    site = await start_decodes(start)
+    site.fakes["d0"].then(scripts.stall)
+    site.fakes["d1"].then(scripts.error(400, "too long"))
+    release(site)
+    await eventually(lambda: site.fakes["d0"].served)
+    site.skip(RELEASE_TIMEOUT_S + 1)
+    await ends(site, **{RELEASED: 1})
+
+
+async def test_unhealthy_decode_worker_is_replaced_for_a_release(start: Start) -> None:
+    site = await start_decodes(start)
+    site.fleet.roster.drain("d1")  # it can still release
+    site.fakes["d1"].then(REFUSAL)
+    release(site, healthy=False)
+    await ends(site, **{RELEASED: 1})
+    assert served(site) == [0, 1, 0]
+    site.down("d1")
+    release(site, healthy=False)
+    await ends(site, **{RELEASED: 1, LEFT_TO_EXPIRE: 1})
+
+
+async def test_prefill_without_parameters_sends_no_release(start: Start) -> None:
+    site = await start_decodes(start)
+    release(site, PrefillResult())
+    await asyncio.sleep(0)
+    await ends(site)
+    assert site.served() == []
 
 
 class UnusedOwner:
@@ -37,120 +127,9 @@ class UnusedOwner:
         raise AssertionError(f"{name} called after the owner has left")
 
 
-KEY = b"Authorization: Bearer theirs\r\n"
-
-
-async def start_three(start: Start) -> Site:
-    """Start a router before two decode workers and a prefill worker."""
-    fakes = Fake("d0", Role.DECODE), Fake("d1", Role.DECODE), Fake("p0", Role.PREFILL)
-    site = await start(*fakes, router={"transfer": True})
-    site.stand_still()  # no timeout moves a release to the next worker
-    return site
-
-
-def handover_ends(site: Site) -> dict[str, int]:
-    return site.metrics.handovers.ends
-
-
-async def test_refusal_by_the_decode_worker_is_a_release(start: Start) -> None:
-    site = await start_three(start)
-    site.fakes["d0"].then(scripts.error(404, "no such model"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, KEY)
-    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
-    [call] = site.fakes["d0"].served
-    assert call.path == "/v1/completions"
-    assert call.json()["kv_transfer_params"] == json.loads(TAKEN.params or b"")
-    assert call.all(b"authorization") == [b"Bearer theirs"]
-
-
-@pytest.mark.parametrize(
-    "script", [*map(scripts.error, (401, 403, 413, 429, 500, 503)), scripts.reset, scripts.hang_up]
-)
-async def test_failed_release_is_sent_to_another_worker(
-    start: Start, script: scripts.Script
-) -> None:
-    site = await start_three(start)
-    site.fakes["d0"].then(script)
-    site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
-    assert [len(site.fakes[name].served) for name in ("d0", "d1", "p0")] == [1, 1, 0]
-
-
-async def test_release_that_fails_everywhere_is_left_to_expire(start: Start) -> None:
-    site = await start_three(start)
-    site.always(scripts.error(401))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: handover_ends(site) == {LEFT_TO_EXPIRE: 1})
-    assert len(site.served()) == 2
-    assert site.wire.releases == set()
-
-
-async def test_release_has_a_limit_of_tries(start: Start) -> None:
-    site = await start(*(Fake(f"d{n}", Role.DECODE) for n in range(5)), router={"transfer": True})
-    site.stand_still()
-    site.always(scripts.reset)
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: handover_ends(site) == {LEFT_TO_EXPIRE: 1})
-    assert len(site.served()) == MAX_RELEASE_TRIES
-
-
-async def test_hung_release_times_out(start: Start) -> None:
-    site = await start_three(start)
-    site.fakes["d0"].then(scripts.stall)
-    site.fakes["d1"].then(scripts.error(400, "too long"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
-    await eventually(lambda: site.fakes["d0"].served)
-    site.skip(RELEASE_TIMEOUT_S + 1)
-    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
-    assert site.wire.releases == set()
-
-
-async def test_draining_worker_can_release(start: Start) -> None:
-    site = await start_three(start)
-    site.fleet.roster.drain("d1")
-    site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
-    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
-
-
-async def test_unhealthy_decode_worker_is_replaced_for_a_release(start: Start) -> None:
-    site = await start_three(start)
-    site.fakes["d1"].then(scripts.error(404, "no such model"))
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
-    await eventually(lambda: handover_ends(site) == {RELEASED: 1})
-    assert site.fakes["p0"].served == []
-    site.down("d1")
-    release_blocks(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", healthy=False)
-    assert handover_ends(site) == {RELEASED: 1, LEFT_TO_EXPIRE: 1}
-
-
-async def test_prefill_without_parameters_sends_no_release(start: Start) -> None:
-    site = await start_three(start)
-    release_blocks(site.wire, site.clock(), site.worker("d0"), PrefillResult(), b"")
-    await asyncio.sleep(0)
-    assert (handover_ends(site), site.served()) == ({}, [])
-
-
-async def test_abandoned_prefill_response_is_released(start: Start) -> None:
-    site = await start_three(start)
-    pair = Pair(Side("p0", "h"), Side("d0", "h"), "1")
-    params = dict.fromkeys(
-        ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"], 1
-    )
-    whole = params | {"do_remote_prefill": True, "remote_block_ids": [[1]]}
-    leg = PrefillLeg(UnusedOwner(), 60.0)
-    abandoned = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
-    abandoned.prefill_ended(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
-    await eventually(lambda: site.fakes["d0"].served)
-    assert site.fakes["d0"].served[0].json()["kv_transfer_params"] == whole
-    abandoned.prefill_ended(site.clock(), b"{}")
-    assert len(site.wire.releases) <= 1
-
-
 @pytest.mark.parametrize("begun", [True, False])
 async def test_broken_abandoned_response_leaves_blocks_to_expire(start: Start, begun: bool) -> None:
-    site = await start_three(start)
+    site = await start_decodes(start)
     leg = PrefillLeg(UnusedOwner(), 60.0)
     pair = Pair(Side("p0", "h"), Side("d0", "h"), "1")
     abandoned = AbandonedPrefill(site.wire, pair, site.worker("d0"), b"", leg)
@@ -160,9 +139,8 @@ async def test_broken_abandoned_response_leaves_blocks_to_expire(start: Start, b
         leg.response_begun(site.clock(), head)
     abandoned.adopt(site.clock())
     assert site.wire.releases == {abandoned}
-    abandoned.connection_failed(site.clock(), WorkerError.RESET)
-    assert handover_ends(site) == ({LEFT_TO_EXPIRE: 1} if begun else {})
-    assert site.wire.releases == set()
+    leg.connection_failed(site.clock(), WorkerError.RESET)
+    await ends(site, **({LEFT_TO_EXPIRE: 1} if begun else {}))
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"[1]", b'"x"', b"\xff"])

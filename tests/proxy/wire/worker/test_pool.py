@@ -127,28 +127,13 @@ def pool() -> ImmediatePool:
     return ImmediatePool()
 
 
-def test_response_is_passed_on_in_pieces(pool: ImmediatePool) -> None:
-    listener, connection, transport = pool.send_request()
-    assert transport.written == b"request"
-    for piece in (HEAD[:9], HEAD[9:], b"a", b"bc"):
-        connection.data_received(piece)
-    assert listener.calls == [200, (b"a", False), (b"bc", True)]
-    assert pool.idle == [connection]
-
-
-def test_last_used_connection_is_used_first(pool: ImmediatePool) -> None:
-    first, second = pool.send_request()[1], pool.send_request()[1]
-    for connection in (first, second):
+def test_last_used_open_connection_is_used_first(pool: ImmediatePool) -> None:
+    first, second, third = [pool.send_request()[1] for _ in range(3)]
+    for connection in (first, second, third):
         connection.data_received(HEAD + b"abc")
-    assert pool.send_request()[1] is second
+    pool.transports[second].closed = True
+    assert pool.send_request()[1] is third
     assert pool.send_request()[1] is first
-
-
-def test_closed_connection_is_not_used(pool: ImmediatePool) -> None:
-    _, first, transport = pool.send_request()
-    first.data_received(HEAD + b"abc")
-    transport.closed = True
-    assert pool.send_request()[1] is not first
 
 
 def test_idle_connection_is_closed_before_the_worker_closes_it(pool: ImmediatePool) -> None:
@@ -218,27 +203,18 @@ def test_request_is_resent_only_after_a_close_while_idle(
     assert listener.connection is connection
 
 
-def test_close_ends_a_body_without_framing(pool: ImmediatePool) -> None:
+@pytest.mark.parametrize("proper", [True, False], ids=["close", "reset"])
+def test_close_ends_a_body_without_framing_and_a_reset_breaks_it(
+    pool: ImmediatePool, proper: bool
+) -> None:
     listener, connection, _ = pool.send_request()
     connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
-    connection.eof_received()
-    connection.connection_lost(None)
-    assert listener.calls == [200, (b"abc", False), (b"", True)]
+    if proper:
+        connection.eof_received()
+    connection.connection_lost(None if proper else ConnectionResetError())
+    assert listener.calls[:2] == [200, (b"abc", False)]
+    assert listener.calls[2:] == [(b"", True) if proper else WorkerError.RESET]
     assert not pool.open
-
-
-def test_reset_breaks_a_body_without_framing(pool: ImmediatePool) -> None:
-    listener, connection, _ = pool.send_request()
-    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
-    connection.connection_lost(ConnectionResetError())
-    assert listener.calls == [200, (b"abc", False), WorkerError.RESET]
-
-
-def test_malformed_response_breaks_the_connection(pool: ImmediatePool) -> None:
-    listener, connection, transport = pool.send_request()
-    connection.data_received(b"220 smtp\r\n")
-    assert listener.calls == [WorkerError.BROKEN]
-    assert transport.closed
 
 
 def test_unsolicited_data_closes_the_connection(pool: ImmediatePool) -> None:
@@ -249,17 +225,11 @@ def test_unsolicited_data_closes_the_connection(pool: ImmediatePool) -> None:
     assert not pool.idle
 
 
-def test_surplus_bytes_close_the_connection_after_the_response(pool: ImmediatePool) -> None:
+@pytest.mark.parametrize("surplus", [b"d", b""], ids=["surplus bytes", "an unsent request"])
+def test_connection_is_not_kept_after_a_response_with(pool: ImmediatePool, surplus: bytes) -> None:
     listener, connection, transport = pool.send_request()
-    connection.data_received(HEAD + b"abcd")
-    assert listener.calls == [200, (b"abc", True)]
-    assert transport.closed
-
-
-def test_response_before_the_whole_request_closes_the_connection(pool: ImmediatePool) -> None:
-    listener, connection, transport = pool.send_request()
-    transport.unsent = 1
-    connection.data_received(HEAD + b"abc")
+    transport.unsent = not surplus
+    connection.data_received(HEAD + b"abc" + surplus)
     assert listener.calls == [200, (b"abc", True)]
     assert transport.closed
     assert not pool.idle
@@ -277,10 +247,12 @@ def test_timeouts_of_first_byte_and_of_pieces(pool: ImmediatePool) -> None:
     listener, connection, _ = pool.send_request()
     assert connection.deadline == pool.now + 60
     pool.now += 50
-    connection.data_received(HEAD)
-    assert connection.deadline == 160  # a head alone does not extend it
+    for piece in (HEAD[:9], HEAD[9:]):
+        connection.data_received(piece)
+        assert connection.deadline == 160  # a head alone does not extend it
     connection.data_received(b"a")
     assert connection.deadline == pool.now + 20
+    listener.more_s = [30.0]  # is not asked for between pieces
     pool.sweep(pool.now + 19)
     assert WorkerError.TIMEOUT not in listener.calls
     pool.sweep(pool.now + 21)
@@ -296,14 +268,6 @@ def test_caller_may_extend_the_first_byte_timeout(pool: ImmediatePool) -> None:
     assert (connection.deadline, listener.calls) == (197.0, [])
     pool.sweep(198.0)
     assert listener.calls == [WorkerError.TIMEOUT]
-
-
-def test_caller_may_not_extend_the_timeout_between_pieces(pool: ImmediatePool) -> None:
-    listener, connection, _ = pool.send_request()
-    listener.more_s = [30.0]
-    connection.data_received(HEAD + b"a")
-    pool.sweep(pool.now + 21)
-    assert listener.calls[-1] is WorkerError.TIMEOUT
 
 
 @pytest.mark.parametrize("timeout_s", [7.0, 600.0, inf])
