@@ -128,13 +128,6 @@ def test_sum_does_not_fall_while_processes_drop_a_series() -> None:
     assert counts_of(summed(totals, {0: A_50, 1: NO_A}), '"a"') == [50]  # restarts from zero
 
 
-def test_returned_worker_continues_from_the_sum() -> None:
-    totals = MetricsTotals()
-    summed(totals, {0: A_100, 1: A_50})
-    summed(totals, {0: NO_A, 1: A_50})
-    assert counts_of(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
-
-
 @pytest.mark.parametrize("at_once", [True, False])
 def test_series_ends_when_the_last_process_drops_it(at_once: bool) -> None:
     """Models too, which no process lists."""
@@ -154,9 +147,12 @@ def test_series_ends_when_the_last_process_drops_it(at_once: bool) -> None:
     assert (counts_of(found, '"m"'), counts_of(found, '"n"')) == ([], [14])
 
 
-def test_series_restarted_between_two_pages_does_not_fall() -> None:
+@pytest.mark.parametrize("between", [None, NO_A], ids=["at once", "after a page without it"])
+def test_restarted_series_does_not_fall(between: str | None) -> None:
     totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
+    if between is not None:
+        summed(totals, {0: between, 1: A_50})
     assert counts_of(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
     assert counts_of(summed(totals, {0: page({"a": 3}, 1, 1), 1: A_51}), '"a"') == [154]
     assert counts_of(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []

@@ -9,7 +9,7 @@ import pytest
 
 from tests.proxy.processes.router_group import RouterGroup, leave, samples, until
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.raw_client import bearer
+from tests.proxy.wire.raw_client import Client, bearer
 from tests.redis_server import RedisServer
 from vllm_sched.cli.fleet.key import hash_key
 from vllm_sched.workers.launch import free_port
@@ -83,12 +83,13 @@ async def fakes(hosts: list[RouterGroup]) -> AsyncIterator[dict[str, FakeWorker]
 
 async def wait_for_sample(host: RouterGroup, name: str, value: float) -> None:
     """Wait until a router's metrics page shows this value."""
-    client = await host.connect()
+    client = await Client.connect(host.port)
 
     async def shows() -> bool:
         return (await samples(client))[name] == value
 
     await until(shows)
+    client.close()
 
 
 async def wait_for_replicas(hosts: list[RouterGroup], count: int) -> None:

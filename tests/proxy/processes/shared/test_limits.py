@@ -272,7 +272,7 @@ def make_rivals(make_group: MakeGroup) -> TenantLoad:
 
 def difference(rivals: TenantLoad) -> float:
     """Run the load; return the relative difference of service."""
-    rivals.run(3.0)
+    rivals.run(5.0)
     return abs(rivals.served["t"] - rivals.served["u"]) / rivals.served.total()
 
 
