@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
 from tests.proxy.batches.harness import OPEN, BatchHarness
 from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.wire.conftest import Start, pytest_asyncio_loop_factories, start
+from tests.proxy.wire.site import Fake
 
 __all__ = ["Start", "pytest_asyncio_loop_factories", "start"]
 
@@ -20,6 +22,12 @@ def postgres() -> Iterator[PostgresServer]:
     server = PostgresServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:
+    """Return the URL of a new database."""
+    return postgres.new_database()
 
 
 @pytest.fixture
@@ -36,12 +44,42 @@ def new_database(request: pytest.FixtureRequest) -> str | None:
     return server.new_database()
 
 
+class OpenHarness(Protocol):
+    """Opens batches of a router before the given workers, or before one default worker."""
+
+    def __call__(
+        self,
+        *fakes: Fake,
+        router: dict[str, Any] | None = ...,
+        wire: dict[str, Any] | None = ...,
+        database: str | None = ...,
+        **settings: Any,
+    ) -> Awaitable[BatchHarness]: ...
+
+
 @pytest.fixture
-async def harness(
-    start: Start, tmp_path: Path, database: str | None
-) -> AsyncIterator[BatchHarness]:
+async def open_harness(start: Start, tmp_path: Path) -> AsyncIterator[OpenHarness]:
+    """Open harnesses with the same folder, which are closed at the end."""
+    opened: list[BatchHarness] = []
+
+    async def begin(
+        *fakes: Fake,
+        router: dict[str, Any] | None = None,
+        wire: dict[str, Any] | None = None,
+        database: str | None = None,
+        **settings: Any,
+    ) -> BatchHarness:
+        site = await start(*fakes, router=router, wire=OPEN | (wire or {}))
+        opened.append(BatchHarness(site, tmp_path / "batches", database, **settings))
+        await opened[-1].open()
+        return opened[-1]
+
+    yield begin
+    for harness in reversed(opened):
+        await harness.close()
+
+
+@pytest.fixture
+async def harness(open_harness: OpenHarness, database: str | None) -> BatchHarness:
     """Start a router with default settings before one worker."""
-    harness = BatchHarness(await start(wire=OPEN), tmp_path / "batches", database)
-    await harness.open()
-    yield harness
-    await harness.close()
+    return await open_harness(database=database)

@@ -18,6 +18,7 @@ from openai.types import Batch
 from proxy.batches.service import Batches
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.config.batches import BatchesConfig
+from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Site
 
@@ -74,9 +75,7 @@ class BatchHarness:
 
     async def upload(self, lines: Iterable[object]) -> str:
         """Upload lines (text or objects); return the file's ID."""
-        texts = [x if isinstance(x, str) else json.dumps(x) for x in lines]
-        content = "\n".join(texts).encode()
-        file = await self.client.files.create(file=("in.jsonl", content), purpose="batch")
+        file = await self.client.files.create(file=("in.jsonl", content_of(lines)), purpose="batch")
         return file.id
 
     async def begin(self, lines: Iterable[object], **more: Any) -> Batch:
@@ -86,6 +85,14 @@ class BatchHarness:
         return await self.client.batches.create(
             input_file_id=file, endpoint=CHAT, completion_window=window, **more
         )
+
+    async def begin_held(self, count: int) -> tuple[Batch, asyncio.Event]:
+        """Begin a batch whose lines are at the worker until the returned event is set."""
+        opening = asyncio.Event()
+        self.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+        batch = await self.begin(lines(count))
+        await self.site.fake.got(count)
+        return batch, opening
 
     async def until(self, batch: Batch, *statuses: str) -> Batch:
         """Wait until a batch has ended, or has one of these statuses."""
@@ -113,6 +120,11 @@ def line(custom_id: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
 def lines(count: int, prefix: str = "r") -> list[dict[str, Any]]:
     """Return input lines whose text is their custom ID."""
     return [line(f"{prefix}{n}", f"{prefix}{n}") for n in range(count)]
+
+
+def content_of(lines: Iterable[object]) -> bytes:
+    """Return the content of an input file with these lines (text or objects)."""
+    return "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines).encode()
 
 
 def texts(calls: Sequence[Call]) -> list[str]:

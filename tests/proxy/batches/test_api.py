@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.proxy.batches.conftest import OpenHarness
 from tests.proxy.batches.harness import CHAT, BatchHarness, busy, lines
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import get, request
+from tests.proxy.wire.raw_client import Client, get, request
 from tests.proxy.wire.site import eventually
 
 
@@ -41,130 +39,128 @@ async def test_requests_are_counted_and_recorded(harness: BatchHarness) -> None:
     site, records = harness.site, []
     site.metrics.at_end = (
         lambda seen, _, route, status, reason: records.append(
-            (seen.id, route, status, reason.value)
+            (seen.id, route, status, reason.value, seen.sent_bytes)
         ),
     )
-    named = b"X-Request-Id: of-the-request"
-    data = get("/v1/files").replace(b"\r\n", b"\r\n" + named + b"\r\n", 1)
-    assert (await site.ask(data)).status == 200
-    assert (await site.ask(get("/v1/files/file-1/content"))).status == 404
-    assert (await site.ask(get("/v1/batches"))).status == 200
-    assert records[0] == ("of-the-request", "files", 200, "own")
-    assert [record[1:3] for record in records] == [("files", 200), ("files", 404), ("batches", 200)]
-    assert all(name for name, *_ in records)
+    for number, (path, status) in enumerate(
+        {"/v1/files": 200, "/v1/files/file-1/content": 404, "/v1/batches": 200}.items()
+    ):
+        client = await site.client()
+        await client.send(get(path, b"Connection: close", b"X-Request-Id: id-%d" % number))
+        answer = await client.closed()
+        route = path.split("/")[2]
+        reason = "own" if status == 200 else "unknown_path"
+        assert records.pop() == (f"id-{number}", route, status, reason, len(answer))
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
     counts = {(key[0], key[5]): series.count for key, series in site.metrics.requests.items()}
     assert counts == {("files", 200): 1, ("files", 404): 1, ("batches", 200): 1}
 
 
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
-async def test_sent_bytes_are_recorded(harness: BatchHarness, path: str) -> None:
-    site, sent = harness.site, list[int]()
-    site.metrics.at_end = (lambda seen, *_: sent.append(seen.sent_bytes),)
-    client = await site.client()
-    await client.send(get(path, b"Connection: close"))
-    assert [len(await client.closed())] == sent
-
-
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"])
-async def test_without_batches_404_names_the_setting(start: Start, path: str) -> None:
+async def test_without_batches_404_names_the_setting(start: Start) -> None:
     site = await start()
-    answer = await site.ask(get(path))
-    assert answer.status == 404
-    assert "router.batches.path" in answer.error()["message"]
+    for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"):
+        answer = await site.ask(get(path))
+        assert answer.status == 404
+        assert "router.batches.path" in answer.error()["message"]
     assert (await site.ask(get("/v1/filesystem"))).error()["message"].startswith("no such path")
 
 
-@pytest.mark.parametrize(
-    ("data", "status", "param"),
-    [
-        (form(purpose="fine-tune"), 400, "purpose"),
-        (form(purpose=None), 400, "purpose"),
-        (form(content=None), 400, "file"),
-        (form(content=b""), 400, "file"),
-        (form(content=b"x" * 2000), 413, "file"),
-        (request(b"{}", path="/v1/files"), 400, None),
-        (get("/v1/files/file-1"), 404, "id"),
-        (get("/v1/files/file-1/content"), 404, "id"),
-        (get("/v1/files?limit=0"), 400, "limit"),
-        (get("/v1/files?limit=99999999999"), 400, "limit"),
-        (get("/v1/batches?order=up"), 400, "order"),
-        (get("/v1/batches?" + "a=1&" * 20), 400, None),
-        (get("/v1/batches?after=%ff%00&limit=%zz"), 400, "limit"),
-        (get("/v1/batches/batch_1"), 404, "id"),
-        (post("/v1/batches/batch_1/cancel", {}), 404, "id"),
-        (request(b"{", path="/v1/batches"), 400, None),
-        (request(b"[]", path="/v1/batches"), 400, None),
-        (post("/v1/batches", {"x": "x" * 70_000}), 413, None),
-        (post("/v1/batches", {}), 400, "input_file_id"),
-        (get("/v1/batches/batch_1/cancel"), 405, None),
-        (request(b"", path="/v1/files/file-1/content", method="DELETE"), 405, None),
-        (get("/v1/files/../x"), 404, None),
-        (get("/v1/files/file-1/other"), 404, None),
-    ],
-)
-async def test_invalid_request_is_refused(
-    start: Start, tmp_path: Path, data: bytes, status: int, param: str | None
-) -> None:
-    harness = BatchHarness(await start(), tmp_path, max_file_bytes=1000)
-    await harness.open()
-    answer = await harness.site.ask(data)
-    assert (answer.status, answer.error()["param"]) == (status, param)
-    assert len(answer.all(b"allow")) == (status == 405)
-    await harness.close()
+INVALID_REQUESTS = [
+    (form(purpose="fine-tune"), 400, "purpose"),
+    (form(purpose=None), 400, "purpose"),
+    (form(content=None), 400, "file"),
+    (form(content=b""), 400, "file"),
+    (form(content=b"x" * 2000), 413, "file"),
+    (request(b"{}", path="/v1/files"), 400, None),
+    (get("/v1/files/file-1"), 404, "id"),
+    (get("/v1/files/file-1/content"), 404, "id"),
+    (get("/v1/files?limit=0"), 400, "limit"),
+    (get("/v1/files?limit=99999999999"), 400, "limit"),
+    (get("/v1/batches?order=up"), 400, "order"),
+    (get("/v1/batches?" + "a=1&" * 20), 400, None),
+    (get("/v1/batches?after=%ff%00&limit=%zz"), 400, "limit"),
+    (get("/v1/batches/batch_1"), 404, "id"),
+    (post("/v1/batches/batch_1/cancel", {}), 404, "id"),
+    (request(b"{", path="/v1/batches"), 400, None),
+    (request(b"[]", path="/v1/batches"), 400, None),
+    (post("/v1/batches", {"x": "x" * 70_000}), 413, None),
+    (post("/v1/batches", {}), 400, "input_file_id"),
+    (get("/v1/batches/batch_1/cancel"), 405, None),
+    (request(b"", path="/v1/files/file-1/content", method="DELETE"), 405, None),
+    (get("/v1/files/../x"), 404, None),
+    (get("/v1/files/file-1/other"), 404, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"endpoint": "/v1/audio/transcriptions"}, "endpoint"),
-        ({"completion_window": "soon"}, "completion_window"),
-        ({"completion_window": "31d"}, "completion_window"),
-        ({"completion_window": 24}, "completion_window"),
-        ({"metadata": {"a": 1}}, "metadata"),
-        ({"metadata": {"a" * 65: "1"}}, "metadata"),
-        ({"input_file_id": "file-unknown"}, "id"),
-    ],
-)
-async def test_invalid_batch_is_refused(
-    harness: BatchHarness, changes: dict[str, Any], param: str
-) -> None:
-    file_id = await harness.upload(lines(1))
-    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"} | changes
-    answer = await harness.site.ask(post("/v1/batches", body))
-    assert answer.error()["param"] == param
+async def test_invalid_requests_are_refused(open_harness: OpenHarness) -> None:
+    site = (await open_harness(max_file_bytes=1000)).site
+    for data, status, param in INVALID_REQUESTS:
+        answer = await site.ask(data)
+        assert (answer.status, answer.error()["param"]) == (status, param), data
+        assert len(answer.all(b"allow")) == (status == 405), data
 
 
-async def test_result_file_is_no_valid_input(harness: BatchHarness) -> None:
+INVALID_BATCHES = [
+    ({"endpoint": "/v1/audio/transcriptions"}, "endpoint"),
+    ({"completion_window": "soon"}, "completion_window"),
+    ({"completion_window": "31d"}, "completion_window"),
+    ({"completion_window": 24}, "completion_window"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a" * 65: "1"}}, "metadata"),
+    ({"input_file_id": "file-unknown"}, "id"),
+]
+
+
+async def test_invalid_batches_are_refused(harness: BatchHarness) -> None:
     done = await harness.until(await harness.begin(lines(1)))
-    body = {"input_file_id": done.output_file_id, "endpoint": CHAT, "completion_window": "1h"}
-    answer = await harness.site.ask(post("/v1/batches", body))
-    assert answer.error()["param"] == "input_file_id"
+    body = {
+        "input_file_id": done.input_file_id, "endpoint": CHAT, "completion_window": "24h"
+    }  # fmt: skip
+    result_file = {"input_file_id": done.output_file_id}
+    for changes, param in [*INVALID_BATCHES, (result_file, "input_file_id")]:
+        answer = await harness.site.ask(post("/v1/batches", body | changes))
+        assert answer.error()["param"] == param, changes
 
 
-async def test_large_download_waits_for_a_slow_reader(harness: BatchHarness) -> None:
-    content = b"x" * (24 << 20)
+DOWNLOAD_BYTES = 24 << 20
+
+
+async def begin_download(harness: BatchHarness) -> Client:
+    """Begin a large download; return its client, which has read the head."""
+    content = b"x" * DOWNLOAD_BYTES
     file = await harness.client.files.create(file=("in", content), purpose="batch")
     client = await harness.site.client(rcvbuf=1 << 16)
     await client.send(get(f"/v1/files/{file.id}/content"))
-    head = await client.head()
-    assert head.one(b"content-length") == b"%d" % len(content)
+    assert (await client.head()).one(b"content-length") == b"%d" % DOWNLOAD_BYTES
+    return client
+
+
+async def test_large_download_waits_for_a_slow_reader(harness: BatchHarness) -> None:
+    client = await begin_download(harness)
     [download] = harness.site.wire.visits
     await eventually(lambda: not download._writable.is_set())  # type: ignore[attr-defined]
     size = 0
-    while size < len(content):
+    while size < DOWNLOAD_BYTES:
         size += len(await client.reader.read(1 << 20))
-    assert size == len(content)
+    assert size == DOWNLOAD_BYTES
     assert (await client.ask(get("/v1/batches"))).status == 200
     client.close()
 
 
 async def test_client_that_leaves_a_download_is_forgotten(harness: BatchHarness) -> None:
-    file = await harness.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
-    client = await harness.site.client(rcvbuf=1 << 16)
-    await client.send(get(f"/v1/files/{file.id}/content"))
-    await client.head()
-    client.close()
+    (await begin_download(harness)).close()
     await eventually(lambda: not harness.site.wire.visits)
+
+
+async def test_drain_ends_downloads(harness: BatchHarness) -> None:
+    client = await begin_download(harness)
+    await harness.site.wire.drain(0.0)
+    size = 0
+    with suppress(ConnectionError):
+        async with asyncio.timeout(10):
+            while data := await client.reader.read(1 << 20):
+                size += len(data)
+    assert size < DOWNLOAD_BYTES
 
 
 async def test_notice_period_closes_kept_connections(harness: BatchHarness) -> None:
@@ -175,28 +171,10 @@ async def test_notice_period_closes_kept_connections(harness: BatchHarness) -> N
     assert await client.closed() == b""
 
 
-async def test_drain_ends_downloads(harness: BatchHarness) -> None:
-    file = await harness.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
-    client = await harness.site.client(rcvbuf=1 << 16)
-    await client.send(get(f"/v1/files/{file.id}/content"))
-    await client.head()
-    await harness.site.wire.drain(0.0)
-    size = 0
-    with suppress(ConnectionError):
-        async with asyncio.timeout(10):
-            while data := await client.reader.read(1 << 20):
-                size += len(data)
-    assert size < 24 << 20
-
-
 @pytest.fixture
-async def small_harness(start: Start, tmp_path: Path) -> AsyncIterator[BatchHarness]:
+async def small_harness(open_harness: OpenHarness) -> BatchHarness:
     """Start a router that collects bodies of at most 100 kB in total."""
-    wire = {"max_collected_bytes": 100_000, "max_body_bytes": 100_000}
-    harness = BatchHarness(await start(wire=wire), tmp_path)
-    await harness.open()
-    yield harness
-    await harness.close()
+    return await open_harness(wire={"max_collected_bytes": 100_000, "max_body_bytes": 100_000})
 
 
 async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(

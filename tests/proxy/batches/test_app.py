@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -14,7 +13,7 @@ from proxy.app import App
 from proxy.config import load, parse
 from proxy.errors import ConfigError, ProxyError
 from tests.present import present
-from tests.proxy.batches.harness import ACTIVE, CHAT, lines
+from tests.proxy.batches.harness import ACTIVE, CHAT, content_of, lines
 from tests.proxy.test_app import wait_until_up
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -43,12 +42,10 @@ async def test_new_router_continues_batches(tmp_path: Path) -> None:
     await wait_until_up(first, "a")
     fake.then(scripts.obey("a"))
     fake.always(scripts.stall)
-    window: Any = "1h"
     async with AsyncOpenAI(base_url=f"{first.url}/v1", api_key="x", max_retries=0) as client:
-        content = "\n".join(map(json.dumps, lines(10))).encode()
-        file = await client.files.create(file=("in", content), purpose="batch")
+        file = await client.files.create(file=("in", content_of(lines(10))), purpose="batch")
         batch = await client.batches.create(
-            input_file_id=file.id, endpoint=CHAT, completion_window=window
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
         )
         await fake.got(5, within=DEADLINE_S)
     await first.drain()
@@ -63,8 +60,7 @@ async def test_new_router_continues_batches(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
         assert done.status == "completed"
         results = (await client.files.content(done.output_file_id or "")).text.splitlines()
-    assert len(results) == 10
-    assert len({line.split('"custom_id":')[1].split(",")[0] for line in results}) == 10
+    assert [json.loads(text)["custom_id"] for text in results] == [f"r{n}" for n in range(10)]
     write_fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
     assert await second.reload() == ["router.batches.path"]
     assert present(second.batches).lane.settings.max_lines == 7

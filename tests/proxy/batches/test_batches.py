@@ -8,8 +8,6 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,7 +15,6 @@ import pytest
 
 from proxy.batches import scheduler as lane_module
 from proxy.batches.clock_guard import DISTRUST_S
-from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.service import DAY_S
 from proxy.batches.storage import database
 from proxy.batches.storage.database import StoreLimits
@@ -27,10 +24,10 @@ from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import StoreFullError
 from proxy.core.model.specs import Gauges
 from tests.present import present
-from tests.proxy.batches.harness import CHAT, OPEN, BatchHarness, line, lines, texts
+from tests.proxy.batches.conftest import OpenHarness
+from tests.proxy.batches.harness import CHAT, BatchHarness, line, lines, texts
 from tests.proxy.batches.postgres import BOTH
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import Fake, eventually
 
@@ -38,15 +35,21 @@ from tests.proxy.wire.site import Fake, eventually
 @BOTH
 async def test_batch_with_the_official_client(harness: BatchHarness) -> None:
     client = harness.client
+
+    async def refuse_bad(call: Any) -> None:
+        await (scripts.error(400) if texts([call]) == ["bad"] else scripts.obey("w0"))(call)
+
+    harness.site.fake.always(refuse_bad)
     with_numbers = line("b", temperature=None)
     with_numbers["body"] = {**with_numbers["body"], "temperature": 0.7, "seed": 2**70}
-    batch = await harness.begin([line("a"), with_numbers], metadata={"night": "1"})
+    batch = await harness.begin(
+        [line("a"), with_numbers, line("x", "bad")], metadata={"night": "1"}
+    )
     assert (batch.object, batch.status, batch.endpoint) == ("batch", "validating", CHAT)
     assert batch.metadata == {"night": "1"}
     done = await harness.until(batch)
     assert done.status == "completed"
-    assert present(done.request_counts).model_dump() == {"total": 2, "completed": 2, "failed": 0}
-    assert done.error_file_id is None
+    assert present(done.request_counts).model_dump() == {"total": 3, "completed": 2, "failed": 1}
     assert done.in_progress_at is not None
     assert done.completed_at is not None
     first, second = await harness.lines_of(done.output_file_id)
@@ -54,18 +57,19 @@ async def test_batch_with_the_official_client(harness: BatchHarness) -> None:
     assert first["error"] is None
     assert first["response"]["status_code"] == 200
     assert first["response"]["body"]["choices"][0]["message"]["content"] == "w0"
+    [failed] = await harness.lines_of(done.error_file_id)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
     # The worker gets the line's bytes.
     assert harness.site.fake.served[1].body == json.dumps(with_numbers["body"]).encode()
     assert [item.id async for item in client.batches.list(limit=1)] == [batch.id]
     names = [file.filename async for file in client.files.list(limit=1)]
-    assert names == [f"{batch.id}_output.jsonl", "in.jsonl"]
+    assert sorted(names) == [f"{batch.id}_error.jsonl", f"{batch.id}_output.jsonl", "in.jsonl"]
     metrics = (await harness.site.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).body
     assert b'proxy_requests_total{route="chat/completions"' in metrics
     assert b'proxy_batch_lines_total{outcome="completed"} 2' in metrics
     assert b"proxy_batch_lines_in_flight 0" in metrics
 
 
-@BOTH
 async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> None:
     client = harness.client
     file_id = await harness.upload(["{}"] * 3)
@@ -78,7 +82,11 @@ async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> Non
     assert [item.id async for item in client.files.list()] == []
 
 
-@BOTH
+async def number_of(harness: BatchHarness, query: str) -> int:
+    """Return the number that a query of the store finds."""
+    return await harness.batches.keeper(lambda store: store.backend.execute(query).fetchone()[0])
+
+
 async def test_deleting_a_large_result_file_deletes_all_results(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,42 +94,17 @@ async def test_deleting_a_large_result_file_deletes_all_results(
     done = await harness.until(await harness.begin(lines(8)))
     assert len(await harness.lines_of(done.output_file_id)) == 8
     assert (await harness.client.files.delete(done.output_file_id or "")).deleted
-    count = "SELECT count(*) FROM results"
-    left = await harness.batches.keeper(lambda store: store.backend.execute(count).fetchone()[0])
-    assert left == 0
-
-
-@BOTH
-async def test_failed_lines_are_in_the_error_file(harness: BatchHarness) -> None:
-    fake = harness.site.fake
-
-    async def refuse_bad(call: Any) -> None:
-        text = call.json()["messages"][0]["content"]
-        await (scripts.error(400) if text == "bad" else scripts.obey("w0"))(call)
-
-    fake.always(refuse_bad)
-    done = await harness.until(await harness.begin([line("x", "bad"), line("y", "good")]))
-    assert done.status == "completed"
-    assert present(done.request_counts).model_dump() == {"total": 2, "completed": 1, "failed": 1}
-    assert [line["custom_id"] for line in await harness.lines_of(done.output_file_id)] == ["y"]
-    [failed] = await harness.lines_of(done.error_file_id)
-    assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
+    assert await number_of(harness, "SELECT count(*) FROM results") == 0
 
 
 @BOTH
 async def test_invalid_input_file_reports_each_line(harness: BatchHarness) -> None:
-    invalid = [
-        "{nonsense",
-        line("a"),
-        line("a"),
-        line("b", url="/v1/embeddings"),
-        {"custom_id": "c"},
-    ]
+    wrong_url = line("b", url="/v1/embeddings")
+    invalid = ["{nonsense", line("a"), line("a"), wrong_url, {"custom_id": "c"}]
     done = await harness.until(await harness.begin(invalid))
     assert done.status == "failed"
-    assert done.errors is not None
-    assert done.errors.data is not None
-    assert [(error.line, error.code, error.param) for error in done.errors.data] == [
+    errors = present(present(done.errors).data)
+    assert [(error.line, error.code, error.param) for error in errors] == [
         (1, "invalid_json_line", None),
         (3, "duplicate_custom_id", "custom_id"),
         (4, "invalid_url", "url"),
@@ -130,44 +113,10 @@ async def test_invalid_input_file_reports_each_line(harness: BatchHarness) -> No
     assert harness.site.served() == []
 
 
-@BOTH
-async def test_restart_leaves_one_result_for_each_line(harness: BatchHarness) -> None:
-    opening = asyncio.Event()
-    fake = harness.site.fake
-    answered: Counter[str] = Counter()
-
-    async def hold_odd(call: Any) -> None:
-        text = call.json()["messages"][0]["content"]
-        if int(text[1:]) % 2:
-            await scripts.gated(opening, scripts.obey("w0"))(call)
-        else:
-            await scripts.obey("w0")(call)
-        answered[text] += 1
-
-    fake.always(hold_odd)
-    batch = await harness.begin(lines(40))
-    await fake.got(8)
-    await eventually(lambda: len(answered) >= 1, within=20)
-    await harness.reopen()
-    assert (await harness.client.batches.retrieve(batch.id)).status == "in_progress"
-    opening.set()
-    done = await harness.until(batch)
-    assert done.status == "completed"
-    results = await harness.lines_of(done.output_file_id)
-    assert [line["custom_id"] for line in results] == [f"r{n}" for n in range(40)]
-    assert present(done.request_counts).model_dump() == {"total": 40, "completed": 40, "failed": 0}
-    # Every line ran at least once.
-    assert {text for text, _ in Counter(texts(fake.served)).items()} == {f"r{n}" for n in range(40)}
-    await harness.site.settled()
-
-
-async def test_lines_for_an_adapter_wait_until_a_worker_lists_it(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_lines_for_an_adapter_wait_until_a_worker_lists_it(open_harness: OpenHarness) -> None:
     """After a restart, adapters are unknown until the first probes."""
-    site = await start(Fake(up=False))
-    harness = BatchHarness(site, tmp_path)
-    await harness.open()
+    harness = await open_harness(Fake(up=False))
+    site = harness.site
     body = {**line("")["body"], "model": "adapter"}
     batch = await harness.begin([line("a", body=body)])
     await harness.until(batch, "in_progress")
@@ -177,7 +126,6 @@ async def test_lines_for_an_adapter_wait_until_a_worker_lists_it(
     site.up("w0")
     done = await harness.until(batch)
     assert present(done.request_counts).model_dump() == {"total": 1, "completed": 1, "failed": 0}
-    await harness.close()
 
 
 @BOTH
@@ -220,10 +168,9 @@ async def test_batch_expires_after_its_window(harness: BatchHarness) -> None:
     assert [line["error"]["code"] for line in left] == ["batch_expired"] * 2
 
 
-async def test_interactive_requests_go_before_lines(start: Start, tmp_path: Path) -> None:
-    site = await start(Fake(max_requests=2))
-    harness = BatchHarness(site, tmp_path, concurrency=4)
-    await harness.open()
+async def test_interactive_requests_go_before_lines(open_harness: OpenHarness) -> None:
+    harness = await open_harness(Fake(max_requests=2), concurrency=4)
+    site = harness.site
     opening = asyncio.Event()
     site.fake.always(scripts.gated(opening, scripts.obey("w0")))
     interactive = [asyncio.create_task(site.ask(chat("interactive"), within=30)) for _ in range(6)]
@@ -236,13 +183,11 @@ async def test_interactive_requests_go_before_lines(start: Start, tmp_path: Path
     assert [answer.status for answer in await asyncio.gather(*interactive)] == [200] * 6
     assert (await harness.until(batch)).status == "completed"
     assert texts(site.served()) == ["interactive"] * 6 + ["r0", "r1", "r2"]
-    await harness.close()
 
 
-async def test_batches_take_turns_with_concurrency_one(start: Start, tmp_path: Path) -> None:
-    site = await start()
-    harness = BatchHarness(site, tmp_path, concurrency=1)
-    await harness.open()
+async def test_batches_take_turns_with_concurrency_one(open_harness: OpenHarness) -> None:
+    harness = await open_harness(concurrency=1)
+    site = harness.site
     opening = asyncio.Event()
     site.fake.always(scripts.gated(opening, scripts.obey("w0")))
     first = await harness.begin(lines(9, "a"))
@@ -253,68 +198,47 @@ async def test_batches_take_turns_with_concurrency_one(start: Start, tmp_path: P
     assert (await harness.until(first)).status == "completed"
     order = "".join(text[0] for text in texts(site.served()))
     assert order == "abababaaaaaa"
-    await harness.close()
 
 
-async def test_concurrency_limits_running_lines(start: Start, tmp_path: Path) -> None:
-    site = await start(Fake(max_requests=100))
-    harness = BatchHarness(site, tmp_path, concurrency=3)
-    await harness.open()
-    highest = 0
-
-    async def count(call: Any) -> None:
-        nonlocal highest
-        highest = max(highest, harness.batches.lane.in_flight)
-        await scripts.obey("w0")(call)
-
-    site.fake.always(count)
-    assert (await harness.until(await harness.begin(lines(30)))).status == "completed"
-    assert highest == 3
-    await harness.close()
-
-
-async def test_failed_line_is_retried(start: Start, tmp_path: Path) -> None:
-    site = await start(router={"max_attempts": 1})
-    harness = BatchHarness(site, tmp_path)
-    await harness.open()
-    site.fake.then(scripts.error(500))
+@pytest.mark.parametrize(
+    ("failures", "fault", "outcome"),
+    [
+        (1, scripts.error(500), 200),
+        (3, scripts.error(500), 500),
+        (
+            3,
+            scripts.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", end="reset"),
+            "worker_failed",
+        ),
+    ],
+    ids=["once", "always", "always during the response"],
+)
+async def test_failed_line_is_sent_three_times_at_most(
+    open_harness: OpenHarness, failures: int, fault: scripts.Script, outcome: int | str
+) -> None:
+    harness = await open_harness(router={"max_attempts": 1})
+    site = harness.site
+    site.fake.then(*[fault] * failures)
     site.fake.always(scripts.obey("w0"))
     batch = await harness.begin(lines(1))
-    await site.fake.got(1)
-    await eventually(lambda: harness.batches.lane.in_flight == 0)
-    harness.skip(60)
-    done = await harness.until(batch)
-    assert (done.status, present(done.request_counts).completed) == ("completed", 1)
-    assert len(site.served()) == 2
-    await harness.close()
-
-
-async def test_line_that_always_fails_ends_with_its_error(start: Start, tmp_path: Path) -> None:
-    site = await start(router={"max_attempts": 1}, wire=OPEN)
-    harness = BatchHarness(site, tmp_path)
-    await harness.open()
-    site.fake.always(scripts.error(500))
-    batch = await harness.begin(lines(1))
-    for tries in range(1, 4):
+    for tries in range(1, failures + 1):
         await site.fake.got(tries)
         await eventually(lambda: harness.batches.lane.in_flight == 0)
         harness.skip(60)  # lets the breaker close
     done = await harness.until(batch)
-    [failed] = await harness.lines_of(done.error_file_id)
-    assert failed["response"]["status_code"] == 500
-    await harness.close()
+    [result] = await harness.lines_of(done.output_file_id or done.error_file_id)
+    assert outcome in (result["error"] or result["response"]).values()
+    assert len(site.served()) == min(failures + 1, 3)
 
 
-async def test_line_dropped_by_two_workers_is_not_retried(start: Start, tmp_path: Path) -> None:
-    site = await start(*(Fake(f"w{n}") for n in range(4)))
-    harness = BatchHarness(site, tmp_path)
-    await harness.open()
+async def test_line_dropped_by_two_workers_is_not_retried(open_harness: OpenHarness) -> None:
+    harness = await open_harness(*(Fake(f"w{n}") for n in range(4)))
+    site = harness.site
     site.always(scripts.reset)
     done = await harness.until(await harness.begin(lines(1)))
     [failed] = await harness.lines_of(done.error_file_id)
     assert failed["response"]["body"]["error"]["code"] == "request_dropped"
     assert len(site.served()) == 2
-    await harness.close()
 
 
 async def test_unfinished_line_is_not_retried(harness: BatchHarness) -> None:
@@ -331,9 +255,8 @@ async def test_unfinished_line_is_not_retried(harness: BatchHarness) -> None:
     assert len(site.served()) == 1
 
 
-async def test_request_time_limit_does_not_hold_for_lines(start: Start, tmp_path: Path) -> None:
-    harness = BatchHarness(await start(wire=OPEN | {"request_s": 30.0}), tmp_path)
-    await harness.open()
+async def test_request_time_limit_does_not_hold_for_lines(open_harness: OpenHarness) -> None:
+    harness = await open_harness(wire={"request_s": 30.0})
     opening = asyncio.Event()
     harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
     batch = await harness.begin(lines(1))
@@ -344,22 +267,8 @@ async def test_request_time_limit_does_not_hold_for_lines(start: Start, tmp_path
     done = await harness.until(batch)
     assert len(await harness.lines_of(done.output_file_id)) == 1
     assert len(harness.site.served()) == 1
-    await harness.close()
 
 
-async def test_lines_wait_while_no_worker_is_up(harness: BatchHarness) -> None:
-    harness.site.down("w0")
-    batch = await harness.begin(lines(2))
-    await harness.until(batch, "in_progress")
-    for _ in range(3):
-        harness.skip(60)
-        await harness.batches.lane.turn()
-    assert (await harness.client.batches.retrieve(batch.id)).status == "in_progress"
-    harness.site.up("w0")
-    assert (await harness.until(batch)).status == "completed"
-
-
-@BOTH
 async def test_shorter_keep_days_frees_space(harness: BatchHarness) -> None:
     done = await harness.until(await harness.begin(lines(2)))
     harness.skip(3 * 86_400.0)
@@ -368,10 +277,7 @@ async def test_shorter_keep_days_frees_space(harness: BatchHarness) -> None:
     harness.batches.reconfigure(harness.settings.model_copy(update={"keep_days": 1.0}))
     for _ in range(4):  # the batch, the files, and their space
         await harness.batches.lane.turn()
-    count = await harness.batches.keeper(
-        lambda store: store.backend.execute("SELECT count(*) FROM results").fetchone()[0]
-    )
-    assert count == 0
+    assert await number_of(harness, "SELECT count(*) FROM results") == 0
     assert [file.id async for file in harness.client.files.list()] == []
 
 
@@ -397,9 +303,7 @@ async def results_after_purge(harness: BatchHarness) -> int:
     for _ in range(4):  # a batch, files, and their space
         harness.batches.lane.purge_soon()  # as a reload does
         await harness.batches.lane.turn()
-    return await harness.batches.keeper(
-        lambda store: store.backend.execute("SELECT count(*) FROM results").fetchone()[0]
-    )
+    return await number_of(harness, "SELECT count(*) FROM results")
 
 
 async def test_clock_jump_stops_purging_for_a_day(
@@ -418,29 +322,14 @@ async def test_clock_jump_stops_purging_for_a_day(
     assert await results_after_purge(harness) == 0
 
 
-async def test_clock_that_stays_ahead_is_trusted_after_a_day(harness: BatchHarness) -> None:
-    await harness.until(await harness.begin(lines(2)))
-    harness.ahead += 2 * harness.settings.keep_days * DAY_S
-    assert await results_after_purge(harness) == 2
-    harness.skip(DISTRUST_S)
-    assert await results_after_purge(harness) == 0
-
-
 async def test_free_pages_are_returned_while_the_clock_is_distrusted(harness: BatchHarness) -> None:
     harness.ahead += DAY_S
     await results_after_purge(harness)
     file = await harness.upload(["x" * 1_000_000])
     await harness.client.files.delete(file)
-
-    async def free_pages() -> int:
-        pages: int = await harness.batches.keeper(
-            lambda store: store.backend.execute("PRAGMA freelist_count").fetchone()[0]
-        )
-        return pages
-
-    assert await free_pages() > 0
+    assert await number_of(harness, "PRAGMA freelist_count") > 0
     await results_after_purge(harness)
-    assert await free_pages() == 0
+    assert await number_of(harness, "PRAGMA freelist_count") == 0
 
 
 async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
@@ -479,7 +368,7 @@ async def test_folder_without_locks_pauses_batches(
     assert harness.batches.lane.paused == ""
 
 
-async def test_repeated_turn_failure_is_logged_once(
+async def test_failed_turns_pause_batches_and_are_logged_once(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lane = harness.batches.lane
@@ -488,34 +377,19 @@ async def test_repeated_turn_failure_is_logged_once(
     async def fail_read() -> None:
         raise sqlite3.OperationalError(message)
 
-    monkeypatch.setattr(lane, "_read_batches", fail_read)
-
     async def fail() -> tuple[int, int]:
         harness.skip(10)
         await lane.turn()
+        assert message in lane.paused
         records = [record for record in caplog.records if record.name == lane_module.__name__]
         return len(records), sum(record.exc_info is not None for record in records)
 
-    assert [await fail() for _ in range(3)] == [(2, 1)] * 3
-    message = "disk I/O error"
-    assert await fail() == (4, 2)
-
-
-async def test_scheduler_continues_after_a_failed_turn(
-    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lane = harness.batches.lane
-    failing = True
-
-    def send() -> None:
-        if failing:
-            raise RuntimeError("an internal error")
-        BatchScheduler._send(lane)
-
-    monkeypatch.setattr(lane, "_send", send)
-    batch = await harness.begin(lines(1))
-    await eventually(lambda: "an internal error" in lane.paused)
-    failing = False
+    with monkeypatch.context() as failing:
+        failing.setattr(lane, "_read_batches", fail_read)
+        assert [await fail() for _ in range(3)] == [(2, 1)] * 3
+        message = "disk I/O error"
+        assert await fail() == (4, 2)
+        batch = await harness.begin(lines(1))
     harness.skip(10)
     assert (await harness.until(batch)).status == "completed"
     assert lane.paused == ""
@@ -526,8 +400,7 @@ async def test_drain_cuts_running_lines_and_starts_none(harness: BatchHarness) -
     harness.site.fake.always(scripts.stall)
     batch = await harness.begin(lines(5))
     await harness.site.fake.got(5)
-    draining = asyncio.create_task(harness.site.wire.drain(0.0))
-    await draining
+    await harness.site.wire.drain(0.0)
     assert harness.batches.lane.in_flight == 0
     active = await harness.batches.keeper(lambda store: store.active())
     assert [(item.id, item.completed, item.failed) for item in active] == [(batch.id, 0, 0)]

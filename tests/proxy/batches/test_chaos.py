@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.proxy.batches.harness import DEADLINE_S, OPEN, BatchHarness, lines
+from tests.proxy.batches.conftest import OpenHarness
+from tests.proxy.batches.harness import DEADLINE_S, lines
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake
 
 COUNT = 60
@@ -24,18 +23,14 @@ COUNT = 60
     indirect=["database"],
 )
 async def test_each_line_has_one_result_under_random_faults(
-    start: Start, tmp_path: Path, seed: int, database: str | None
+    open_harness: OpenHarness, seed: int, database: str | None
 ) -> None:
     rng = random.Random(seed)
-    site = await start(Fake("w0", max_requests=16), Fake("w1", max_requests=16), wire=OPEN)
-    harness = BatchHarness(site, tmp_path, database, concurrency=12)
-    await harness.open()
+    workers = [Fake(name, max_requests=16) for name in ("w0", "w1")]
+    harness = await open_harness(*workers, database=database, concurrency=12)
     answers = [
         *[scripts.obey("w")] * 12,
-        scripts.error(400),
-        scripts.error(500),
-        scripts.error(503),
-        scripts.error(429),
+        *map(scripts.error, (400, 500, 503, 429)),
         scripts.reset,
         scripts.hang_up,
         scripts.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", end="reset"),
@@ -46,7 +41,7 @@ async def test_each_line_has_one_result_under_random_faults(
         await asyncio.sleep(rng.random() * 0.01)
         await rng.choice(answers)(call)
 
-    site.always(answer_at_random)
+    harness.site.always(answer_at_random)
     batches = [await harness.begin(lines(COUNT, prefix), window="7d") for prefix in "ab"]
     ended: dict[str, Any] = {}
     async with asyncio.timeout(4 * DEADLINE_S):
@@ -77,5 +72,3 @@ async def test_each_line_has_one_result_under_random_faults(
         assert {entry["response"] and entry["response"]["status_code"] for entry in bad} <= {
             None, 400, 500, 502, 504,
         }  # fmt: skip
-    await harness.close()
-    await site.settled()

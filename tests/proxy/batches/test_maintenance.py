@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +19,10 @@ from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, Status, StoreFullError
 from proxy.core.tenants.tenants import TenantSpec
 from tests.present import present
-from tests.proxy.batches.harness import CHAT, BatchHarness, lines
+from tests.proxy.batches.conftest import OpenHarness
+from tests.proxy.batches.harness import CHAT, content_of, lines
 from tests.proxy.batches.test_tenants import KEYS, set_tenants
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
 
 NOW, KEEP_S = 1_000_000.0, 1000.0
 
@@ -91,25 +90,19 @@ async def test_tenants_get_slices_in_turn(maintenance: Maintenance) -> None:
     assert await work_.run() == "a1 b1 c1 a1 b1 a1 a2"
 
 
-async def test_ending_batches_go_first(maintenance: Maintenance) -> None:
-    work_ = RecordedWork(maintenance)
-    work_.add("a1", "ann", 2)
-    assert await maintenance.run_next_slice(()) is None
-    work_.add("a2", "ann", 1, ends=True)
-    assert await work_.run() == "a1 a2 a1"
-
-
-async def test_end_replaces_validation(maintenance: Maintenance) -> None:
+async def test_ending_batches_go_first_and_replace_validation(maintenance: Maintenance) -> None:
     work_ = RecordedWork(maintenance)
     work_.add("a1", "ann", 9)
-    await maintenance.run_next_slice(())
+    assert await maintenance.run_next_slice(()) is None
     assert "a1" in maintenance
     assert not maintenance.is_ending("a1")
+    work_.add("a2", "ann", 1, ends=True)
+    assert await maintenance.run_next_slice(()) == "batch a2: done"
     work_.add("a1", "ann", 1, ends=True)
     assert maintenance.is_ending("a1")
     assert await maintenance.run_next_slice(()) == "batch a1: done"
     assert "a1" not in maintenance
-    assert await work_.run() == "a1 a1"
+    assert await work_.run() == "a1 a2 a1"
 
 
 async def test_no_work_begins_for_a_full_tenant(maintenance: Maintenance) -> None:
@@ -137,8 +130,7 @@ async def test_failed_work_is_removed(maintenance: Maintenance) -> None:
 
 def new_batch(store: Store, count: int) -> Batch:
     """Add a batch with this number of lines."""
-    content = "\n".join(map(json.dumps, lines(count))).encode()
-    file = store.add_file("t", "in", "batch", content, NOW)
+    file = store.add_file("t", "in", "batch", content_of(lines(count)), NOW)
     batch = batch_of("batch_1", "t", file.id)
     store.add_batch(batch)
     return batch
@@ -207,12 +199,11 @@ def test_interrupted_end_of_a_batch_continues(
 
 
 async def test_lines_run_while_another_tenants_input_is_validated(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_harness: OpenHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = BatchHarness(await start(), tmp_path)
+    harness = await open_harness()
     set_tenants(harness, TenantSpec("ann"), TenantSpec("bob"))
     harness.site.fake.always(scripts.answer())
-    await harness.open()
     monkeypatch.setattr(lines_module, "SLICE_LINES", 1)
     harness.client.api_key = KEYS["ann"]
     large = [await harness.begin(lines(3000)) for _ in range(2)]
@@ -225,4 +216,3 @@ async def test_lines_run_while_another_tenants_input_is_validated(
         await harness.client.batches.cancel(batch.id)
     for batch in large:
         assert (await harness.until(batch)).status == "cancelled"
-    await harness.close()

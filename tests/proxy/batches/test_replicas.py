@@ -7,7 +7,7 @@ import importlib
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -22,52 +22,54 @@ from proxy.batches.storage.store import Store
 from proxy.batches.types import DiskError, StoreFullError
 from proxy.errors import ProxyError
 from tests.present import present
+from tests.proxy.batches.conftest import OpenHarness
 from tests.proxy.batches.harness import BatchHarness, lines, texts
 from tests.proxy.batches.postgres import PASSWORD, PostgresServer
 from tests.proxy.batches.storage.test_store import KEEP_S, batch_of, result
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import get
 from tests.proxy.wire.site import eventually
 
 COUNT = 300
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
+
+
 @pytest.fixture
 async def replicas(
-    start: Start, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[list[BatchHarness]]:
+    open_harness: OpenHarness, url: str, monkeypatch: pytest.MonkeyPatch
+) -> list[BatchHarness]:
     """Start two routers; the first leads."""
     monkeypatch.setattr(backend_module, "RENEW_S", 0.1)
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    url = postgres.new_database()
-    harnesses = [BatchHarness(await start(), tmp_path, url, concurrency=8) for _ in range(2)]
-    for harness in harnesses:
-        await harness.open()
-        await eventually(lambda: harnesses[0].batches.lane.is_leader)
-    yield harnesses
-    for harness in harnesses:
-        await harness.close()
+    first = await open_harness(database=url, concurrency=8)
+    await eventually(lambda: first.batches.lane.is_leader)
+    return [first, await open_harness(database=url, concurrency=8)]
 
 
 async def check_results(harness: BatchHarness, batch: Batch, count: int) -> None:
     """Check that a batch completes, and that each line has one result."""
     done = await harness.until(batch)
-    assert present(done.request_counts).model_dump() == {
-        "total": count,
-        "completed": count,
-        "failed": 0,
-    }
+    counts = {"total": count, "completed": count, "failed": 0}
+    assert present(done.request_counts).model_dump() == counts
     found = [line["custom_id"] for line in await harness.lines_of(done.output_file_id)]
     assert found == [f"r{n}" for n in range(count)]
+
+
+def hold(replicas: list[BatchHarness]) -> asyncio.Event:
+    """Let workers answer once the returned event is set."""
+    opening = asyncio.Event()
+    for harness in replicas:
+        harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    return opening
 
 
 async def test_replicas_run_one_batch(replicas: list[BatchHarness]) -> None:
     first, second = replicas
     assert not second.batches.lane.is_leader
-    opening = asyncio.Event()
-    for harness in replicas:
-        harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    opening = hold(replicas)
     batch = await second.begin(lines(COUNT))
     await asyncio.gather(*(harness.site.fake.got() for harness in replicas))
     opening.set()
@@ -121,9 +123,7 @@ async def test_lines_that_are_not_sent_are_released(
 async def test_server_restarts_in_the_middle_of_a_batch(
     replicas: list[BatchHarness], postgres: PostgresServer
 ) -> None:
-    opening = asyncio.Event()
-    for harness in replicas:
-        harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    opening = hold(replicas)
     batch = await replicas[0].begin(lines(100))
     await asyncio.gather(*(harness.site.fake.got(8) for harness in replicas))
     await asyncio.to_thread(postgres.stop)
@@ -141,25 +141,19 @@ async def test_server_restarts_in_the_middle_of_a_batch(
 
 
 async def test_router_starts_without_the_server(
-    start: Start, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+    open_harness: OpenHarness, postgres: PostgresServer, url: str
 ) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    harness = BatchHarness(await start(), tmp_path, postgres.new_database())
     await asyncio.to_thread(postgres.stop)
-    await harness.open()
+    harness = await open_harness(database=url)
     await eventually(lambda: "router.batches.database" in harness.batches.lane.paused)
     assert PASSWORD not in harness.batches.lane.paused
     await asyncio.to_thread(postgres.start)
     await eventually(lambda: harness.batches.lane.is_leader)
     await check_results(harness, await harness.begin(lines(1)), 1)
-    await harness.close()
 
 
-def test_leader_that_hangs_is_replaced(
-    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leader_that_hangs_is_replaced(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "LEASE_S", 0.3)
-    url = postgres.new_database()
     backends = [PostgresBackend(url) for _ in range(2)]
     first, second = (Store(backend, KEEP_S) for backend in backends)
     session = backends[0].renew_part().session
@@ -190,19 +184,17 @@ def test_leader_that_hangs_is_replaced(
     ],
 )
 def test_wrong_settings_fail_the_start(
-    postgres: PostgresServer, change: Callable[[str], str], message: str
+    url: str, change: Callable[[str], str], message: str
 ) -> None:
-    url = change(postgres.new_database())
     with pytest.raises(ProxyError, match=rf"router\.batches\.database: .*{message}") as caught:
-        PostgresBackend(url)
+        PostgresBackend(change(url))
     assert PASSWORD not in str(caught.value)
     assert "wrong-one" not in str(caught.value)
 
 
 def test_unsuitable_servers_fail_the_start(
-    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+    url: str, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = postgres.new_database()
     with monkeypatch.context() as patched:
         patched.setattr(backend_module, "MIN_VERSION", 990000)
         with pytest.raises(ProxyError, match=r"PostgreSQL 1\d\.\d+; 13 or newer is needed"):
@@ -227,16 +219,15 @@ def test_unsuitable_servers_fail_the_start(
     ],
 )
 def test_errors_of_the_server_pause_batches(
-    postgres: PostgresServer, error: type[Exception], kind: type[Exception]
+    url: str, error: type[Exception], kind: type[Exception]
 ) -> None:
-    backend = PostgresBackend(postgres.new_database())
+    backend = PostgresBackend(url)
     with pytest.raises(kind), backend.errors():
         raise error
     backend.close()
 
 
-def test_removed_tables_are_created_again(postgres: PostgresServer) -> None:
-    url = postgres.new_database()
+def test_removed_tables_are_created_again(url: str, postgres: PostgresServer) -> None:
     store = Store(PostgresBackend(url), KEEP_S)
     batch_of(store, 1)
     postgres.execute("DROP SCHEMA vllm_sched CASCADE", url)
@@ -254,8 +245,8 @@ def test_missing_psycopg_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module(backend_module.__name__)
 
 
-def test_password_file_is_read_at_each_connection(postgres: PostgresServer, tmp_path: Path) -> None:
-    url, file = postgres.new_database().replace(PASSWORD, "old"), tmp_path / "password"
+def test_password_file_is_read_at_each_connection(url: str, tmp_path: Path) -> None:
+    url, file = url.replace(PASSWORD, "old"), tmp_path / "password"
     file.write_text(f"{PASSWORD}\n")
     PostgresBackend(url, file).close()
     file.unlink()

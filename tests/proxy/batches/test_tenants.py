@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,12 +19,13 @@ from proxy.batches.types import Batch, Status
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from tests.present import present
-from tests.proxy.batches.harness import CHAT, OPEN, BatchHarness, line, lines
+from tests.proxy.batches.conftest import OpenHarness
+from tests.proxy.batches.harness import CHAT, BatchHarness, busy, line, lines
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import chat
+from tests.proxy.wire.raw_client import Answer, bearer, chat
 from tests.proxy.wire.site import eventually
 
+StartHarness = Callable[..., Awaitable[BatchHarness]]
 KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob")}
 
 
@@ -36,28 +35,40 @@ def set_tenants(harness: BatchHarness, *specs: TenantSpec) -> None:
     harness.site.router.tenants.replace(specs, keys)
 
 
-async def start_harness(
-    start: Start, tmp_path: Path, script: scripts.Script | None = None, **limits: int
-) -> BatchHarness:
-    """Start a router with two tenants and limits; the client is the first tenant's."""
-    harness = BatchHarness(await start(wire=OPEN), tmp_path, **limits)
-    set_tenants(harness, TenantSpec("ann"), TenantSpec("bob"))
-    if script is not None:
-        harness.site.fake.always(script)
-    await harness.open()
-    harness.client.api_key = KEYS["ann"]
-    return harness
+@pytest.fixture
+async def start_harness(open_harness: OpenHarness) -> StartHarness:
+    """Start routers with two tenants and limits; the client is the first tenant's."""
+
+    async def start(script: scripts.Script | None = None, **limits: int) -> BatchHarness:
+        harness = await open_harness(**limits)
+        set_tenants(harness, TenantSpec("ann", models=frozenset(["tiny"])), TenantSpec("bob"))
+        if script is not None:
+            harness.site.fake.always(script)
+        harness.client.api_key = KEYS["ann"]
+        return harness
+
+    return start
 
 
 @pytest.fixture
-async def harness(start: Start, tmp_path: Path) -> AsyncIterator[BatchHarness]:
-    """Start a router with two tenants; the client is the first tenant's."""
-    harness = BatchHarness(await start(wire=OPEN), tmp_path / "batches")
-    set_tenants(harness, TenantSpec("ann", models=frozenset(["tiny"])), TenantSpec("bob"))
-    await harness.open()
-    harness.client.api_key = KEYS["ann"]
-    yield harness
-    await harness.close()
+async def harness(start_harness: StartHarness) -> BatchHarness:
+    return await start_harness()
+
+
+def limit_ann(harness: BatchHarness, **limits: int) -> None:
+    """Limit the first tenant."""
+    set_tenants(harness, TenantSpec("ann", limits=Limits(**limits)), TenantSpec("bob"))
+
+
+def ask_as_ann(harness: BatchHarness) -> Awaitable[Answer]:
+    """Send an interactive request of the first tenant."""
+    return harness.site.ask(chat("hi", bearer(KEYS["ann"])), within=30)
+
+
+async def check_counts(harness: BatchHarness, batch: openai.types.Batch, completed: int) -> None:
+    """Wait for the end of a batch; check that all of its lines completed."""
+    done = present((await harness.until(batch)).request_counts)
+    assert (done.completed, done.failed) == (completed, 0)
 
 
 def client_of(harness: BatchHarness, name: str) -> AsyncOpenAI:
@@ -81,6 +92,7 @@ async def test_batch_is_visible_only_to_its_tenant(harness: BatchHarness) -> Non
         with pytest.raises(openai.NotFoundError):
             await request
     assert [batch.id async for batch in bob.batches.list()] == []
+    assert [file.id async for file in bob.files.list()] == []
     with pytest.raises(openai.AuthenticationError):
         await client_of(harness, "unknown").batches.retrieve(done.id)
 
@@ -111,36 +123,30 @@ async def test_lines_for_a_forbidden_model_fail(harness: BatchHarness) -> None:
 
 
 async def test_lines_use_at_most_half_of_requests_per_minute(harness: BatchHarness) -> None:
-    set_tenants(harness, TenantSpec("ann", limits=Limits(requests_per_minute=8)), TenantSpec("bob"))
+    limit_ann(harness, requests_per_minute=8)
     batch = await harness.begin(lines(8))
     await eventually(
         lambda: len(harness.site.served()) == 2
     )  # upload and creation count as requests
     await harness.batches.lane.turn()
-    key = b"Authorization: Bearer " + KEYS["ann"].encode()
-    assert [(await harness.site.ask(chat("hi", key))).status for _ in range(4)] == [200] * 4
+    assert [(await ask_as_ann(harness)).status for _ in range(4)] == [200] * 4
     for _ in range(2):
         harness.skip(60)
         await harness.batches.lane.turn()
         await eventually(lambda: harness.batches.lane.in_flight == 0)
-    done = await harness.until(batch)
-    assert done.request_counts is not None
-    assert (done.request_counts.completed, done.request_counts.failed) == (8, 0)
+    await check_counts(harness, batch, 8)
     assert harness.batches.lane.counts.lines["sent_again"] == 0
 
 
 async def test_lines_use_at_most_half_of_the_concurrency(harness: BatchHarness) -> None:
-    set_tenants(harness, TenantSpec("ann", limits=Limits(concurrency=4)), TenantSpec("bob"))
+    limit_ann(harness, concurrency=4)
     opening = asyncio.Event()
     harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
     batch = await harness.begin(lines(6))
     await harness.site.fake.got(2)
     await harness.batches.lane.turn()
     assert harness.batches.lane.in_flight == 2
-    key = b"Authorization: Bearer " + KEYS["ann"].encode()
-    interactive = [
-        asyncio.create_task(harness.site.ask(chat("hi", key), within=30)) for _ in range(2)
-    ]
+    interactive = [asyncio.ensure_future(ask_as_ann(harness)) for _ in range(2)]
     await harness.site.fake.got(4)
     opening.set()
     assert [answer.status for answer in await asyncio.gather(*interactive)] == [200, 200]
@@ -148,7 +154,7 @@ async def test_lines_use_at_most_half_of_the_concurrency(harness: BatchHarness) 
 
 
 async def test_line_above_a_limit_is_sent_again_later(harness: BatchHarness) -> None:
-    set_tenants(harness, TenantSpec("ann", limits=Limits(tokens_per_minute=500)), TenantSpec("bob"))
+    limit_ann(harness, tokens_per_minute=500)
     long = [line(f"r{n}", "word " * 280) for n in range(2)]  # each fits into the limit alone
     batch = await harness.begin(long)
     await eventually(lambda: len(harness.site.served()) >= 1)
@@ -156,9 +162,7 @@ async def test_line_above_a_limit_is_sent_again_later(harness: BatchHarness) -> 
         harness.skip(60)
         await harness.batches.lane.turn()
         await eventually(lambda: harness.batches.lane.in_flight == 0)
-    done = await harness.until(batch)
-    assert done.request_counts is not None
-    assert (done.request_counts.completed, done.request_counts.failed) == (2, 0)
+    await check_counts(harness, batch, 2)
 
 
 async def test_batches_of_a_removed_tenant_wait_for_its_return(harness: BatchHarness) -> None:
@@ -179,13 +183,11 @@ async def test_batches_of_a_removed_tenant_wait_for_its_return(harness: BatchHar
     harness.site.fake.always(scripts.obey("w0"))
     set_tenants(harness, TenantSpec("ann"), TenantSpec("bob"))
     harness.client.api_key = KEYS["ann"]
-    done = await harness.until(batch)
-    assert done.request_counts is not None
-    assert (done.request_counts.completed, done.request_counts.failed) == (2, 0)
+    await check_counts(harness, batch, 2)
 
 
 async def test_uploads_count_as_requests_per_minute(harness: BatchHarness) -> None:
-    set_tenants(harness, TenantSpec("ann", limits=Limits(requests_per_minute=3)), TenantSpec("bob"))
+    limit_ann(harness, requests_per_minute=3)
     for _ in range(3):
         await harness.upload(["{}"])
     with pytest.raises(openai.RateLimitError, match=r"\(RPM\): Limit 3"):
@@ -196,10 +198,10 @@ async def test_uploads_count_as_requests_per_minute(harness: BatchHarness) -> No
     assert ann.totals.limited == {"requests_per_minute": 1}
 
 
-async def test_max_bytes_per_tenant_limits_files(start: Start, tmp_path: Path) -> None:
+async def test_max_bytes_per_tenant_limits_files(start_harness: StartHarness) -> None:
     row = ROW_BYTES + len("in.jsonl")  # of each file
     limits = {"max_bytes_per_tenant": 1000 + row, "max_bytes": 1500 + 2 * row}
-    harness = await start_harness(start, tmp_path, max_file_bytes=1000, **limits)
+    harness = await start_harness(max_file_bytes=1000, **limits)
     first = await harness.upload(["x" * 900])
     with pytest.raises(openai.APIStatusError, match=f"limit is {1000 + row}") as caught:
         await harness.upload(["x" * 200])
@@ -211,17 +213,14 @@ async def test_max_bytes_per_tenant_limits_files(start: Start, tmp_path: Path) -
     await bob.files.create(file=("in.jsonl", b"x" * 500), purpose="batch")
     await harness.client.files.delete(first)
     await harness.upload(["x" * 200])
-    await harness.close()
 
 
 async def test_results_above_max_bytes_hold_only_the_tenants_batches(
-    start: Start, tmp_path: Path
+    start_harness: StartHarness,
 ) -> None:
     max_bytes = 30_000
     script = scripts.answer(body=orjson.dumps("x" * 8000))
-    harness = await start_harness(
-        start, tmp_path, script, max_bytes_per_tenant=max_bytes, concurrency=1
-    )
+    harness = await start_harness(script, max_bytes_per_tenant=max_bytes, concurrency=1)
     lane, keep = harness.batches.lane, harness.batches.keeper
     spare = await harness.upload(["x" * 2000])
     batch = await harness.begin(lines(8))
@@ -243,14 +242,11 @@ async def test_results_above_max_bytes_hold_only_the_tenants_batches(
     harness.batches.reconfigure(
         harness.settings.model_copy(update={"max_bytes_per_tenant": 10 * max_bytes})
     )
-    done = await harness.until(batch)
-    assert done.request_counts is not None
-    assert (done.request_counts.completed, done.request_counts.failed) == (8, 0)
-    await harness.close()
+    await check_counts(harness, batch, 8)
 
 
-async def test_batch_without_space_stays_validating(start: Start, tmp_path: Path) -> None:
-    harness = await start_harness(start, tmp_path, scripts.stall, max_bytes_per_tenant=5000)
+async def test_batch_without_space_stays_validating(start_harness: StartHarness) -> None:
+    harness = await start_harness(scripts.stall, max_bytes_per_tenant=5000)
     file = await harness.upload(lines(10))
     now = harness.wall()
     batches = [
@@ -266,36 +262,27 @@ async def test_batch_without_space_stays_validating(start: Start, tmp_path: Path
     assert [batch.status for batch in seen] == ["in_progress", "validating"]
     await harness.client.batches.cancel("batch_2")
     assert (await harness.until(seen[1])).status == "cancelled"
-    await harness.close()
 
 
-async def test_max_active_per_tenant_limits_batches(start: Start, tmp_path: Path) -> None:
-    harness = await start_harness(start, tmp_path, scripts.stall, max_active_per_tenant=2)
+async def test_max_active_per_tenant_limits_batches(start_harness: StartHarness) -> None:
+    harness = await start_harness(scripts.stall, max_active_per_tenant=2)
     batches = [await harness.begin(lines(1)) for _ in range(2)]
     with pytest.raises(openai.RateLimitError, match="2 active batches"):
         await harness.begin(lines(1))
     await harness.client.batches.cancel(batches[0].id)
     await harness.until(batches[0])
     await harness.begin(lines(1))
-    await harness.close()
 
 
 async def test_requests_for_files_are_limited_per_tenant(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "MAX_REQUESTS_PER_TENANT", 1)
-    busy = threading.Event()  # blocks the store until the other requests are refused
     api_of = present(harness.site.wire.extension)
-    api_of.store._thread.submit(busy.wait, 60)
-    pending = {asyncio.ensure_future(harness.client.files.list()) for _ in range(4)}
-    try:
-        for _ in range(3):
+    with busy(api_of.store):
+        pending = {asyncio.ensure_future(harness.client.files.list()) for _ in range(4)}
+        while len(pending) > 1:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             assert all(isinstance(task.exception(), openai.RateLimitError) for task in done)
-            if len(pending) == 1:
-                break
-        assert len(pending) == 1
-    finally:
-        busy.set()
     await pending.pop()
     assert api_of.in_progress.total() == 0

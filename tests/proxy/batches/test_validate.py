@@ -9,7 +9,7 @@ import pytest
 
 from proxy.batches.types import InputLine, InputProblem
 from proxy.batches.validate import ENDPOINTS, MAX_PROBLEMS, SLICE_BYTES, InputFileCheck, read_line
-from tests.proxy.batches.harness import CHAT, line
+from tests.proxy.batches.harness import CHAT, content_of, line, lines
 
 
 def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[InputProblem]]:
@@ -85,7 +85,7 @@ def test_file_without_lines_is_refused(content: bytes) -> None:
 
 
 def test_too_many_lines_are_refused() -> None:
-    content = b"\n".join(json.dumps(line(f"r{n}")).encode() for n in range(4))
+    content = content_of(lines(4))
     assert [problem.code for problem in read(content, max_lines=3)[1]] == ["too_many_lines"]
     assert read(content, max_lines=4)[1] == []
 
@@ -96,7 +96,7 @@ def test_number_of_reported_problems_is_limited() -> None:
 
 
 def test_file_is_read_in_slices_without_loss() -> None:
-    content = b"\n".join(json.dumps(line(f"r{n}", "x" * 999)).encode() for n in range(700))
+    content = content_of(line(f"r{n}", "x" * 999) for n in range(700))
     check = InputFileCheck(len(content), CHAT, 1000)
     first = read_slice(check, content)
     assert not check.is_done

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+
+from proxy.discovery.endpoints import Endpoints
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 Json = dict[str, Any]
@@ -40,6 +42,39 @@ def endpoint_slice(
         "endpoints": list(endpoints) or None,
         "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
     }
+
+
+class RecordingListener:
+    """Records updates and failures; tests can wait for them."""
+
+    def __init__(self) -> None:
+        self.updates: list[Endpoints] = []
+        self.failures: list[str] = []
+        self._changed = asyncio.Event()
+
+    def update(self, endpoints: Endpoints) -> None:
+        self.updates.append(endpoints)
+        self._changed.set()
+
+    def fail(self, why: str) -> None:
+        self.failures.append(why)
+        self._changed.set()
+
+    @property
+    def names(self) -> list[str] | None:
+        """The names of the last update, or None."""
+        return list(self.updates[-1]) if self.updates else None
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def wait_for(self, *names: str) -> None:
+        """Wait until an update has these names."""
+        await self.wait_until(lambda: self.names == list(names))
 
 
 class ApiServer:

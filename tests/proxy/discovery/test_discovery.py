@@ -7,20 +7,24 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from proxy.config import DiscoveryConfig, PoolConfig, parse
 from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.role import Role
+from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.discovery import discovery as module
 from proxy.discovery.discovery import Discovery, source
 from proxy.discovery.dns import DnsSource
-from proxy.discovery.endpoints import EndpointListener
+from proxy.discovery.endpoints import Endpoint, EndpointListener
 from proxy.discovery.kubernetes import KubernetesSource
 from proxy.discovery.reconcile import keys_of
 from proxy.errors import ProxyError
+from proxy.setup.settings import specs, worker_spec
+from tests.present import present
 from tests.proxy.core.making import chat, read, refused, sized
 from tests.proxy.discovery.test_reconcile import endpoints
 
@@ -58,8 +62,6 @@ class DiscoverySite:
 
     def start(self, text: str = POOLS) -> None:
         """Start with a fleet file."""
-        from proxy.setup.settings import specs, worker_spec
-
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
             self.fleet.roster.add(spec)
@@ -71,14 +73,17 @@ class DiscoverySite:
         self.sources.append(FakeSource(pool.name))
         return self.sources[-1]
 
-    def update(self, *names: str, pool: int = 0, **options: Any) -> None:
-        """Report a pool's endpoints."""
-        self.discovery.pools[pool].update(endpoints(*names, **options))
+    def update(self, *names: str, pool: int = 0, not_ready: str = "", leaving: str = "") -> None:
+        """Report a pool's endpoints, of which one may be not ready or leaving."""
+        found = endpoints(*names)
+        if not_ready:
+            found |= endpoints(not_ready, ready=False)
+        if leaving:
+            found |= endpoints(leaving, leaving=True)
+        self.discovery.pools[pool].update(found)
 
     def reload(self, text: str) -> None:
         """Apply a fleet file as the app does."""
-        from proxy.app import specs
-
         config = parse(text, "fleet.yaml")
         found = self.discovery.reconfigure(config, keys_of(config))
         self.fleet.roster.replace([*found, *specs(config)])
@@ -88,10 +93,11 @@ class DiscoverySite:
     def names(self) -> list[str]:
         return [worker.name for worker in self.fleet.roster]
 
+    def worker(self, name: str) -> Worker:
+        return present(self.fleet.roster.get(name))
+
     def draining(self, name: str) -> bool:
-        worker = self.fleet.roster.get(name)
-        assert worker is not None
-        return worker.draining
+        return self.worker(name).draining
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -138,7 +144,7 @@ def test_models_of_empty_pools_are_known(site: DiscoverySite) -> None:
     # An unknown model may be an adapter of workers that are not discovered yet.
     assert refused(read(router, {"model": "third", **chat("x")})).status == 503
     site.update("s-1")
-    site.update("s-1", leaving=True)
+    site.update(leaving="s-1")
     site.update()
     assert site.names == []
     assert site.fleet.roster.serves("tiny")
@@ -149,15 +155,10 @@ def test_models_of_empty_pools_are_known(site: DiscoverySite) -> None:
 def test_discovery_adopts_workers_of_another_process(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.update("l-1", pool=1)
-    site.update("s-1", "s-2", ready=False)
-    site.discovery.pools[0].update({**endpoints("s-1"), **endpoints("s-2", ready=False)})
+    site.discovery.pools[0].update(endpoints("s-1", "s-2", ready=False))
+    site.update("s-1", not_ready="s-2")
     other = DiscoverySite(fleet=site.fleet)
-    other.sources, config = [], parse(POOLS, "fleet.yaml")
-    from proxy.setup.settings import worker_spec
-
-    other.discovery = Discovery(
-        other.fleet.roster, config, keys_of(config), worker_spec, other._source
-    )
+    other.start()
     other.discovery.adopt(site.discovery.endpoints_by_pool())
     workers = list(other.fleet.roster)
     other.update("s-1", "s-2")  # the other pool is not reported yet
@@ -169,18 +170,16 @@ def test_discovery_adopts_workers_of_another_process(site: DiscoverySite) -> Non
 
 def test_worker_with_a_new_address_is_a_new_worker(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
-    before = site.fleet.roster.get("s-1")
-    moved = {**endpoints("s-2"), "s-1": endpoints("s-9")["s-9"].__class__("s-1", "10.0.0.9", 8000)}
+    before = site.worker("s-1")
+    moved = {**endpoints("s-2"), "s-1": Endpoint("s-1", "10.0.0.9", 8000)}
     site.discovery.pools[0].update(moved)
-    after = site.fleet.roster.get("s-1")
-    assert after is not None
-    assert after.url == "http://10.0.0.9:8000"
-    assert after is not before
+    assert site.worker("s-1").url == "http://10.0.0.9:8000"
+    assert site.worker("s-1") is not before
 
 
 def test_worker_that_is_not_ready_drains(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", not_ready="s-2")
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
     site.update("s-1", "s-2")
     assert not site.draining("s-2")
@@ -192,7 +191,7 @@ def test_worker_that_is_not_ready_yet_has_no_model_list() -> None:
     site.update("s-1")
     site.fleet.health.probe_ok("s-1", 1.0)
     assert site.fleet.roster.all_listed()
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", not_ready="s-2")
     assert site.draining("s-2")
     assert not site.fleet.roster.all_listed()
     site.fleet.roster.drain("s-2")  # by an operator
@@ -202,7 +201,7 @@ def test_worker_that_is_not_ready_yet_has_no_model_list() -> None:
 def test_drain_by_an_operator_is_kept(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.fleet.roster.drain("s-2")
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", not_ready="s-2")
     site.update("s-1", "s-2")
     assert site.draining("s-2")
 
@@ -210,7 +209,7 @@ def test_drain_by_an_operator_is_kept(site: DiscoverySite) -> None:
 def test_removal_by_an_operator_is_kept_until_a_reload(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     site.fleet.roster.remove("s-2")
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", not_ready="s-2")
     site.update("s-1", "s-2")
     assert site.names == ["s-1"]
     site.reload(POOLS)
@@ -218,7 +217,7 @@ def test_removal_by_an_operator_is_kept_until_a_reload(site: DiscoverySite) -> N
 
 
 def test_leaving_endpoint_is_not_added(site: DiscoverySite) -> None:
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", leaving=True))
+    site.update("s-1", leaving="s-2")
     assert site.names == ["s-1"]
 
 
@@ -238,16 +237,13 @@ def test_workers_of_the_fleet_file_have_precedence(worker: str) -> None:
 def test_worker_added_by_an_operator_has_precedence(
     site: DiscoverySite, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from proxy.core.model.role import Role
-    from proxy.core.model.specs import WorkerSpec
-
     added = site.fleet.roster.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
     site.update("s-1", "s-2")
-    site.update("s-1", "s-2", ready=False)
-    assert site.fleet.roster.get("s-1") is added
+    site.discovery.pools[0].update(endpoints("s-1", "s-2", ready=False))
+    assert site.worker("s-1") is added
     assert len([r for r in caplog.records if "is already in the fleet" in r.message]) == 1
     site.update("s-2")
-    assert site.fleet.roster.get("s-1") is added
+    assert site.worker("s-1") is added
 
 
 def test_pod_in_two_pools_belongs_to_the_first(site: DiscoverySite) -> None:
@@ -257,18 +253,17 @@ def test_pod_in_two_pools_belongs_to_the_first(site: DiscoverySite) -> None:
 
 
 def test_unusable_address_is_skipped(site: DiscoverySite) -> None:
-    invalid = endpoints("s-1")["s-1"].__class__("s-3", "fe80::1%eth0", 8000)
+    invalid = Endpoint("s-3", "fe80::1%eth0", 8000)
     site.discovery.pools[0].update({**endpoints("s-1"), "s-3": invalid})
     assert site.names == ["s-1"]
 
 
 def test_reload_updates_discovered_workers(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
-    worker = site.fleet.roster.get("s-1")
+    site.update("s-1", not_ready="s-2")
+    worker = site.worker("s-1")
     site.reload(POOLS.replace("max_requests: 7", "max_requests: 9"))
-    assert site.fleet.roster.get("s-1") is worker
-    assert worker is not None
+    assert site.worker("s-1") is worker
     assert worker.spec.max_requests == 9
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
     assert len(site.sources) == 2, "the sources are kept"
@@ -278,20 +273,19 @@ def test_reload_updates_discovered_workers(site: DiscoverySite) -> None:
 
 def test_journal_follows_the_endpoint(site: DiscoverySite) -> None:
     site.update("s-1")
-    worker = site.fleet.roster.get("s-1")
-    assert worker is not None
+    worker = site.worker("s-1")
     assert worker.spec.journal == ()
     (found,) = endpoints("s-1").values()
     for port, journal in ((5700, ("tcp://10.0.0.1:5700",)), (None, ())):
         site.discovery.pools[0].update({"s-1": replace(found, journal_port=port)})
-        assert site.fleet.roster.get("s-1") is worker
+        assert site.worker("s-1") is worker
         assert worker.spec.journal == journal
         site.reload(POOLS)
         assert worker.spec.journal == journal
 
 
 def test_reload_with_another_model_keeps_draining(site: DiscoverySite) -> None:
-    site.discovery.pools[0].update(endpoints("s-1") | endpoints("s-2", ready=False))
+    site.update("s-1", not_ready="s-2")
     site.reload(POOLS.replace("model: tiny", "model: big"))
     assert {worker.model for worker in site.fleet.roster} == {"big"}
     assert (site.draining("s-1"), site.draining("s-2")) == (False, True)
@@ -312,9 +306,7 @@ def test_failed_reload_changes_nothing(site: DiscoverySite, tmp_path: Path) -> N
     with pytest.raises(ProxyError, match="pool short: api_key_file"):
         site.reload(text.replace("max_requests: 7", "max_requests: 9"))
     site.update("s-1", "s-2")
-    worker = site.fleet.roster.get("s-2")
-    assert worker is not None
-    assert worker.spec.max_requests == 7
+    assert site.worker("s-2").spec.max_requests == 7
 
 
 async def test_vanished_workers_stay_while_up(

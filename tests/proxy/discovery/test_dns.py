@@ -12,26 +12,12 @@ import pytest
 from proxy.config import PoolConfig
 from proxy.discovery import dns
 from proxy.discovery.dns import MAX_MISSES, DnsSource
-from proxy.discovery.endpoints import Endpoints
 from proxy.net.resolver import Addresses, Resolver
+from tests.proxy.discovery.api_server import RecordingListener
 
 NXDOMAIN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 DEADLINE_S = 10.0
 SERVFAIL = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-
-
-class RecordingListener:
-    """Records updates and failures."""
-
-    def __init__(self) -> None:
-        self.updates: list[Endpoints] = []
-        self.failures: list[str] = []
-
-    def update(self, endpoints: Endpoints) -> None:
-        self.updates.append(endpoints)
-
-    def fail(self, why: str) -> None:
-        self.failures.append(why)
 
 
 async def run_source(

@@ -21,14 +21,10 @@ def test_endpoint_has_the_name_of_its_pod() -> None:
     assert found[0].url == "http://10.0.0.7:8080"
 
 
-def test_missing_condition_means_ready() -> None:
+def test_conditions_of_an_endpoint() -> None:
+    """A missing one means ready. With publishNotReadyAddresses, a leaving endpoint is ready."""
     (found,) = read(endpoint_slice("a", endpoint("s-1", ready=None)))
-    assert found.ready
-    assert not found.leaving
-
-
-def test_terminating_endpoint_is_leaving() -> None:
-    # With publishNotReadyAddresses, `ready` stays true.
+    assert (found.ready, found.leaving) == (True, False)
     (found,) = read(endpoint_slice("a", endpoint("s-1", ready=True, terminating=True)))
     assert found.leaving
 

@@ -4,55 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
+from aiohttp import web
 
 from proxy.config import KubernetesConfig, PoolConfig
 from proxy.discovery import kubernetes
-from proxy.discovery.endpoints import Endpoints
 from proxy.discovery.kubernetes import Backoff, KubernetesSource, in_cluster
 from proxy.errors import ProxyError
-from tests.proxy.discovery.api_server import ApiServer, api_server, endpoint, endpoint_slice
-
-DEADLINE_S = 60.0
-
-
-class RecordingListener:
-    """Records updates and failures; tests can wait for them."""
-
-    def __init__(self) -> None:
-        self.endpoints: Endpoints | None = None
-        self.failures: list[str] = []
-        self._changed = asyncio.Event()
-
-    def update(self, endpoints: Endpoints) -> None:
-        self.endpoints = endpoints
-        self._changed.set()
-
-    def fail(self, why: str) -> None:
-        self.failures.append(why)
-        self._changed.set()
-
-    @property
-    def names(self) -> list[str] | None:
-        """The names of the last update, or None."""
-        return None if self.endpoints is None else list(self.endpoints)
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def wait_for(self, *names: str) -> None:
-        """Wait until an update has these names."""
-        await self.wait_until(lambda: self.names == list(names))
+from tests.proxy.discovery.api_server import (
+    DEADLINE_S,
+    ApiServer,
+    RecordingListener,
+    api_server,
+    endpoint,
+    endpoint_slice,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -78,44 +50,34 @@ async def listener(api: ApiServer) -> AsyncIterator[RecordingListener]:
         yield listener
 
 
-class watching:  # noqa: N801 - used like a function
+@asynccontextmanager
+async def watching(
+    api: ApiServer, listener: RecordingListener, **settings: Any
+) -> AsyncIterator[None]:
     """Run a source within the block."""
-
-    def __init__(self, api: ApiServer, listener: RecordingListener, **settings: Any) -> None:
-        options = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
-        pool = PoolConfig(name="short", selector="pool=short")
-        self._source = KubernetesSource(KubernetesConfig(**options), pool)
-        self._ear = listener
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._source.run(self._ear))
-
-    async def __aexit__(self, *_: object) -> None:
-        assert not self._task.done(), "the source must run until it is cancelled"
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+    options = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
+    pool = PoolConfig(name="short", selector="pool=short")
+    task = asyncio.create_task(KubernetesSource(KubernetesConfig(**options), pool).run(listener))
+    yield
+    assert not task.done(), "the source must run until it is cancelled"
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
-async def test_changes_are_reported(api: ApiServer, listener: RecordingListener) -> None:
-    await api.apply(endpoint_slice("b", endpoint("s-3")))
-    await listener.wait_for("s-1", "s-2", "s-3")
-    await api.apply(endpoint_slice("a", endpoint("s-1", ready=False)))
-    await listener.wait_for("s-1", "s-3")
-    assert listener.endpoints is not None
-    assert not listener.endpoints["s-1"].ready
-    await api.delete("a")
-    await listener.wait_for("s-3")
-    assert (len(api.lists), len(api.watches), listener.failures) == (1, 1, [])
-
-
-async def test_only_slices_of_the_selector_are_requested(
+async def test_changes_of_the_selected_slices_are_reported(
     api: ApiServer, listener: RecordingListener
 ) -> None:
     await api.apply(endpoint_slice("z", endpoint("l-1"), pool="long"))
     await api.apply(endpoint_slice("b", endpoint("s-3")))
     await listener.wait_for("s-1", "s-2", "s-3")
     assert api.lists[0]["labelSelector"] == api.watches[0]["labelSelector"] == "pool=short"
+    await api.apply(endpoint_slice("a", endpoint("s-1", ready=False)))
+    await listener.wait_for("s-1", "s-3")
+    assert not listener.updates[-1]["s-1"].ready
+    await api.delete("a")
+    await listener.wait_for("s-3")
+    assert (len(api.lists), len(api.watches), listener.failures) == (1, 1, [])
 
 
 async def test_list_is_read_in_pages(api: ApiServer) -> None:
@@ -206,7 +168,7 @@ async def test_watches_that_end_early_are_paused(
     assert "ended the watch early" in listener.failures[0]
 
 
-async def test_failed_api_server_changes_nothing(
+async def test_failed_api_server_changes_nothing_but_an_empty_list_does(
     api: ApiServer, listener: RecordingListener
 ) -> None:
     api.status = 503, "etcd is electing"
@@ -216,9 +178,6 @@ async def test_failed_api_server_changes_nothing(
     api.status = None
     await api.apply(endpoint_slice("b", endpoint("s-3")))
     await listener.wait_for("s-1", "s-2", "s-3")
-
-
-async def test_empty_list_is_reported(api: ApiServer, listener: RecordingListener) -> None:
     await api.lose_everything()
     await listener.wait_for()
 
@@ -230,22 +189,16 @@ async def test_403_names_the_missing_permission(api: ApiServer) -> None:
         await listener.wait_until(lambda: bool(listener.failures))
     assert "403" in listener.failures[0]
     assert "permission to list and watch endpointslices" in listener.failures[0]
-    assert listener.endpoints is None
+    assert listener.updates == []
 
 
 async def test_malformed_list_is_a_failure(
     api: ApiServer, listener: RecordingListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "_list", malformed_list)
+    monkeypatch.setattr(api, "_list", lambda _: web.json_response({"items": ["a", 7]}))
     api.drop()
     await listener.wait_until(lambda: any("invalid response" in why for why in listener.failures))
     assert listener.names == ["s-1", "s-2"]
-
-
-def malformed_list(_: object) -> Any:
-    from aiohttp import web
-
-    return web.json_response({"items": ["a", 7]})
 
 
 async def test_slice_longer_than_a_line_of_aiohttp_is_read(
@@ -283,7 +236,7 @@ async def test_server_certificate_is_verified_with_the_bundle(tmp_path: Path) ->
         async with watching(api, listener, ca_file=bundle):
             await listener.wait_until(lambda: bool(listener.failures))
             assert "certificate" in listener.failures[0].lower()
-            assert listener.endpoints is None
+            assert listener.updates == []
             authority.cert_pem.write_to_path(bundle)  # replaced, as in a rotation
             await listener.wait_for("s-1")
 

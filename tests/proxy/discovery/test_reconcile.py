@@ -46,14 +46,11 @@ def test_equal_update_is_no_change(watched: WatchedPool) -> None:
 
 
 def test_not_ready_and_leaving_members_get_no_requests(watched: WatchedPool) -> None:
-    watched.pool.update(
-        endpoints("s-1") | endpoints("s-2", ready=False) | endpoints("s-3", leaving=True)
-    )
+    """Readiness is ignored if no member is ready."""
+    leaving = endpoints("s-3", leaving=True)
+    watched.pool.update(endpoints("s-1") | endpoints("s-2", ready=False) | leaving)
     assert watched.usable == {"s-1": True, "s-2": False, "s-3": False}
-
-
-def test_readiness_is_ignored_if_no_member_is_ready(watched: WatchedPool) -> None:
-    watched.pool.update(endpoints("s-1", "s-2", ready=False) | endpoints("s-3", leaving=True))
+    watched.pool.update(endpoints("s-1", "s-2", ready=False) | leaving)
     assert watched.usable == {"s-1": True, "s-2": True, "s-3": False}
 
 
@@ -74,19 +71,12 @@ def test_empty_pool_is_logged_once(watched: WatchedPool, caplog: pytest.LogCaptu
     assert [r.message for r in caplog.records] == ["discovery of pool short: no worker found yet"]
 
 
-def test_new_member_ends_the_distrust(watched: WatchedPool) -> None:
+@pytest.mark.parametrize("names", [("s-9",), ("s-1", "s-2")], ids=["new", "returned"])
+def test_members_end_the_distrust(watched: WatchedPool, names: tuple[str, ...]) -> None:
     watched.pool.update(endpoints("s-1", "s-2"))
     watched.pool.update({})
-    watched.pool.update(endpoints("s-9"))
-    assert watched.usable == {"s-9": True}
-    assert not watched.pool.kept
-
-
-def test_returned_members_end_the_distrust(watched: WatchedPool) -> None:
-    watched.pool.update(endpoints("s-1", "s-2"))
-    watched.pool.update({})
-    watched.pool.update(endpoints("s-1", "s-2"))
-    assert watched.usable == {"s-1": True, "s-2": True}
+    watched.pool.update(endpoints(*names))
+    assert watched.usable == dict.fromkeys(names, True)
     assert not watched.pool.kept
 
 

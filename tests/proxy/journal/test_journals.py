@@ -15,6 +15,7 @@ import pytest
 from proxy.app import App
 from proxy.config import load
 from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import Worker
 from proxy.core.learned.resident_prefixes import name_of
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import RequestInfo
@@ -95,100 +96,114 @@ class PublishingEngine:
         self.publisher.close()
 
 
+Engines = list[PublishingEngine]
+
+
 @pytest.fixture
-async def engines() -> AsyncIterator[list[PublishingEngine]]:
+async def engines() -> AsyncIterator[Engines]:
     made = [PublishingEngine(seed) for seed in (1, 2)]
     yield made
     for engine in made:
         engine.close()
 
 
-@pytest.fixture
-def roster() -> Roster:
-    return Roster()
+class Reader:
+    """A fleet, and the journals that its router reads."""
+
+    def __init__(self) -> None:
+        self.roster = Roster()
+        self.prefixes = self.roster.prefixes
+        self.journals = Journals(self.roster, None)
+
+    def add(self, name: str, *endpoints: str) -> Worker:
+        """Add a worker."""
+        return self.roster.add(with_journal(name, *endpoints))
+
+    async def up(self, *names: str) -> None:
+        """Wait until the journals of exactly these workers are read."""
+
+        def are_up() -> bool:
+            self.journals.update(0.0)
+            return {count.worker for count in self.journals.counts() if count.up} == set(names)
+
+        await eventually(are_up)
+
+    async def until_held(self, letters: str, blocks: dict[int, int]) -> None:
+        """Wait until workers hold these numbers of blocks of a prompt."""
+        await eventually(lambda: self.held(letters) == blocks)
+
+    def held(self, letters: str) -> dict[int, int]:
+        return held(self.prefixes, text(*letters))
+
+    def asked(self, letters: str, name: str = "x") -> RequestInfo:
+        """Return a request with a prompt of whole blocks."""
+        body = text(*letters)
+        hashes = self.prefixes.hashes("m", body)
+        return replace(make_ask(prefix=hashes), id=name, prefix_bytes=len(body))
 
 
 @pytest.fixture
-async def journals(roster: Roster) -> AsyncIterator[Journals]:
-    made = Journals(roster, None)
-    yield made
-    made.close()
-    assert list(made.counts()) == []
+async def reader() -> AsyncIterator[Reader]:
+    reader = Reader()
+    yield reader
+    reader.journals.close()
+    assert list(reader.journals.counts()) == []
 
 
 def with_journal(name: str, *endpoints: str) -> WorkerSpec:
     return replace(spec(name), journal=endpoints)
 
 
-async def until_up(journals: Journals, *names: str) -> None:
-    """Wait until the journals of exactly these workers are read."""
-
-    def are_up() -> bool:
-        journals.update(0.0)
-        return {count.worker for count in journals.counts() if count.up} == set(names)
-
-    await eventually(are_up)
-
-
-async def test_each_rank_has_a_replica(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
-) -> None:
-    worker = roster.add(with_journal("a", *(engine.endpoint for engine in engines)))
-    roster.add(spec("b"))
-    await until_up(journals, "a")
+async def test_each_rank_has_a_replica(reader: Reader, engines: Engines) -> None:
+    worker = reader.add("a", *(engine.endpoint for engine in engines))
+    reader.roster.add(spec("b"))
+    await reader.up("a")
     for engine in engines:
         engine.step(20)
-    first, second = journals.replicas_of(worker)
+    first, second = reader.journals.replicas_of(worker)
     for replica, engine in zip((first, second), engines, strict=True):
         await eventually(
             lambda replica=replica, engine=engine: replica_of(replica) == engine.engine.requests()
         )
     known = sum(len(engine.engine.known) for engine in engines)
-    assert list(journals.counts()) == [JournalCount("a", True, 0, 0, known)]
-    assert journals.replicas_of(present(roster.get("b"))) == []
+    assert list(reader.journals.counts()) == [JournalCount("a", True, 0, 0, known)]
+    assert reader.journals.replicas_of(present(reader.roster.get("b"))) == []
 
 
-async def test_a_worker_is_up_only_with_all_ranks(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
-) -> None:
-    roster.add(with_journal("a", engines[0].endpoint, "ipc:///nowhere/journal"))
-    journals.update(0.0)
-    (worker,) = roster
-    await eventually(lambda: journals.replicas_of(worker)[0].exact)
-    assert [count.up for count in journals.counts()] == [False]
+async def test_a_worker_is_up_only_with_all_ranks(reader: Reader, engines: Engines) -> None:
+    reader.add("a", engines[0].endpoint, "ipc:///nowhere/journal")
+    reader.journals.update(0.0)
+    (worker,) = reader.roster
+    await eventually(lambda: reader.journals.replicas_of(worker)[0].exact)
+    assert [count.up for count in reader.journals.counts()] == [False]
 
 
-async def test_journals_follow_the_workers(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
-) -> None:
+async def test_journals_follow_the_workers(reader: Reader, engines: Engines) -> None:
     one, two = (engine.endpoint for engine in engines)
-    roster.add(with_journal("a", one))
-    await until_up(journals, "a")
-    worker = present(roster.get("a"))
-    replica = journals.replicas_of(worker)
-    roster.add(with_journal("b", two))
-    await until_up(journals, "a", "b")
-    assert journals.replicas_of(worker) == replica
-    roster.replace([with_journal("a", two)])
-    await until_up(journals, "a")
-    assert present(roster.get("a")) is worker
-    assert journals.replicas_of(worker) != replica
-    roster.replace([spec("a")])
-    await until_up(journals)
-    assert journals.replicas_of(worker) == []
-    roster.replace([])
-    await until_up(journals)
+    reader.add("a", one)
+    await reader.up("a")
+    worker = present(reader.roster.get("a"))
+    replica = reader.journals.replicas_of(worker)
+    reader.add("b", two)
+    await reader.up("a", "b")
+    assert reader.journals.replicas_of(worker) == replica
+    reader.roster.replace([with_journal("a", two)])
+    await reader.up("a")
+    assert present(reader.roster.get("a")) is worker
+    assert reader.journals.replicas_of(worker) != replica
+    reader.roster.replace([spec("a")])
+    await reader.up()
+    assert reader.journals.replicas_of(worker) == []
+    reader.roster.replace([])
+    await reader.up()
 
 
 async def test_unusable_endpoint_is_logged_and_the_others_are_read(
-    journals: Journals,
-    roster: Roster,
-    engines: list[PublishingEngine],
-    caplog: pytest.LogCaptureFixture,
+    reader: Reader, engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    roster.add(with_journal("a", "udp://127.0.0.1:1"))
-    roster.add(with_journal("b", engines[0].endpoint))
-    await until_up(journals, "b")
+    reader.add("a", "udp://127.0.0.1:1")
+    reader.add("b", engines[0].endpoint)
+    await reader.up("b")
     (error,) = (record.message for record in caplog.records if record.levelname == "ERROR")
     assert error.startswith("worker a: the journal at udp://127.0.0.1:1: ")
 
@@ -220,7 +235,7 @@ def page_of(app: App) -> str:
 
 
 async def test_router_reads_and_reloads_journals(
-    tmp_path: Path, key_file: Path, engines: list[PublishingEngine]
+    tmp_path: Path, key_file: Path, engines: Engines
 ) -> None:
     one, two = engines
     two.publisher.key = KEY.encode()
@@ -262,7 +277,7 @@ async def test_router_reads_and_reloads_journals(
 
 
 async def test_reload_keeps_the_addresses_that_were_chosen_for_a_worker(
-    tmp_path: Path, engines: list[PublishingEngine]
+    tmp_path: Path, engines: Engines
 ) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(
@@ -286,9 +301,7 @@ async def test_reload_keeps_the_addresses_that_were_chosen_for_a_worker(
         await app.stop()
 
 
-async def test_stopped_router_reads_no_journal(
-    tmp_path: Path, engines: list[PublishingEngine]
-) -> None:
+async def test_stopped_router_reads_no_journal(tmp_path: Path, engines: Engines) -> None:
     file = fleet_file(tmp_path, f"[{engines[0].endpoint}, {engines[1].endpoint}]")
     app = App(load(file), file)
     await app.start()
@@ -298,114 +311,106 @@ async def test_stopped_router_reads_no_journal(
     await eventually(lambda: not any(engine.publisher.is_read for engine in engines))
 
 
-def asked(roster: Roster, letters: str, name: str = "x") -> RequestInfo:
-    """Return a request with a prompt of whole blocks."""
-    body = text(*letters)
-    hashes = roster.prefixes.hashes("m", body)
-    return replace(make_ask(prefix=hashes), id=name, prefix_bytes=len(body))
-
-
 async def test_an_engine_that_reports_prefixes_is_followed_by_two_routers(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+    reader: Reader, engines: Engines
 ) -> None:
     engine = engines[0]
-    worker = roster.add(with_journal("a", engine.endpoint))
-    late_roster = Roster()
-    late_worker = late_roster.add(with_journal("a", engine.endpoint))
-    late = Journals(late_roster, None)
-    await until_up(journals, "a")
+    worker = reader.add("a", engine.endpoint)
+    late = Reader()
+    late_worker = late.add("a", engine.endpoint)
+    await reader.up("a")
     assert worker.reports_prefixes
-    ask = asked(roster, "ab")
-    roster.expect_prefix(ask, worker)
+    ask = reader.asked("ab")
+    reader.roster.expect_prefix(ask, worker)
     await eventually(lambda: engine.publisher.names)
     assert engine.publisher.names == [("x", name_of(ask.prefix, ask.prefix_bytes))]
     (name,) = [name for _, name in engine.publisher.names]
     number = engine.arrive("chatcmpl-x-00000001", 256, name)
-    roster.prefixes.stop_expecting(ask.prefix, worker.index)
-    await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
-    await until_up(late, "a")
-    assert held(late_roster.prefixes, text("a", "b")) == {0: 2}
+    reader.prefixes.stop_expecting(ask.prefix, worker.index)
+    await reader.until_held("ab", {0: 2})
+    await late.up("a")
+    assert late.held("ab") == {0: 2}
     engine.evict(number, 128, 256)
-    for each in (roster, late_roster):
-        await eventually(lambda each=each: held(each.prefixes, text("a", "b")) == {0: 1})
-    late.close()
-    assert held(late_roster.prefixes, text("a", "b")) == {}
+    for each in (reader, late):
+        await each.until_held("ab", {0: 1})
+    late.journals.close()
+    assert late.held("ab") == {}
     assert not late_worker.reports_prefixes
 
 
 async def test_own_prefixes_are_known_before_the_engine_reports_their_names(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+    reader: Reader, engines: Engines
 ) -> None:
     engine = engines[0]
-    worker = roster.add(with_journal("a", engine.endpoint))
-    await until_up(journals, "a")
-    own, other = asked(roster, "ab"), asked(roster, "cd", "y")
-    roster.expect_prefix(own, worker)
+    worker = reader.add("a", engine.endpoint)
+    await reader.up("a")
+    own, other = reader.asked("ab"), reader.asked("cd", "y")
+    reader.roster.expect_prefix(own, worker)
     engine.arrive("chatcmpl-y-00000001", 256)
     engine.arrive("chatcmpl-x-00000001", 256)
     for ask in (own, other):
-        roster.prefixes.stop_expecting(ask.prefix, worker.index)
-    await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
-    assert held(roster.prefixes, text("c", "d")) == {}
-    assert {request.name for request in journals.replicas_of(worker)[0].requests.values()} == {b""}
+        reader.prefixes.stop_expecting(ask.prefix, worker.index)
+    await reader.until_held("ab", {0: 2})
+    assert reader.held("cd") == {}
+    assert {
+        request.name for request in reader.journals.replicas_of(worker)[0].requests.values()
+    } == {b""}
 
 
 async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_truth(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+    reader: Reader, engines: Engines
 ) -> None:
     engine = engines[0]
-    worker = roster.add(with_journal("a", engine.endpoint))
-    await until_up(journals, "a")
-    ask = asked(roster, "ab")
+    worker = reader.add("a", engine.endpoint)
+    await reader.up("a")
+    ask = reader.asked("ab")
     name = name_of(ask.prefix, ask.prefix_bytes)
     number = engine.arrive("chatcmpl-x-00000001", 256, name)
-    await eventually(lambda: held(roster.prefixes, text("a", "b")) == {0: 2})
+    await reader.until_held("ab", {0: 2})
     engine.silent = True
     engine.evict(number, 128, 256)
-    journals.update(time.monotonic() + 10.0)
+    reader.journals.update(time.monotonic() + 10.0)
     assert not worker.reports_prefixes
-    assert held(roster.prefixes, text("a", "b")) == {0: 2}
-    roster.prefixes.stop_expecting(ask.prefix, worker.index)
-    assert held(roster.prefixes, text("a", "b")) == {}
+    assert reader.held("ab") == {0: 2}
+    reader.prefixes.stop_expecting(ask.prefix, worker.index)
+    assert reader.held("ab") == {}
     engine.silent = False
 
     def is_read_again() -> bool:
-        journals.update(time.monotonic())
+        reader.journals.update(time.monotonic())
         return worker.reports_prefixes
 
     await eventually(is_read_again)
-    assert held(roster.prefixes, text("a", "b")) == {0: 1}
+    assert reader.held("ab") == {0: 1}
 
 
-async def test_a_request_of_several_prompts_has_no_name(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
-) -> None:
-    worker = roster.add(with_journal("a", engines[0].endpoint))
-    await until_up(journals, "a")
+async def test_a_request_of_several_prompts_has_no_name(reader: Reader, engines: Engines) -> None:
+    worker = reader.add("a", engines[0].endpoint)
+    await reader.up("a")
     for name, prompts in (("two", 2), ("one", 1)):
-        ask = asked(roster, "ab", name)
+        ask = reader.asked("ab", name)
         ask.prompts = prompts
-        roster.expect_prefix(ask, worker)
+        reader.roster.expect_prefix(ask, worker)
     await eventually(lambda: engines[0].publisher.names)
     assert [name for name, _ in engines[0].publisher.names] == ["one"]
 
 
 async def test_tokens_of_a_removed_workers_streams_are_known_until_they_end(
-    journals: Journals, roster: Roster, engines: list[PublishingEngine]
+    reader: Reader, engines: Engines
 ) -> None:
     engine = engines[0]
-    worker = roster.add(with_journal("a", engine.endpoint))
-    await until_up(journals, "a")
+    worker = reader.add("a", engine.endpoint)
+    await reader.up("a")
     worker.requests = 1
-    roster.remove("a")
-    journals.update(time.monotonic())
-    other = roster.add(with_journal("b", engines[1].endpoint))
+    reader.roster.remove("a")
+    reader.journals.update(time.monotonic())
+    other = reader.add("b", engines[1].endpoint)
     assert other.index != worker.index
     number = engine.arrive("chatcmpl-x-00000001", 256, b"")
     engine.write(number, 5)
-    await eventually(lambda: list(journals.stream_tokens(worker, "x") or ()) == [5])
-    assert held(roster.prefixes, text("a", "b")) == {}
+    await eventually(lambda: list(reader.journals.stream_tokens(worker, "x") or ()) == [5])
+    assert reader.held("ab") == {}
     worker.requests = 0
-    roster.pass_to_successor(worker)
-    journals.update(time.monotonic())
-    assert journals.stream_tokens(worker, "x") is None
+    reader.roster.pass_to_successor(worker)
+    reader.journals.update(time.monotonic())
+    assert reader.journals.stream_tokens(worker, "x") is None

@@ -122,11 +122,24 @@ async def test_replica_follows_the_engine(
     assert line.startswith(f"worker a: the journal at {site.publisher.endpoint} is read: ")
 
 
-async def test_unix_socket(tmp_path: Path) -> None:
-    with publishing(f"ipc://{tmp_path}/journal") as publisher, reading(publisher) as site:
+@pytest.mark.parametrize(
+    ("endpoint", "key", "readers_key"),
+    [
+        ("ipc://{}/journal", None, None),
+        ("tcp://127.0.0.1:*", KEY, KEY),
+        ("tcp://127.0.0.1:*", KEY, None),
+    ],
+    ids=["unix socket", "signed", "signed, without a key"],
+)
+async def test_other_sockets_and_signed_messages_are_read(
+    tmp_path: Path, endpoint: str, key: bytes | None, readers_key: bytes | None
+) -> None:
+    endpoint = endpoint.format(tmp_path)
+    with publishing(endpoint, key=key) as publisher, reading(publisher, readers_key) as site:
         await site.connected()
         site.step(5)
         await site.until(lambda: site.is_current)
+        assert site.subscriber.bad_signatures == 0
 
 
 async def test_long_backlog_is_read_in_parts(site: JournalSite) -> None:
@@ -238,21 +251,6 @@ async def test_engine_that_comes_back_on_its_port_is_read_again() -> None:
             await site.until(lambda: site.is_current)
     finally:
         site.close()
-
-
-async def test_signed_messages_are_read() -> None:
-    with publishing(key=KEY) as publisher, reading(publisher, KEY) as site:
-        await site.connected()
-        site.step(5)
-        await site.until(lambda: site.is_current)
-        assert site.subscriber.bad_signatures == 0
-
-
-async def test_reader_without_a_key_reads_signed_messages() -> None:
-    with publishing(key=KEY) as publisher, reading(publisher) as site:
-        await site.connected()
-        site.step()
-        await site.until(lambda: site.is_current)
 
 
 @pytest.mark.parametrize("key", [None, b"another key, with enough bytes"])

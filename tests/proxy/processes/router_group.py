@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import aiohttp
 
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.raw_client import Client, chat, get
+from tests.proxy.wire.raw_client import Client, chat, get, request
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 240.0  # a router takes a minute to start on a machine with 20 busy processes
@@ -50,6 +51,7 @@ class RouterGroup:
         self.more = more  # appended to the fleet file
         self.router = router  # more of its block `router`
         self.write(*workers)
+        self.clients: list[Client] = []
         self.lines: list[str] = []
         self.line_added = threading.Condition()
         command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(self.file)]
@@ -137,20 +139,37 @@ class RouterGroup:
         if self.process.stderr is not None:
             self.process.stderr.close()
 
-    # Clients and operators
+    # Workers, clients and operators
+
+    async def start_workers(self) -> dict[str, FakeWorker]:
+        """Start the workers."""
+        fakes = {name: FakeWorker(name) for name in self.ports}
+        for name, fake in fakes.items():
+            fake.port = self.ports[name]
+            await fake.listen()
+        return fakes
+
+    async def connect(self) -> Client:
+        """Return a new client, which `leave` closes."""
+        self.clients.append(await Client.connect(self.port))
+        return self.clients[-1]
 
     async def connect_to_each(self) -> dict[bytes, Client]:
         """Return a client for every process, by the prefix of its request IDs."""
         found: dict[bytes, Client] = {}
-        give_up = time.monotonic() + DEADLINE_S
-        while len(found) < self.count:
-            assert time.monotonic() < give_up, found
-            client = await Client.connect(self.port)
-            prefix = await id_prefix_of(client)
-            if found.setdefault(prefix, client) is not client:
+
+        async def has_all() -> bool:
+            client = await self.connect()
+            if found.setdefault(await id_prefix_of(client), client) is not client:
                 client.close()
-                await asyncio.sleep(POLL_S)
+            return len(found) == self.count
+
+        await until(has_all)
         return found
+
+    async def one_of_each(self) -> list[Client]:
+        """Return a client for every process."""
+        return [*(await self.connect_to_each()).values()]
 
     async def admin_request(self, path: str, method: str = "GET", **more: Any) -> Any:
         """Send a request to the admin API; return its JSON."""
@@ -172,13 +191,19 @@ class RouterGroup:
             assert time.monotonic() < give_up, found
             await asyncio.sleep(POLL_S)
 
+    async def wait_for_requests(self, count: int) -> None:
+        """Wait until the workers have this number of requests."""
+        await self.wait_until(
+            lambda workers: sum(worker["requests"] for worker in workers.values()) == count
+        )
+
     async def wait_until_up(self) -> None:
         """Wait until every process uses every worker."""
         await self.wait_until(
             lambda workers: all(worker["state"] == "up" for worker in workers.values())
         )
         names = set(await self.workers())
-        for client in (await self.connect_to_each()).values():
+        for client in await self.one_of_each():
             used: set[str] = set()
             give_up = time.monotonic() + DEADLINE_S
             while used != names:
@@ -186,6 +211,22 @@ class RouterGroup:
                 used |= {await worker_of(client)} - {""}
                 await asyncio.sleep(POLL_S)
             client.close()
+
+
+async def until(condition: Callable[[], Awaitable[object]]) -> None:
+    """Wait until a condition holds that only requests show."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+
+async def leave(fakes: dict[str, FakeWorker], *groups: RouterGroup) -> None:
+    """Close all clients of these groups, and stop the workers."""
+    for group in groups:
+        while group.clients:
+            group.clients.pop().close()
+    for fake in fakes.values():
+        await fake.stop()
 
 
 def hold(fakes: dict[str, FakeWorker]) -> asyncio.Event:
@@ -199,15 +240,31 @@ def hold(fakes: dict[str, FakeWorker]) -> asyncio.Event:
 async def worker_of(client: Client) -> str:
     """Send a request; return the name of its worker, or an empty text if there was none."""
     answer = await client.ask(chat("hi", b"X-Explain: 1"))
-    [route] = [value for key, value in answer.headers if key == b"x-route"]
-    return route.split(b";")[0].decode() if answer.status == 200 else ""
+    return answer.one(b"x-route").split(b";")[0].decode() if answer.status == 200 else ""
 
 
 async def id_prefix_of(client: Client) -> bytes:
     """Return the prefix of a process's request IDs."""
     answer = await client.ask(get("/health"))
-    [name] = [value for key, value in answer.headers if key == b"x-request-id"]
-    return name.rpartition(b"-")[0]
+    return answer.one(b"x-request-id").rpartition(b"-")[0]
+
+
+def stored_response(name: str) -> scripts.Script:
+    """Return a worker's script that answers with a response of this ID."""
+    body = {"id": name, "object": "response", "status": "completed"}
+    return scripts.answer(200, json.dumps(body).encode())
+
+
+async def worker_of_response(
+    client: Client, fakes: dict[str, FakeWorker], *headers: bytes, **fields: str
+) -> str:
+    """Send a request to the Responses API; return the name of its worker."""
+    counts = {name: len(fake.served) for name, fake in fakes.items()}
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 5, **fields}
+    data = request(json.dumps(body).encode(), *headers, path="/v1/responses")
+    assert (await client.ask(data)).status == 200
+    [worker] = [name for name, fake in fakes.items() if len(fake.served) > counts[name]]
+    return worker
 
 
 async def samples(client: Client) -> dict[str, float]:

@@ -22,6 +22,7 @@ from proxy.processes.shared import load as sharing_module
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.settings import worker_spec
+from tests.present import present
 from tests.proxy.core.making import spec
 
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
@@ -47,9 +48,7 @@ class Process:
         return worker
 
     def worker(self, name: str) -> Worker:
-        found = self.fleet.roster.get(name)
-        assert found is not None
-        return found
+        return present(self.fleet.roster.get(name))
 
     @property
     def names(self) -> set[str]:
@@ -82,7 +81,8 @@ def test_added_changed_and_removed_workers_are_replicated(pair: tuple[Process, P
     assert send_changes(leader, other)
     assert not send_changes(leader, other)
     assert other.names == {"a", "b"}
-    assert (other.worker("a").up, other.worker("b").up) == (True, False)
+    a = other.worker("a")
+    assert (a.up, other.worker("b").up) == (True, False)
     assert other.sharing.row(other.worker("b")) == leader.sharing.row(leader.worker("b"))
     leader.fleet.health.probe_ok("b", 2.0)
     leader.fleet.roster.drain("a")
@@ -100,6 +100,10 @@ def test_added_changed_and_removed_workers_are_replicated(pair: tuple[Process, P
     assert b.gauges is None
     assert other.worker("a").draining
     assert [worker.name for worker in other.fleet.roster.pool("adapter").all] == ["b"]
+    leader.fleet.roster.replace([spec("a", Role.LONG, 9000, 5), spec("b")])
+    send_changes(leader, other)
+    assert other.worker("a") is a
+    assert (a.role, a.max_model_len, a.max_requests) == (Role.LONG, 9000, 5)
     leader.fleet.roster.drain("a", draining=False)
     leader.fleet.roster.remove("b")
     for _ in range(3):
@@ -124,17 +128,6 @@ def test_wait_for_a_worker_that_never_comes_up_is_equal(pair: tuple[Process, Pro
     leader.fleet.roster.drain("late")
     send_changes(leader, other)
     assert other.fleet.roster.all_listed()
-
-
-def test_changed_spec_is_replicated(pair: tuple[Process, Process]) -> None:
-    leader, other = pair
-    leader.up("a")
-    send_changes(leader, other)
-    before = other.worker("a")
-    leader.fleet.roster.replace([spec("a", Role.LONG, 9000, 5)])
-    send_changes(leader, other)
-    assert other.worker("a") is before
-    assert (before.role, before.max_model_len, before.max_requests) == (Role.LONG, 9000, 5)
 
 
 def test_new_worker_with_an_old_name_is_a_new_worker(pair: tuple[Process, Process]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, leave
 from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.pairs import chat_body, expected, words
@@ -40,18 +40,15 @@ async def handover_group(
 ) -> AsyncIterator[tuple[HandoverGroup, dict[str, FakeWorker], Kv]]:
     """Start the router; wait until the link is ready."""
     group, kv = await asyncio.to_thread(HandoverGroup, tmp_path, [*ROLES]), Kv()
-    fakes = {name: FakeWorker(name) for name in ROLES}
+    fakes = await group.start_workers()
+    for name, fake in fakes.items():
+        fake.always(kv.worker(fake, ROLES[name]))
     try:
-        for name, fake in fakes.items():
-            fake.port = group.ports[name]
-            fake.always(kv.worker(fake, ROLES[name]))
-            await fake.listen()
         await asyncio.to_thread(group.wait_for_line, "transfers from p to d: ready")
         yield group, fakes, kv
     finally:
         await asyncio.to_thread(group.close)
-        for fake in fakes.values():
-            await fake.stop()
+        await leave(fakes, group)
     assert kv.faults == []
     assert kv.held == []
 
@@ -60,7 +57,7 @@ async def test_all_processes_hand_over_and_know_held_blocks(
     handover_group: tuple[HandoverGroup, dict[str, FakeWorker], Kv],
 ) -> None:
     group, fakes, kv = handover_group
-    clients = (await group.connect_to_each()).values()
+    clients = await group.one_of_each()
     for client in clients:  # the processes learn of the link one after the other
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -89,6 +86,4 @@ async def test_all_processes_hand_over_and_know_held_blocks(
     await group.wait_until(
         lambda found: found["p"]["held"] == 0 and found["p"]["state"] == "drained"
     )
-    for client in clients:
-        client.close()
     assert {blocks.end for blocks in kv.pinned} == {"read"}

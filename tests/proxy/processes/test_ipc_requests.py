@@ -59,21 +59,15 @@ async def test_concurrent_questions_are_distinguished() -> None:
     assert (await one, await other) == ({0: "first"}, {0: "second"})
 
 
-async def test_question_ends_when_a_process_is_gone() -> None:
-    questions, children = PendingQuestions(), RecordingChildren(0, 1)
+async def test_question_ends_when_processes_are_gone_or_cannot_answer() -> None:
+    questions, children = PendingQuestions(), RecordingChildren(0, 1, 2)
     asking = await children.start(questions)
-    questions.record_answer(1, children.messages[0][1].number, "here")
     questions.remove_process(0)
-    assert await asking == {1: "here"}
-
-
-async def test_question_ends_when_a_process_cannot_answer() -> None:
-    questions, children = PendingQuestions(), RecordingChildren(0, 1)
-    asking = await children.start(questions)
-    questions.record_no_answer(0, 77)
+    questions.record_no_answer(2, 77)
     questions.record_answer(1, 77, "here")
     assert await asyncio.wait_for(asking, 1.0) == {1: "here"}
-    questions.record_no_answer(0, 77)  # after the end of the question
+    questions.record_no_answer(2, 77)  # after the end of the question
+    assert await asyncio.wait_for(questions.ask(IpcQuestion(78, "page"), []), 1.0) == {}
 
 
 async def test_answer_of_a_dead_process_is_dropped() -> None:
@@ -95,18 +89,13 @@ async def test_late_process_is_left_out_and_logged(
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     questions, children = PendingQuestions(), RecordingChildren(0, 1, 2)
-    number = 77
 
     def answer_in_time(_: Any) -> None:
-        questions.record_answer(1, number, "in time")
+        questions.record_answer(1, 77, "in time")
 
     children.children[1].channel = cast("Any", SimpleNamespace(send=answer_in_time))
     with caplog.at_level(logging.WARNING):
-        found = await questions.ask(IpcQuestion(number, "page", True), children.children)
+        found = await questions.ask(IpcQuestion(77, "page", True), children.children)
     assert found == {1: "in time"}
     assert "no answer from process 0, 2" in caplog.text
-    questions.record_answer(0, number, "too late")  # no effect
-
-
-async def test_question_to_no_process_returns_at_once() -> None:
-    assert await PendingQuestions().ask(IpcQuestion(1, "page"), []) == {}
+    questions.record_answer(0, 77, "too late")  # no effect

@@ -25,27 +25,24 @@ def summed(totals: MetricsTotals, found: dict[int, str], number: int = 0) -> dic
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
 
-def test_totals_show_processes_and_restarts() -> None:
-    found = summed(MetricsTotals(), {0: page({"a": 1}, 1, 1)})
-    assert float(found["proxy_processes"]) == 2
-    assert float(found["proxy_process_restarts_total"]) == 4
+def counts_of(found: dict[str, str], what: str) -> list[float]:
+    """Return the request counts of series with a text."""
+    return [
+        float(n) for series, n in found.items() if "requests_total" in series and what in series
+    ]
 
 
-def test_late_process_counts_with_its_last_page() -> None:
+def test_late_process_counts_with_its_last_page_and_a_dead_one_without_gauges() -> None:
     totals = MetricsTotals()
     summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
     found = summed(totals, {0: page({"a": 5}, 1, 1)})
-    assert float(found['proxy_requests_total{worker="a"}']) == 7
+    assert counts_of(found, '"a"') == [7]
     assert float(found["proxy_client_connections"]) == 3
-
-
-def test_dead_process_keeps_counts_but_no_gauges() -> None:
-    totals = MetricsTotals()
-    summed(totals, {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)})
     totals.keep_counters(1)
-    found = summed(totals, {0: page({"a": 1}, 1, 1)})
-    assert float(found['proxy_requests_total{worker="a"}']) == 3
+    found = summed(totals, {0: page({"a": 5}, 1, 1)})
+    assert counts_of(found, '"a"') == [7]
     assert float(found["proxy_client_connections"]) == 1
+    assert (found["proxy_processes"], found["proxy_process_restarts_total"]) == ("2", "4")
 
 
 def process(*workers: str) -> Metrics:
@@ -62,20 +59,15 @@ def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     counts.handovers.count_barred(worker, "any")
 
 
-def page_of(counts: Metrics) -> str:
-    """Write its page."""
-    return scraped(counts)
-
-
 def test_series_of_removed_workers_end_with_dead_processes() -> None:
     totals, before = MetricsTotals(), process("pod-1")
     for worker in ("pod-1", "none", "other"):
         serve(before, worker)
-    summed(totals, {0: page_of(before), 1: page_of(process("pod-1"))})
+    summed(totals, {0: scraped(before), 1: scraped(process("pod-1"))})
     totals.keep_counters(0)
-    before_removal = summed(totals, {1: page_of(process("pod-1"))})
+    before_removal = summed(totals, {1: scraped(process("pod-1"))})
     assert sum("pod-1" in series for series in before_removal) > 10
-    gone = summed(totals, {1: page_of(process("pod-2"))})
+    gone = summed(totals, {1: scraped(process("pod-2"))})
     assert not [series for series in gone if "pod-1" in series]
     for name in ('worker="none"', 'worker="other"'):
         kept = [series for series in gone if name in series]
@@ -89,52 +81,35 @@ def test_counts_of_a_dead_process_stay_while_another_shows_the_worker() -> None:
     totals, dead, alive = MetricsTotals(), process("pod-1"), process("pod-1")
     serve(dead, "pod-1", 100)
     serve(alive, "pod-1", 50)
-    summed(totals, {0: page_of(dead), 1: page_of(alive)})
+    summed(totals, {0: scraped(dead), 1: scraped(alive)})
     totals.keep_counters(0)
     alive.router.fleet.roster.remove("pod-1")
     alive.router.fleet.roster.add(spec("pod-2"))
-    found = summed(totals, {1: page_of(alive)})
-    counts = [float(n) for s, n in found.items() if "requests_total" in s and "pod-1" in s]
-    assert counts == [150]
+    assert counts_of(summed(totals, {1: scraped(alive)}), "pod-1") == [150]
 
 
-def test_counts_stay_while_no_process_lists_workers() -> None:
+@pytest.mark.parametrize("late", [(), ("listed", "pod-1")])
+def test_counts_stay_while_the_worker_may_be_listed(late: tuple[str, ...]) -> None:
+    """No process lists workers, or one that is late lists this one."""
     totals, dead = MetricsTotals(), process("pod-1")
     serve(dead, "pod-1")
-    summed(totals, {0: page_of(dead)})
-    totals.keep_counters(0)
-    summed(totals, {})
-    summed(totals, {0: page_of(process())})
-    found = summed(totals, {0: page_of(process("pod-1"))})
-    assert sum("pod-1" in series for series in found) > 10
-
-
-def test_counts_stay_while_a_late_process_lists_the_worker() -> None:
-    totals, dead = MetricsTotals(), process("pod-1")
-    serve(dead, "pod-1")
-    old = page_of(process("listed", "pod-1"))
-    summed(totals, {0: page_of(dead), 1: old})
+    summed(totals, {0: scraped(dead)} | ({1: scraped(process(*late))} if late else {}))
     totals.keep_counters(0)
     for _ in range(2):
-        found = summed(totals, {0: page_of(process("listed"))})
-        assert sum("pod-1" in series for series in found) > 10
+        found = summed(totals, {0: scraped(process(*late[:1]))})
+    if not late:
+        found = summed(totals, {0: scraped(process("pod-1"))})
+    assert sum("pod-1" in series for series in found) > 10
 
 
 def test_worker_name_with_quotes_is_recognised() -> None:
     name, totals = 'a,worker="b"\\', MetricsTotals()
     dead = process(name)
     serve(dead, name)
-    summed(totals, {0: page_of(dead)})
+    summed(totals, {0: scraped(dead)})
     totals.keep_counters(0)
-    found = summed(totals, {0: page_of(process(name))})
+    found = summed(totals, {0: scraped(process(name))})
     assert any("requests_total" in series for series in found if "a,worker" in series)
-
-
-def counts_of(found: dict[str, str], what: str) -> list[float]:
-    """Return the request counts of series with a text."""
-    return [
-        float(n) for series, n in found.items() if "requests_total" in series and what in series
-    ]
 
 
 A_100 = page({"a": 100, "b": 1}, 1, 1)
@@ -172,9 +147,12 @@ def test_series_ends_when_the_last_process_drops_it(at_once: bool) -> None:
     assert (counts_of(found, '"m"'), counts_of(found, '"n"')) == ([], [14])
 
 
-def test_series_restarted_between_two_pages_does_not_fall() -> None:
+@pytest.mark.parametrize("between", [None, NO_A], ids=["at once", "after a page without it"])
+def test_restarted_series_does_not_fall(between: str | None) -> None:
     totals = MetricsTotals()
     summed(totals, {0: A_100, 1: A_50})
+    if between is not None:
+        summed(totals, {0: between, 1: A_50})
     assert counts_of(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
     assert counts_of(summed(totals, {0: page({"a": 3}, 1, 1), 1: A_51}), '"a"') == [154]
     assert counts_of(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
@@ -203,10 +181,3 @@ def test_overtaken_answer_is_ignored() -> None:
     assert counts_of(summed(totals, {0: NO_A, 1: A_50}, second), '"a"') == [150]
     assert counts_of(summed(totals, {0: A_100, 1: A_50}, first), '"a"') == [150]
     assert counts_of(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
-
-
-def test_returned_worker_continues_from_the_sum() -> None:
-    totals = MetricsTotals()
-    summed(totals, {0: A_100, 1: A_50})
-    summed(totals, {0: NO_A, 1: A_50})
-    assert counts_of(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]

@@ -24,19 +24,25 @@ def ports() -> Iterator[Ports]:
     ports.close()
 
 
-async def test_processes_share_the_port(ports: Ports) -> None:
-    await ports.reserve(config())
+def listen(ports: Ports) -> socket.socket:
+    """Listen as a process does."""
     ((family, address),) = ports.addresses
-    assert address == ("127.0.0.1", ports.port)
-    listening = []
-    for _ in range(2):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listening.append(listener)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen()
-    for listener in listening:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind(address)
+    listener.listen()
+    return listener
+
+
+async def test_processes_share_the_port_until_it_is_released(ports: Ports) -> None:
+    await ports.reserve(config())
+    assert ports.addresses[0][1] == ("127.0.0.1", ports.port)
+    for listener in [listen(ports) for _ in range(2)]:
         listener.close()
+    port, admin = ports.port, ports.admin_port
+    ports.close()
+    for number in (port, admin):
+        socket.create_server(("127.0.0.1", number)).close()
 
 
 async def test_address_families_share_a_port(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,20 +62,8 @@ async def test_address_families_share_a_port(ports: Ports, monkeypatch: pytest.M
 
 async def test_port_of_another_router_is_not_shared(ports: Ports) -> None:
     await ports.reserve(config())
-    ((family, address),) = ports.addresses
-    with socket.socket(family, socket.SOCK_STREAM) as serving:
-        serving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        serving.bind(address)
-        serving.listen()
+    with listen(ports):
         other = Ports()
         with pytest.raises(OSError, match=f"127.0.0.1 port {ports.port}"):
             await other.reserve(config(port=ports.port))
         other.close()
-
-
-async def test_released_ports_can_be_bound(ports: Ports) -> None:
-    await ports.reserve(config())
-    admin = ports.admin_port
-    ports.close()
-    socket.create_server(("127.0.0.1", admin)).close()
-    socket.create_server(("127.0.0.1", ports.port)).close()

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -34,20 +35,17 @@ from tests.proxy.wire.site import eventually
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
 
 
-class RecordingChannel:
-    """Records messages to the supervisor."""
-
-    def __init__(self) -> None:
-        self.sent: asyncio.Queue[Message] = asyncio.Queue()
-        self.send = self.sent.put_nowait
+def make_server(channel: object) -> ServerProcess:
+    """Return the process of a router of one."""
+    keys = SecretKeys.read(CONFIG, "fleet.yaml")
+    begin = Begin(1, CONFIG, CONFIG, keys, None, load, ())
+    return ServerProcess(begin, 0, SharedTable.make(1).fd, cast("Channel", channel))
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[ServerProcess]:
-    table = SharedTable.make(1)
-    keys = SecretKeys.read(CONFIG, "fleet.yaml")
-    begin = Begin(1, CONFIG, CONFIG, keys, None, load, ())
-    server = ServerProcess(begin, 0, table.fd, cast("Channel", RecordingChannel()))
+    """Return a process; its log takes the handlers over before a test starts."""
+    server = make_server(SimpleNamespace(send=lambda _: None))
     yield server
     server.app.logs.close()
 
@@ -75,7 +73,8 @@ async def test_failed_question_does_not_end_the_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sent = cast("RecordingChannel", server._channel).sent
+    sent: asyncio.Queue[Message] = asyncio.Queue()
+    server._channel = cast("Channel", SimpleNamespace(send=sent.put_nowait))
 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -100,12 +99,11 @@ async def test_failed_question_does_not_end_the_process(
 
 async def test_unpicklable_answer_does_not_end_the_process() -> None:
     """Only the write finds it."""
-    table, keys = SharedTable.make(1), SecretKeys.read(CONFIG, "fleet.yaml")
     ours, theirs = socket.socketpair()
     received: asyncio.Queue[Message] = asyncio.Queue()
     there = await Channel.open(ours, received.put_nowait, ignore_end)
     here = await Channel.open(theirs, ignore, ignore_end)
-    server = ServerProcess(Begin(1, CONFIG, CONFIG, keys, None, load, ()), 0, table.fd, here)
+    server = make_server(here)
     recent = server.app.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(ask(), None, finished())

@@ -19,25 +19,25 @@ def config(processes: int | str) -> FleetConfig:
     return parse(text, "fleet.yaml")
 
 
-@pytest.mark.parametrize(("cpus", "wanted"), [(1, 1), (6, 6), (48, 8)])
-def test_auto_is_one_process_per_processor(
-    cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cpus", "quota", "wanted"),
+    [
+        (1, None, 1),
+        (6, None, 6),
+        (48, None, 8),
+        (6, "max 100000", 6),
+        (6, "250000 100000", 2),
+        (6, "50000 100000", 1),
+        (6, "9900000 100000", 6),
+        (6, "?", 6),
+    ],
+)
+def test_auto_is_one_process_per_processor_within_the_quota(
+    cpus: int, quota: str | None, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-    monkeypatch.setattr(size, "CPU_QUOTA_FILE", Path("/none"))
+    monkeypatch.setattr(size, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert process_count(config("auto")) == wanted
     assert process_count(config(3)) == 3
-
-
-@pytest.mark.parametrize(
-    ("quota", "wanted"),
-    [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 6), ("?", 6)],
-)
-def test_auto_respects_the_cpu_quota(
-    quota: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setattr(size, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
-    assert process_count(config("auto")) == 6
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert process_count(config("auto")) == wanted

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,43 +41,53 @@ if TYPE_CHECKING:
 DEADLINE_S = 240.0
 
 
-def config(processes: int | str = 2, port: int = 0) -> FleetConfig:
+def config(processes: int = 2, port: int = 0, more: str = "") -> FleetConfig:
     """Return a config with this number of processes."""
     return parse(
         "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
-        f"router: {{port: {port}, admin: {{port: 0}}, processes: {processes}}}\n",
+        f"router: {{{more}port: {port}, admin: {{port: 0}}, processes: {processes}}}\n",
         "fleet.yaml",
     )
 
 
+@asynccontextmanager
+async def running(
+    settings: FleetConfig, *, first_question: object = None
+) -> AsyncIterator[Supervisor]:
+    """Run a supervisor within the block; its processes get this question first."""
+    supervisor = Supervisor(settings, None)
+    if first_question is not None:
+        supervisor._logs = IpcQuestion(1, "logs", first_question)
+    await supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop()
+    assert supervisor.pids == []
+
+
+def script_of(folder: Path, command: str) -> str:
+    """Write a program that runs instead of Python."""
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\n{command}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
 async def test_hung_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes' first message is invalid, which ends none of them."""
     monkeypatch.setattr(watchdog, "HANG_S", 2.0)
     monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.1)
     monkeypatch.setattr(ipc_requests, "ANSWER_S", 1.0)
-    supervisor = Supervisor(config(), None)
-    await supervisor.start()
-    try:
+    async with running(config(), first_question="not valid") as supervisor:
         pids = supervisor.pids
+        assert (len(pids), supervisor.restarts) == (2, 0)
         os.kill(pids[0], signal.SIGSTOP)
         # Questions do not wait for its answers.
         assert set(await supervisor.gather(IpcQuestion(1, "page"))) == {1}
         await eventually(lambda: supervisor.restarts == 1, within=DEADLINE_S)
         await eventually(lambda: len(supervisor.pids) == 2, within=DEADLINE_S)
         assert pids[0] not in supervisor.pids
-    finally:
-        await supervisor.stop()
-    assert supervisor.pids == []
-
-
-async def test_invalid_first_message_does_not_end_the_process() -> None:
-    supervisor = Supervisor(config(1), None)
-    supervisor._logs = IpcQuestion(1, "logs", "not valid")
-    await supervisor.start()
-    try:
-        assert (len(supervisor.pids), supervisor.restarts) == (1, 0)
-        assert set(await supervisor.gather(IpcQuestion(2, "page"))) == {0}
-    finally:
-        await supervisor.stop()
 
 
 async def test_new_process_gets_log_settings_until_a_reload() -> None:
@@ -127,40 +139,10 @@ async def test_process_killed_during_the_start_is_replaced(monkeypatch: pytest.M
         await supervisor.stop()
 
 
-async def test_process_that_never_serves_is_killed_and_restarted(
+async def test_failed_restarts_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nexec sleep 1000\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.05)
-    supervisor = Supervisor(config(1), None)
-    await supervisor.start()
-    try:
-        with monkeypatch.context() as stuck, caplog.at_level(logging.ERROR):
-            stuck.setattr(watchdog, "START_TIMEOUT_S", 0.2)
-            stuck.setattr(module.sys, "executable", str(script))
-            os.kill(supervisor.pids[0], signal.SIGKILL)
-            await eventually(lambda: supervisor.restarts == 3, within=DEADLINE_S)
-        assert len(re.findall(r"does not serve after \d+ s; killing it", caplog.text)) >= 2
-        for pause_s in (0.05, 0.1, 0.2):
-            assert f"restarting in {pause_s} s" in caplog.text
-        monkeypatch.setattr(
-            watchdog, "START_TIMEOUT_S", DEADLINE_S / 3
-        )  # for a process started meanwhile
-        children = supervisor._children.values
-        await eventually(
-            lambda: [child.serving for child in children()] == [True], within=DEADLINE_S
-        )
-    finally:
-        await supervisor.stop()
-    assert supervisor.pids == []
-
-
-async def test_failed_restart_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    """Of processes that cannot start, and of those that never serve."""
     start_process, failures = asyncio.create_subprocess_exec, 0
 
     async def fail_twice(*args: Any, **named: Any) -> asyncio.subprocess.Process:
@@ -170,18 +152,25 @@ async def test_failed_restart_is_repeated(
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return await start_process(*args, **named)
 
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.05)
-    supervisor = Supervisor(config(1), None)
-    await supervisor.start()
-    try:
+    async with running(config(1)) as supervisor:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", fail_twice)
-        with caplog.at_level(logging.ERROR):
+        with monkeypatch.context() as stuck, caplog.at_level(logging.ERROR):
+            stuck.setattr(watchdog, "START_TIMEOUT_S", 0.2)
+            stuck.setattr(module.sys, "executable", script_of(tmp_path, "exec sleep 1000"))
             os.kill(supervisor.pids[0], signal.SIGKILL)
-            await eventually(lambda: failures == 2, within=DEADLINE_S)
-            await eventually(lambda: len(supervisor.pids) == 1, within=DEADLINE_S)
-        assert caplog.text.count("cannot start: [Errno 11]") == 2
-    finally:
-        await supervisor.stop()
+            await eventually(lambda: supervisor.restarts == 3, within=DEADLINE_S)
+        assert caplog.text.count("cannot start: [Errno 11]") == failures == 2
+        assert len(re.findall(r"does not serve after \d+ s; killing it", caplog.text)) >= 2
+        pauses = re.findall(r"(restarting|again) in (\S+) s", caplog.text)
+        assert [pause_s for _, pause_s in pauses] == ["0.05", "0.1", "0.2", "0.4", "0.8"]
+        # For a process started meanwhile.
+        monkeypatch.setattr(watchdog, "START_TIMEOUT_S", DEADLINE_S / 3)
+        children = supervisor._children.values
+        await eventually(
+            lambda: [child.serving for child in children()] == [True], within=DEADLINE_S
+        )
 
 
 async def test_failed_first_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,14 +265,7 @@ async def test_start_waits_for_occupied_ports(
 
 async def test_impossible_address_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bind, "MAX_WAIT_S", 2 * DEADLINE_S)
-    supervisor = Supervisor(
-        parse(
-            "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
-            "router: {host: 192.0.2.1, allow_anonymous: true, admin: {port: 0}, processes: 2}\n",
-            "fleet.yaml",
-        ),
-        None,
-    )
+    supervisor = Supervisor(config(more="host: 192.0.2.1, allow_anonymous: true, "), None)
     with pytest.raises(ProxyError, match="choose another host or port"):
         async with asyncio.timeout(DEADLINE_S):
             await supervisor.start()
@@ -292,9 +274,6 @@ async def test_impossible_address_raises_at_once(monkeypatch: pytest.MonkeyPatch
 async def test_processes_that_end_at_once_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nexit 3\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(module.sys, "executable", str(script))
+    monkeypatch.setattr(module.sys, "executable", script_of(tmp_path, "exit 3"))
     with pytest.raises(ProxyError, match="before it served"):
         await supervise(config())

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
+import os
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import httpx
 import pytest
 from cryptography import x509
 
-from proxy.config import FleetConfig, load, parse
+from proxy.config import FleetConfig, TlsConfig, load, parse
 from proxy.processes.channel import Channel
 from proxy.processes.ipc_messages import Begin, ConfigReloaded
 from proxy.processes.server_process import ServerProcess
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.secrets import SecretKeys
+from tests.present import present
 from tests.proxy.certificates import Authority
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, id_prefix_of
+from tests.proxy.processes.router_group import RouterGroup, id_prefix_of, until
 from tests.proxy.wire.raw_client import Client
 
+KEY = "an-admin-key-of-many-letters"
 WORKERS = "workers: [{name: a, url: 'http://127.0.0.1:1'}]\n"
 
 
@@ -34,37 +37,47 @@ class TlsGroup(RouterGroup):
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder / "certificates")
         self.files = self.authority.port("router")
-        super().__init__(folder, ["a"])
+        super().__init__(folder, ["a"], router=f", tls: {paths_of(self.files)}")
 
     def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
-        """Write the fleet file."""
+        """Write the fleet file; the admin API has TLS and a key too."""
         super().write(*workers, routing=routing)
-        paths = {"cert_file": str(self.files.cert_file), "key_file": str(self.files.key_file)}
-        text = self.file.read_text().replace("router: {", f"router: {{tls: {json.dumps(paths)}, ")
-        self.file.write_text(text)
+        key_file = self.file.with_name("admin.key")
+        key_file.write_text(KEY)
+        admin = f"admin: {{tls: {paths_of(self.files)}, key_file: '{key_file}', "
+        self.file.write_text(self.file.read_text().replace("admin: {", admin))
+
+    async def admin_statuses(self) -> list[int]:
+        """Return the statuses of the admin API with and without its key."""
+        async with httpx.AsyncClient(verify=self.authority.client()) as client:
+            url = f"{self.admin}/admin/workers"
+            keys: list[dict[str, str]] = [{"Authorization": f"Bearer {KEY}"}, {}]
+            return [(await client.get(url, headers=headers)).status_code for headers in keys]
 
     def serial(self) -> int:
         """Return the serial number of the certificate file."""
         return x509.load_pem_x509_certificate(self.files.cert_file.read_bytes()).serial_number
 
-    async def serials(self) -> dict[bytes, int]:
-        """Return the serial number of each process's certificate."""
-        found: dict[bytes, int] = {}
-        give_up = time.monotonic() + DEADLINE_S
-        while len(found) < self.count:
-            assert time.monotonic() < give_up, found
-            client = await Client.connect(self.port, tls=self.authority.client())
-            files = client.writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
-            found[await id_prefix_of(client)] = int(files, 16)
-            client.close()
-        return found
-
     async def wait_for_serial(self, serial: int) -> None:
-        """Wait until every process has this certificate."""
-        give_up = time.monotonic() + DEADLINE_S
-        while set((found := await self.serials()).values()) != {serial}:
-            assert time.monotonic() < give_up, found
-            await asyncio.sleep(0.02)
+        """Wait until every process has the certificate of this serial number."""
+        found: dict[bytes, int] = {}
+
+        async def all_have() -> bool:
+            try:
+                client = await Client.connect(self.port, tls=self.authority.client())
+            except ConnectionError:
+                return False
+            peer = client.writer.get_extra_info("ssl_object").getpeercert()
+            found[await id_prefix_of(client)] = int(peer["serialNumber"], 16)
+            client.close()
+            return len(found) == self.count and set(found.values()) == {serial}
+
+        await until(all_have)
+
+
+def paths_of(files: TlsConfig) -> str:
+    """Return a port's certificate and key as in a fleet file."""
+    return json.dumps({"cert_file": str(files.cert_file), "key_file": str(files.key_file)})
 
 
 @pytest.fixture
@@ -90,46 +103,41 @@ async def test_all_processes_use_a_renewed_certificate_and_none_a_bad_one(group:
     assert group.serial() != first
     assert await id_prefix_of(kept)
     kept.close()
+    for pid in group.pids.values():  # new processes replace them
+        os.kill(pid, signal.SIGKILL)
+    group.wait_for_line("exited (signal 9)", 2)
+    await group.wait_for_serial(group.serial())
+    assert await group.admin_statuses() == [200, 401]
 
 
-def config_of(authority: Authority, name: str, key: str) -> FleetConfig:
-    """Return a config with certificates and a tenant's key."""
-    files = authority.port(name)
-    files = json.dumps({"cert_file": str(files.cert_file), "key_file": str(files.key_file)})
+def config_of(authority: Authority, name: str, key: str) -> tuple[FleetConfig, SecretKeys]:
+    """Return a config with certificates and a tenant's key, and its keys."""
+    tls = paths_of(authority.port(name))
     tenants = f"tenants: [{{name: t, key_hashes: ['sha256:{key * 64}']}}]\n"
-    return parse(f"model: m\n{WORKERS}{tenants}router: {{tls: {files}}}\n", "fleet.yaml")
+    config = parse(f"model: m\n{WORKERS}{tenants}router: {{tls: {tls}}}\n", "fleet.yaml")
+    return config, SecretKeys.read(config, "fleet.yaml")
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-@pytest.fixture
-async def follower(authority: Authority) -> AsyncIterator[ServerProcess]:
-    config, table = config_of(authority, "first", "1"), SharedTable.make(2)
-    begin = Begin(2, config, config, SecretKeys.read(config, "fleet.yaml"), None, load, ())
-
-    class IgnoringChannel:
-        """Ignores messages."""
-
-        def send(self, message: object) -> None: ...
-
-    server = ServerProcess(begin, 1, table.fd, cast("Channel", IgnoringChannel()))
+async def follower(tmp_path: Path) -> AsyncIterator[ServerProcess]:
+    """Return a process; its log takes the handlers over before a test starts."""
+    config, keys = config_of(Authority(tmp_path), "first", "1")
+    channel = cast("Channel", SimpleNamespace(send=lambda _: None))
+    begin = Begin(2, config, config, keys, None, load, ())
+    server = ServerProcess(begin, 1, SharedTable.make(2).fd, channel)
     yield server
     server.app.logs.close()
 
 
 async def test_reload_with_a_bad_certificate_applies_the_rest(
-    follower: ServerProcess, authority: Authority, caplog: pytest.LogCaptureFixture
+    follower: ServerProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_of(authority, "second", "2")
-    tls = config.router.tls
-    assert tls is not None
-    tls.key_file.write_text("half a k")
+    config, keys = config_of(Authority(tmp_path / "next"), "second", "2")
+    key_file = present(config.router.tls).key_file
+    key_file.write_text("half a k")
     with caplog.at_level(logging.WARNING):
-        follower.handle(ConfigReloaded(config, SecretKeys.read(config, "fleet.yaml")))
+        follower.handle(ConfigReloaded(config, keys))
     assert follower.app.config is config
-    assert follower.app._keys.tenants == SecretKeys.read(config, "fleet.yaml").tenants
-    assert f"router.tls.key_file: {str(tls.key_file)!r}: has no private key" in caplog.text
+    assert follower.app._keys.tenants == keys.tenants
+    assert f"router.tls.key_file: {str(key_file)!r}: has no private key" in caplog.text
     assert "the previous certificate stays" in caplog.text

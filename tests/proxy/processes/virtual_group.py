@@ -46,6 +46,13 @@ class VirtualGroup:
     def make_tables(self, size: int) -> list[SharedTable]:
         return [SharedTable.make(size)]
 
+    def clock(self) -> float:
+        return self.now
+
+    def run_later(self, callback: Callable[[], None]) -> None:
+        """Run a callback at the end of the turn."""
+        self.callbacks.append(callback)
+
     def place_of(self, index: int) -> tuple[SharedTable, int]:
         """Return the table of a router, and its process index there."""
         return self.tables[0], index
@@ -64,7 +71,7 @@ class VirtualGroup:
         router = self.routers[index]
         fleet = router.fleet
         table, process = self.place_of(index)
-        sharing = SharedLoad(table, process, fleet, lambda: self.now, self.callbacks.append)
+        sharing = SharedLoad(table, process, fleet, self.clock, self.run_later)
         self.lives += 1
         sharing.sheet.write_count(LIFE, self.lives)
         queues = self.queues[index] = SharedQueues(router.queue, sharing)
@@ -129,9 +136,6 @@ class HostGroup(VirtualGroup):
     def place_of(self, index: int) -> tuple[SharedTable, int]:
         return self.tables[index], 0
 
-    def clock(self) -> float:
-        return self.now
-
     def crash(self, index: int) -> None:
         super().crash(index)
         self.replications[index].process_ended(0)
@@ -170,7 +174,7 @@ class HostGroup(VirtualGroup):
                 for row, spec in enumerate(self.specs)
             )  # fmt: skip
             for table in self.tables:
-                host = Replication(table, nullcontext, send=lambda _: None, clock=lambda: self.now)
+                host = Replication(table, nullcontext, send=lambda _: None, clock=self.clock)
                 host.report(WorkersChanged(known))
                 host.connected = True
                 self.replications.append(host)

@@ -77,13 +77,6 @@ def test_thinking_budget_is_removed_from_unmarked_prefill_legs(
     assert make(connector).is_marked == (connector in MARKED_CONNECTORS)
 
 
-@pytest.mark.parametrize("connector", NAMES)
-def test_is_marked_equals_do_remote_decode(connector: str) -> None:
-    leg = prefill("messages", b'{"messages":[],"max_tokens":9}', connector=connector)
-    marked = (leg.get("kv_transfer_params") or {}).get("do_remote_decode", False)
-    assert marked == make(connector).is_marked
-
-
 def test_decode_leg_is_the_clients_body_with_parameters() -> None:
     nixl = make("nixl")
     leg = decode_body(nixl, PAIR, PrefillResult(b'{"do_remote_prefill":true}'), ask(100), BODY)

@@ -53,15 +53,6 @@ def test_cached_tokens_of_an_older_worker_come_from_usage() -> None:
     assert taken.cached_tokens == 128
 
 
-REQUIRED = "remote_engine_id", "remote_request_id", "remote_host", "remote_port"
-
-
-@pytest.mark.parametrize("name", REQUIRED)
-def test_missing_parameter_means_no_transfer(name: str) -> None:
-    incomplete = {key: value for key, value in PREFILL_PARAMS.items() if key != name}
-    assert nixl.take(PAIR, {"kv_transfer_params": incomplete}).params is None
-
-
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_missing_tp_size_means_no_push(mode: str) -> None:
     """VLLM reads `kv_transfer_params.get("tp_size", 1)`; in push mode its engine would die."""
@@ -71,26 +62,33 @@ def test_missing_tp_size_means_no_push(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "answer",
     [
-        {"remote_block_ids": []},
-        {"remote_block_ids": [[]]},
-        {"remote_block_ids": None},
-        {"do_remote_prefill": False},
-        {"tp_size": None},
-        {"remote_engine_id": None},
+        {},
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": 7},
+        *(
+            {"kv_transfer_params": {k: v for k, v in PREFILL_PARAMS.items() if k != missing}}
+            for missing in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+        ),
+        *(
+            {"kv_transfer_params": PREFILL_PARAMS | wrong}
+            for wrong in (
+                {"remote_block_ids": []},
+                {"remote_block_ids": [[]]},
+                {"remote_block_ids": None},
+                {"do_remote_prefill": False},
+                {"tp_size": None},
+                {"remote_engine_id": None},
+            )
+        ),
     ],
 )
-def test_invalid_parameters_are_not_passed_on(wrong: dict[str, Any]) -> None:
-    taken = nixl.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS | wrong})
+def test_invalid_parameters_are_not_passed_on(answer: dict[str, Any]) -> None:
+    taken = nixl.take(PAIR, answer)
     assert taken.params is None
     assert nixl.decode(PAIR, taken) == {}
     assert nixl.release(taken) is None
-
-
-@pytest.mark.parametrize("answer", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": 7}])
-def test_response_without_parameters_means_no_transfer(answer: dict[str, Any]) -> None:
-    assert nixl.take(PAIR, answer).params is None
 
 
 def test_unfetched_blocks_are_released_by_an_invalid_request() -> None:

@@ -10,7 +10,7 @@ import resource
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,14 @@ from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.types import DiskError, File, Status, StoreFullError
 from tests.present import present
+from tests.proxy.batches.conftest import OpenHarness
 from tests.proxy.batches.harness import CHAT, BatchHarness, lines
 from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, result
 from tests.proxy.batches.test_api import form, post
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import Answer, get, request
+from tests.proxy.wire.raw_client import get, request
 from tests.proxy.wire.site import eventually
 
-Ask = Callable[[], Awaitable[Answer]]
 # SQLite's error (code, message), the status for clients, and the remedy in the log.
 FULL = (sqlite3.SQLITE_FULL, "database or disk is full")
 ERRORS = {
@@ -109,6 +108,11 @@ async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> B
     return harness
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
+
+
 def lock_of(harness: BatchHarness) -> FolderLock:
     """Return the lock of a router's folder."""
     backend = harness.batches.keeper._open_store().backend
@@ -130,54 +134,44 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     ]
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-async def test_failed_write_returns_an_openai_error_and_is_logged(
-    failing_disk: FailingDisk,
-    failing_harness: BatchHarness,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
+async def test_failed_writes_return_openai_errors_and_are_logged(
+    failing_disk: FailingDisk, failing_harness: BatchHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness, site = failing_harness, failing_harness.site
-    code, message, status, remedy = ERRORS[kind]
     site.fake.always(scripts.stall)
-    batch = await harness.begin(lines(1))
-    spare, other = [await harness.upload(lines(1)) for _ in range(2)]
+    spare = await harness.upload(lines(1))
     body = {"input_file_id": spare, "endpoint": CHAT, "completion_window": "24h"}
-    await site.fake.got(1)
-    for data in (
-        form(content=b"{}"),
-        post("/v1/batches", body),
-        post(f"/v1/batches/{batch.id}/cancel", {}),
-        delete(other),
-    ):
-        for word in ("BEGIN", "COMMIT", "INSERT", "UPDATE", "DELETE"):
-            caplog.clear()
-            with failing_disk.fail(sqlite_error(code, message), word):
-                answer = await site.ask(data)
-            if answer.status == 200:  # the request has no such statement
-                assert word not in {"BEGIN", "COMMIT"}
-                break
-            assert answer.status == status, (data, word)
-            named = "insufficient_storage" if status == 507 else "storage_unavailable"
-            assert answer.error()["code"] == named
-            assert len(answer.all(b"retry-after")) == (status == 503)
-            records = [record for record in warnings_of(caplog) if "refused" in record.getMessage()]
-            assert len(records) == 1
-            assert records[0].exc_info is None
-            for part in (str(harness.path), "router.batches.path", remedy):
-                assert part in records[0].getMessage()
+    for kind, (code, message, status, remedy) in ERRORS.items():
+        batch = await harness.begin(lines(1))
+        for data in (
+            form(content=b"{}"),
+            post("/v1/batches", body),
+            post(f"/v1/batches/{batch.id}/cancel", {}),
+            delete(await harness.upload(lines(1))),
+        ):
+            for word in ("BEGIN", "COMMIT", "INSERT", "UPDATE", "DELETE"):
+                caplog.clear()
+                with failing_disk.fail(sqlite_error(code, message), word):
+                    answer = await site.ask(data)
+                if answer.status == 200:  # the request has no such statement
+                    assert word not in {"BEGIN", "COMMIT"}
+                    break
+                assert answer.status == status, (kind, data, word)
+                named = "insufficient_storage" if status == 507 else "storage_unavailable"
+                assert answer.error()["code"] == named
+                assert len(answer.all(b"retry-after")) == (status == 503)
+                [record] = [r for r in warnings_of(caplog) if "refused" in r.getMessage()]
+                assert record.exc_info is None
+                for part in (str(harness.path), "router.batches.path", remedy):
+                    assert part in record.getMessage()
     assert (await site.ask(get("/v1/files"))).status == 200
     assert not [record for record in warnings_of(caplog) if record.exc_info]
 
 
-@pytest.mark.parametrize("kind", ["read", "cantopen", "locked", "damaged"])
 async def test_failed_reads_return_the_same_errors(
-    failing_disk: FailingDisk,
-    failing_harness: BatchHarness,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
+    failing_disk: FailingDisk, failing_harness: BatchHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code, message, status, _ = ERRORS[kind]
+    code, message, status, _ = ERRORS["read"]
     file = await failing_harness.upload(lines(1))
     with failing_disk.fail(sqlite_error(code, message), "SELECT"):
         for path in ("/v1/files", "/v1/batches", f"/v1/files/{file}", f"/v1/files/{file}/content"):
@@ -189,37 +183,32 @@ async def test_failed_reads_return_the_same_errors(
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [(kind, "COMMIT") for kind in ERRORS]
-    + [("write", word) for word in ("BEGIN", "INSERT", "UPDATE", "DELETE", "SELECT")],
+    [("full", "COMMIT"), ("locked", "COMMIT")]
+    + [("write", word) for word in ("BEGIN", "INSERT", "UPDATE", "DELETE", "SELECT", "COMMIT")],
 )
 async def test_batches_pause_while_the_disk_fails(
     failing_disk: FailingDisk,
     failing_harness: BatchHarness,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: str,
     word: str,
 ) -> None:
     """Covers results, the result files, and the end of the batch."""
     code, message, _, remedy = ERRORS[kind]
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    opening = asyncio.Event()
-    failing_harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await failing_harness.begin(lines(2))
-    await failing_harness.site.fake.got(2)
+    batch, opening = await failing_harness.begin_held(2)
+    lane = failing_harness.batches.lane
     with failing_disk.fail(sqlite_error(code, message), word):
         opening.set()
-        await eventually(lambda: failing_harness.batches.lane.counts.paused)
+        await eventually(lambda: lane.counts.paused)
         await asyncio.sleep(0.2)
     done = await failing_harness.until(batch)
     assert done.status == "completed"
     assert len(await failing_harness.lines_of(done.output_file_id)) == 2
-    assert not failing_harness.batches.lane.counts.paused
-    records = warnings_of(caplog)
-    assert len(records) == 1
-    assert records[0].exc_info is None
-    assert str(failing_harness.path) in records[0].getMessage()
-    assert remedy in records[0].getMessage()
+    assert not lane.counts.paused
+    [record] = warnings_of(caplog)
+    assert record.exc_info is None
+    assert str(failing_harness.path) in record.getMessage()
+    assert remedy in record.getMessage()
 
 
 @contextmanager
@@ -356,11 +345,8 @@ def test_upload_needs_space_for_log_and_database(
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.ENOSPC, StoreFullError),
-        (errno.EDQUOT, StoreFullError),
-        (errno.EFBIG, StoreFullError),
-        (errno.EIO, DiskError),
-        (errno.EROFS, DiskError),
+        *((full, StoreFullError) for full in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        *((other, DiskError) for other in (errno.EIO, errno.EROFS)),
     ],
 )
 def test_system_errors_become_disk_errors(
@@ -385,11 +371,6 @@ async def wait_for_pause(harness: BatchHarness) -> None:
     assert str(harness.path) in harness.batches.lane.paused
 
 
-async def wait_for_resume(harness: BatchHarness) -> None:
-    """Wait until the folder is used again."""
-    await eventually(lambda: not harness.batches.lane.counts.paused)
-
-
 async def check_unavailable(harness: BatchHarness) -> None:
     """Check that requests that need the folder get 503."""
     for data in (
@@ -405,9 +386,8 @@ async def check_unavailable(harness: BatchHarness) -> None:
 
 
 async def test_removed_folder_pauses_batches_until_it_is_back(
-    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    harness: BatchHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
     lost_file = await harness.upload(lines(1))
     shutil.rmtree(harness.path)
     await check_unavailable(harness)
@@ -415,7 +395,7 @@ async def test_removed_folder_pauses_batches_until_it_is_back(
     assert not harness.path.exists(), "a missing mount must not be replaced by a folder"
     await asyncio.sleep(0.2)
     harness.path.mkdir()
-    await wait_for_resume(harness)
+    await eventually(lambda: not harness.batches.lane.counts.paused)
     assert (await harness.site.ask(get(f"/v1/files/{lost_file}"))).status == 404
     done = await harness.until(await harness.begin(lines(2)))
     assert len(await harness.lines_of(done.output_file_id)) == 2
@@ -425,14 +405,8 @@ async def test_removed_folder_pauses_batches_until_it_is_back(
     assert not [record for record in warnings_of(caplog) if record.exc_info]
 
 
-async def test_folder_moved_away_and_back_loses_nothing(
-    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    opening = asyncio.Event()
-    harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await harness.begin(lines(2))
-    await harness.site.fake.got(2)
+async def test_folder_moved_away_and_back_loses_nothing(harness: BatchHarness) -> None:
+    batch, opening = await harness.begin_held(2)
     away = harness.path.rename(harness.path.with_name("away"))
     await wait_for_pause(harness)
     opening.set()  # the results come while the folder is away
@@ -441,18 +415,12 @@ async def test_folder_moved_away_and_back_loses_nothing(
     done = await harness.until(batch)
     assert len(await harness.lines_of(done.output_file_id)) == 2
     assert len(harness.site.fake.served) == 2, "no line is repeated"
-    await wait_for_resume(harness)
+    await eventually(lambda: not harness.batches.lane.counts.paused)
 
 
-async def test_folder_restored_from_a_copy_is_reopened(
-    harness: BatchHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_folder_restored_from_a_copy_is_reopened(harness: BatchHarness) -> None:
     """Running lines are repeated, and their earlier results are dropped."""
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    opening = asyncio.Event()
-    harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await harness.begin(lines(2))
-    await harness.site.fake.got(2)
+    batch, opening = await harness.begin_held(2)
     copy = shutil.copytree(harness.path, harness.path.with_name("copy"))
     harness.path.rename(harness.path.with_name("away"))
     copy.rename(harness.path)
@@ -490,21 +458,16 @@ async def test_removed_lock_is_taken_again(harness: BatchHarness) -> None:
 
 
 async def test_router_without_the_lock_also_notices_a_removed_folder(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_harness: OpenHarness, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-    first = BatchHarness(await start(), tmp_path / "batches")
-    await first.open()
+    first = await open_harness()
     await eventually(lambda: first.batches.lane.is_leader)
-    second = BatchHarness(await start(), tmp_path / "batches")
-    await second.open()
+    second = await open_harness()
     away = first.path.rename(tmp_path / "away")
     for harness in (first, second):
         await wait_for_pause(harness)
         await check_unavailable(harness)
     away.rename(first.path)
     for harness in (first, second):
-        await wait_for_resume(harness)
+        await eventually(lambda harness=harness: not harness.batches.lane.counts.paused)
     assert not second.batches.lane.is_leader
-    await second.close()
-    await first.close()

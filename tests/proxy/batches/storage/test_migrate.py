@@ -16,15 +16,8 @@ from proxy.batches.storage.store import Store
 from proxy.batches.types import Status
 from proxy.errors import ProxyError
 from tests.present import present
-from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, content, result, rows
 from vllm_sched.cli.main import main
-
-
-@pytest.fixture
-def url(postgres: PostgresServer) -> str:
-    """Return the URL of a new database."""
-    return postgres.new_database()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,34 +43,6 @@ NOW = 1_000_000.0
 KEEP_S = 1000.0
 
 
-def test_deleted_result_file_leaves_no_results(store: Store) -> None:
-    batch = batch_of(store, 2)
-    store.save([result(batch, 1), result(batch, 2, status=500)])
-    store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
-    assert not store.delete_file("another", ended.output or "")
-    assert store.delete_file("t", ended.output or "")
-    (remaining,) = store.backend.execute("SELECT count(*) FROM results WHERE ok = 1").fetchone()
-    assert remaining == 0
-    assert len(content(store, ended.error)) == 1
-
-
-@SQLITE
-def test_full_disk_raises_on_every_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = store.add_file("t", "in", "batch", b"{}", NOW)
-
-    def full(_: object) -> None:
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
-
-    monkeypatch.setattr(sqlite_module, "transaction", contextmanager(full))
-    with pytest.raises(StoreFullError):
-        store.delete_file("t", file.id)
-    with pytest.raises(StoreFullError):
-        store.purge(NOW)
-
-
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest) -> str | None:
     """Run tests with both databases, except those of `SQLITE`."""
@@ -81,14 +52,9 @@ def database(request: pytest.FixtureRequest) -> str | None:
 @pytest.fixture
 def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
     """Open a store."""
-    store = opened(tmp_path, database)
+    store = Store(PostgresBackend(database) if database else SqliteBackend(tmp_path), KEEP_S)
     yield store
     store.close()
-
-
-def opened(path: Path, database: str | None) -> Store:
-    """Open a store of one of the databases."""
-    return Store(PostgresBackend(database) if database else SqliteBackend(path), KEEP_S)
 
 
 def purge(store: Store, now: float) -> None:
@@ -124,6 +90,42 @@ def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") ->
     return LineResult(batch.id, number, f"c{number}", f"q{number}", status, body)
 
 
+def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED) -> Batch:
+    """End a batch; return it."""
+    store.end(batch.id, status, NOW)
+    return present(store.batch(batch.tenant, batch.id))
+
+
+def ended_batch(store: Store, count: int, body: bytes = b"{}", fail_every: int = 0) -> Batch:
+    """Return a batch that ended with results, of which some are failures."""
+    batch = batch_of(store, count)
+    store.save(
+        [
+            result(batch, n, 500 if fail_every and n % fail_every == 0 else 200, body)
+            for n in range(1, count + 1)
+        ]
+    )
+    return ended(store, batch)
+
+
+def left_after_each_purge(store: Store, table: str) -> list[int]:
+    """Purge everything; return the rows of a table before, and after each slice."""
+    left = [rows(store)[table]]
+    while store.purge(NOW + 3 * KEEP_S):
+        left.append(rows(store)[table])
+    assert rows(store)[table] == 0
+    return left
+
+
+def empty(store: Store, file: File) -> list[int]:
+    """Empty a result file; return the numbers of results before, and after each slice."""
+    left, last = [rows(store)["results"]], 0
+    while (after := store.empty_file(file, last)) is not None:
+        last = after
+        left.append(rows(store)["results"])
+    return left
+
+
 def content(store: Store, file_id: str | None) -> list[dict[str, object]]:
     """Return the lines of a result file."""
     file = store.file("t", file_id or "")
@@ -141,11 +143,10 @@ def test_second_result_of_a_line_is_ignored(store: Store) -> None:
     batch = batch_of(store, 2)
     store.save([result(batch, 1), result(batch, 1, 400), result(batch, 2, 400)])
     store.save([result(batch, 2)])
-    store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
-    assert (ended.completed, ended.failed) == (1, 1)
-    assert [row["id"] for row in content(store, ended.output)] == ["q1"]
-    assert [row["id"] for row in content(store, ended.error)] == ["q2"]
+    batch = ended(store, batch)
+    assert (batch.completed, batch.failed) == (1, 1)
+    assert [row["id"] for row in content(store, batch.output)] == ["q1"]
+    assert [row["id"] for row in content(store, batch.error)] == ["q2"]
 
 
 def test_jobs_have_bodies_and_exclude_done_lines(store: Store) -> None:
@@ -176,45 +177,10 @@ def test_file_is_opened_once_for_many_lines(store: Store, monkeypatch: pytest.Mo
     assert opened == ["files"]
 
 
-def test_large_files_are_purged_one_at_a_time(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each takes the disk about a second."""
-    monkeypatch.setattr(database_module, "LARGE_BYTES", 100)
-    for size in (10, 10, 90, 500, 10):
-        store.add_file("t", "in", "batch", b"x" * size, NOW)
-    remaining: list[int] = []
-    while store.purge(NOW + 2 * KEEP_S):
-        remaining.append(rows(store)["files"])
-    assert remaining[:4] == [3, 2, 1, 0]
-
-
-def test_saved_data_survives_a_kill(store: Store, tmp_path: Path, database: str | None) -> None:
-    batch = batch_of(store, 3)
-    store.save([result(batch, 1)])
-    another = opened(tmp_path, database)  # the first store was not closed
-    assert [job.number for job in another.jobs(batch, 0, 9)] == [2, 3]
-    assert [batch.completed for batch in another.active()] == [1]
-    another.close()
-
-
-def test_tenant_sees_only_its_own_data(store: Store) -> None:
-    batch, file = batch_of(store, 1), store.add_file("other", "x", "batch", b"x", NOW)
-    assert store.batch("other", batch.id) is None
-    assert store.cancel("other", batch.id, NOW) is None
-    assert store.file("t", file.id) is None
-    assert not store.delete_file("t", file.id)
-    assert [listed.id for listed in store.files("other", ListPage())] == [file.id]
-    assert store.batches("other", ListPage()) == []
-
-
 def test_lists_are_paged(store: Store) -> None:
     ids = [store.add_file("t", f"{n}", "batch", b"x", NOW).id for n in range(5)]
-    assert [f.name for f in store.files("t", ListPage(2))] == [
-        "4",
-        "3",
-        "2",
-    ]  # one more than the limit shows that more follow
+    # One more than the limit shows that more follow.
+    assert [f.name for f in store.files("t", ListPage(2))] == ["4", "3", "2"]
     assert [f.name for f in store.files("t", ListPage(2, ids[3]))] == ["2", "1", "0"]
     assert [f.name for f in store.files("t", ListPage(2, ids[3], oldest_first=True))] == ["4"]
     assert store.files("t", ListPage(2, "file-unknown")) == []
@@ -256,12 +222,8 @@ def test_full_disk_rolls_back(store: Store) -> None:
 
 
 def test_large_results_are_read_in_pieces(store: Store) -> None:
-    batch = batch_of(store, 4)
-    body = orjson.dumps("x" * (PIECE_BYTES * 2 // 3))
-    store.save([result(batch, n, body=body) for n in range(1, 5)])
-    store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
-    assert [row["id"] for row in content(store, ended.output)] == ["q1", "q2", "q3", "q4"]
+    batch = ended_batch(store, 4, body=orjson.dumps("x" * (PIECE_BYTES * 2 // 3)))
+    assert [row["id"] for row in content(store, batch.output)] == ["q1", "q2", "q3", "q4"]
 
 
 def test_response_body_is_kept_on_one_line(store: Store) -> None:
@@ -290,20 +252,28 @@ def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
 
 def test_purge_works_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "MAX_RESULTS", 10)
-    monkeypatch.setattr(file_store, "MAX_FILES", 1)
     for size in (25, 10):
-        batch = batch_of(store, size)
-        store.save([result(batch, number) for number in range(1, size + 1)])
-        store.end(batch.id, Status.COMPLETED, NOW)
-    remaining = [rows(store)["results"]]
-    files = [rows(store)["files"]]
-    while store.purge(NOW + 3 * KEEP_S):
-        remaining.append(rows(store)["results"])
-        files.append(rows(store)["files"])
-    # The last slice finds nothing.
-    assert remaining[:6] == [35, 25, 15, 10, 0, 0]
+        ended_batch(store, size)
+    # Files one by one are in between.
+    assert [n for n, _ in itertools.groupby(left_after_each_purge(store, "results"))] == [
+        35, 25, 15, 10, 0,
+    ]  # fmt: skip
     assert rows(store) == {"files": 0, "batches": 0, "lines": 0, "results": 0}
-    assert max(a - b for a, b in itertools.pairwise(files)) == 1
+
+
+@pytest.mark.parametrize("limit", ["MAX_FILES", "LARGE_BYTES"])
+def test_files_are_purged_one_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A large file takes the disk about a second."""
+    if limit == "MAX_FILES":
+        monkeypatch.setattr(file_store, "MAX_FILES", 1)
+    else:
+        monkeypatch.setattr(database_module, "LARGE_BYTES", 100)
+    for size in (10, 10, 90, 500, 10):
+        store.add_file("t", "in", "batch", b"x" * size, NOW)
+    expected = [5, 4, 3, 2, 1, 0] if limit == "MAX_FILES" else [5, 3, 2, 1, 0]
+    assert left_after_each_purge(store, "files")[: len(expected)] == expected
 
 
 @SQLITE
@@ -329,57 +299,43 @@ def test_free_pages_are_returned_to_the_disk_in_slices(
 
 def test_result_file_is_emptied_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "MAX_RESULTS", 10)
-    batch = batch_of(store, 40)
-    store.save([result(batch, n, status=500 if n % 4 == 0 else 200) for n in range(1, 41)])
-    store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
-    file = present(store.file("t", ended.output or ""))
-    remaining, last = [rows(store)["results"]], 0
-    while (after := store.empty_file(file, last)) is not None:
-        last = after
-        remaining.append(rows(store)["results"])
-    assert remaining == [40, 30, 20, 10]
+    batch = ended_batch(store, 40, fail_every=4)
+    file = present(store.file("t", batch.output or ""))
+    assert empty(store, file) == [40, 30, 20, 10]
     assert store.delete_file("t", file.id)
-    assert len(content(store, ended.error)) == 10
+    assert len(content(store, batch.error)) == 10
     own = present(store.file("t", batch.input))
     assert store.empty_file(own, 0) is None
 
 
-def test_large_results_are_purged_one_at_a_time(
+def test_deleted_result_file_leaves_no_results(store: Store) -> None:
+    batch = ended_batch(store, 4, fail_every=4)
+    assert not store.delete_file("another", batch.output or "")
+    assert store.delete_file("t", batch.output or "")
+    assert rows(store)["results"] == len(content(store, batch.error)) == 1
+
+
+def test_large_results_are_deleted_one_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database_module, "LARGE_BYTES", 1000)
     for _ in range(2):
-        batch = batch_of(store, 4)
-        body = b'"%b"' % (b"x" * 800)
-        store.save([result(batch, n, body=body) for n in range(1, 5)])
-        store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
-    file = present(store.file("t", ended.output or ""))
-    remaining, last = [8], 0
-    while (after := store.empty_file(file, last)) is not None:
-        last = after
-        remaining.append(rows(store)["results"])
+        batch = ended_batch(store, 4, body=b'"%b"' % (b"x" * 800))
+    file = present(store.file("t", batch.output or ""))
+    assert empty(store, file) == [8, 7, 6, 5]
     assert store.delete_file("t", file.id)
-    remaining.append(rows(store)["results"])
-    assert remaining == [8, 7, 6, 5, 4]
-    while store.purge(NOW + 3 * KEEP_S):
-        remaining.append(rows(store)["results"])
-    assert remaining[4:9] == [4, 3, 2, 1, 0]
+    assert left_after_each_purge(store, "results")[:5] == [4, 3, 2, 1, 0]
 
 
-def test_folder_with_another_schema_is_refused(tmp_path: Path) -> None:
+def test_unusable_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ProxyError, match=r"router\.batches\.path: .*name a writable folder"):
+        Store(SqliteBackend(tmp_path / "file"), KEEP_S)
     store = Store(SqliteBackend(tmp_path), KEEP_S)
     store.backend.execute("PRAGMA user_version = 99")
     store.close()
     with pytest.raises(ProxyError, match="schema 99"):
         Store(SqliteBackend(tmp_path), KEEP_S)
-
-
-def test_path_of_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ProxyError, match=r"router\.batches\.path: .*name a writable folder"):
-        Store(SqliteBackend(tmp_path / "file"), KEEP_S)
 
 
 @SQLITE
@@ -410,10 +366,9 @@ def test_used_bytes_of_a_tenant_follow_its_rows(store: Store) -> None:
     store.save([result(batch, 1, body=body)])  # ignored, as a second result
     assert store._used()["t"] == saved
     batch_of(store, 1, "other")
-    store.end(batch.id, Status.CANCELLED, NOW)
-    ended = present(store.batch("t", batch.id))
+    batch = ended(store, batch, Status.CANCELLED)
     assert saved < store._used()["t"] < saved + 1500
-    assert store.delete_file("t", ended.output or "")
+    assert store.delete_file("t", batch.output or "")
     assert store._used()["t"] < saved - len(body)
     assert store._used()["other"] == 3 * ROW_BYTES + 3 + len("in[]") + 2 * len("c1") + len("tiny")
     purge(store, NOW + 3 * KEEP_S)
@@ -436,15 +391,6 @@ def test_results_count_towards_the_tenants_limit(store: Store) -> None:
     with pytest.raises(StoreFullError, match=r"router\.batches\.max_bytes"):
         store.add_file("other", "in", "batch", b"x", NOW)
     assert len(store.jobs(other, 0, 9)) == 1
-
-
-def test_each_row_counts_row_bytes(store: Store) -> None:
-    store.bounds = StoreLimits(bytes_each=10 * (ROW_BYTES + 2))
-    for _ in range(10):
-        store.add_file("t", "a", "batch", b"x", NOW)
-    assert store._used()["t"] == store.bounds.bytes_each
-    with pytest.raises(TenantLimitError):
-        store.add_file("t", "a", "batch", b"x", NOW)
 
 
 def test_text_with_nul_counts_all_bytes(store: Store, database: str | None) -> None:

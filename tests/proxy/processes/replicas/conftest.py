@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.proxy.processes.router_group import DEADLINE_S, POLL_S, RouterGroup, samples
+from tests.proxy.processes.router_group import RouterGroup, leave, samples, until
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client, bearer
 from tests.redis_server import RedisServer
@@ -18,7 +17,6 @@ from vllm_sched.workers.launch import free_port
 NAMES = ("a", "b")
 LIMITS = {
     "free": "{}",
-    "minute": "{requests_per_minute: 30}",
     "again": "{requests_per_minute: 30}",
     "alone": "{requests_per_minute: 30}",
     "tokens": "{tokens_per_minute: 2000}",
@@ -75,23 +73,26 @@ def hosts(
 @pytest.fixture
 async def fakes(hosts: list[RouterGroup]) -> AsyncIterator[dict[str, FakeWorker]]:
     """Workers that are up in both routers."""
-    found = {name: FakeWorker(name) for name in NAMES}
-    for name, fake in found.items():
-        fake.port = hosts[0].ports[name]
-        await fake.listen()
+    found = await hosts[0].start_workers()
     for host in hosts:
         await host.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})
     await wait_for_replicas(hosts, 2)
     yield found
-    for fake in found.values():
-        await fake.stop()
+    await leave(found, *hosts)
+
+
+async def wait_for_sample(host: RouterGroup, name: str, value: float) -> None:
+    """Wait until a router's metrics page shows this value."""
+    client = await Client.connect(host.port)
+
+    async def shows() -> bool:
+        return (await samples(client))[name] == value
+
+    await until(shows)
+    client.close()
 
 
 async def wait_for_replicas(hosts: list[RouterGroup], count: int) -> None:
     """Wait until each router hears from this number of replicas."""
     for host in hosts:
-        client = await Client.connect(host.port)
-        async with asyncio.timeout(DEADLINE_S):
-            while (await samples(client))["proxy_replicas"] != count:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-        client.close()
+        await wait_for_sample(host, "proxy_replicas", count)

@@ -20,29 +20,23 @@ from tests.proxy.processes.router_group import DEADLINE_S
 
 
 @pytest.mark.parametrize(
-    ("past", "publish", "flush"),
+    ("past", "publish", "flush", "small"),
     [
-        (0.001, 0.019, 0.016),
-        (0.010, 0.010, 0.007),
-        (0.016, 0.024, 0.001),  # a timer fired early
-        (0.018, 0.022, 0.019),
+        (0.001, 0.019, 0.016, 0.099),
+        (0.010, 0.010, 0.007, 0.090),
+        (0.016, 0.024, 0.001, 0.084),  # a timer fired early
+        (0.096, 0.024, 0.001, 0.104),
+        (0.098, 0.022, 0.019, 0.102),
     ],
 )
 def test_hosts_publish_at_the_same_moments(
-    monkeypatch: pytest.MonkeyPatch, past: float, publish: float, flush: float
-) -> None:
-    monkeypatch.setattr(ticks.time, "time", lambda: 1_000_000 * PUBLISH_INTERVAL_S + past)
-    assert until_publish() == pytest.approx(publish, abs=1e-6)
-    assert until_flush() == pytest.approx(flush, abs=1e-6)
-    assert 0 < FLUSH_LEAD_S < PUBLISH_INTERVAL_S
-
-
-@pytest.mark.parametrize(("past", "left"), [(0.03, 0.07), (0.096, 0.104)])
-def test_small_changes_wait_for_a_later_moment(
-    monkeypatch: pytest.MonkeyPatch, past: float, left: float
+    monkeypatch: pytest.MonkeyPatch, past: float, publish: float, flush: float, small: float
 ) -> None:
     monkeypatch.setattr(ticks.time, "time", lambda: 1_000_000 * SMALL_INTERVAL_S + past)
-    assert until_publish(SMALL_INTERVAL_S) == pytest.approx(left, abs=1e-6)
+    assert until_publish() == pytest.approx(publish, abs=1e-6)
+    assert until_publish(SMALL_INTERVAL_S) == pytest.approx(small, abs=1e-6)
+    assert until_flush() == pytest.approx(flush, abs=1e-6)
+    assert 0 < FLUSH_LEAD_S < PUBLISH_INTERVAL_S
 
 
 async def test_small_changes_are_due_unless_an_urgent_one_comes_first() -> None:
@@ -54,17 +48,15 @@ async def test_small_changes_are_due_unless_an_urgent_one_comes_first() -> None:
         assert not await times.wait(urgent=False)
 
 
-async def test_small_changes_are_written_in_time() -> None:
+async def test_small_changes_are_written_in_time_and_urgent_ones_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     flushed = asyncio.Event()
     FlushTimer(lambda: False).start(flushed.set)
     await asyncio.wait_for(flushed.wait(), DEADLINE_S)
-
-
-async def test_urgent_changes_are_written_before_small_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr(ticks, "SMALL_INTERVAL_S", 1e9)
-    flushed, looked, urgent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    looked, urgent = asyncio.Event(), asyncio.Event()
+    flushed.clear()
 
     def has_urgent() -> bool:
         looked.set()

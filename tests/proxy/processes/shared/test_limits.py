@@ -186,17 +186,6 @@ def test_tokens_per_minute_are_counted_across_processes(make_processes: MakeGrou
     placed(submit(group, 1, prompt=100, output=50))
 
 
-def test_dead_process_releases_its_concurrency(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=1)))
-    placed(submit(group, 0))
-    assert refused(submit(group, 1)).status == 429
-    group.restart(0)
-    group.routers[0].tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
-    group.now += 1.0
-    placed(submit(group, 1))
-    assert refused(submit(group, 0)).status == 429
-
-
 def test_shares_count_service_in_all_processes(make_processes: MakeGroup) -> None:
     """The first tenant that waits has no service, so that no tenant is lifted."""
     group = group_of(make_processes, *map(TenantSpec, ("much", "little", "none")), max_requests=3)
@@ -218,16 +207,20 @@ def test_shares_count_service_in_all_processes(make_processes: MakeGroup) -> Non
     assert dispatched == [tenant(group, 1, "none"), second]
 
 
-def test_charges_of_a_dead_process_stay(make_group: MakeGroup) -> None:
-    group = group_of(make_group, TenantSpec("t"))
+def test_charges_of_a_dead_process_stay_and_its_concurrency_is_released(
+    make_group: MakeGroup,
+) -> None:
+    specs = [TenantSpec("t", limits=Limits(concurrency=2))]
+    group = group_of(make_group, *specs)
     placed(submit(group, 0))
     tenant(group, 0).charge(5000)
     placed(submit(group, 0))
+    assert refused(submit(group, 1)).status == 429
     group.read_all()
     before = tenant(group, 1).virtual
     assert before == 5000
     group.restart(0)
-    group.routers[0].tenants.replace([TenantSpec("t")], {})
+    group.routers[0].tenants.replace(specs, {})
     group.now += 1.0
     group.read_all()
     assert tenant(group, 1).virtual == before
@@ -235,6 +228,8 @@ def test_charges_of_a_dead_process_stay(make_group: MakeGroup) -> None:
     placed(submit(group, 0))
     group.read_all()
     assert tenant(group, 1).virtual == before + 700
+    placed(submit(group, 1))
+    assert refused(submit(group, 0)).status == 429
 
 
 @pytest.mark.plain("replaces a part")

@@ -101,29 +101,24 @@ def test_changes_are_listed_unless_a_round_was_missed(table: SharedTable, ring: 
     assert sheet.changed_since(2, ring) == (RING + 3, None)
 
 
-def test_clear_removes_a_process_and_notifies_others(
+def test_clear_removes_a_process_but_not_service_of_tenants_and_notifies_others(
     table: SharedTable,
 ) -> None:
     sheet, other = table.sheet(1), table.sheet(2)
     sheet.write_load(4, LOAD, 1.0)
     sheet.mark_changed(4)
+    sheet.write_usage(5, TenantRow(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+    sheet.write_floors((7.0, 8.0, 9.0))
     other.write_load(4, LOAD, 1.0)
     table.clear(1)
     assert sheet.read_load(4) == (WorkerLoad(), 0.0)
     assert other.read_load(4)[0] == LOAD
+    assert sheet.read_usage(5) == TenantRow(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert sheet.read_floors() == (0.0, 0.0, 0.0)
     assert sheet.changed_since(1)[1] is None
     now = sheet.changes
     sheet.mark_changed(8)  # its successor
     assert sheet.changed_since(now) == (now + 1, {8})
-
-
-def test_clear_keeps_service_of_tenants(table: SharedTable) -> None:
-    sheet = table.sheet(1)
-    sheet.write_usage(5, TenantRow(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
-    sheet.write_floors((7.0, 8.0, 9.0))
-    table.clear(1)
-    assert sheet.read_usage(5) == TenantRow(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
-    assert sheet.read_floors() == (0.0, 0.0, 0.0)
 
 
 def test_row_is_in_use_while_it_has_charges(table: SharedTable) -> None:
@@ -168,7 +163,7 @@ def test_concurrent_read_returns_one_version(table: SharedTable) -> None:
         try:
             while not read(5).running:
                 assert writer.poll() is None
-            seen = Counter(read(5) for _ in range(200_000))
+            seen = Counter(read(5) for _ in range(50_000))
         finally:
             table.sheet(1).write_count(1, 1)
     assert seen.keys() <= {TenantRow(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2)}
