@@ -323,8 +323,7 @@ def beside_a_long(more: Policies) -> tuple[Bench, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("rest", "beside"),
-    [(1700, {}), (1000, {}), (1700, {"deferred_prefill": {"departures": 2}})],
+    ("rest", "beside"), [(1700, {}), (1000, {}), (1700, {"deferred_prefill": {"departures": 2}})]
 )
 def test_largely_cached_request_is_looked_up_at_intervals(rest: int, beside: Policies) -> None:
     bench, document = beside_a_long(beside)

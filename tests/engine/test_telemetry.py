@@ -368,8 +368,12 @@ def test_trace_shows_a_preemption_and_an_abort(file: Path) -> None:
     bench.play(1, lambda bench: bench.abort("aborted"))
     bench.drain()
     bench.scheduler.shutdown()
-    tracks = slices(read(file), REQUESTS)
-    assert [e["name"] for e in tracks["aborted (300 tokens)"]] == ["waiting"]
+    found = read(file)
+    tracks = slices(found, REQUESTS)
+    (waiting,) = tracks["aborted (300 tokens)"]
+    assert waiting["name"] == "waiting"
+    second = slices(found, ENGINE)["steps"][1]
+    assert waiting["ts"] + waiting["dur"] <= second["ts"]
     (victim,) = [r.request_id for r in requests if r.num_preemptions]
     names = [e["name"] for e in tracks[f"{victim} (220 tokens)"]]
     assert names[names.index("preempted") + 1] == "prefill"

@@ -592,10 +592,7 @@ def test_gauges_show_the_fit_and_the_means() -> None:
     ("settings", "message"),
     [
         ({"departures": 0}, "departures=0 is out of range: at least 1 "),
-        (
-            {"departures": 33},
-            "departures=33 is out of range: at least 1 and at most max_num",
-        ),
+        ({"departures": 33}, "departures=33 is out of range: at least 1 and at most max_num"),
         ({"departures": "many"}, "departures='many'"),
         ({"itl_ms": 0}, "itl_ms=0"),
         ({"max_delay_ms": -1}, "max_delay_ms=-1"),

@@ -179,6 +179,11 @@ def test_no_tokens_are_kept_for_a_better_prompt_without_room(
     bench.play(*[{"long": 64}] * 8)
 
 
+def test_batch_prompt_continues_beside_an_urgent_prompt_without_room() -> None:
+    bench = Bench(laned(), num_blocks=125, **WHOLE_PROMPT)
+    bench.play(batch("b", 1900), 18, urgent("u", 900), 2, *[{"b": 8}] * 8)
+
+
 # Reserves and holds
 
 
@@ -407,9 +412,7 @@ def test_overdue_requests_in_every_slot_let_an_urgent_request_enter(slots: int) 
 
 
 @pytest.mark.parametrize(
-    "beside",
-    [{}, {"long_prompt": {}}, {"long_prompt": {}, "rotation": {}}],
-    ids="+".join,
+    "beside", [{}, {"long_prompt": {}}, {"long_prompt": {}, "rotation": {}}], ids="+".join
 )
 def test_overdue_requests_of_a_lane_are_released_one_at_a_time(
     beside: dict[str, dict[str, object]],

@@ -44,8 +44,8 @@ def test_step_without_admissions_closes_the_batch() -> None:
 
 
 def test_request_without_room_closes_the_batch() -> None:
-    events = [add("a", 320, output=5), add("b", 400, output=5), 2, add("c", 16, output=5)]
-    play({}, *events, *[{"a": 1}] * 3, {"b": 400, "c": 16}, num_blocks=41, budget=1000)
+    events = [add("a", 320, output=5), add("b", 400, output=5), 1, add("c", 16, output=5)]
+    play({}, *events, *[{"a": 1}] * 4, {"b": 400, "c": 16}, num_blocks=41, budget=1000)
 
 
 def test_preempted_member_returns_while_others_run() -> None:

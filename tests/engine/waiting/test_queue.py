@@ -133,6 +133,14 @@ def test_queue_with_open_gates_matches_upstreams(by_priority: bool, seed: int) -
 # Order
 
 
+def test_earliest_due_request_of_a_lane_enters_first() -> None:
+    rules = FakeRules()
+    rules.left_s = {5: 30.0, 6: 30.0, 7: 10.0}
+    _, queue, (first, second, dated) = queue_of(5, 6, 7, rules=rules)
+    queue.begin_step(0.0)
+    assert admit_all(queue) == [dated, first, second]
+
+
 def test_front_that_is_late_lets_others_pass() -> None:
     rules, queue, _ = queue_of()
     late, timely = make_request(5), make_request(6)
