@@ -68,3 +68,14 @@ def test_decodes_do_not_wait_for_a_prompt_without_room() -> None:
     bench.play(add("old", 200, output=100), 1, add("stuck", 250))
     assert sum(tokens.get("old", 0) for tokens in bench.steps(10)) >= 9
     bench.drain()
+
+
+def test_tokens_taken_back_are_left_to_other_prompts() -> None:
+    policy = Bench(first(pause_decodes=False, max_pause_s=1.0))["prefill_first"]
+    prompt = FakeRequest("new")
+    for now in (0.0, 1.0):  # then the decode is overdue
+        step = Step(0, now, 64, 1, prefills=[prompt], decoding=[FakeRequest("old")])
+        policy.begin_step(step, {})
+    assert policy.chunk(prompt, 0, 64) == 63
+    policy.taken_back(prompt, 20)
+    assert policy.chunk(prompt, 0, 64) == 20
