@@ -33,29 +33,24 @@ def one_process() -> dict[str, Results]:
 
 @pytest.fixture(scope="session")
 def runs(one_process: dict[str, Results]) -> Results:
-    """Return the run of the arrivals under each set of policies."""
     return one_process["runs"]
 
 
 @pytest.fixture(scope="session")
 def floods(one_process: dict[str, Results]) -> Results:
-    """Return the results of each flood, with either bound."""
     return one_process["floods"]
 
 
 @pytest.fixture(scope="session")
 def journaled(one_process: dict[str, Results]) -> dict[str, Any]:
-    """Return the run with a journal."""
     return one_process["journal"]["all"]
 
 
 @pytest.fixture(scope="session")
 def continued(one_process: dict[str, Results]) -> dict[str, Any]:
-    """Return the responses to requests that were continued, by their parameters."""
     return one_process["continued"]
 
 
 @pytest.fixture(scope="session")
 def offloaded(one_process: dict[str, Results]) -> dict[str, Any]:
-    """Return the runs of sessions, without offloading and with it."""
     return one_process["offloaded"]

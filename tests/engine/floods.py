@@ -42,7 +42,6 @@ class Flood:
         self.longs = max(self.longs, self.longs_in(output.num_scheduled_tokens))
 
     def end(self, output: SchedulerOutput) -> None:  # noqa: ARG002
-        """Advance the clock by a step."""
         self.now += STEP_S
 
     def longs_in(self, tokens: dict[str, int]) -> int:
@@ -54,13 +53,11 @@ class Flood:
         )
 
     def add(self, request_id: str, request: Request) -> None:
-        """Add a request."""
         self.added.add(request_id)
         size, length, lane = request
         add(self.engine, request_id, prompt_of(size, self.rng), length, lane, self.now)
 
     def step(self) -> None:
-        """Run a step."""
         for done in self.engine.step():
             self.first_tokens.setdefault(done.request_id, self.now)
             if done.finished:
@@ -104,12 +101,10 @@ class Flood:
 
 
 def count(names: Any, kind: str) -> int:
-    """Return the number of names of a kind."""
     return sum(name.startswith(kind) for name in names)
 
 
 def play_all(engine: LLMEngine) -> dict[str, dict[str, Any]]:
-    """Play each scene with either bound."""
     done: dict[str, dict[str, Any]] = {}
     for name in SCENES:
         bounded = Flood(engine, name, "bounded").play()

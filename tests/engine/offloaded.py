@@ -47,21 +47,18 @@ class CopyingWorker(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks into the tier."""
         for blocks, tier in zip(self._blocks, self._tier, strict=True):
             tier[dst_spec.block_ids] = blocks[src_spec.block_ids]
         self._done.append(TransferResult(job_id, success=True))
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks from the tier."""
         for blocks, tier in zip(self._blocks, self._tier, strict=True):
             blocks[dst_spec.block_ids] = tier[src_spec.block_ids]
         self._done.append(TransferResult(job_id, success=True))
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies since the last call."""
         done, self._done = self._done, []
         return done
 
@@ -73,7 +70,6 @@ class CopyingSpec(CPUOffloadingSpec):
     """Offloads without an accelerator."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Return the worker."""
         return CopyingWorker([each.tensor for each in kv_caches.tensors], self.num_chunks)
 
 

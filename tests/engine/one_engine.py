@@ -55,7 +55,6 @@ class ClockedScheduler(SyncPolicyScheduler):
     watch: Watch  # set before the first request
 
     def clock(self) -> float:
-        """Return the time."""
         return self.watch.now
 
     wall_clock = clock
@@ -95,7 +94,6 @@ def exchange_scheduler(engine: LLMEngine, policies: dict[str, Any] | None, watch
 def add(
     engine: LLMEngine, name: str, prompt: list[int], output: int, lane: str | None, now: float
 ) -> None:
-    """Add a request."""
     params = SamplingParams(
         temperature=0.0, max_tokens=output, ignore_eos=True,
         extra_args=None if lane is None else {"lane": lane},
@@ -104,5 +102,4 @@ def add(
 
 
 def prompt_of(tokens: int, rng: random.Random) -> list[int]:
-    """Return a random prompt of this length."""
     return [rng.randrange(10, 400) for _ in range(tokens)]

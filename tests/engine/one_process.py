@@ -24,7 +24,6 @@ from tests.engine.served import serve
 
 
 def main() -> None:
-    """Run all scenarios."""
     engine = make_engine()
     runs = {name: serve(engine, policies) for name, policies in SETS.items()}
     results = {

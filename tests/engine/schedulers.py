@@ -83,7 +83,6 @@ def mamba(block: int, drafts: int = 0) -> KVCacheSpec:
 
 
 def tensor_of(spec: KVCacheSpec, num_blocks: int) -> KVCacheTensor:
-    """Return the memory of one layer."""
     page = spec.page_size_bytes
     return KVCacheTensor(
         size=num_blocks * page, layers=["layer 0"], layer_stride=0, block_stride=page
@@ -159,7 +158,6 @@ def make_scheduler(
 
 @functools.cache
 def hasher(block: int = BLOCK) -> Any:
-    """Return the engine's hasher of prompt blocks."""
     init_none_hash(sha256)
     return get_request_block_hasher(block, sha256)
 
@@ -249,7 +247,6 @@ def until(
 
 
 def drain(scheduler: Any, max_steps: int = 10_000) -> int:
-    """Run until no request is left; return the number of steps."""
     for count in range(max_steps):
         if not scheduler.has_unfinished_requests():
             return count

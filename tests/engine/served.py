@@ -25,12 +25,10 @@ class StepClock:
         self._began = 0.0
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Record the tokens of a step's requests."""
         self.tokens.append(sorted(output.num_scheduled_tokens.values()))
         self._began = time.process_time()
 
     def end(self, output: SchedulerOutput) -> None:  # noqa: ARG002
-        """Advance the clock by the step's time."""
         self.took.append(time.process_time() - self._began)
         self.seconds.append(seconds_of(len(self.tokens), self.tokens[-1]))
         self.now += self.seconds[-1]

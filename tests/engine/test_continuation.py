@@ -60,8 +60,10 @@ def outputs_of(scheduler: Any, request: Request) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
-@pytest.mark.parametrize("policies", [None, {"long_prompt": {}}], ids=["none", "long_prompt"])
+@pytest.mark.parametrize(
+    ("kind", "policies"),
+    [(PolicyScheduler, None), (PolicyScheduler, {"long_prompt": {}}), (SyncPolicyScheduler, None)],
+)
 def test_the_tokens_are_computed_and_returned_with_the_first_new_one(
     kind: type, policies: dict[str, Any] | None
 ) -> None:
@@ -71,12 +73,8 @@ def test_the_tokens_are_computed_and_returned_with_the_first_new_one(
     assert request.num_tokens == 45
     assert outputs_of(scheduler, request) == [[*SO_FAR, 7], [7], [7]]
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-
-
-def test_only_one_token_is_missing() -> None:
-    scheduler = make_scheduler()
-    request = continued(output=6)
-    scheduler.add_request(request)
+    # Of another request, only one token is missing.
+    scheduler.add_request(request := continued(output=6))
     assert outputs_of(scheduler, request) == [[*SO_FAR, 7]]
     assert scheduler._continued.returned == {}
 
@@ -96,12 +94,10 @@ def test_the_cached_tokens_are_reused() -> None:
 def test_min_tokens_counts_all_output() -> None:
     scheduler = make_scheduler()
     request = continued(min_tokens=7)
-    given = request.sampling_params
+    given: Any = request.sampling_params
     scheduler.add_request(request)
-    assert request.sampling_params is not None
-    assert request.sampling_params.min_tokens == 2
-    assert given is not None
-    assert given.min_tokens == 7
+    own: Any = request.sampling_params
+    assert (given.min_tokens, own.min_tokens) == (7, 2)
 
 
 def test_an_abort_before_the_first_token_leaves_nothing() -> None:
@@ -138,37 +134,30 @@ def test_a_grammar_goes_on_behind_the_tokens() -> None:
     assert scheduler._continued.before_grammar == {}
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_a_grammar_that_rejects_the_tokens_ends_the_request(compiles: bool) -> None:
-    scheduler = make_scheduler()
-    request, compiled = with_grammar(output=8)
-    scheduler.add_request(request)
-    if compiles:
-        compiled.set_result(Grammar(rejected=SO_FAR[2]))
-    else:
-        compiled.set_exception(ValueError("no such rule"))
-    drain(scheduler)
-    assert request.status is RequestStatus.FINISHED_ERROR
-    assert request.request_id not in scheduler.requests
-    assert scheduler._continued.before_grammar == {}
-
-
 class BrokenGrammar(Grammar):
     def accept_tokens(self, _: str, tokens: list[int]) -> bool:
         raise ValueError("no next state", tokens)
 
 
-def test_a_grammar_that_fails_on_the_tokens_ends_only_its_request() -> None:
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar(rejected=SO_FAR[2]), BrokenGrammar(), ValueError("no such rule")],
+    ids=["rejects", "fails", "does not compile"],
+)
+def test_a_grammar_without_the_tokens_ends_only_its_request(grammar: Any) -> None:
     scheduler = make_scheduler()
     request, compiled = with_grammar(output=8)
-    compiled.set_result(BrokenGrammar())
     scheduler.add_request(request)
-    other = make_request(20, output=2)
-    scheduler.add_request(other)
+    scheduler.add_request(other := make_request(20, output=2))
+    if isinstance(grammar, Exception):
+        compiled.set_exception(grammar)
+    else:
+        compiled.set_result(grammar)
     drain(scheduler)
     assert request.status is RequestStatus.FINISHED_ERROR
     assert other.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert scheduler._continued._pending == {}
+    assert request.request_id not in scheduler.requests
+    assert scheduler._continued.before_grammar == scheduler._continued._pending == {}
 
 
 @pytest.mark.parametrize(

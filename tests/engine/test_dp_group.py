@@ -46,32 +46,17 @@ def ranks(path: Path) -> tuple[DpGroup, DpGroup]:
 
 def test_rank_reads_the_steps_of_other_ranks_at_a_time(ranks: tuple[DpGroup, DpGroup]) -> None:
     reader, writer = ranks
+    assert reader.other_shapes_at(10.0) == []
     writer.begin(1, 10.0, FIRST)
     assert reader.other_shapes_at(10.05) == [FIRST]
     assert writer.other_shapes_at(10.05) == []
-    writer.end(1, 10.1)
-    writer.begin(2, 10.1, SECOND)
-    # The reader's result comes later than the writer's next step.
-    assert reader.other_shapes_at(10.05) == [FIRST]
-    assert reader.other_shapes_at(10.15) == [SECOND]
-
-
-def test_first_of_two_steps_in_flight_counts_as_computed(ranks: tuple[DpGroup, DpGroup]) -> None:
-    reader, writer = ranks
-    writer.begin(1, 10.0, FIRST)
+    # The first of two steps in flight counts as computed.
     writer.begin(2, 10.01, SECOND)
     assert reader.other_shapes_at(10.05) == [FIRST]
     writer.end(1, 10.1)
+    # The reader's result comes later than the writer's next step.
     assert reader.other_shapes_at(10.05) == [FIRST]
     assert reader.other_shapes_at(10.15) == [SECOND]
-
-
-def test_idle_rank_has_no_step(ranks: tuple[DpGroup, DpGroup]) -> None:
-    reader, writer = ranks
-    assert reader.other_shapes_at(10.0) == []
-    writer.begin(1, 10.0, FIRST)
-    writer.end(1, 10.1)
-    assert reader.other_shapes_at(10.2) == []
 
 
 def test_step_without_a_result_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]) -> None:

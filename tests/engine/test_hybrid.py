@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from tests.engine.schedulers import BLOCK as BLOCK_TOKENS
-from tests.engine.schedulers import (
-    answer,
-    full_attention,
-    make_request,
-    make_scheduler,
-    mamba,
-    sliding_window,
-)
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from tests.engine.schedulers import full_attention, make_scheduler, mamba, sliding_window
+from tests.policies.making import Bench
 from vllm_sched.policies import registry
 
 Policies = Mapping[str, Mapping[str, Any]]
@@ -58,8 +51,8 @@ PLAYED = [
 BLOCK = 528  # Qwen3-Next's
 
 
-class Engine:
-    """A scheduler in virtual time, with records of its steps."""
+class Engine(Bench):
+    """A bench whose steps take time by their tokens, with records of them."""
 
     def __init__(
         self,
@@ -72,25 +65,13 @@ class Engine:
         token_s: float = 40e-6,
         **options: Any,
     ) -> None:
+        super().__init__(policies, ahead=ahead, groups=groups, **options)
         self.block = groups[0].block_size
-        self.scheduler = make_scheduler(
-            policies,
-            scheduler_cls=PolicyScheduler if ahead else SyncPolicyScheduler,
-            async_scheduling=ahead,
-            groups=groups,
-            **options,
-        )
-        self.now = 1000.0
-        self.scheduler.clock = self.scheduler.wall_clock = lambda: self.now
-        if policies is not None:
-            self.scheduler.waiting._clock = lambda: self.now
-        self.scheduler.num_spec_tokens = drafts
-        self._depth, self._drafts = 2 if ahead else 1, drafts
-        self._seconds = step_s, token_s
-        self._in_flight: deque[Any] = deque()
-        self._dice = random.Random(1)
-        self.alive: dict[str, Any] = {}
-        self.steps = 0
+        self.scheduler.wall_clock = lambda: self.now
+        self.scheduler.num_spec_tokens = self.drafts = drafts
+        self.seconds = step_s, token_s
+        self.dice = random.Random(1)
+        self.count = 0  # steps
         self.empty_steps = 0  # with work to do and nothing in flight
         self.chunks: dict[str, list[int]] = {}  # of prompts
         self.off_boundary: list[str] = []
@@ -98,36 +79,35 @@ class Engine:
         self.largest_gap = 0  # steps that a running prefill went without a chunk
         self._last: dict[str, int] = {}
 
-    def add(self, tokens: int, name: str, **more: Any) -> None:
-        """Add a request."""
-        request = make_request(tokens, name=name, hashed=False, arrival=self.now, **more)
-        self.scheduler.add_request(request)
-        self.alive[name] = request
+    def new(self, tokens: int, name: str, **more: Any) -> None:
+        """Add a request without hashes."""
+        self.add(name, tokens, hashed=False, arrival=self.now, **more)
 
-    def decode(self, count: int) -> None:
+    def run_decodes(self, count: int) -> None:
         """Start `count` long-running decodes."""
         for number in range(count):
-            self.add(20, f"decode {number}", output=4000)
-        while any(
-            r.is_prefill_chunk or r not in self.scheduler.running for r in self.alive.values()
-        ):
+            self.new(20, f"decode {number}", output=4000)
+        running = self.scheduler.running
+        while len(running) < count or any(r.is_prefill_chunk for r in running):
             self.step()
         self.chunks.clear()
 
-    def step(self) -> Mapping[str, int]:
-        """Run one step and return the tokens that each request got."""
-        output = self.scheduler.schedule()
-        tokens = output.num_scheduled_tokens
+    def scheduled(self, output: SchedulerOutput, _: float) -> float:
+        """Record the step, and return its time by its tokens."""
+        self.count += 1
         total = output.total_num_scheduled_tokens
-        self.steps += 1
-        self.empty_steps += not (total or self._in_flight or not self.alive)
-        self._note(tokens)
-        step_s, token_s = self._seconds
-        seconds = step_s + token_s * total if total else 0.001
-        self._in_flight.append((output, answer(self.scheduler, output), seconds))
-        while len(self._in_flight) >= self._depth:
-            self.finish()
-        return tokens
+        idle = not (total or self.in_flight)
+        self.empty_steps += idle and self.scheduler.has_unfinished_requests()
+        self._note(output.num_scheduled_tokens)
+        step_s, token_s = self.seconds
+        return step_s + token_s * total if total else 0.001
+
+    def finish(self) -> None:
+        """Process the oldest step's result, and draft tokens."""
+        super().finish()
+        for request in self.scheduler.running if self.drafts else ():
+            if not request.is_prefill_chunk:
+                request.spec_token_ids = [7] * self.dice.randrange(self.drafts + 1)
 
     def _note(self, tokens: Mapping[str, int]) -> None:
         for request in self.scheduler.running:
@@ -135,31 +115,20 @@ class Engine:
             is_chunk = computed - tokens.get(name, 0) < request.num_prompt_tokens
             if name in tokens and is_chunk:
                 self.chunks.setdefault(name, []).append(tokens[name])
-                self._last[name] = self.steps
+                self._last[name] = self.count
                 if computed >= request.num_prompt_tokens:
-                    self.begun.setdefault(name, self.steps)
+                    self.begun.setdefault(name, self.count)
                 elif computed % self.block:
                     self.off_boundary.append(f"{name} ends at {computed}")
             elif is_chunk:
-                gap = self.steps - self._last.setdefault(name, self.steps)
+                gap = self.count - self._last.setdefault(name, self.count)
                 self.largest_gap = max(self.largest_gap, gap)
 
-    def finish(self) -> None:
-        """Process the oldest step's result."""
-        output, result, seconds = self._in_flight.popleft()
-        self.now += seconds
-        self.scheduler.update_from_output(output, result)
-        self.alive = {n: r for n, r in self.alive.items() if not r.is_finished()}
-        if self._drafts:
-            for request in self.scheduler.running:
-                if not request.is_prefill_chunk:
-                    request.spec_token_ids = [7] * self._dice.randrange(self._drafts + 1)
-
-    def until_begun(self, *names: str, max_steps: int = 3000) -> None:
-        """Run steps until these requests have their first tokens."""
-        for _ in range(max_steps):
+    def steps_until_begun(self, *names: str, max_steps: int = 3000) -> int:
+        """Run steps until these requests have their first tokens; return their number."""
+        for count in range(max_steps):
             if self.begun.keys() >= {*names}:
-                return
+                return count
             self.step()
         raise AssertionError(f"no first token of {', '.join({*names} - self.begun.keys())}")
 
@@ -177,10 +146,10 @@ def test_prompt_beside_many_decodes_progresses_as_in_upstream() -> None:
     seconds = {}
     for name, policies in (("upstream", None), ("ours", {"chunk_budget": {}})):
         engine = hybrid(policies)
-        engine.decode(300)
+        engine.run_decodes(300)
         began = engine.now
-        engine.add(20_000, "long")
-        engine.until_begun("long", max_steps=100)
+        engine.new(20_000, "long")
+        engine.steps_until_begun("long", max_steps=100)
         seconds[name] = engine.now - began
         assert not engine.off_boundary
     assert seconds["ours"] < 2 * seconds["upstream"]
@@ -199,9 +168,9 @@ def test_prompt_beside_many_decodes_progresses_as_in_upstream() -> None:
 )
 def test_chunk_smaller_than_a_block_becomes_one_block(policies: Policies, largest: int) -> None:
     engine = hybrid(policies)
-    engine.decode(300)
-    engine.add(20_000, "long", priority=1)
-    engine.until_begun("long")
+    engine.run_decodes(300)
+    engine.new(20_000, "long", priority=1)
+    engine.steps_until_begun("long")
     assert not engine.off_boundary
     *chunks, last = engine.chunks["long"]
     assert max(chunks) == largest
@@ -211,53 +180,47 @@ def test_chunk_smaller_than_a_block_becomes_one_block(policies: Policies, larges
 
 def test_prompt_skips_steps_for_chunks_above_its_grants() -> None:
     engine = hybrid({"chunk_budget": {"chunk": 66}})  # an eighth of a block
-    engine.decode(300)
-    engine.add(20 * BLOCK, "long")
-    before = engine.steps
-    engine.until_begun("long")
+    engine.run_decodes(300)
+    engine.new(20 * BLOCK, "long")
+    steps = engine.steps_until_begun("long")
     assert engine.chunks["long"] == [BLOCK] * 20
-    assert engine.steps - before == pytest.approx(8 * 20, abs=8)
+    assert steps == pytest.approx(8 * 20, abs=8)
 
 
 @pytest.mark.parametrize("chunk", [64, 256, 512])
 def test_short_prompt_enters_while_a_long_one_skips_steps(chunk: int) -> None:
     engine = hybrid({"long_prompt": {}, "chunk_budget": {"chunk": chunk}})
-    engine.decode(300)
-    engine.add(90_000, "long")
-    for _ in range(20):
-        engine.step()
-    engine.add(600, "short")
-    before = engine.steps
-    engine.until_begun("short", max_steps=100)
+    engine.run_decodes(300)
+    engine.new(90_000, "long")
+    engine.steps(20)
+    engine.new(600, "short")
+    steps = engine.steps_until_begun("short", max_steps=100)
     assert "long" not in engine.begun
     # Two prompts share the grants: 600 tokens, and a block in advance.
-    assert engine.steps - before <= 2 * (600 + BLOCK) / chunk + 4
+    assert steps <= 2 * (600 + BLOCK) / chunk + 4
 
 
 def test_urgent_prompt_enters_beside_a_normal_one() -> None:
     engine = hybrid({"lanes": {}, "chunk_budget": {"chunk": 512}})
-    engine.decode(300)
-    engine.add(90_000, "normal")
-    for _ in range(20):
-        engine.step()
-    engine.add(600, "urgent", priority=-1)
-    before = engine.steps
-    engine.until_begun("urgent", max_steps=10)
-    assert engine.steps - before <= 5
+    engine.run_decodes(300)
+    engine.new(90_000, "normal")
+    engine.steps(20)
+    engine.new(600, "urgent", priority=-1)
+    assert engine.steps_until_begun("urgent", max_steps=10) <= 5
 
 
 def test_long_prompt_progresses_with_less_than_a_block_left() -> None:
     policies = {"long_prompt": {"long_prefill_token_threshold": 2000, "long_prefill_share": 0.05}}
     engine = hybrid(policies, budget=2200, max_model_len=30_000)
-    engine.decode(300)
-    engine.add(10_000, "long")
+    engine.run_decodes(300)
+    engine.new(10_000, "long")
     for number in range(400):
         if "long" in engine.begun:
             break
         # Room for three blocks and 316 tokens, and always three shorts, with a block each.
         if number % 3 == 0:
             for item in range(3):
-                engine.add(3 * BLOCK, f"short {number} {item}", output=1)
+                engine.new(3 * BLOCK, f"short {number} {item}", output=1)
         engine.step()
     assert "long" in engine.begun
     assert len([n for n in engine.begun if n.startswith("short")]) > 50
@@ -266,24 +229,23 @@ def test_long_prompt_progresses_with_less_than_a_block_left() -> None:
 @pytest.mark.parametrize("chunk", [66, 512])
 def test_prompt_passes_another_with_a_pending_connector_lookup(chunk: int) -> None:
     engine = hybrid({"chunk_budget": {"chunk": chunk}}, connector="SimulatedConnector")
-    engine.decode(300)
+    engine.run_decodes(300)
     engine.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
         (None if request.request_id == "pending" else 0, False)
     )
-    engine.add(600, "pending")
+    engine.new(600, "pending")
     engine.step()
-    engine.add(3000, "behind")
-    before = engine.steps
-    engine.until_begun("behind", max_steps=100)
-    assert engine.steps - before <= (3000 + BLOCK) / chunk + 4
+    engine.new(3000, "behind")
+    steps = engine.steps_until_begun("behind", max_steps=100)
+    assert steps <= (3000 + BLOCK) / chunk + 4
     assert "pending" not in engine.begun
 
 
 def test_prompt_with_budget_below_a_block_is_cut_as_in_upstream() -> None:
     engine = hybrid({"chunk_budget": {"chunk": 64}}, budget=256, max_num_seqs=64)
-    engine.decode(20)
-    engine.add(3000, "long")
-    engine.until_begun("long")
+    engine.run_decodes(20)
+    engine.new(3000, "long")
+    engine.steps_until_begun("long")
     assert max(engine.chunks["long"]) <= 64
 
 
@@ -301,14 +263,10 @@ def play(engine: Engine, dice: random.Random, decodes: int) -> None:
         tokens = dice.choice([10, 60, 127, 128, 129, 190, 300, 700, 1500, 2500])
         plan.append((at, tokens, dice.choice([1, 8, 40]), dice.choice([-1, 0, 0, 1])))
     for number, (when, tokens, output, priority) in enumerate(plan):
-        while engine.steps < when:
+        while engine.count < when:
             engine.step()
-        engine.add(tokens, str(number), output=output, priority=priority)
-    for _ in range(4000):
-        if not engine.alive:
-            return
-        engine.step()
-    raise AssertionError(f"{len(engine.alive)} requests never finish")
+        engine.new(tokens, str(number), output=output, priority=priority)
+    engine.drain(4000)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +300,7 @@ def test_prompts_of_hybrid_models_progress_in_whole_blocks(
     # A block of 128 tokens is up to eight of the smallest grants.
     assert hybrid_engine.largest_gap <= plain.largest_gap + 80
     assert hybrid_engine.empty_steps <= plain.empty_steps + 3
-    assert hybrid_engine.steps <= 1.5 * plain.steps + 50
+    assert hybrid_engine.count <= 1.5 * plain.count + 50
     assert all(step <= 1.5 * plain.begun[name] + 100 for name, step in hybrid_engine.begun.items())
 
 
@@ -372,40 +330,33 @@ def blocks_of(groups: Sequence[KVCacheSpec], tokens: int) -> int:
     return wanted
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_shorts_pass_a_long_prompt_without_room(groups: Sequence[KVCacheSpec]) -> None:
-    # The first prompt keeps its blocks, and leaves room for 500 tokens.
-    blocks = blocks_of(groups, 500 + 300) + blocks_of(groups, 500)
-    engine = Engine({"long_prompt": {}}, groups, budget=256, num_blocks=blocks)
-    engine.add(500, "first", output=300)
-    for _ in range(4):
-        engine.step()
-    engine.add(1400, "stuck")
-    for number in range(8):
-        engine.add(40, f"short {number}")
-    for _ in range(40):
-        engine.step()
-    assert len([name for name in engine.begun if name.startswith("short")]) == 8
-    assert "stuck" not in engine.begun
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize(
-    "policies",
-    [{"prefill_first": {}}, {"prefill_first": {}, "deferred_prefill": {"departures": 2}}],
-    ids="+".join,
-)
-def test_decodes_are_not_paused_for_a_prompt_without_room(
-    policies: Policies, groups: Sequence[KVCacheSpec]
-) -> None:
+def without_room(policies: Policies, groups: Sequence[KVCacheSpec]) -> Engine:
+    """Return an engine in which a request lacks blocks: room is left for 500 tokens."""
     blocks = blocks_of(groups, 500 + 300) + blocks_of(groups, 500)
     engine = Engine(policies, groups, budget=256, num_blocks=blocks)
-    engine.add(500, "first", output=300)
-    for _ in range(4):
-        engine.step()
-    engine.add(1400, "stuck")
-    counts = Counter(bool(engine.step()) for _ in range(100))
-    assert counts[False] <= 2
+    engine.new(500, "first", output=300)
+    engine.steps(4)
+    engine.new(1400, "stuck")
+    return engine
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_shorts_pass_a_long_prompt_without_room(groups: Sequence[KVCacheSpec]) -> None:
+    engine = without_room({"long_prompt": {}}, groups)
+    names = {f"short {number}" for number in range(8)}
+    for name in names:
+        engine.new(40, name)
+    engine.steps(40)
+    assert engine.begun.keys() == {"first", *names}
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("beside", [{}, {"deferred_prefill": {"departures": 2}}], ids=str)
+def test_decodes_are_not_paused_for_a_prompt_without_room(
+    beside: Policies, groups: Sequence[KVCacheSpec]
+) -> None:
+    engine = without_room({"prefill_first": {}, **beside}, groups)
+    assert engine.steps(100).count({}) <= 2
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.engine.schedulers import answer, make_request, make_scheduler
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from tests.engine.schedulers import make_request
+from tests.policies.making import Bench
 
 BUDGET = 64
 # An encoder for one large image or two small ones per step, with a cache for three large ones.
@@ -43,19 +43,21 @@ def with_images(tokens: int, *images: tuple[int, int], output: int = 6) -> Any:
     return request
 
 
-def scheduler_with_encoder(policies: dict[str, dict[str, Any]], kind: type, **options: Any) -> Any:
-    """Return a scheduler with this encoder."""
-    scheduler = make_scheduler(
-        policies,
-        scheduler_cls=kind,
-        async_scheduling=kind is PolicyScheduler,
-        budget=BUDGET,
-        num_blocks=140,
-        **options,
-    )
-    scheduler.max_num_encoder_input_tokens = ENCODES
-    scheduler.encoder_cache_manager = EncoderCacheManager(CACHES)
-    return scheduler
+class Encoding(Bench):
+    """A bench with this encoder, which checks each step against the encoder's limits."""
+
+    def __init__(self, policies: dict[str, dict[str, Any]], *, ahead: bool, whole: bool) -> None:
+        super().__init__(
+            policies, ahead=ahead, budget=BUDGET, num_blocks=140, disable_chunked_mm_input=whole
+        )
+        self.whole = whole
+        self.images = 0  # encoded so far
+        self.scheduler.max_num_encoder_input_tokens = ENCODES
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(CACHES)
+
+    def scheduled(self, output: SchedulerOutput, seconds: float) -> float:
+        self.images += check_encoder(self.scheduler, output, self.whole)
+        return seconds
 
 
 def check_encoder(scheduler: Any, output: Any, kept_whole: bool) -> int:
@@ -87,30 +89,21 @@ def check_encoder(scheduler: Any, output: Any, kept_whole: bool) -> int:
     return len(sizes)
 
 
-@pytest.mark.parametrize("kept_whole", [False, True])
-@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", SETS)
-def test_encoder_budget_and_chunk_ends_are_kept(name: str, kind: type, kept_whole: bool) -> None:
-    scheduler = scheduler_with_encoder(SETS[name], kind, disable_chunked_mm_input=kept_whole)
+def test_encoder_budget_and_chunk_ends_are_kept(name: str, ahead: bool, whole: bool) -> None:
+    bench = Encoding(SETS[name], ahead=ahead, whole=whole)
     rng = random.Random(4)
-    depth = 2 if kind is PolicyScheduler else 1
-    in_flight: deque[Any] = deque()
-    coming, images, seen, steps = 30, 0, 0, 0
-    while coming or scheduler.has_unfinished_requests() or in_flight:
-        if coming and steps % 3 == 0:
-            coming -= 1
-            tokens, places = rng.choice(PROMPTS)
-            images += len(places)
-            scheduler.add_request(with_images(tokens, *places, output=rng.randint(1, 9)))
-        output = scheduler.schedule()
-        in_flight.append((output, answer(scheduler, output)))
-        seen += check_encoder(scheduler, output, kept_whole)
-        while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
-            scheduler.update_from_output(*in_flight.popleft())
-        steps += 1
-        assert steps < 3000, "a request is never served"
-    assert seen >= images > 30
-    assert scheduler.kv_cache_manager.usage == 0
+    images = 0
+    for _ in range(30):
+        tokens, places = rng.choice(PROMPTS)
+        images += len(places)
+        bench.scheduler.add_request(with_images(tokens, *places, output=rng.randint(1, 9)))
+        bench.steps(3)
+    bench.drain(3000)
+    assert bench.images >= images > 30
+    assert bench.scheduler.kv_cache_manager.usage == 0
 
 
 SMALL = 8
@@ -125,37 +118,39 @@ SMALL_STEPS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("looks_ahead", [0, 1])  # as with drafts
-@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
 @pytest.mark.parametrize("name", SMALL_STEPS)
-def test_whole_image_is_computed_in_one_small_step(name: str, kind: type, looks_ahead: int) -> None:
-    scheduler = scheduler_with_encoder(SMALL_STEPS[name], kind, disable_chunked_mm_input=True)
+def test_whole_image_is_computed_in_one_small_step(name: str, looks_ahead: int) -> None:
+    bench = Encoding(SMALL_STEPS[name], ahead=False, whole=True)
+    bench.whole = not looks_ahead
+    scheduler = bench.scheduler
     scheduler.num_prefill_lookahead = looks_ahead
-    scheduler.add_request(make_request(8, output=1900, name="decodes", hashed=False))
+    bench.add("decodes", 8, output=1900, hashed=False)
     rng = random.Random(5)
     texts, pictures, largest, alone = 12, 6, 0, 0
-    steps, looking = 0, None
+    steps = 0
+    looking: Any = None
     while texts or pictures or len(scheduler.requests) > 1:
         if texts and steps % 20 == 3:
             texts -= 1
-            scheduler.add_request(make_request(rng.choice([30, 70]), output=3, hashed=False))
+            bench.add(f"text {texts}", rng.choice([30, 70]), output=3, hashed=False)
         # One request with images at a time, because whole images compete for the budget.
-        if pictures and steps > 10 and (looking is None or looking not in scheduler.requests):
+        if (
+            pictures
+            and steps > 10
+            and (looking is None or looking.request_id not in scheduler.requests)
+        ):
             pictures -= 1
-            request = with_images(120, (rng.choice([0, 5, 6]), 40), (60, 20), (80, 40))
-            looking = request.request_id
-            scheduler.add_request(request)
-        output = scheduler.schedule()
-        check_encoder(scheduler, output, kept_whole=not looks_ahead)
-        tokens = output.num_scheduled_tokens
+            looking = with_images(120, (rng.choice([0, 5, 6]), 40), (60, 20), (80, 40))
+            scheduler.add_request(looking)
+        tokens = bench.step()
         prompts = {r: n for r, n in tokens.items() if n > 1}
-        if looking in tokens:
-            assert not is_split(scheduler.requests[looking], tokens[looking], looks_ahead)
+        if looking is not None and looking.request_id in tokens:
+            assert not is_split(looking, tokens[looking.request_id], looks_ahead)
+            alone += prompts.keys() == {looking.request_id}
         elif name != "by time":  # it learns first
             # A prompt without images keeps its normal chunk.
             assert sum(prompts.values()) <= SMALL
         largest = max(largest, sum(tokens.values()))
-        alone += prompts.keys() == {looking}
-        scheduler.update_from_output(output, answer(scheduler, output))
         steps += 1
         assert steps < 1500, "a request is never served"
     assert largest > 40

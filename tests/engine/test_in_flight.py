@@ -18,6 +18,13 @@ def scheduled(at: float, prompts: dict[str, Chunk] | None = None, decodes: int =
     return StepStarted(output, 1, at, 512, chunks, 100 * decodes, len(chunks) + decodes, 0)
 
 
+def begun(*started: StepStarted) -> InFlight:
+    steps = InFlight()
+    for step in started:
+        steps.begin(step)
+    return steps
+
+
 def end(steps: InFlight, step: StepStarted, at: float) -> StepDone:
     done = steps.end(step.output, lambda: at)
     assert done is not None
@@ -25,10 +32,8 @@ def end(steps: InFlight, step: StepStarted, at: float) -> StepDone:
 
 
 def test_result_describes_its_step() -> None:
-    steps = InFlight()
     step = scheduled(10.0, {"a": Chunk(40, 60), "b": Chunk(7, 0)}, decodes=3)
-    steps.begin(step)
-    result = end(steps, step, 10.5).result
+    result = end(begun(step), step, 10.5).result
     assert list(result.chunks) == [Chunk(40, 60), Chunk(7, 0)]
     assert (result.decode_tokens, result.decodes, result.context_tokens) == (3, 3, 300)
     assert result.index == step.number
@@ -36,10 +41,8 @@ def test_result_describes_its_step() -> None:
 
 
 def test_step_behind_another_begins_at_its_end() -> None:
-    steps = InFlight()
     first, second = scheduled(10.0, decodes=1), scheduled(10.01, {"a": Chunk(9, 0)})
-    for step in (first, second):
-        steps.begin(step)
+    steps = begun(first, second)
     assert end(steps, first, 10.2).start == 10.0
     done = end(steps, second, 10.5)
     assert (done.start, done.end) == (10.2, 10.5)
@@ -51,9 +54,8 @@ def test_step_behind_another_begins_at_its_end() -> None:
 def test_decode_time_includes_the_pause_since_the_last_result(
     between: float, asleep: bool, decodes: int
 ) -> None:
-    steps = InFlight()
     first = scheduled(10.0, decodes=2)
-    steps.begin(first)
+    steps = begun(first)
     end(steps, first, 10.2)
     begun_at = 10.2 + between
     second = scheduled(begun_at, {"a": Chunk(9, 0)}, decodes)
@@ -81,18 +83,14 @@ def test_lost_result_is_forgotten_and_empty_result_is_none() -> None:
 
 
 def test_clock_set_back_gives_a_positive_duration() -> None:
-    steps = InFlight()
     first, second = scheduled(10.0, decodes=1), scheduled(10.1, decodes=1)
-    for step in (first, second):
-        steps.begin(step)
+    steps = begun(first, second)
     end(steps, first, 10.2)
     assert end(steps, second, 5.0).result.seconds > 0
 
 
 def test_number_of_kept_steps_is_bounded() -> None:
-    steps = InFlight()
     given = [scheduled(float(number), decodes=1) for number in range(MAX_IN_FLIGHT + 3)]
-    for step in given:
-        steps.begin(step)
+    steps = begun(*given)
     assert steps.end(given[2].output, lambda: 99.0) is None
     assert end(steps, given[3], 99.0).step is given[3]

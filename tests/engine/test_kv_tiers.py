@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
+from tests.engine.schedulers import make_request
 from tests.engine.tiered import HANDS_OVER, KEPT, OFFLOADING, SIMPLE, Tiered, several
 from vllm_sched.engine.steps.kv_tiers import KvTiers, lookup_of
 
@@ -23,15 +23,15 @@ def tiered(request: pytest.FixtureRequest) -> Tiered:
 
 
 def test_prompt_in_the_tier_passes_a_long_one(tiered: Tiered) -> None:
-    tiered.add("fresh", None, 900)
+    tiered.turn("fresh", None, 900)
     tiered.step()
-    turn = tiered.add("turn", 0, 20, output=1)
+    turn = tiered.turn("turn", 0, 20, output=1)
     assert tiered.scheduler._planner.prefixes.tokens(turn) == KEPT
     assert tiered.lane(turn) == "short"
     left = turn.num_tokens - KEPT
     tiered.loads = False
-    for _ in range(3):
-        assert set(tiered.step()) == {"fresh"}  # prefill goes on during the load
+    for step in tiered.steps(3):
+        assert step.keys() == {"fresh"}  # prefill goes on during the load
         assert tiered.loading() == ["turn"]
     tiered.loads = True
     tiered.step()
@@ -45,7 +45,7 @@ def test_question_leaves_the_tier_unchanged(tiered: Tiered) -> None:
     if pool is not None:
         pinned = [block.ref_cnt for block in pool.cpu_block_pool.blocks]
     for number in range(3):
-        tiered.add(f"turn {number}", number, 20)
+        tiered.turn(f"turn {number}", number, 20)
     assert tiered.scheduler.kv_cache_manager.usage == free
     assert pool is None or pinned == [block.ref_cnt for block in pool.cpu_block_pool.blocks]
     tiered.drain()
@@ -54,7 +54,7 @@ def test_question_leaves_the_tier_unchanged(tiered: Tiered) -> None:
 def test_loaded_long_prompts_enter_one_after_the_other() -> None:
     tiered = Tiered(OFFLOADING, LONG_PROMPT, max_num_seqs=8)
     for number in range(3):
-        request = tiered.add(f"half {number}", number, 200, output=1)
+        request = tiered.turn(f"half {number}", number, 200, output=1)
         assert tiered.lane(request).startswith("long/")
     together = 0
     for _ in range(100):
@@ -68,34 +68,33 @@ def test_loaded_long_prompts_enter_one_after_the_other() -> None:
 def test_short_prompts_run_while_a_long_one_loads() -> None:
     tiered = Tiered(OFFLOADING, LONG_PROMPT)
     tiered.loads = False
-    tiered.add("half", 0, 200)
+    tiered.turn("half", 0, 200)
     tiered.step()
-    tiered.add("short", None, 20)
-    tiered.add("fresh", None, 300)
+    tiered.turn("short", None, 20)
+    tiered.turn("fresh", None, 300)
     assert tiered.step() == {"short": 20}
     assert tiered.loading() == ["half"]
     # The load counts as the long prompt in prefill until its client leaves.
-    tiered.scheduler.finish_requests("half", RequestStatus.FINISHED_ABORTED)
+    tiered.abort("half")
     assert "fresh" in tiered.step()
 
 
 def test_prompt_that_leaves_the_tier_does_not_enter_as_short() -> None:
     tiered = Tiered(OFFLOADING, LONG_PROMPT, max_num_seqs=2)
-    tiered.add("fresh", None, 900)
-    tiered.add("decode", None, 10, output=200)
+    tiered.turn("fresh", None, 900)
+    tiered.turn("decode", None, 10, output=200)
     tiered.step()
-    turn = tiered.add("turn", 0, 20)
+    turn = tiered.turn("turn", 0, 20)
     assert tiered.lane(turn) == "short"
     tiered.scheduler.connector.reset_cache()
-    tiered.scheduler.finish_requests("decode", RequestStatus.FINISHED_ABORTED)
-    for _ in range(3):
-        assert set(tiered.step()) == {"fresh"}
+    tiered.abort("decode")
+    assert [step.keys() for step in tiered.steps(3)] == [{"fresh"}] * 3
     assert tiered.lane(turn).startswith("long/")
 
 
 def test_handed_over_prompt_is_not_looked_up() -> None:
     tiered = Tiered(BOTH, LONG_PROMPT)
-    remote = tiered.request(900, name="remote")
+    remote = make_request(900, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     tiered.scheduler.add_request(remote)
     assert tiered.scheduler._planner.prefixes.tokens(remote) == remote.num_tokens
@@ -110,7 +109,7 @@ def test_handed_over_prompt_is_not_looked_up() -> None:
 def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
     """So `check` refuses a worker in which offloading comes before the transfer."""
     tiered = Tiered(BOTH if first else several(OFFLOADING, HANDS_OVER), LONG_PROMPT)
-    remote = tiered.request([*tiered.documents[0], *[3] * 300], name="remote")
+    remote = make_request([*tiered.documents[0], *[3] * 300], name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     tiered.scheduler.add_request(remote)
     tiered.step()
@@ -121,7 +120,7 @@ def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
 
 def test_tier_is_asked_once_while_a_prompt_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     tiered = Tiered(OFFLOADING, LONG_PROMPT)
-    tiered.add("fresh", None, 1200)
+    tiered.turn("fresh", None, 1200)
     tiered.step()
     asked: list[str] = []
     connector = tiered.scheduler.connector
@@ -132,17 +131,16 @@ def test_tier_is_asked_once_while_a_prompt_is_held(monkeypatch: pytest.MonkeyPat
         lambda request, computed: asked.append(request.request_id) or ask(request, computed),
     )
     tiered.scheduler._planner.prefixes.tiers = KvTiers(connector)
-    tiered.add("half", 0, 200)
-    for _ in range(10):
-        tiered.step()
+    tiered.turn("half", 0, 200)
+    tiered.steps(10)
     assert asked == ["half"]
 
 
 def test_newcomer_in_the_tier_reserves_only_its_remaining_tokens() -> None:
     tiered = Tiered(OFFLOADING, {"lanes": {}})
-    tiered.add("fresh", None, 900)
+    tiered.turn("fresh", None, 900)
     tiered.step()
-    turn = tiered.add("turn", 0, 20, priority=-1)
+    turn = tiered.turn("turn", 0, 20, priority=-1)
     left = turn.num_tokens - KEPT
     assert tiered.step() == {"fresh": 64 - left}
 
@@ -176,9 +174,11 @@ def test_only_repeatable_lookups_are_made() -> None:
     assert (counting.asked, repeatable.asked) == (0, 2)
 
 
-def test_without_a_connector_nothing_is_asked() -> None:
-    request: Any = SimpleNamespace(num_preemptions=0, kv_transfer_params={"do_remote_prefill": 1})
+@pytest.mark.parametrize("claim", [{"do_remote_prefill": True}, "x", [1]])
+def test_without_a_connector_nothing_is_asked_or_handed_over(claim: object) -> None:
+    request: Any = SimpleNamespace(num_preemptions=0, kv_transfer_params=claim)
     tiers = KvTiers(None)
     assert not tiers
     assert not tiers.is_handed_over(request)
+    assert KvTiers(Counting()).is_handed_over(request) == isinstance(claim, dict)
     assert tiers.tokens(request, 0) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from typing import Any
 
 import pytest
@@ -12,16 +11,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from tests.engine.schedulers import answer, make_request, make_scheduler, until
-from tests.policies.making import Bench
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from tests.engine.schedulers import answer, make_request, until
+from tests.policies.making import Bench, add
 from vllm_sched.engine.waiting.heaps import MAX_DEAD_ENTRIES
 from vllm_sched.engine.waiting.lora_slots import MAX_KEPT_STEPS, MAX_WAIT_S
 from vllm_sched.policies import registry
 
-WORLDS_PER_SET = 20
+WORLDS_PER_SET = 12
 STEP_S = 0.05
-# Far more than any world takes.
 MAX_STEPS = 6_000
 SINGLE = list(registry.POLICIES)
 PAIRS = [list(pair) for pair in itertools.combinations(SINGLE, 2) if pair not in registry.CONFLICTS]
@@ -44,19 +41,16 @@ EAGER: dict[str, list[dict[str, Any]]] = {
 }
 
 
-class World:
-    """A scheduler with random requests, adapters and events."""
+class World(Bench):
+    """A bench with random requests, adapters and events."""
 
     def __init__(self, names: list[str], seed: int) -> None:
         rng = self.rng = random.Random(f"{names}{seed}")
         self.max_loras = rng.choice([1, 2, 4])
-        self.depth = rng.choice([1, 2])
         self.transfers = rng.random() < 0.3
-        self.now = 0.0
-        self.scheduler: Any = make_scheduler(
+        super().__init__(
             {name: rng.choice(EAGER[name]) for name in names},
-            scheduler_cls=PolicyScheduler if self.depth > 1 else SyncPolicyScheduler,
-            async_scheduling=self.depth > 1,
+            ahead=rng.choice([False, True]),
             budget=rng.choice([32, 64, 256]),
             max_num_seqs=rng.choice([3, 6, 16]),
             # The smallest holds two of the longest requests: running requests are preempted.
@@ -65,29 +59,24 @@ class World:
             max_loras=self.max_loras,
             connector="SimulatedConnector" if self.transfers else None,
         )
-        self.scheduler.clock = lambda: self.now
-        self.scheduler.waiting._clock = lambda: self.now
-        self.in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
         self.fetching: list[str] = []
-        self.arrivals = rng.randrange(4, 9)
+        self.coming = rng.randrange(4, 9)
 
-    def play(self) -> None:
-        """Run steps until all requests are finished."""
+    def run(self) -> None:
         for _ in range(MAX_STEPS):
-            if self.arrivals and self.rng.random() < 0.7:
-                self.add()
-            self.step()
-            if not (self.arrivals or self.scheduler.requests):
-                while self.in_flight:
-                    self.scheduler.update_from_output(*self.in_flight.popleft())
+            if self.coming and self.rng.random() < 0.7:
+                self.arrive()
+            self.step(STEP_S)
+            self.have_events()
+            if not (self.coming or self.scheduler.requests):
+                self.drain()
                 assert self.scheduler.kv_cache_manager.usage == 0
                 return
         raise AssertionError(f"requests never finished: {sorted(self.scheduler.requests)}")
 
-    def add(self) -> None:
-        """Add a request with or without an adapter."""
+    def arrive(self) -> None:
         rng = self.rng
-        self.arrivals -= 1
+        self.coming -= 1
         request = make_request(
             rng.choice([3, 20, 60, 90, 200, 400]),
             output=rng.choice([1, 4, 12]),
@@ -99,47 +88,37 @@ class World:
             request.kv_transfer_params = {"do_remote_prefill": True}
         self.scheduler.add_request(request)
 
-    def step(self) -> None:
-        """Run a step with random events."""
+    def have_events(self) -> None:
+        """Check the slots, finish some KV transfers and abort a request."""
         scheduler, rng = self.scheduler, self.rng
-        output = scheduler.schedule()
-        adapters = {r.lora_request.lora_int_id for r in scheduler.running if r.lora_request}
-        assert len(adapters) <= self.max_loras
-        self.in_flight.append((output, answer(scheduler, output)))
-        self.now += STEP_S
-        while len(self.in_flight) >= self.depth:
-            scheduler.update_from_output(*self.in_flight.popleft())
+        assert len(adapters_running(self)) <= self.max_loras
         if self.transfers:
             self.fetching += scheduler.connector.begun
             scheduler.connector.begun = {}
-            self.fetch()
+            fetched = {name for name in self.fetching if rng.random() < 0.2}
+            self.fetching = [name for name in self.fetching if name not in fetched]
+            receive(self, fetched & scheduler.requests.keys())
         if scheduler.requests and rng.random() < 0.02:
-            name = rng.choice(sorted(scheduler.requests))
-            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            self.abort(rng.choice(sorted(scheduler.requests)))
 
-    def fetch(self) -> None:
-        """Finish the KV transfer of some requests."""
-        fetched = {name for name in self.fetching if self.rng.random() < 0.2}
-        if not fetched:
-            return
-        self.fetching = [name for name in self.fetching if name not in fetched]
+
+def receive(bench: Bench, names: set[str]) -> None:
+    """Report that the KV of these requests has come."""
+    if names:
         output = SchedulerOutput.make_empty()
-        result = answer(self.scheduler, output)
-        result.kv_connector_output = KVConnectorOutput(
-            finished_recving={name for name in fetched if name in self.scheduler.requests}
-        )
-        self.scheduler.update_from_output(output, result)
+        result = answer(bench.scheduler, output)
+        result.kv_connector_output = KVConnectorOutput(finished_recving=names)
+        bench.scheduler.update_from_output(output, result)
+
+
+def adapters_running(bench: Bench) -> set[int]:
+    return {r.lora_request.lora_int_id for r in bench.scheduler.running if r.lora_request}
 
 
 @pytest.mark.parametrize("names", SETS, ids="+".join)
 def test_adapters_never_exceed_their_slots_and_all_requests_finish(names: list[str]) -> None:
     for seed in range(WORLDS_PER_SET):
-        World(names, seed).play()
-
-
-def adapters_running(bench: Bench) -> set[int]:
-    """Return the adapters of the running requests."""
-    return {r.lora_request.lora_int_id for r in bench.scheduler.running if r.lora_request}
+        World(names, seed).run()
 
 
 def test_running_request_without_tokens_keeps_its_adapter_slot() -> None:
@@ -158,20 +137,15 @@ def test_running_request_without_tokens_keeps_its_adapter_slot() -> None:
 
 def test_requests_enter_in_order_after_waiting_for_an_adapter_slot() -> None:
     bench = Bench({"long_prompt": {}}, max_loras=1)
-    bench.add("first", 10, output=20, adapter=1)
-    bench.steps(2)
+    bench.play(add("first", 10, output=20, adapter=1), 2)
     names = [f"r{number}" for number in range(6)]
     for name in names:
-        bench.add(name, 30, output=1, adapter=2)
-        bench.step()
+        bench.play(add(name, 30, output=1, adapter=2), 1)
     bench.add("plain", 10, output=1)
     assert "plain" in bench.step()
     assert bench.running == {"first"}
     bench.until(lambda: "first" not in bench.running)
-    entered: list[str] = []
-    for step in bench.steps(6):
-        entered += [name for name in step if name not in entered]
-    assert entered == names
+    assert list(dict.fromkeys(name for step in bench.steps(6) for name in step)) == names
 
 
 class Streams:
@@ -191,6 +165,9 @@ class Streams:
                 self.bench.add(f"s{self.sent}", 20, output=20 * adapter, adapter=adapter)
         return self.bench.step(0.1)
 
+    def steps(self, count: int) -> list[dict[str, int]]:
+        return [self.step() for _ in range(count)]
+
     def seconds_until(self, adapter: int) -> float:
         """Return the time until a request of this adapter runs."""
         begun = self.bench.now
@@ -201,8 +178,7 @@ class Streams:
 @pytest.mark.parametrize("max_loras", [1, 2, 4])
 def test_adapter_gets_a_slot_within_its_bound(max_loras: int) -> None:
     streams = Streams(max_loras)
-    for _ in range(50):
-        streams.step()
+    streams.steps(50)
     streams.bench.add("x", 20, output=5, adapter=9)
     # The bound, the time that an adapter keeps its slot, and an answer.
     assert streams.seconds_until(9) <= 2 * MAX_WAIT_S + 20 * max_loras * 0.1
@@ -235,23 +211,18 @@ def test_wait_for_an_adapter_slot_with_kv_blocks_is_bounded() -> None:
     remote.kv_transfer_params = {"do_remote_prefill": True}
     bench.steps(2)
     assert remote.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    for _ in range(20):
-        streams.step()
-    result = answer(bench.scheduler, output := SchedulerOutput.make_empty())
-    result.kv_connector_output = KVConnectorOutput(finished_recving={"remote"})
-    bench.scheduler.update_from_output(output, result)
+    streams.steps(20)
+    receive(bench, {"remote"})
     assert MAX_WAIT_S <= streams.seconds_until(2) <= MAX_WAIT_S + 3.0
 
 
 def test_slot_is_kept_briefly_for_a_blocked_request() -> None:
     streams = Streams()
-    for _ in range(20):
-        streams.step()
+    streams.steps(20)
     streams.bench.add("stuck", 20, adapter=2)
-    for _ in range(20):
-        streams.step()
+    streams.steps(20)
     streams.bench.turn_away("stuck")
-    idle = sum(not streams.step() for _ in range(1_000))
+    idle = streams.steps(1_000).count({})
     assert 0 < idle <= 1_000 * 0.1 / MAX_WAIT_S * (MAX_KEPT_STEPS + 1)
 
 
@@ -264,8 +235,7 @@ def test_one_free_slot_is_kept_for_the_overdue_adapter() -> None:
     for _ in range(int(MAX_WAIT_S)):
         bench.step(1.1)
     bench.turn_away("stuck")
-    gone = ["first 1", "first 2"]
-    bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+    bench.abort("first 1", "first 2")
     bench.add("next", 20, output=100, adapter=5)
     assert "next" in bench.step()
     bench.add("last", 20, adapter=6)
@@ -279,16 +249,15 @@ def test_unused_adapters_leave_no_state() -> None:
     for adapter in range(2, 302):
         bench.add(f"r{adapter}", 20, adapter=adapter, hashed=False)
         bench.step()
-        bench.scheduler.finish_requests(f"r{adapter}", RequestStatus.FINISHED_ABORTED)
+        bench.abort(f"r{adapter}")
     assert len(bench.scheduler.waiting._sizes) <= 2 * MAX_DEAD_ENTRIES
     assert len(bench.scheduler.waiting._heaps) <= 2 * MAX_DEAD_ENTRIES
 
 
 def test_adapter_without_requests_claims_no_slot() -> None:
     streams = Streams()
-    for _ in range(20):
-        streams.step()
+    streams.steps(20)
     streams.bench.add("x", 20, adapter=2)
     streams.step()
-    streams.bench.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
-    assert all(streams.step() for _ in range(500))
+    streams.bench.abort("x")
+    assert all(streams.steps(500))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,14 @@ bindings = pytest.importorskip("nixl._api").nixlBind
 
 def test_agent_config_gets_the_polling_pause() -> None:
     plain = bindings.nixlAgentConfig
-    with ours.limit_polling(bindings, 700):
+    with suppress(ZeroDivisionError), ours.limit_polling(bindings, 700):
         config = bindings.nixlAgentConfig()
         config.pthrDelay = 0
         config.useProgThread = True
         assert config.pthrDelay == 700
         assert isinstance(config, plain)
-    after = bindings.nixlAgentConfig()
-    after.pthrDelay = 0
-    assert after.pthrDelay == 0
+        _ = 1 / 0
+    assert bindings.nixlAgentConfig is plain
 
 
 def test_real_agent_accepts_the_config() -> None:
@@ -32,13 +32,6 @@ def test_real_agent_accepts_the_config() -> None:
     with ours.limit_polling(bindings):
         agent = api.nixl_agent("a", api.nixl_agent_config(backends=[]))
     assert agent.name == "a"
-
-
-def test_settings_are_restored_after_an_error() -> None:
-    plain = bindings.nixlAgentConfig
-    with pytest.raises(RuntimeError, match="no agent"), ours.limit_polling(bindings):
-        raise RuntimeError("no agent")
-    assert bindings.nixlAgentConfig is plain
 
 
 def test_thread_affinity_is_restored() -> None:

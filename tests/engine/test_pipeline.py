@@ -20,7 +20,6 @@ TARGET_S = 0.1
 
 
 def pipelined_engine(stages: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedEngine:
-    """Return an engine with pipeline parallelism."""
     usual = simulated._config
 
     def config(settings: EngineSettings) -> VllmConfig:

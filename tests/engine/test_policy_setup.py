@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,6 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 
 def config(policies: dict[str, Any] | None = None, **scheduler_options: Any) -> VllmConfig:
-    """Return a configuration with copied parts."""
     made = copy.copy(base_config())
     made.model_config = copy.copy(made.model_config)
     made.parallel_config = copy.copy(made.parallel_config)
@@ -75,13 +75,9 @@ def test_diffusion_model_is_refused() -> None:
 def test_policies_that_conflict_with_the_prefill_interval_are_refused(name: str) -> None:
     policy_setup.check(config({name: {}}), SyncPolicyScheduler)
     made = config({name: {}}, prefill_schedule_interval=4)
-    if name in ("prefill_first", "deferred_prefill"):
-        message = (
-            rf"^policy {name} contradicts --prefill-schedule-interval 4: .*; leave one of them"
-        )
-        with pytest.raises(UsageError, match=message):
-            policy_setup.check(made, SyncPolicyScheduler)
-    else:
+    message = rf"^policy {name} contradicts --prefill-schedule-interval 4: .*; leave one of them"
+    refused = name in ("prefill_first", "deferred_prefill")
+    with pytest.raises(UsageError, match=message) if refused else nullcontext():
         policy_setup.check(made, SyncPolicyScheduler)
 
 
@@ -89,6 +85,9 @@ def test_nothing_is_refused_without_policies() -> None:
     made = config({}, prefill_schedule_interval=4)
     with_stages(made)
     policy_setup.check(made, PolicyScheduler)
+    # A class may have policies of its own.
+    with pytest.raises(UsageError, match=r"LongPromptScheduler can't follow"):
+        policy_setup.check(made, LongPromptScheduler)
 
 
 @pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
@@ -102,13 +101,6 @@ def test_kv_cache_is_not_inspected_without_policies(
     make_scheduler({}, scheduler_cls=kind)
     with pytest.raises(TypeError, match="a kind of group"):
         make_scheduler({"long_prompt": {}}, scheduler_cls=kind)
-
-
-def test_class_with_built_in_policies_is_checked_with_them() -> None:
-    made = config({})
-    with_drafts(made)
-    with pytest.raises(UsageError, match=r"LongPromptScheduler can't follow"):
-        policy_setup.check(made, LongPromptScheduler)
 
 
 def test_scheduler_checks_its_configuration() -> None:
@@ -125,27 +117,57 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.load()
 
 
-def arguments(scheduler_cls: str | None, **more: Any) -> EngineArgs:
-    """Return the engine arguments of `vllm serve`."""
-    return EngineArgs(
-        model=str(tiny_model()),
-        dtype="float32",
-        max_model_len=1024,
-        scheduler_cls=scheduler_cls,
-        additional_config={"vllm_sched": {"long_prompt": {}}},
-        **more,
-    )
+def configure(policy: str = "long_prompt", **more: Any) -> None:
+    """Create the configuration of `vllm serve` with these arguments."""
+    options = {"max_model_len": 1024, **more}
+    settings = {policy: options.pop("settings", {})}
+    EngineArgs(
+        model=str(tiny_model()), dtype="float32", additional_config={"vllm_sched": settings},
+        **options,
+    ).create_engine_config()  # fmt: skip
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+# The context comes from overrides, not from the model's files.
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+CONTEXT = {
+    "max_model_len": None,
+    "hf_overrides": {"max_position_embeddings": 1024, "rope_parameters": ROPE},
+}
 
 
 @pytest.mark.usefixtures("_registered")
-def test_vllm_serve_refuses_ngram_drafts_with_the_async_class() -> None:
-    with pytest.raises(UsageError, match="turned asynchronous scheduling off"):
-        arguments("vllm_sched.PolicyScheduler", speculative_config=NGRAM).create_engine_config()
-    for other in ("vllm_sched.SyncPolicyScheduler", None):
-        arguments(other, speculative_config=NGRAM).create_engine_config()
+@pytest.mark.parametrize(
+    ("always", "refused", "accepted", "error"),
+    [
+        (
+            {"speculative_config": NGRAM},
+            {"scheduler_cls": "vllm_sched.PolicyScheduler"},
+            [{"scheduler_cls": "vllm_sched.SyncPolicyScheduler"}, {}],
+            "turned asynchronous scheduling off",
+        ),
+        (
+            CONTEXT,
+            {"settings": {"long_prefill_token_threshold": 2049}},
+            [{"settings": {"long_prefill_token_threshold": 2048}}],
+            "max_model_len=2048",
+        ),
+        (
+            {"enable_chunked_prefill": False},
+            {"policy": "chunk_budget"},
+            [{}],
+            "chunk_budget .*--no-enable-chunked-prefill",
+        ),
+    ],
+    ids=["drafts", "threshold beyond the context", "whole prompts"],
+)
+def test_settings_are_checked_before_the_model_loads(
+    always: dict[str, Any], refused: dict[str, Any], accepted: list[dict[str, Any]], error: str
+) -> None:
+    with pytest.raises(UsageError, match=error):
+        configure(**always, **refused)
+    for other in accepted:
+        configure(**always, **other)
 
 
 @pytest.mark.usefixtures("_registered")
@@ -163,7 +185,7 @@ def test_untested_release_is_probed_before_the_model_loads(
     calls: list[bool] = []
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     monkeypatch.setattr(probes, "require_known_behaviour", lambda: calls.append(True))
-    arguments(scheduler_cls).create_engine_config()
+    configure(scheduler_cls=scheduler_cls)
     assert calls == [True] * probed
 
 
@@ -250,4 +272,4 @@ def test_invalid_warm_up_value_is_refused_before_the_model_loads(
 ) -> None:
     monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "yes")
     with pytest.raises(UsageError, match="VLLM_SCHED_WARM_UP='yes' must be 0 or 1; correct it"):
-        arguments(None).create_engine_config()
+        configure()

@@ -24,7 +24,6 @@ from vllm_sched.engine import plugin, policy_setup, server, trace
 from vllm_sched.engine.server import forward_signal
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 from vllm_sched.workers import launch
-from vllm_sched.workers.tiny_model import tiny_model
 
 USR1 = signal.SIGUSR1
 
@@ -49,69 +48,22 @@ def report_pending(end: Connection) -> None:
 
 
 @pytest.mark.usefixtures("_usr1_blocked")
-@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1"])
-def test_signal_is_forwarded_to_engines_only(name: str) -> None:
+def test_signal_is_forwarded_to_engines_only() -> None:
     context = multiprocessing.get_context("fork")
-    ends = {}
-    children = []
-    for title, body in ((name, wait_for_signal), ("ApiServer_0", report_pending)):
-        ends[title], child_end = context.Pipe()
-        child = context.Process(target=body, args=(child_end,), name=title, daemon=True)
-        child.start()
-        children.append(child)
+    bodies = {"EngineCore": wait_for_signal, "EngineCore_DP1": wait_for_signal}
+    ends, children = {}, []
+    for name, body in (bodies | {"ApiServer_0": report_pending}).items():
+        ends[name], child_end = context.Pipe()
+        children.append(context.Process(target=body, args=(child_end,), name=name, daemon=True))
+        children[-1].start()
     forward_signal(USR1)
-    assert ends[name].poll(30)
-    assert ends[name].recv() == USR1
+    assert [ends[name].poll(30) and ends[name].recv() for name in bodies] == [USR1, USR1]
     ends["ApiServer_0"].send("look")
     assert ends["ApiServer_0"].poll(30)
     assert ends["ApiServer_0"].recv() is False
     for child in children:
         child.join(30)
         assert child.exitcode == 0
-
-
-def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Restores this method after the test.
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    plugin.register()
-
-    def configure(threshold: int) -> None:
-        # The context comes from overrides, not from the model's files.
-        EngineArgs(
-            model=str(tiny_model()),
-            dtype="float32",
-            hf_overrides={
-                "max_position_embeddings": 1024,
-                "rope_parameters": {
-                    "rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0,
-                },
-            },
-            additional_config={
-                "vllm_sched": {"long_prompt": {"long_prefill_token_threshold": threshold}}
-            },
-        ).create_engine_config()  # fmt: skip
-
-    configure(2048)
-    with pytest.raises(UsageError, match="max_model_len=2048"):
-        configure(2049)
-
-
-def test_chunk_budget_is_refused_without_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    plugin.register()
-
-    def configure(policy: str) -> None:
-        EngineArgs(
-            model=str(tiny_model()),
-            dtype="float32",
-            max_model_len=1024,
-            enable_chunked_prefill=False,
-            additional_config={"vllm_sched": {policy: {}}},
-        ).create_engine_config()
-
-    configure("long_prompt")
-    with pytest.raises(UsageError, match=r"chunk_budget .*--no-enable-chunked-prefill"):
-        configure("chunk_budget")
 
 
 @pytest.fixture

@@ -43,13 +43,6 @@ def test_policies_see_only_the_virtual_clock() -> None:
     assert engine.scheduler.running[0].arrival_time == 1234.5
 
 
-def test_queue_without_policies_is_upstreams() -> None:
-    from vllm_sched.engine.waiting.queue import LaneQueue
-
-    assert not isinstance(make().scheduler.waiting, LaneQueue)
-    assert isinstance(make(policies={"lanes": {}}).scheduler.waiting, LaneQueue)
-
-
 def test_engine_has_a_connector_only_for_transfers() -> None:
     assert make().scheduler.connector is None
     assert make(transfers=True).scheduler.connector is not None

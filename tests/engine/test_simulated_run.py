@@ -55,7 +55,6 @@ class ReplayEngine(ExactEngine):
         self._seconds, self._seen = seconds, seen
 
     def step_s(self, step: SimulatedStep) -> float:
-        """Return the next real step's time."""
         self._seen.append(TimedStep(step.shape, next(self._seconds)))
         return self._seen[-1].seconds
 
@@ -99,7 +98,6 @@ def test_replay_with_real_step_times_matches_the_real_run(runs: Runs, name: str)
 
 @pytest.fixture(scope="module")
 def costs(runs: Runs) -> StepTime:
-    """Return the cost model fitted to some sets."""
     seen: list[TimedStep] = []
     for name in FITTED:
         replay(name, runs[name], seen)
@@ -108,7 +106,6 @@ def costs(runs: Runs) -> StepTime:
 
 @pytest.fixture(scope="module")
 def measured(runs: Runs) -> dict[str, list[TimedStep]]:
-    """Return the processor time of each step."""
     found: dict[str, list[TimedStep]] = {}
     for name in SIMULATED_SETS:
         replay(name, runs[name], seen := [])
@@ -128,7 +125,6 @@ def test_processor_times_are_close_to_the_fitted_model(
 
 
 def real(run: Run) -> list[Outcome]:
-    """Return the real run's outcomes."""
     return [
         Outcome(at, "", prompt, output, ticks=times, completed=len(times))
         for at, times, (_, prompt, output, _) in zip(
@@ -138,7 +134,6 @@ def real(run: Run) -> list[Outcome]:
 
 
 def moments(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return the mean times of events."""
     longs, shorts = by_length(outcomes)
     return {
         "first tokens of longs": fmean(each.at + each.ttft for each in longs),
@@ -149,7 +144,6 @@ def moments(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def waits(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return the mean waits."""
     longs, shorts = ([each.ttft for each in part] for part in by_length(outcomes))
     return {
         "TTFT of longs": fmean(longs),
@@ -161,13 +155,11 @@ def waits(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def by_length(outcomes: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
-    """Return long and short requests."""
     longs = [each for each in outcomes if each.prompt_tokens >= LONG]
     return longs, [each for each in outcomes if each.prompt_tokens < LONG]
 
 
 def by_rank(sides: Iterable[Sequence[float]]) -> float:
-    """Return the rank correlation."""
     ranks = [[sorted(values).index(each) for each in values] for values in sides]
     return correlation(*ranks)
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.policies.making import Bench
+from tests.policies.making import Bench, add
 from vllm_sched.engine.waiting.queue import MAX_RETRIES
 
 MANY = 1_000
@@ -28,20 +28,18 @@ class SkipCountingBench(Bench):
             return bool(ask(request))
 
         self.scheduler._handle_blocked_waiting_request = counting
-        self.add("d", 3, output=2_000)
-        self.step()
+        self.decode("d", output=2_000)
         self.checks.clear()
 
 
 def test_requests_without_an_adapter_slot_are_checked_once() -> None:
     bench = SkipCountingBench(max_loras=1)
-    bench.scheduler.finish_requests("d", bench.scheduler.requests["d"].status.FINISHED_ABORTED)
-    bench.add("first", 5, output=100, adapter=1)
-    bench.step()
-    for number in range(MANY):
-        bench.add(f"r{number}", 5, output=1, adapter=2, hashed=False)
+    bench.abort("d")
+    bench.play(add("first", 5, output=100, adapter=1), 1)
+    names = [f"r{number}" for number in range(MANY)]
+    bench.add_all(dict.fromkeys(names, 5), output=1, adapter=2, hashed=False)
     bench.steps(10)
-    assert bench.checks == Counter([*(f"r{number}" for number in range(MANY)), "first"])
+    assert bench.checks == Counter([*names, "first"])
     assert len(bench.scheduler.waiting) == MANY
     bench.until(lambda: "first" not in bench.running)
     assert len(bench.step()) == 64
@@ -54,21 +52,14 @@ def test_request_is_not_checked_while_its_grammar_compiles() -> None:
         bench.add(f"g{number}", 5, output=1, grammar=grammar, hashed=False)
     bench.steps(5)
     assert set(bench.checks.values()) == {1}
-    bench.add("plain", 5, output=1)
-    assert bench.step().keys() == {"d", "plain"}
+    bench.play(add("plain", 5, output=1), {"d": 1, "plain": 5})
     for number in (700, 3):
         grammars[number].set_result(Mock())
     assert list(bench.step()) == ["d", "g3", "g700"]
-
-
-def test_request_with_an_invalid_grammar_ends_at_once() -> None:
-    bench = SkipCountingBench()
-    grammar: Future[Any] = Future()
-    bench.add("g", 5, output=1, grammar=grammar)
-    bench.steps(3)
-    grammar.set_exception(ValueError("no such rule"))
+    # A request with an invalid grammar ends at once.
+    grammars[5].set_exception(ValueError("no such rule"))
     bench.step()
-    assert "g" not in bench.scheduler.requests
+    assert "g5" not in bench.scheduler.requests
 
 
 def add_with_pending_lookups(bench: SkipCountingBench, names: list[str]) -> set[str]:
@@ -77,8 +68,7 @@ def add_with_pending_lookups(bench: SkipCountingBench, names: list[str]) -> set[
     bench.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
         (None, False) if request.request_id in pending else (0, False)
     )
-    for name in names:
-        bench.add(name, 5, output=1, hashed=False)
+    bench.add_all(dict.fromkeys(names, 5), output=1, hashed=False)
     return pending
 
 
@@ -113,29 +103,25 @@ def test_few_pending_lookups_are_checked_in_each_step() -> None:
 @pytest.mark.parametrize("kind", ["adapter", "grammar"])
 def test_batch_requests_do_not_wait_for_blocked_requests(kind: str) -> None:
     bench = SkipCountingBench({"lanes": {}}, max_loras=1)
-    bench.add("first", 5, output=500, adapter=1)
-    bench.step()
     grammar: Future[Any] | None = Future() if kind == "grammar" else None
-    bench.add("normal", 5, adapter=2 if kind == "adapter" else 0, grammar=grammar)
-    bench.steps(3)
+    adapter = 2 if kind == "adapter" else 0
+    bench.play(add("first", 5, output=500, adapter=1), 1)
+    bench.play(add("normal", 5, adapter=adapter, grammar=grammar), 3)
     bench.add("batch", 5, output=2, lane="batch")
     assert any("batch" in step for step in bench.steps(2))
 
 
 def test_aborted_requests_leave_no_state() -> None:
     bench = SkipCountingBench(max_loras=1, connector="SimulatedConnector")
-    bench.add("first", 5, output=500, adapter=1)
-    bench.step()
-    names = [f"r{number}" for number in range(200)]
-    add_with_pending_lookups(bench, names)
+    bench.play(add("first", 5, output=500, adapter=1), 1)
+    add_with_pending_lookups(bench, [f"r{number}" for number in range(200)])
     for number in range(200):
         bench.add(f"a{number}", 5, adapter=2, hashed=False)
         bench.add(f"g{number}", 5, grammar=Future(), hashed=False)
     bench.steps(3)
     queue = bench.scheduler.waiting
     assert len(queue) == 600
-    gone = [r.request_id for r in queue]
-    bench.scheduler.finish_requests(gone, bench.scheduler.requests["d"].status.FINISHED_ABORTED)
+    bench.abort(*(r.request_id for r in queue))
     assert len(queue) == 0
     assert not queue
     bench.steps(2)

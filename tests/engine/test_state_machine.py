@@ -36,7 +36,6 @@ SHARED = list(range(10, 170))  # a prefix that some prompts share
 
 
 def lane_of(request: Any) -> str:
-    """Return the lane of a priority."""
     return "normal" if not request.priority else "urgent" if request.priority < 0 else "batch"
 
 
@@ -59,7 +58,6 @@ class Machine(RuleBasedStateMachine):
     def start(
         self, partial: int, longs: int, blocks: int, slots: int, priority: bool, share: object
     ) -> None:
-        """Make the scheduler."""
         self.partial, self.longs = partial, longs
         policies = {
             "long_prompt": {
@@ -74,7 +72,6 @@ class Machine(RuleBasedStateMachine):
     def make(
         self, policies: dict[str, dict[str, Any]], blocks: int, slots: int, *, priority: bool
     ) -> None:
-        """Make a scheduler with these policies."""
         self.now = 0.0
         self.blocks = blocks
         self.pauses_decodes = False
@@ -111,19 +108,16 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(-1, 2),  # with lanes: urgent, normal, batch
     )
     def add(self, tokens: int, output: int, shared: bool, priority: int) -> None:
-        """Add a request."""
         prompt = [*SHARED, *[7] * tokens] if shared else tokens
         self.submit(make_request(prompt, output=output, priority=priority))
 
     def submit(self, request: Any) -> None:
-        """Add this request."""
         self.scheduler.add_request(request)
         self.alive[request.request_id] = request
         self.waits_since[request.request_id] = self.now
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
-        """Run steps."""
         for _ in range(times):
             self._schedule()
             while len(self.in_flight) >= self.depth:
@@ -132,7 +126,6 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """Abort a request in any state."""
         # Names depend on earlier runs, so their alphabetical order does too.
         name = data.draw(st.sampled_from([*self.alive]))
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -141,7 +134,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def preempt_all(self) -> None:
-        """Reset the prefix cache, which preempts all running requests."""
         while self.in_flight:
             self._finish_one()
         for request in self.scheduler.running:
@@ -152,14 +144,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(state=st.sampled_from(list(PauseState)), times=st.integers(1, 3))
     def pause_and_resume(self, state: PauseState, times: int) -> None:
-        """Pause, run steps, and resume."""
         self.scheduler.set_pause_state(state)
         self.step(times)
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     @rule(seconds=st.sampled_from([0.01, 1.0, 20.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        """Advance the clock."""
         self.now += seconds
 
     # A step and its checks
@@ -264,8 +254,6 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         scheduler = self.scheduler
         places = [
             *(r.request_id for r in scheduler.running),
@@ -288,8 +276,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def cached_classes_are_current(self) -> None:
         """Check the cached classes of decodes against the policy."""
-        if not (scheduler := getattr(self, "scheduler", None)):
-            return
+        scheduler = self.scheduler
         classes = scheduler._planner.classes
         if classes.policy is None:
             return
@@ -302,8 +289,6 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def held_reasons_are_declared(self) -> None:
         """Metrics show each declared reason from the start."""
-        if not hasattr(self, "scheduler"):
-            return
         counts = self.scheduler.waiting.counts
         for policy, lanes in zip(self.scheduler._policies, counts, strict=True):
             if type(policy).held_reason is not Policy.held_reason:
@@ -398,7 +383,6 @@ class AnyPolicies(Machine):
     def start(  # type: ignore[override]
         self, policies: dict[str, dict[str, Any]], blocks: int, slots: int, priority: bool
     ) -> None:
-        """Make the scheduler."""
         self.make(policies, blocks, slots, priority=priority)
         self.pauses_decodes = "prefill_first" in policies
         self.max_pause_s = policies.get("prefill_first", {}).get("max_pause_s", 0.0)
@@ -429,7 +413,6 @@ class AnyPolicies(Machine):
         seconds=st.sampled_from([2.0, 6.0, 16.0]),
     )
     def add_one_after_another(self, priorities: list[int], seconds: float) -> None:
-        """Add requests with different waits."""
         for priority in priorities:
             self.add(20, 3, shared=False, priority=priority)
             self.now += seconds
@@ -444,7 +427,6 @@ class AnyPolicies(Machine):
 
     @rule()
     def unblock(self) -> None:
-        """Unblock requests."""
         self.turned_away.clear()
 
     def _schedule(self) -> None:
@@ -613,7 +595,6 @@ def test_invariants_hold_in_any_order_of_events(machine: type[RuleBasedStateMach
 
 
 def run(machine: type[RuleBasedStateMachine]) -> None:
-    """Run a machine."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(

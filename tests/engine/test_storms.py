@@ -6,17 +6,16 @@ costs the same with a thousand waiting requests, and no wait exceeds a policy's 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
-from collections import deque
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.engine.schedulers import answer, make_request, make_scheduler
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from tests.policies.making import Bench
 
 MAX_WAIT = 5.0
 SETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -40,63 +39,29 @@ STEPS, CALM = 60, 20_000
 JUMPS = (-1e9, -3600.0, -31.0, -0.5, 0.5, 31.0, 3600.0, 1e9)
 
 
-class Engine:
-    """A scheduler with its clock and requests; two steps in flight if asynchronous."""
+class Engine(Bench):
+    """A bench that names requests, and records when they begin."""
 
-    def __init__(self, policies: dict[str, dict[str, Any]], *, ahead: bool, **options: Any) -> None:
-        self.now = 1000.0
-        self.depth = 2 if ahead else 1
-        self.scheduler: Any = make_scheduler(
-            policies,
-            scheduler_cls=PolicyScheduler if ahead else SyncPolicyScheduler,
-            async_scheduling=ahead,
-            **options,
-        )
-        self.scheduler.clock = lambda: self.now
-        self.scheduler.waiting._clock = lambda: self.now
-        self.alive: dict[str, Any] = {}
-        self.in_flight: deque[Any] = deque()
+    def __init__(self, policies: dict[str, dict[str, Any]], *, ahead: bool, **engine: Any) -> None:
+        super().__init__(policies, ahead=ahead, **engine)
+        self.names = map(str, itertools.count())
         self.begun: dict[str, float] = {}  # time of the first step of each
 
-    def add(self, tokens: int, output: int = 4, priority: int = 0) -> str:
+    def new(self, tokens: int, output: int = 4, priority: int = 0) -> str:
         """Add a request; return its name."""
-        request = make_request(tokens, output=output, priority=priority, hashed=False)
-        self.scheduler.add_request(request)
-        self.alive[request.request_id] = request
-        return str(request.request_id)
+        name = next(self.names)
+        self.add(name, tokens, output=output, priority=priority, hashed=False)
+        return name
 
-    def abort(self, names: list[str]) -> None:
-        """Abort requests."""
-        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-        for name in names:
-            self.alive.pop(name, None)
-
-    def step(self, seconds: float = 0.02) -> int:
-        """Schedule a step, and process due results; return the scheduled tokens."""
-        output = self.scheduler.schedule()
+    def scheduled(self, output: SchedulerOutput, seconds: float) -> float:
+        """Record which requests begin."""
         for name in output.num_scheduled_tokens:
             self.begun.setdefault(name, self.now)
-        self.in_flight.append((output, answer(self.scheduler, output)))
-        self.now += seconds
-        while len(self.in_flight) >= self.depth:
-            self.process_result()
-        return int(output.total_num_scheduled_tokens)
-
-    def process_result(self) -> None:
-        """Process the oldest step's result."""
-        self.scheduler.update_from_output(*self.in_flight.popleft())
-        for name in [n for n, r in self.alive.items() if r.is_finished()]:
-            del self.alive[name]
+        return seconds
 
     def run_to_end(self, max_steps: int = CALM) -> None:
         """Run until all requests are done, and check that no state is left."""
-        for _ in range(max_steps):
-            if not self.alive:
-                break
-            self.step()
-        assert not self.alive, f"{len(self.alive)} never finish"
-        while self.in_flight:
-            self.process_result()
+        self.drain(max_steps)
         scheduler = self.scheduler
         assert scheduler.get_request_counts() == (0, 0)
         assert scheduler.kv_cache_manager.usage == 0
@@ -110,19 +75,19 @@ def storm(engine: Engine, dice: random.Random, kind: str) -> None:
     for _ in range(STEPS):
         for _ in range(dice.choice((0, 1, 1, 8))):
             tokens = dice.choice((5, 20, 60, 90, 300, 900))
-            engine.add(tokens, dice.randrange(1, 30), dice.randrange(3))
+            engine.new(tokens, dice.randrange(1, 30), dice.randrange(3))
         if kind == "aborts" and dice.random() < 0.3:
-            names = sorted(engine.alive)
-            engine.abort(dice.sample(names, int(len(names) * dice.choice((0.1, 0.5, 1.0)))))
+            names = sorted(engine.scheduler.requests)
+            engine.abort(*dice.sample(names, int(len(names) * dice.choice((0.1, 0.5, 1.0)))))
         if kind == "preemptions" and dice.random() < 0.2:
             while engine.in_flight:
-                engine.process_result()
+                engine.finish()
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         if kind == "clock" and dice.random() < 0.3:
             engine.now += dice.choice(JUMPS)
         if kind == "pauses" and dice.random() < 0.3:
             engine.scheduler.set_pause_state(dice.choice(list(PauseState)))
-        engine.step()
+        engine.step(0.02)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
@@ -131,15 +96,13 @@ def storm(engine: Engine, dice: random.Random, kind: str) -> None:
     [*((name, False) for name in SETS), *((name, True) for name in ("long_prompt", "most"))],
 )
 def test_all_requests_finish_after_a_storm(name: str, ahead: bool) -> None:
-    for number, kind in enumerate(("aborts", "preemptions", "clock", "pauses")):
+    for kind in ("aborts", "preemptions", "clock", "pauses"):
         dice = random.Random(f"{name} {kind}")
         engine = Engine(SETS[name], ahead=ahead, num_blocks=TINY, max_num_seqs=16)
         storm(engine, dice, kind)
         # All are aborted after one storm, as when a worker stops.
-        if number == 0:
-            engine.abort(sorted(engine.alive))
-        else:
-            engine.abort(sorted(engine.alive)[: len(engine.alive) * 3 // 4])
+        names = sorted(engine.scheduler.requests)
+        engine.abort(*(names if kind == "aborts" else names[: len(names) * 3 // 4]))
         engine.run_to_end()
 
 
@@ -151,27 +114,26 @@ def test_the_cost_of_a_step_does_not_grow_with_the_number_of_waiting_requests(na
         """Return the Python calls of 30 steps with `waiting` requests and eight slots."""
         engine = Engine(SETS[name], ahead=False, num_blocks=ROOMY, max_num_seqs=8)
         for number in range(waiting):
-            engine.add(900 if number % 10 == 0 else 20, 8, number % 3)
-        for _ in range(10):
-            engine.step()
-        count = 0
+            engine.new(900 if number % 10 == 0 else 20, 8, number % 3)
+        engine.steps(10)
+        count, schedule = 0, engine.scheduler.schedule
 
         def note(_frame: object, event: str, _argument: object) -> None:
             nonlocal count
             count += event == "call"
 
-        before = sys.getprofile()
-        for _ in range(30):
+        def counted() -> Any:
+            before = sys.getprofile()
             sys.setprofile(note)
             try:
-                output = engine.scheduler.schedule()
+                return schedule()
             finally:
                 sys.setprofile(before)
-            engine.in_flight.append((output, answer(engine.scheduler, output)))
-            engine.now += 0.02
-            engine.process_result()
+
+        engine.scheduler.schedule = counted
+        engine.steps(30)
         # All requests can be aborted at once.
-        engine.abort(sorted(engine.alive))
+        engine.abort(*engine.scheduler.requests)
         engine.run_to_end(10)
         return count
 
@@ -184,45 +146,40 @@ def waits(policies: dict[str, dict[str, Any]], *, many_longs: bool) -> list[floa
     engine = Engine(policies, ahead=False, num_blocks=ROOMY, max_num_seqs=16)
     arrived: dict[str, float] = {}
     for number in range(800):
-        arrived[engine.add(20, 3)] = engine.now
+        arrived[engine.new(20, 3)] = engine.now
         if many_longs and number % 200 == 0:
-            arrived |= {engine.add(1900, 3): engine.now for _ in range(4)}
+            arrived |= {engine.new(1900, 3): engine.now for _ in range(4)}
         elif not many_longs and number % 50 == 0:
-            arrived |= {engine.add(500, 3, priority): engine.now for priority in (0, 1)}
+            arrived |= {engine.new(500, 3, priority): engine.now for priority in (0, 1)}
         engine.step(0.05)
     engine.run_to_end()
     return sorted(engine.begun[one] - since for one, since in arrived.items())
 
 
-def unbounded(policies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the policies with unlimited waits."""
-    return {
-        name: {key: 1e9 if key.endswith("max_wait_s") else value for key, value in settings.items()}
-        for name, settings in policies.items()
-    }
-
-
 @pytest.mark.parametrize("name", ["long_prompt", "lanes", "static_batching", "most"])
 def test_wait_never_exceeds_the_bound(name: str) -> None:
-    bounds = MAX_WAIT * len({"lanes", "long_prompt", "static_batching"} & {*SETS[name]})
+    policies = SETS[name]
+    bounds = MAX_WAIT * len({"lanes", "long_prompt", "static_batching"} & {*policies})
     many_longs = name == "long_prompt"
-    found = waits(SETS[name], many_longs=many_longs)
+    found = waits(policies, many_longs=many_longs)
     assert found[-1] <= bounds + 1.0
     if name != "static_batching":  # all requests wait for a batch
         assert found[len(found) // 2] < 0.5
     # Without the bound, waits are longer.
-    assert waits(unbounded(SETS[name]), many_longs=many_longs)[-1] > bounds + 2.0
+    unbounded = {
+        name: {key: 1e9 if key.endswith("max_wait_s") else value for key, value in settings.items()}
+        for name, settings in policies.items()
+    }
+    assert waits(unbounded, many_longs=many_longs)[-1] > bounds + 2.0
 
 
-def test_clock_that_stops_or_goes_back_holds_no_request() -> None:
+@pytest.mark.parametrize("step_s", [0.0, -1.0])
+def test_clock_that_stops_or_goes_back_holds_no_request(step_s: float) -> None:
     """With nothing running, every gate is open."""
-    for step_s in (0.0, -1.0):
-        engine = Engine(SETS["most"], ahead=False, num_blocks=TINY, max_num_seqs=4)
-        for number in range(60):
-            engine.add(300 if number % 3 else 900, 5)
-        for _ in range(5000):
-            if not engine.alive:
-                break
+    engine = Engine(SETS["most"], ahead=False, num_blocks=TINY, max_num_seqs=4)
+    for number in range(60):
+        engine.new(300 if number % 3 else 900, 5)
+    for _ in range(5000):
+        if engine.scheduler.has_unfinished_requests():
             engine.step(step_s)
-        assert not engine.alive
-        engine.run_to_end()
+    engine.run_to_end(1)

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from tests.engine.schedulers import answer, make_request, make_scheduler
 from tests.engine.test_metrics import values
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
+from tests.policies.making import Bench, add, add_all, wait
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler, metrics_folder
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepShape, StepTime
@@ -23,6 +24,8 @@ from vllm_sched.engine import metrics, telemetry
 from vllm_sched.engine.trace import VARIABLE
 
 LONG = {"long_prompt": {"long_prefill_token_threshold": 80}}
+# Long prompts have half of each step, so that shorts and held requests stay where they are.
+HALF = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
 BETWEEN = 0.004  # seconds between two steps of a synchronous engine
 
 
@@ -56,24 +59,25 @@ def read(file: Path) -> list[dict[str, Any]]:
     return list(events)
 
 
+def held(registry: CollectorRegistry) -> float:
+    """Return the number of held requests."""
+    return sum(values(registry, "requests_held").values())
+
+
 def test_telemetry_is_off_without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (VARIABLE, metrics_folder.METRICS_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
-    scheduler = make_scheduler(LONG)
-    assert scheduler._telemetry is None
-    scheduler.add_request(make_request(100))
-    drain(scheduler)
-    scheduler.shutdown()
+    bench = Bench(LONG)
+    assert bench.scheduler._telemetry is None
+    bench.add("r", 100)
+    bench.drain()
+    bench.scheduler.shutdown()
 
 
 def test_gauges_count_waiting_running_and_held_requests(registry: CollectorRegistry) -> None:
-    share = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
-    scheduler = make_scheduler(share)
-    scheduler.add_request(make_request(20, output=100))
-    step(scheduler)
-    for tokens in (500, 400, 300):
-        scheduler.add_request(make_request(tokens, output=3))
-    assert sum(step(scheduler).values()) == 32 + 1  # the rest is not given to held requests
+    bench = Bench(HALF)
+    bench.play(add("s", 20, output=100), 1, *(add(f"l{n}", n, output=3) for n in (500, 400, 300)))
+    bench.play(wait(1), {"s": 1, "l500": 32})  # the rest is not given to held requests
     short, long = ("long_prompt", "short"), ("long_prompt", "long")
     assert values(registry, "requests_waiting") == {short: 0, long: 2}
     assert values(registry, "requests_running") == {short: 1, long: 1}
@@ -83,8 +87,8 @@ def test_gauges_count_waiting_running_and_held_requests(registry: CollectorRegis
     assert values(registry, "prefills_running") == {("short",): 0, ("long",): 1}
     assert values(registry, "step_budget_tokens") == {(): 64}
     assert values(registry, "requests_admitted_total") == {short: 1, long: 1}
-    assert values(registry, "oldest_wait_seconds")[long] > 0
-    drain(scheduler)
+    assert values(registry, "oldest_wait_seconds")[long] == 1
+    bench.drain()
     for name in ("requests_waiting", "requests_running", "requests_held", "oldest_wait_seconds"):
         assert set(values(registry, name).values()) == {0}, name
     assert set(values(registry, "prefill_backlog_tokens").values()) == {0}
@@ -95,23 +99,19 @@ def test_gauges_count_waiting_running_and_held_requests(registry: CollectorRegis
 
 
 def test_request_is_held_by_one_policy(registry: CollectorRegistry) -> None:
-    share = {**LONG["long_prompt"], "long_prefill_share": 0.5}
-    scheduler = make_scheduler({"lanes": {}, "long_prompt": share})
-    scheduler.add_request(make_request(10, output=500))
-    step(scheduler)
-    scheduler.add_request(make_request(900))
-    step(scheduler)
-    for _ in range(3):  # held by `long_prompt`
-        scheduler.add_request(make_request(900))
-    for _ in range(2):  # held by `lanes`
-        scheduler.add_request(make_request(900, priority=1))
-    step(scheduler)
-    assert len(scheduler.waiting) == 5
-    held = values(registry, "requests_held")
-    assert held == {
-        ("long_prompt", "long_limit"): 3, ("long_prompt", "shorts_first"): 0,
-        ("lanes", "others_wait"): 2, ("lanes", "others_prefill"): 0, ("lanes", "reserve"): 0,
+    bench = Bench({"rotation": {}, "lanes": {}, **HALF})
+    bench.decode("d")
+    # The reasons exist from the first step.
+    reasons = {
+        ("long_prompt", "long_limit"): 0, ("long_prompt", "shorts_first"): 0,
+        ("lanes", "others_wait"): 0, ("lanes", "others_prefill"): 0, ("lanes", "reserve"): 0,
+        ("rotation", "kv_of_prefills"): 0,
     }  # fmt: skip
+    assert values(registry, "requests_held") == reasons
+    bench.play(add("running", 900), 1, add_all("abc", 900), add_all("xy", 900, lane="batch"), 1)
+    assert len(bench.scheduler.waiting) == 5
+    by_policy = {("long_prompt", "long_limit"): 3, ("lanes", "others_wait"): 2}
+    assert values(registry, "requests_held") == reasons | by_policy
 
 
 def test_metrics_are_written_when_the_engine_becomes_idle(
@@ -119,170 +119,100 @@ def test_metrics_are_written_when_the_engine_becomes_idle(
 ) -> None:
     """The next request may arrive hours later."""
     monkeypatch.setattr(metrics, "WRITE_EVERY_S", 1e9)
-    scheduler = make_scheduler(LONG)
+    bench = Bench(LONG)
     for number in (1, 2, 3):
-        scheduler.add_request(make_request(10, output=5))
-        drain(scheduler)
+        bench.play(add(str(number), 10, output=5), 2)
+        assert sum(values(registry, "steps_total").values()) == max(5 * (number - 1), 1)  # not due
+        bench.drain()
         admitted = values(registry, "requests_admitted_total")
         assert admitted == {("long_prompt", "short"): number}
+        assert values(registry, "requests_running")["long_prompt", "short"] == 0
         assert values(registry, "step_seconds_count")["decode",] == 4 * number
 
 
-def test_held_gauges_exist_from_the_first_step(registry: CollectorRegistry) -> None:
-    scheduler = make_scheduler({"rotation": {}, "long_prompt": LONG["long_prompt"]})
-    scheduler.add_request(make_request(10))
-    step(scheduler)
-    reasons = {("rotation", "kv_of_prefills")}
-    reasons |= {("long_prompt", "long_limit"), ("long_prompt", "shorts_first")}
-    assert values(registry, "requests_held") == dict.fromkeys(reasons, 0)
-    assert values(registry, "prefills_running") == {("short",): 0}
-
-
 def test_hold_time_excludes_the_wait_for_a_slot(registry: CollectorRegistry) -> None:
-    scheduler = make_scheduler(
-        {"deferred_prefill": {"departures": 2, "max_delay_ms": 1e6}}, max_num_seqs=2
-    )
-    now = [1000.0]
-    scheduler.clock = scheduler.waiting._clock = lambda: now[0]
+    bench = Bench({"deferred_prefill": {"departures": 2, "max_delay_ms": 1e6}}, max_num_seqs=2)
     begun: dict[str, float] = {}
     for name, output in enumerate((2, 5, 2, 5, 2, 2)):
-        scheduler.add_request(make_request(10, output=output, name=str(name)))
-    while scheduler.has_unfinished_requests():
-        for name in step(scheduler):
-            begun.setdefault(name, now[0] - 1000)
-        now[0] += 1
+        bench.add(str(name), 10, output=output)
+    while bench.scheduler.has_unfinished_requests():
+        now = bench.now - 1000
+        begun = dict.fromkeys(bench.step(1.0), now) | begun
     # One slot is free for three seconds before two are, for each pair that waits.
-    assert list(begun.values()) == [0, 0, 5, 5, 10, 10]
+    assert sorted(begun.values()) == [0, 0, 5, 5, 10, 10]
     assert values(registry, "hold_seconds_count") == {("deferred_prefill",): 4}
     assert values(registry, "hold_seconds_sum") == {("deferred_prefill",): 2 * 3 + 2 * 6}
 
 
-def test_paused_engine_counts_no_holds(registry: CollectorRegistry) -> None:
-    scheduler = make_scheduler({"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}})
-    now = [1000.0]
-    scheduler.clock = scheduler.waiting._clock = lambda: now[0]
-    scheduler.add_request(make_request(20, output=100))
-    for _ in range(2):
-        scheduler.add_request(make_request(200, output=1))
-        step(scheduler)
-    assert sum(values(registry, "requests_held").values()) == 1
-    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+@pytest.mark.parametrize("reason", ["paused", "slots of sessions"])
+def test_engine_that_admits_no_request_counts_no_holds(
+    registry: CollectorRegistry, reason: str
+) -> None:
+    bench = Bench(HALF, max_num_seqs=4)
+    bench.play(add("s", 20, output=100), 1, add("a", 200, output=1), 1, add("b", 200, output=1), 1)
+    assert held(registry) == 1
+    if reason == "paused":
+        bench.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    else:
+        bench.scheduler.num_waiting_for_streaming_input = 2
     for _ in range(20):
-        step(scheduler)
-        now[0] += 5
-    assert sum(values(registry, "requests_held").values()) == 0
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    drain(scheduler)
-    assert values(registry, "hold_seconds_count") == {}
+        bench.step(5.0)
+    assert held(registry) == 0
+    bench.scheduler.num_waiting_for_streaming_input = 0
+    bench.scheduler.set_pause_state(PauseState.UNPAUSED)
+    bench.drain()
+    assert values(registry, "hold_seconds_sum")["long_prompt",] < 1
 
 
 def test_request_after_the_end_of_a_hold_was_not_held(registry: CollectorRegistry) -> None:
-    from vllm.v1.request import RequestStatus
-
-    scheduler = make_scheduler({"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}})
-    scheduler.add_request(make_request(20, output=200))
-    step(scheduler)
-    scheduler.add_request(make_request(500))
-    step(scheduler)
-    held = make_request(500)
-    scheduler.add_request(held)
-    step(scheduler)
-    assert sum(values(registry, "requests_held").values()) == 1
-    scheduler.finish_requests(held.request_id, RequestStatus.FINISHED_ABORTED)
-    while len(scheduler.running) > 1:
-        step(scheduler)
-    scheduler.add_request(make_request(500))
-    step(scheduler)
-    assert len(scheduler.running) == 2
+    bench = Bench(HALF)
+    bench.play(add("s", 20, output=200), 1, add("a", 500), 1, add("held", 500), 1)
+    assert held(registry) == 1
+    bench.abort("held")
+    bench.until(lambda: bench.running == {"s"})
+    bench.play(add("b", 500), 1)
+    assert bench.running == {"s", "b"}
     assert values(registry, "hold_seconds_count") == {}
 
 
 def test_no_request_counts_as_held_without_a_free_slot(registry: CollectorRegistry) -> None:
-    policies = {"deferred_prefill": {"departures": 2}}
-    scheduler = make_scheduler(policies, max_num_seqs=2)
-    for output in (2, 9, 9, 9, 9):
-        scheduler.add_request(make_request(10, output=output))
+    bench = Bench({"deferred_prefill": {"departures": 2}}, max_num_seqs=2)
+    for number, output in enumerate((2, 9, 9, 9, 9)):
+        bench.add(str(number), 10, output=output)
     seen = []
     for _ in range(12):
-        step(scheduler)
-        held = sum(values(registry, "requests_held").values())
-        assert not (held and len(scheduler.running) == 2)
-        seen.append(held)
+        bench.step()
+        seen.append(held(registry))
+        assert not (seen[-1] and len(bench.running) == 2)
     assert max(seen) == 3
 
 
-def test_no_request_counts_as_held_if_sessions_have_the_slots(registry: CollectorRegistry) -> None:
-    share = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
-    scheduler = make_scheduler(share, max_num_seqs=4)
-    scheduler.add_request(make_request(20, output=100))
-    step(scheduler)
-    for tokens in (500, 400):
-        scheduler.add_request(make_request(tokens))
-    step(scheduler)
-    assert sum(values(registry, "requests_held").values()) == 1
-    scheduler.num_waiting_for_streaming_input = 2
-    step(scheduler)
-    step(scheduler)
-    assert sum(values(registry, "requests_held").values()) == 0
-
-
 def test_aborted_request_is_not_the_oldest_wait(registry: CollectorRegistry) -> None:
-    from vllm.v1.request import RequestStatus
-
-    scheduler = make_scheduler(LONG, max_num_seqs=1)
-    now = [1000.0]
-    scheduler.clock = lambda: now[0]
-    scheduler.waiting._clock = scheduler.clock
-    requests = [make_request(20, output=90) for _ in range(3)]
-    for request in requests:
-        scheduler.add_request(request)
-        step(scheduler)
-        now[0] += 10
-    assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 10
-    scheduler.finish_requests(requests[1].request_id, RequestStatus.FINISHED_ABORTED)
-    step(scheduler)
-    assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 10
-    scheduler.finish_requests(requests[2].request_id, RequestStatus.FINISHED_ABORTED)
-    step(scheduler)
+    bench = Bench(LONG, max_num_seqs=1)
+    for name in "abc":
+        bench.add(name, 20, output=90)
+        bench.step(10.0)
+    oldest = []
+    for name in "bc":
+        oldest.append(values(registry, "oldest_wait_seconds")["long_prompt", "short"])
+        bench.abort(name)
+        bench.step(0.0)
+    assert oldest == [10, 10]
     assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 0
 
 
 def test_short_that_was_not_held_is_no_hold(registry: CollectorRegistry) -> None:
-    scheduler = make_scheduler(LONG)
-    scheduler.add_request(make_request(500))
-    step(scheduler)
-    scheduler.add_request(make_request(20))
-    drain(scheduler)
+    bench = Bench(LONG)
+    bench.play(add("long", 500), 1, add("short", 20))
+    bench.drain()
     assert values(registry, "hold_seconds_count") == {}
-    assert values(registry, "requests_admitted_total") == {
-        ("long_prompt", "long"): 1, ("long_prompt", "short"): 1,
-    }  # fmt: skip
-
-
-def test_last_write_shows_an_idle_engine(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "WRITE_EVERY_S", 1e9)
-    scheduler = make_scheduler(LONG)
-    scheduler.add_request(make_request(500))
-    step(scheduler)
-    assert values(registry, "requests_running")["long_prompt", "long"] == 1
-    step(scheduler)
-    assert sum(values(registry, "steps_total").values()) == 1  # not due
-    drain(scheduler)
-    assert values(registry, "requests_running")["long_prompt", "long"] == 0
-    assert sum(values(registry, "steps_total").values()) > 8
+    admitted = {("long_prompt", "long"): 1, ("long_prompt", "short"): 1}
+    assert values(registry, "requests_admitted_total") == admitted
 
 
 def test_abort_of_the_last_request_is_written(registry: CollectorRegistry) -> None:
-    from vllm.v1.request import RequestStatus
-
-    scheduler = make_scheduler(LONG)
-    request = make_request(500)
-    scheduler.add_request(request)
-    step(scheduler)
-    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    step(scheduler)
+    bench = Bench(LONG)
+    bench.play(add("r", 500), 1, lambda bench: bench.abort("r"), 1)
     assert values(registry, "requests_running")["long_prompt", "long"] == 0
     assert values(registry, "prefill_backlog_tokens")["long",] == 0
     assert values(registry, "steps_total")["empty",] == 1
@@ -290,16 +220,14 @@ def test_abort_of_the_last_request_is_written(registry: CollectorRegistry) -> No
 
 
 def test_scheduler_without_policies_has_metrics(registry: CollectorRegistry) -> None:
-    scheduler = make_scheduler(None, max_num_seqs=1)
-    for tokens in (100, 50):
-        scheduler.add_request(make_request(tokens, output=2))
-    step(scheduler)
+    bench = Bench(None, max_num_seqs=1)
+    bench.play(add("a", 100, output=2), add("b", 50, output=2), 1)
     assert values(registry, "requests_waiting") == {("none", "all"): 1}
     assert values(registry, "requests_running") == {("none", "all"): 1}
     assert values(registry, "prefill_backlog_tokens") == {("all",): 36 + 50}
-    drain(scheduler)
+    bench.drain()
     assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 2}
-    step(scheduler)
+    bench.step()
     assert values(registry, "steps_total")["empty",] == 1
 
 
@@ -308,9 +236,9 @@ def test_fit_that_can_predict_learns_from_few_steps(monkeypatch: pytest.MonkeyPa
     learned: list[StepShape] = []
     monkeypatch.setattr(OnlineFit, "model", StepTime(decode_fixed_s=0.01))
     monkeypatch.setattr(OnlineFit, "observe", lambda _, shape, __: learned.append(shape))
-    scheduler = make_scheduler(LONG)
-    scheduler.add_request(make_request(10, output=3 * telemetry.FIT_EVERY))
-    drain(scheduler)
+    bench = Bench(LONG)
+    bench.add("r", 10, output=3 * telemetry.FIT_EVERY)
+    bench.drain()
     assert len(learned) == 3
 
 
@@ -325,9 +253,7 @@ def test_metrics_have_the_model_name_of_vllms_metrics(served: object, name: str)
     "policies",
     [
         LONG,
-        {"chunk_budget": {}},
         {"chunk_budget": {"chunk": 40}},
-        {"deferred_prefill": {"departures": 2}},
         {"deferred_prefill": {"departures": 2}, "chunk_budget": {}},
     ],
     ids=str,
@@ -337,14 +263,11 @@ def test_predictions_are_exported_with_their_coefficients(
     monkeypatch: pytest.MonkeyPatch,
     policies: Mapping[str, Mapping[str, object]],
 ) -> None:
-    times = iter(range(10_000_000))
     monkeypatch.setattr(telemetry, "FIT_EVERY", 1)
     monkeypatch.setattr(telemetry, "PREDICT_EVERY", 1)
-    monkeypatch.setattr(PolicyScheduler, "clock", lambda _: next(times) * 1e-3)
-    scheduler = make_scheduler(policies)
-    for i in range(40):
-        scheduler.add_request(make_request(30 + i, output=20))
-    drain(scheduler)
+    bench = Bench(policies)
+    bench.add_all({str(tokens): tokens for tokens in range(30, 70)}, output=20)
+    bench.drain()
     predicted = values(registry, "steps_predicted_total")
     assert predicted
     assert sum(predicted.values()) < sum(values(registry, "steps_total").values())
@@ -353,8 +276,9 @@ def test_predictions_are_exported_with_their_coefficients(
     assert ("prefill",) in coefficients
 
 
-@pytest.mark.parametrize("policies", [LONG, {"chunk_budget": {}}], ids=str)
-@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+@pytest.mark.parametrize(
+    ("kind", "policies"), [(PolicyScheduler, LONG), (SyncPolicyScheduler, {"chunk_budget": {}})]
+)
 def test_correct_model_has_no_prediction_error(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
@@ -410,22 +334,22 @@ def test_correct_model_has_no_prediction_error(
     assert off == pytest.approx(dict.fromkeys(count, 0.0), abs=1e-9)
 
 
-@pytest.mark.parametrize("policies", [None, LONG, {"long_prompt": {"max_num_partial_prefills": 1}}])
-@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+@pytest.mark.parametrize(
+    ("policies", "kind"),
+    [(None, PolicyScheduler), (LONG, PolicyScheduler), (LONG, SyncPolicyScheduler)],
+)
 def test_trace_has_every_request_and_every_token(
     file: Path, kind: type, policies: Mapping[str, Mapping[str, object]] | None
 ) -> None:
-    scheduler = make_scheduler(policies, scheduler_cls=kind)
+    bench = Bench(policies, scheduler_cls=kind)
     sizes = [500, 30, 300, 7, 90, 41]
-    requests = [make_request(tokens, output=4) for tokens in sizes]
-    for request in requests:
-        scheduler.add_request(request)
-        step(scheduler)
-    drain(scheduler)
-    scheduler.shutdown()
+    for size in sizes:
+        bench.play(add(str(size), size, output=4), 1)
+    bench.drain()
+    bench.scheduler.shutdown()
     tracks = slices(read(file), REQUESTS)
-    for request, size in zip(requests, sizes, strict=True):
-        track = tracks[f"{request.request_id} ({size:,} tokens)"]
+    for size in sizes:
+        track = tracks[f"{size} ({size:,} tokens)"]
         tokens = {
             name: [e["args"]["tokens"] for e in track if e["name"] == name]
             for name in ("prefill", "decode")
@@ -437,22 +361,22 @@ def test_trace_has_every_request_and_every_token(
         assert computed == [sum(tokens["prefill"][:i]) for i in range(len(computed))]
 
 
-def test_trace_shows_a_preemption(file: Path) -> None:
+def test_trace_shows_a_preemption_and_an_abort(file: Path) -> None:
     # Two prompts of 14 blocks in a cache of 31: one is preempted when both have grown.
-    scheduler = make_scheduler(None, budget=512, num_blocks=32)
-    requests = [make_request(220, output=60) for _ in range(2)]
-    for request in requests:
-        scheduler.add_request(request)
-    drain(scheduler)
-    assert sum(request.num_preemptions for request in requests) >= 1
-    scheduler.shutdown()
-    tracks = slices(read(file), REQUESTS)
-    names = [e["name"] for track in tracks.values() for e in track]
-    assert "preempted" in names
-    (victim,) = [r for r in requests if r.num_preemptions]
-    track = tracks[f"{victim.request_id} (220 tokens)"]
-    out = [i for i, e in enumerate(track) if e["name"] == "preempted"]
-    assert all(track[i + 1]["name"] == "prefill" for i in out)
+    bench = Bench(None, budget=512, num_blocks=32)
+    requests = bench.add_all({"a": 220, "b": 220, "aborted": 300}, output=60)
+    bench.play(1, lambda bench: bench.abort("aborted"))
+    bench.drain()
+    bench.scheduler.shutdown()
+    found = read(file)
+    tracks = slices(found, REQUESTS)
+    (waiting,) = tracks["aborted (300 tokens)"]
+    assert waiting["name"] == "waiting"
+    second = slices(found, ENGINE)["steps"][1]
+    assert waiting["ts"] + waiting["dur"] <= second["ts"]
+    (victim,) = [r.request_id for r in requests if r.num_preemptions]
+    names = [e["name"] for e in tracks[f"{victim} (220 tokens)"]]
+    assert names[names.index("preempted") + 1] == "prefill"
 
 
 def test_overlapping_steps_are_drawn_sequentially(file: Path) -> None:
@@ -475,28 +399,13 @@ def test_overlapping_steps_are_drawn_sequentially(file: Path) -> None:
     assert sum(e["args"]["tokens"] for e in slices(events, ENGINE)["steps"]) == 340 + 2 * 4
 
 
-def test_trace_has_a_request_aborted_while_waiting(file: Path) -> None:
-    from vllm.v1.request import RequestStatus
-
-    scheduler = make_scheduler(LONG)
-    first, second = make_request(300), make_request(300)
-    for request in (first, second):
-        scheduler.add_request(request)
-    step(scheduler)
-    scheduler.finish_requests(second.request_id, RequestStatus.FINISHED_ABORTED)
-    step(scheduler)
-    scheduler.shutdown()
-    track = slices(read(file), REQUESTS)[f"{second.request_id} (300 tokens)"]
-    assert [e["name"] for e in track] == ["waiting"]
-
-
 def test_engine_continues_after_a_telemetry_error(
     registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = make_scheduler(LONG)
-    scheduler._policies[0].gauges = lambda: {"not a name": 1.0}
-    scheduler.add_request(make_request(100))
-    drain(scheduler)
-    assert scheduler._telemetry is None
+    bench = Bench(LONG)
+    bench["long_prompt"].gauges = lambda: {"not a name": 1.0}
+    bench.add("r", 100)
+    bench.drain()
+    assert bench.scheduler._telemetry is None
     assert "please report it" in caplog.text
     assert values(registry, "info")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
@@ -55,31 +56,45 @@ def test_untested_version_is_refused_without_the_override(monkeypatch: pytest.Mo
         vllm_compat.require_tested_vllm()
 
 
-def test_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Scheduler, "_reserve_prefill_lookahead")
-    with pytest.raises(UnsupportedVllmError, match=r"lacks Scheduler\._reserve_prefill_lookahead,"):
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (
+            "core.sched.scheduler.Scheduler._reserve_prefill_lookahead",
+            r"Scheduler\._reserve_pre.*,",
+        ),
+        ("request.Request", r"a module or class \(.*'Request'"),
+    ],
+)
+def test_missing_method_or_class_is_named(
+    missing: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(f"vllm.v1.{missing}")
+    with pytest.raises(UnsupportedVllmError, match=f"lacks {named}"):
         vllm_compat.require_tested_vllm()
 
 
-def test_missing_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("vllm.v1.request.Request")
-    with pytest.raises(UnsupportedVllmError, match=r"lacks a module or class \(.*'Request'"):
-        vllm_compat.require_tested_vllm()
-
-
-def test_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda _, output: output)
-    assert vllm_compat.missing_seams() == ["Scheduler.update_from_output(scheduler_output)"]
-
-
-def test_prefix_cache_lookup_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(KVCacheManager, "prefix_cache_lookup_enabled")
-    renamed = lambda _, block_hashes, most: (block_hashes, most)  # noqa: E731
-    monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", renamed)
-    assert vllm_compat.missing_seams() == [
-        "KVCacheManager.prefix_cache_lookup_enabled",
-        "KVCacheCoordinator.find_longest_cache_hit(max_cache_hit_length)",
-    ]
+@pytest.mark.parametrize(
+    ("owner", "name", "other", "missing"),
+    [
+        (Scheduler, "update_from_output", lambda _, output: output, [".*(scheduler_output)"]),
+        (KVCacheManager, "prefix_cache_lookup_enabled", None, [".*"]),
+        (
+            KVCacheCoordinator,
+            "find_longest_cache_hit",
+            lambda _, block_hashes, most: (block_hashes, most),
+            [".*(max_cache_hit_length)"],
+        ),
+        (KVCacheManager, "__init__", lambda _: None, vllm_compat.CACHE_FIELDS),
+    ],
+    ids=["parameter", "method of the cache", "parameter of the cache", "fields"],
+)
+def test_missing_names_are_listed(
+    owner: type, name: str, other: Any, missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, other)
+    names = [f"{owner.__name__}.{each.replace('.*', name)}" for each in missing]
+    assert vllm_compat.missing_seams() == names
 
 
 def test_missing_fields_are_named_without_an_instance() -> None:
@@ -162,20 +177,16 @@ def test_every_used_scheduler_attribute_is_checked(module: str) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_upstream_keeps_chunks_without_a_look_ahead_drafter(ahead: int) -> None:
     ask = Scheduler._reserve_prefill_lookahead
-    scheduler = SimpleNamespace(num_prefill_lookahead=ahead)
+    scheduler: Any = SimpleNamespace(num_prefill_lookahead=ahead)
     assert not vllm_compat.looks_ahead(scheduler, ask)
     for rest in range(1, 20):
-        request = SimpleNamespace(num_tokens=100 + rest)
+        request: Any = SimpleNamespace(num_tokens=100 + rest)
         for tokens in range(-2, rest + 1):
-            assert ask(scheduler, request, 100, tokens) == max(tokens, 0)  # type: ignore[arg-type]
-
-
-def test_looks_ahead_is_true_in_doubt() -> None:
-    ask = Scheduler._reserve_prefill_lookahead
+            assert ask(scheduler, request, 100, tokens) == max(tokens, 0)
+    # In doubt it looks ahead.
     assert vllm_compat.looks_ahead(SimpleNamespace(num_prefill_lookahead=2), ask)
     assert vllm_compat.looks_ahead(SimpleNamespace(), ask)
-    another = lambda *_: 0  # noqa: E731
-    assert vllm_compat.looks_ahead(SimpleNamespace(num_prefill_lookahead=0), another)
+    assert vllm_compat.looks_ahead(scheduler, lambda *_: 0)
 
 
 @pytest.mark.parametrize(("ahead", "chunks"), [(0, [64, 2]), (1, [64, 2]), (4, [62, 4])])
@@ -187,10 +198,3 @@ def test_chunks_end_where_a_drafter_needs_them(
         scheduler = make_scheduler(policies, scheduler_cls=kind)
         scheduler.add_request(make_request(66))
         assert [sum(step(scheduler).values()) for _ in chunks] == chunks
-
-
-def test_missing_cache_fields_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "__init__", lambda _: None)
-    assert vllm_compat.missing_seams() == [
-        f"KVCacheManager.{name}" for name in vllm_compat.CACHE_FIELDS
-    ]

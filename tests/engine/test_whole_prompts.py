@@ -7,58 +7,44 @@ from typing import Any
 
 import pytest
 
-from tests.engine.schedulers import answer, make_request, make_scheduler
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from tests.policies.making import Bench
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
 # vLLM requires a budget for the longest prompt.
-CONTEXT, BUDGET, LONG = 400, 512, 100
+OPTIONS = {"budget": 512, "max_model_len": 400, "chunked_prefill": False}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "long_prompt": {"long_prefill_token_threshold": LONG},
+    "long_prompt": {"long_prefill_token_threshold": 100},
     "deferred_prefill": {"departures": 3},
 }
 CUTS = "chunk_budget"
 # Steps while one request decodes; a static batch must end first.
 MOST_STEPS = {("static_batching",): 800}
 TOGETHER = ("lanes", "long_prompt", "deferred_prefill", "rotation")
+SERVED = [*((name,) for name in registry.POLICIES if name != CUTS), TOGETHER]
 
 
-@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
-@pytest.mark.parametrize("names", [*((name,) for name in registry.POLICIES), TOGETHER])
-def test_all_requests_are_served_and_no_prompt_is_cut(names: tuple[str, ...], kind: type) -> None:
-    if CUTS in names:
-        with pytest.raises(UsageError, match=r"chunk_budget .* reads them whole"):
-            make(names, kind)
-        return
-    scheduler = make(names, kind)
+def test_policy_that_cuts_prompts_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"chunk_budget .* reads them whole"):
+        Bench({CUTS: {}}, **OPTIONS)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("names", SERVED, ids="+".join)
+def test_all_requests_are_served_and_no_prompt_is_cut(names: tuple[str, ...], ahead: bool) -> None:
+    bench = Bench({name: SETTINGS.get(name, {}) for name in names}, ahead=ahead, **OPTIONS)
     # A request decodes all the time, because policies hold prompts beside decodes.
-    scheduler.add_request(make_request(8, output=390, name="decodes", hashed=False))
+    bench.add("decodes", 8, output=390, hashed=False)
     rng = random.Random(6)
-    coming, steps, served = 40, 0, set()
-    while coming or len(scheduler.requests) > 1:
-        if coming and steps % 2 == 0:
-            coming -= 1
-            tokens = rng.choice([5, 20, 60, 150, 300])
-            scheduler.add_request(make_request(tokens, output=rng.randint(1, 5), hashed=False))
-        output = scheduler.schedule()
-        for name, tokens in output.num_scheduled_tokens.items():
-            request = scheduler.requests[name]
-            assert tokens == 1 or tokens == request.num_prompt_tokens
-            served.add(name)
-        scheduler.update_from_output(output, answer(scheduler, output))
+    prompts, steps, served = {"decodes": 8}, 0, set()
+    while len(prompts) < 41 or len(bench.scheduler.requests) > 1:
+        if len(prompts) < 41 and steps % 2 == 0:
+            name = str(len(prompts))
+            prompts[name] = rng.choice([5, 20, 60, 150, 300])
+            bench.add(name, prompts[name], output=rng.randint(1, 5), hashed=False)
+        tokens = bench.step()
+        assert all(count in (1, prompts[name]) for name, count in tokens.items())
+        served |= tokens.keys()
         steps += 1
         assert steps < MOST_STEPS.get(names, 380), "a request waits until the decode ends"
-    assert len(served) == 41
-
-
-def make(names: tuple[str, ...], kind: type) -> Any:
-    """Return a scheduler without chunked prefill."""
-    return make_scheduler(
-        {name: SETTINGS.get(name, {}) for name in names},
-        scheduler_cls=kind,
-        budget=BUDGET,
-        max_model_len=CONTEXT,
-        max_num_seqs=16,
-        chunked_prefill=False,
-    )
+    assert served == prompts.keys()

@@ -20,12 +20,12 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 
-from tests.engine.schedulers import SIMULATED, answer, make_request, make_scheduler, until
+from tests.engine.schedulers import SIMULATED
+from tests.policies.making import Bench
 
 DOCUMENT = 600  # tokens, of which the tier keeps whole blocks
 KEPT = DOCUMENT // 16 * 16
 NUM_BLOCKS = 120
-STEP_S = 0.01
 SIZE = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26}}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", **SIZE}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", **SIZE}
@@ -37,7 +37,6 @@ HANDS_OVER = {
 
 
 def several(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of several connectors."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -45,8 +44,8 @@ def several(*parts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Tiered:
-    """A scheduler whose tier keeps documents that have left its GPU cache."""
+class Tiered(Bench):
+    """A bench whose tier keeps documents that have left its GPU cache."""
 
     def __init__(
         self,
@@ -56,43 +55,28 @@ class Tiered:
         documents: int = 4,
         **engine: Any,
     ) -> None:
-        self.scheduler = make_scheduler(
+        super().__init__(
             policies, connector=connector, prefix_caching=True, num_blocks=NUM_BLOCKS, **engine
         )
-        self.now = 1000.0
-        self.scheduler.clock = self.scheduler.wall_clock = self.clock
-        self.scheduler.waiting._clock = self.clock
+        self.scheduler.wall_clock = lambda: self.now
         self.loads = True  # loads end in the step after their start
         self._loading: list[str] = []
         self._jobs: list[int] = []
         self.documents = [[*range(10 * n, 10 * n + DOCUMENT)] for n in range(1, documents + 1)]
-        for document in self.documents:
-            self.scheduler.add_request(self.request(document, output=1))
+        # The last prompt fills the GPU cache.
+        for number, prompt in enumerate((*self.documents, NUM_BLOCKS * 16 - 32)):
+            self.add(f"document {number}", prompt, output=1)
             self.drain()
-        # Fill the GPU cache.
-        self.scheduler.add_request(self.request(NUM_BLOCKS * 16 - 32, output=1))
-        self.drain()
 
-    def clock(self) -> float:
-        """Return the virtual time."""
-        return self.now
-
-    def request(self, tokens: int | list[int], **options: Any) -> Any:
-        """Return a request that arrives now."""
-        return make_request(tokens, arrival=self.now, **options)
-
-    def add(self, name: str, document: int | None, more: int, **options: Any) -> Any:
+    def turn(self, name: str, document: int | None, more: int, **options: Any) -> Any:
         """Add a request with a document, or with none, and `more` other tokens."""
         first = [] if document is None else self.documents[document]
-        request = self.request([*first, *[5 + len(name)] * more], name=name, **options)
-        self.scheduler.add_request(request)
-        return request
+        prompt = [*first, *[5 + len(name)] * more]
+        return self.add(name, prompt, arrival=self.now, **options)
 
-    def step(self, _: object = None) -> dict[str, int]:
-        """Run a step with its transfers."""
-        self.now += STEP_S
-        output = self.scheduler.schedule()
-        result = answer(self.scheduler, output)
+    def finish(self) -> None:
+        """Process a step's result and its transfers."""
+        output, result = self.in_flight[0]
         metadata = output.kv_connector_metadata
         has_parts = isinstance(metadata, MultiKVConnectorMetadata)
         parts = metadata.metadata if has_parts else (metadata,)
@@ -104,8 +88,7 @@ class Tiered:
                 MultiKVConnectorWorkerMetadata(tuple(replies)) if has_parts else replies[0]
             ),
         )
-        self.scheduler.update_from_output(output, result)
-        return dict(output.num_scheduled_tokens)
+        super().finish()
 
     def _transfer(self, metadata: Any) -> Any:
         if isinstance(metadata, OffloadingConnectorMetadata):
@@ -126,14 +109,9 @@ class Tiered:
             return SimpleCPUOffloadWorkerMetadata({} if stored == INVALID_JOB_ID else {stored: 1})
         return None
 
-    def drain(self) -> None:
-        """Run until no request is left."""
-        until(self, lambda: not self.scheduler.has_unfinished_requests(), 300, Tiered.step)
-
     def lane(self, request: Any) -> str:
         """Return the lane of a waiting request by the first policy."""
         return str(self.scheduler._planner.admission.lanes_of(request)[0])
 
     def loading(self) -> list[str]:
-        """Return the requests whose KV is being loaded."""
         return [request.request_id for request in self.scheduler.kv_holding_waiting]

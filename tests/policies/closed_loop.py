@@ -28,7 +28,6 @@ class FakeRequest:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
@@ -69,7 +68,6 @@ class ClosedLoop:
 
     @property
     def throughput(self) -> float:
-        """Requests per second."""
         return self.done / self.now
 
     def run(self, requests: int) -> ClosedLoop:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.cost.linear_times import LINEAR_70B_FASTER
-from tests.engine.schedulers import answer, make_request
+from tests.engine.schedulers import make_request
 from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
-from vllm_sched import SyncPolicyScheduler
 from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Step, StepResult
@@ -28,8 +28,8 @@ MACHINE = StepTime(
 )  # fmt: skip
 
 
-class Run:
-    """Run steps with modelled durations, and record the gaps of decodes."""
+class Run(Bench):
+    """A bench whose steps take modelled times, and which records the gaps of decodes."""
 
     def __init__(
         self,
@@ -41,40 +41,34 @@ class Run:
         beside: Mapping[str, Mapping[str, object]] | None = None,  # other policies
         **engine: Any,
     ) -> None:
-        options = {"budget": 2048, "max_model_len": 20_000, "num_blocks": 20_000} | engine
-        self.bench = Bench({**(beside or {}), "chunk_budget": settings}, **options)
+        options = {"budget": 2048, "max_model_len": 60_000, "num_blocks": 5_000} | engine
+        super().__init__({**(beside or {}), "chunk_budget": settings}, **options)
+        self.policy = self["chunk_budget"]
         self.machine, self.noise, self.between = machine, noise, between
         self.gaps: list[float] = []  # of mixed steps
         self.prefills: list[int] = []  # tokens in those steps
+        self.count = 0  # computed prompts
 
-    @property
-    def policy(self) -> Any:
-        return self.bench["chunk_budget"]
-
-    def step(self) -> dict[str, int]:
-        scheduler = self.bench.scheduler
-        self.bench.now += self.between
-        before = {r.request_id: r.num_computed_tokens for r in scheduler.running}
-        decoding = {r.request_id for r in scheduler.running if not r.is_prefill_chunk}
-        output = scheduler.schedule()
-        result = answer(scheduler, output)
-        tokens = dict(output.num_scheduled_tokens)
-        prefill = {n: t for n, t in tokens.items() if n not in decoding}
-        shape = StepShape(
-            sum(prefill.values()),
-            sum(t * (before.get(n, 0) + t / 2) for n, t in prefill.items()),
-            len(tokens) - len(prefill),
-            sum(before[n] for n in tokens if n in decoding),
-            len(prefill),
-            sum(before.get(n, 0) for n in prefill),
-        )
+    def scheduled(self, output: SchedulerOutput, _: float) -> float:
+        """Return the step's time, and record it."""
+        chunks, contexts = [], []
+        for name, tokens in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            before = request.num_computed_tokens - tokens
+            if before < request.num_prompt_tokens:
+                chunks.append(Chunk(tokens, before))
+            else:
+                contexts.append(before)
+        shape = StepShape.from_chunks(chunks, len(contexts), sum(contexts))
         seconds = self.machine.seconds(shape) * self.noise()
         if shape.mixed:
             self.gaps.append(seconds + self.between)
             self.prefills.append(shape.prefill_tokens)
-        self.bench.now += seconds
-        scheduler.update_from_output(output, result)
-        return tokens
+        return seconds
+
+    def step(self, _: float = 0.0) -> dict[str, int]:
+        self.now += self.between
+        return super().step()
 
     def stall(self, factor: float) -> None:
         """Run one step that is `factor` times as long."""
@@ -83,23 +77,31 @@ class Run:
         self.noise = usual
 
     def decodes(self, count: int = 4, output: int = 10_000) -> None:
-        """Start `count` decodes."""
         for number in range(count):
-            self.bench.add(f"d{number}", 16, output=output)
+            self.add(f"d{number}", 16, output=output)
         self.step()
-
-    def wall(self) -> float:
-        """Return the wall clock, which stamps arrivals."""
-        return time.time()
 
     def until_decoding(self, name: str, max_steps: int = 2000) -> int:
         """Run steps until the prompt is computed; return their number."""
         for count in range(max_steps):
             self.step()
-            request = self.bench.scheduler.requests[name]
+            request = self.scheduler.requests[name]
             if request.num_output_tokens:
                 return count
         raise AssertionError(f"{name} was never done")
+
+    def compute(self, *prompts: int, **more: Any) -> float:
+        """Compute prompts one after the other; return the seconds."""
+        start = self.now
+        for tokens in prompts:
+            self.count += 1
+            self.add(f"long{self.count}", tokens, output=2, **more)
+            self.until_decoding(f"long{self.count}")
+        return self.now - start
+
+    def late(self, target_s: float) -> float:
+        """Return the share of gaps beyond the target."""
+        return sum(gap > target_s for gap in self.gaps) / len(self.gaps)
 
 
 def jitter(seed: int, spread: float) -> Callable[[], float]:
@@ -118,18 +120,17 @@ def stalling(seed: int, spread: float, every: float) -> Callable[[], float]:
 def test_gaps_stay_within_the_target_and_use_most_of_it(itl_ms: float) -> None:
     run = Run({"itl_ms": itl_ms}, noise=jitter(1, 0.03))
     run.decodes()
-    for number in range(5):
-        run.bench.add(f"long{number}", 12_000, output=4)
-        run.until_decoding(f"long{number}")
-    gaps = run.gaps[20:]
-    late = sum(gap > itl_ms / 1000 for gap in gaps)
-    assert late <= max(0.01 * len(gaps), 1)
-    full = sorted(gaps)[len(gaps) // 2]
+    run.compute(*[12_000] * 5)
+    del run.gaps[:20]
+    assert run.late(itl_ms / 1000) <= max(0.01, 1 / len(run.gaps))
+    full = sorted(run.gaps)[len(run.gaps) // 2]
     assert full >= min(0.75 * itl_ms / 1000, 0.9 * MACHINE.seconds(StepShape(2044, 2e6, 4)))
+    shown = run.policy.gauges()
+    assert shown["fit_prefill_s"] > 0
+    assert shown["predicted_step_seconds"] > 0
 
 
-@pytest.mark.parametrize("pair_s", [4e-9, 2e-8, 4e-8])
-@pytest.mark.parametrize("spread", [0.0, 0.03])
+@pytest.mark.parametrize(("pair_s", "spread"), [(4e-9, 0.03), (2e-8, 0.0), (4e-8, 0.03)])
 def test_client_gaps_stay_within_the_target_for_the_longest_prompts_yet(
     pair_s: float, spread: float
 ) -> None:
@@ -137,100 +138,55 @@ def test_client_gaps_stay_within_the_target_for_the_longest_prompts_yet(
     machine = replace(MACHINE, prefill_s=1e-4, pair_s=pair_s)
     run = Run({"itl_ms": 328.0}, machine=machine, noise=jitter(1, spread), between=0.020)
     run.decodes()
-    for number in range(2):
-        run.bench.add(f"warm{number}", 2000, output=4)
-        run.until_decoding(f"warm{number}")
-    for number in range(10):
-        run.bench.add(f"long{number}", 12_000, output=4)
-        run.until_decoding(f"long{number}")
-    late = sum(gap > 0.328 for gap in run.gaps)
-    assert late <= 0.01 * len(run.gaps) + 1
+    run.compute(*[2000] * 2, *[12_000] * 10)
+    assert run.late(0.328) <= 0.01 + 1 / len(run.gaps)
     assert sorted(run.gaps)[len(run.gaps) // 2] >= 0.7 * 0.328
 
 
-def test_decodes_behind_a_prefill_get_their_tokens() -> None:
-    """With vLLM's own limit on chunks, requests enter behind a prefill."""
-    run = Run({"chunk": 100}, budget=512, long_prefill_token_threshold=256)
-    run.bench.add("A", 19_000, output=3)
-    run.bench.add("d", 10, output=500)
-    run.step()
-    assert all(run.step().get("d") == 1 for _ in range(20))
-
-
-def test_late_waiting_request_spends_slack() -> None:
-    run = Run({"itl_ms": 20.0, "ttft_ms": 600.0}, max_num_seqs=6)
-    run.decodes()
-    for request in run.bench.scheduler.running:
-        request.arrival_time = run.wall()
-    run.bench.add("long", 16_000, output=2, arrival=run.wall() + 1e6)  # not late
-    for _ in range(20):
-        run.step()
-    assert run.policy.counters()["slack_steps"] == 0
-    run.bench.add("late", 50, output=2, arrival=run.wall() - 10.0)
-    for _ in range(3):
-        run.step()
-    assert run.policy.counters()["slack_steps"] > 0
-
-
-def test_chunks_recover_soon_after_one_stall() -> None:
-    run = Run({"itl_ms": 40.0})
-    run.decodes()
-    for number in range(6):
-        run.bench.add(f"warm{number}", 12_000, output=2)
-        run.until_decoding(f"warm{number}")
-    run.prefills.clear()
-    run.bench.add("long", 16_000, output=2)
-    run.step()
-    run.noise = lambda: 6.0
-    run.step()
-    run.noise = lambda: 1.0
-    for _ in range(15):
-        run.step()
-    # A chunk with more context is a little smaller anyway.
-    assert run.prefills[-1] > 0.6 * run.prefills[0]
+def tight_run(noise: Callable[[], float]) -> Run:
+    """Return a run whose decodes take half of the target, after four prompts."""
+    run = Run(
+        {"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, noise=noise, budget=8192, max_num_seqs=64
+    )
+    run.decodes(16)
+    run.compute(*[12_000] * 4)
+    return run
 
 
 def test_chunks_recover_from_a_stall_if_decodes_take_half_of_the_target() -> None:
     """Otherwise almost no time is left for prefill."""
-    run = Run(
-        {"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, noise=jitter(1, 0.02),
-        max_model_len=60_000, num_blocks=60_000, budget=8192, max_num_seqs=64,
-    )  # fmt: skip
-    run.decodes(16)
-    for number in range(4):
-        run.bench.add(f"warm{number}", 12_000, output=2)
-        run.until_decoding(f"warm{number}")
+    run = tight_run(jitter(1, 0.02))
     took = []
     for name, stall in (("quiet", 1.0), ("stalled", 1.6), ("next", 1.0)):
-        start = run.bench.now
-        run.bench.add(name, 20_000, output=2)
-        for _ in range(10):
-            run.step()
+        start = run.now
+        run.add(name, 20_000, output=2)
+        run.steps(10)
         run.stall(stall)
         run.until_decoding(name)
-        took.append(run.bench.now - start)
+        took.append(run.now - start)
     assert max(took) < 1.25 * took[0]
-    assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
+    assert run.late(0.030) <= 0.01
 
 
 def test_rare_stalls_cost_little_if_decodes_take_half_of_the_target() -> None:
     """A margin as large as the stalls would leave almost no time for prompts."""
     took = []
     for every in (math.inf, 150):
-        run = Run(
-            {"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, max_model_len=60_000,
-            num_blocks=60_000, budget=8192, max_num_seqs=64,
-        )  # fmt: skip
-        run.noise = stalling(1, 0.02, every)
-        run.decodes(16)
-        for number in range(10):
-            if number == 2:
-                start, _ = run.bench.now, run.gaps.clear()
-            run.bench.add(f"long{number}", 12_000, output=2)
-            run.until_decoding(f"long{number}")
-        took.append(run.bench.now - start)
-        assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
+        run = tight_run(stalling(1, 0.02, every))
+        run.gaps.clear()
+        took.append(run.compute(*[12_000] * 8))
+        assert run.late(0.030) <= 0.01
     assert took[1] < 1.1 * took[0]
+
+
+def test_ends_of_prompts_say_nothing_about_full_chunks() -> None:
+    run = tight_run(lambda: 1.0)
+    before = list(run.policy.error._errors), run.policy._measured.tokens
+    assert len(before[0]) >= 64
+    for number in range(5):
+        run.add(f"s{number}", 20, output=2)
+        run.step()
+    assert (list(run.policy.error._errors), run.policy._measured.tokens) == before
 
 
 def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
@@ -238,17 +194,15 @@ def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
     machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=1.2e-6)
     run = Run(
         {"itl_ms": 60.0}, machine=machine, noise=jitter(1, 0.02), beside={"lanes": {}},
-        max_model_len=40_000, num_blocks=40_000, max_num_seqs=32,
+        max_num_seqs=32,
     )  # fmt: skip
     run.decodes()
-    for number in range(4):
-        run.bench.add(f"warm{number}", 14_000, output=2, lane="batch")
-        run.until_decoding(f"warm{number}")
-    run.bench.add("far", 30_000, output=2, lane="batch")
+    run.compute(*[14_000] * 4, lane="batch")
+    run.add("far", 30_000, output=2, lane="batch")
     for number in range(80):
         if number % 16 == 0:
             for chat in "abc":
-                run.bench.add(f"{chat}{number}", 400, output=2, lane="urgent")
+                run.add(f"{chat}{number}", 400, output=2, lane="urgent")
         run.step()
     run.until_decoding("far", 120)
 
@@ -258,9 +212,7 @@ def test_margin_grows_with_noise() -> None:
     for spread in (0.01, 0.3):
         run = Run({"itl_ms": 30.0}, noise=jitter(2, spread))
         run.decodes()
-        for number in range(8):
-            run.bench.add(f"long{number}", 12_000, output=4)
-            run.until_decoding(f"long{number}")
+        run.compute(*[12_000] * 8)
         margins.append(run.policy.error.margin)
     assert margins[1] > margins[0] + 0.1
 
@@ -269,14 +221,9 @@ def test_policy_is_as_fast_as_the_best_fixed_chunk_with_equal_gaps() -> None:
     def measure(settings: dict[str, object]) -> tuple[float, float]:
         run = Run(settings)
         run.decodes()
-        for number in range(4 if "itl_ms" in settings else 0):  # to learn from
-            run.bench.add(f"warm{number}", 12_000, output=2)
-            run.until_decoding(f"warm{number}")
+        run.compute(*[12_000] * (4 if "itl_ms" in settings else 0))  # to learn from
         run.gaps.clear()
-        start = run.bench.now
-        run.bench.add("long", 16_000, output=2)
-        run.until_decoding("long")
-        return run.bench.now - start, max(run.gaps)
+        return run.compute(16_000), max(run.gaps)
 
     took, gap = measure({"itl_ms": 40.0})
     assert gap <= 0.040
@@ -286,38 +233,26 @@ def test_policy_is_as_fast_as_the_best_fixed_chunk_with_equal_gaps() -> None:
 
 def test_prefill_without_decodes_gets_the_whole_budget() -> None:
     run = Run({"itl_ms": 10.0})
-    run.bench.add("long", 12_000)
-    assert [run.step() for _ in range(2)] == [{"long": 2048}, {"long": 2048}]
+    run.add("long", 12_000)
+    assert run.steps(2) == [{"long": 2048}] * 2
 
 
 def test_fixed_chunk_applies_only_beside_decodes() -> None:
     run = Run({"chunk": 100})
-    run.bench.add("d", 16)
-    run.bench.add("long", 12_000)
+    run.add("d", 16)
+    run.add("long", 12_000)
     assert run.step() == {"d": 16, "long": 2032}
     assert run.step() == {"d": 1, "long": 100}
     assert run.policy.gauges()["chunk_budget_tokens"] == 100
-
-
-@pytest.mark.parametrize("settings", [{"chunk": 100}, {"itl_ms": 1000.0}])
-def test_tokens_of_absent_drafts_are_not_given_to_prefill(
-    settings: dict[str, object],
-) -> None:
-    run = Run(settings, scheduler_cls=SyncPolicyScheduler)
-    run.bench.scheduler.num_spec_tokens = 3
-    run.bench.add("d", 16)
-    run.bench.add("long", 12_000)
-    run.step()
-    assert run.step() == {"d": 1, "long": 100 if "chunk" in settings else 256}
 
 
 @pytest.mark.parametrize("settings", [{"chunk": 5000}, {"itl_ms": 10_000.0}, {"min_chunk": 5000}])
 def test_shown_chunk_never_exceeds_the_step_budget(settings: dict[str, object]) -> None:
     run = Run(settings)
     run.decodes()
-    run.bench.add("long", 19_000)
+    run.add("long", 19_000)
     shown = []
-    while run.bench.scheduler.requests["long"].num_computed_tokens < 18_000:
+    while run.scheduler.requests["long"].num_computed_tokens < 18_000:
         tokens = run.step()
         shown.append(run.policy.gauges()["chunk_budget_tokens"])
         assert shown[-1] >= tokens["long"]
@@ -332,9 +267,8 @@ def test_decodes_that_fill_a_step_leave_prefill_one_token() -> None:
 def test_first_chunks_are_small_and_grow() -> None:
     run = Run({"itl_ms": 200.0})
     run.decodes()
-    run.bench.add("long", 12_000)
-    for _ in range(4):
-        run.step()
+    run.add("long", 12_000)
+    run.steps(4)
     assert run.prefills == [256, 384, 576, 864]
 
 
@@ -342,7 +276,7 @@ def test_decodes_slower_than_the_target_leave_the_minimum_chunk() -> None:
     slow = StepTime(decode_fixed_s=0.05, prefill_fixed_s=0.05, prefill_s=1e-4)
     run = Run({"itl_ms": 20.0, "min_chunk": 48}, machine=slow)
     run.decodes()
-    run.bench.add("long", 4000)
+    run.add("long", 4000)
     run.until_decoding("long")
     assert min(run.prefills[:-1]) == 48
 
@@ -350,49 +284,30 @@ def test_decodes_slower_than_the_target_leave_the_minimum_chunk() -> None:
 def test_several_prompts_share_the_time_of_a_step() -> None:
     run = Run({"itl_ms": 40.0})
     run.decodes()
-    for number in range(4):
-        run.bench.add(f"warm{number}", 12_000, output=2)
-        run.until_decoding(f"warm{number}")
+    run.compute(*[12_000] * 4)
     run.gaps.clear()
-    run.bench.add("far", 16_000)
-    for _ in range(30):
-        run.step()
+    run.add("far", 16_000)
+    run.steps(30)
     for number in range(20):
-        run.bench.add(f"near{number}", 100, output=1)
-    for _ in range(30):
-        run.step()
+        run.add(f"near{number}", 100, output=1)
+    run.steps(30)
     assert max(run.gaps) <= 0.040
 
 
 def test_late_prompt_spends_the_slack_of_decodes() -> None:
     took = {}
     for ttft_ms in (None, 600.0):
-        run = Run({"itl_ms": 20.0} if ttft_ms is None else {"itl_ms": 20.0, "ttft_ms": ttft_ms})
+        run = Run({"itl_ms": 20.0, "ttft_ms": ttft_ms})
         # Arrival times are by the wall clock; here both clocks are the bench's.
         run.decodes()
-        for request in run.bench.scheduler.running:
-            request.arrival_time = run.wall()
-        for _ in range(200):
-            run.step()  # steps of 5 ms: ahead by 15 ms each
-        run.bench.add("warm", 12_000, output=2, arrival=run.wall())
-        run.until_decoding("warm")
-        start = run.bench.now
-        run.bench.add("long", 12_000, output=2, arrival=run.wall())
-        run.until_decoding("long")
-        took[ttft_ms] = run.bench.now - start
+        for request in run.scheduler.running:
+            request.arrival_time = time.time()
+        run.steps(200)  # steps of 5 ms: ahead by 15 ms each
+        run.compute(12_000, arrival=time.time())
+        took[ttft_ms] = run.compute(12_000, arrival=time.time())
         assert max(run.gaps) <= 4 * 0.020 * 1.01
         assert (run.policy.counters()["slack_steps"] > 0) is (ttft_ms is not None)
     assert took[600.0] < 0.95 * took[None]
-
-
-def test_decodes_without_slack_spend_none() -> None:
-    run = Run({"itl_ms": 20.0, "ttft_ms": 1.0})
-    run.decodes()
-    for request in run.bench.scheduler.running:
-        request.arrival_time = run.wall() - 1e6
-    run.bench.add("long", 12_000, output=2, arrival=run.wall())
-    run.until_decoding("long")
-    assert run.policy.counters()["slack_steps"] == 0
 
 
 def test_long_step_is_judged_by_its_own_allowance() -> None:
@@ -411,14 +326,23 @@ def test_long_step_is_judged_by_its_own_allowance() -> None:
         assert policy.counters()["long_steps"] == long
 
 
-@pytest.mark.parametrize(("left", "slack"), [(10, 0), (1_000_000, 1)])
-def test_only_remaining_tokens_make_a_prompt_late(left: int, slack: int) -> None:
+@pytest.mark.parametrize(
+    ("left", "decode_at", "slack"),
+    [
+        pytest.param(1_000_000, 5.0, 1, id="late prompt"),
+        pytest.param(10, 5.0, 0, id="prompt with little left"),
+        pytest.param(1_000_000, -1e6, 0, id="decodes without slack"),
+    ],
+)
+def test_only_remaining_tokens_spend_the_slack_of_decodes(
+    left: int, decode_at: float, slack: int
+) -> None:
     """The tokens that a newcomer has in a cache or a KV tier do not count."""
     facts = EngineFacts(2_000_000, 2048, 32)
     (policy,) = registry.build({"chunk_budget": {"itl_ms": 10.0, "ttft_ms": 100.0}}, facts)
     head = FakeRequest("head", 1_000_000, arrival_time=5.0, cached=1_000_000 - left)
     step = Step(index=1, now=5.0, budget=2048, decodes=1, prefills=[])
-    step.decoding = [FakeRequest("ahead", arrival_time=5.0)]
+    step.decoding = [FakeRequest("ahead", arrival_time=decode_at)]
     step.may_enter, step.cached_of = lambda: head, lambda _: head.cached
     policy.begin_step(step, {})
     policy.budget(step)
@@ -446,39 +370,14 @@ def test_least_gap_that_decodes_ask_for_sizes_the_step() -> None:
     assert allowed_s("slow") == 0.05
 
 
-def test_gauges_show_the_fit() -> None:
-    run = Run({"itl_ms": 40.0})
-    run.decodes()
-    run.bench.add("long", 12_000, output=2)
-    run.until_decoding("long")
-    shown = run.policy.gauges()
-    assert shown["fit_prefill_s"] > 0
-    assert shown["predicted_step_seconds"] > 0
-    assert run.policy.counters()["long_steps"] <= 2
-
-
-def test_prompt_ends_add_no_error_samples_if_decodes_take_half_of_the_target() -> None:
-    run = Run({"itl_ms": 30.0}, machine=LINEAR_70B_FASTER, max_num_seqs=64)
-    run.decodes(16)
-    for number in range(3):
-        run.bench.add(f"warm{number}", 12_000, output=2)
-        run.until_decoding(f"warm{number}")
-    before = list(run.policy.error._errors)
-    assert len(before) >= 64
-    for number in range(5):
-        run.bench.add(f"s{number}", 20, output=2)
-        run.step()
-    assert list(run.policy.error._errors) == before
-
-
 def test_prompt_with_an_empty_chunk_takes_no_time() -> None:
     run = Run({"itl_ms": 40.0})
     policy = run.policy
     policy.fit._model = replace(MACHINE, read_s=1.2e-6)
     run.decodes()
-    run.bench.add("far", 16_000)
+    run.add("far", 16_000)
     run.step()
-    (far,) = (r for r in run.bench.scheduler.running if r.request_id == "far")
+    (far,) = (r for r in run.scheduler.running if r.request_id == "far")
     policy._prefill.seconds, policy._prefill.min_tokens = 0.030, 0
     alone = policy.chunk(far, 200, 2000)
     assert alone > 0
@@ -487,36 +386,17 @@ def test_prompt_with_an_empty_chunk_takes_no_time() -> None:
     assert policy.chunk(far, 200, 2000) == alone
 
 
-def test_short_last_chunk_does_not_shrink_the_measured_chunk() -> None:
-    run = Run({"itl_ms": 40.0})
-    run.decodes()
-    run.bench.add("long", 12_000, output=2)
-    run.until_decoding("long")
-    before = run.policy._measured.tokens
-    for number in range(5):
-        run.bench.add(f"s{number}", 20, output=2)
-        run.step()
-    assert run.policy._measured.tokens == before
-
-
 def long_run(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]]) -> Run:
     """Return a run with decodes and a prompt of this lane, 20,000 tokens into its prefill."""
     machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=read_s)
-    run = Run(
-        {"itl_ms": 40.0}, machine=machine, beside=beside, max_model_len=40_000, num_blocks=40_000
-    )
+    run = Run({"itl_ms": 40.0}, machine=machine, beside=beside)
     run.decodes()
-    for number, tokens in enumerate((9000, 300, 300, 9000, 150, 300, 9000, 150)):
-        run.bench.add(f"warm{number}", tokens, output=2)
-        run.until_decoding(f"warm{number}")
-    run.bench.add("far", 36_000, output=2, lane=lane)
-    far = run.bench.scheduler.requests["far"]
-    for _ in range(2000):
-        if far.num_computed_tokens >= 20_000:
-            break
+    run.compute(9000, 300, 300, 9000, 150, 300, 9000, 150)
+    run.add("far", 36_000, output=2, lane=lane)
+    far = run.scheduler.requests["far"]
+    while far.num_computed_tokens < 20_000:
         run.step()
-    else:
-        pytest.fail("the prompt does not progress")
+        assert len(run.gaps) < 2000, "the prompt does not progress"
     run.gaps.clear()
     return run
 
@@ -527,7 +407,7 @@ def test_step_without_the_long_prompt_is_not_sized_for_it(
 ) -> None:
     """All chats fit into a few steps; each step holds 140 tokens of the long prompt."""
     run = long_run("batch", 1.2e-6, beside)
-    chats = [run.bench.add(f"chat{number}", 190, output=4, lane="urgent") for number in range(4)]
+    chats = [run.add(f"chat{number}", 190, output=4, lane="urgent") for number in range(4)]
     steps = 0
     while not all(chat.num_output_tokens for chat in chats):
         assert "far" not in run.step()
@@ -539,7 +419,7 @@ def test_step_without_the_long_prompt_is_not_sized_for_it(
 def test_entering_urgent_request_finds_time_in_the_step() -> None:
     """Running prefills are scheduled before entering requests."""
     run = long_run("normal", 0.0, {"lanes": {}})
-    run.bench.add("chat", 300, output=4, lane="urgent")
+    run.add("chat", 300, output=4, lane="urgent")
     tokens = run.step()
     assert tokens["chat"] == 300
     assert tokens["far"] > 32
@@ -550,7 +430,7 @@ def test_turn_without_time_left_is_not_lost() -> None:
     """Reading the long context takes more time than the other prompts leave."""
     run = long_run("normal", 1.2e-6, {"rotation": {"chunk": 64}})
     for name in ("near1", "near2"):
-        run.bench.add(name, 15_000, output=2)
-    steps = [run.step() for _ in range(40)]
+        run.add(name, 15_000, output=2)
+    steps = run.steps(40)
     for name in ("far", "near1", "near2"):
         assert sum(name in tokens for tokens in steps) >= 12, name

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm_sched.cost.chunk_loss import LARGE_LOSS, SMALL_LOSS, best_chunk
-from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
+from vllm_sched.cost.chunk_loss import LARGE_LOSS, SMALL_LOSS
+from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.policies.long_prompts.chunk_size import MAX_INTERVAL, ChunkSize
 from vllm_sched.policies.types import StepResult
 
@@ -58,22 +58,6 @@ def test_chunk_is_the_smallest_whose_half_loses_more(fixed: float, size: int) ->
     learnt = made()
     play(learnt, linear(fixed))
     assert learnt.tokens == size
-
-
-def test_chunk_is_that_of_a_known_step_time() -> None:
-    for fixed in (0.0002, 0.0007, 0.003):
-        time = StepTime(decode_fixed_s=fixed, prefill_s=2e-5, pair_s=1e-9, read_s=1e-7)
-        learnt = made()
-
-        def seconds(tokens: int, context: int, time: StepTime = time) -> float:
-            pairs = tokens * (context + tokens / 2)
-            return time.seconds(StepShape(tokens, pairs, 8, 0, 1, context))
-
-        play(learnt, seconds)
-        known = best_chunk(
-            time, StepShape(decodes=8, read_tokens=16_000), BUDGET, itl_s=10.0, block=16
-        )
-        assert learnt.tokens in (known, 2 * known, known // 2)
 
 
 def test_twice_the_loss_is_accepted_while_steps_exceed_the_target_gap() -> None:
@@ -163,15 +147,25 @@ def test_half_of_the_least_chunk_is_a_block() -> None:
     assert min(play(learnt, linear(0.0), most=4096, prompt=1_000_000)) >= 528
 
 
-def test_chat_with_a_long_cached_history_does_not_stop_the_comparisons() -> None:
-    learnt, computed = made(), 0
+@pytest.mark.parametrize(
+    ("short", "context", "most", "fixed", "token", "sizes"),
+    [
+        pytest.param(50, 60_000, BUDGET, 0.0002, 2e-5, range(128, 513), id="long cached history"),
+        # More tokens of shorts than half of the first chunk, in steps that last equally long.
+        pytest.param(20, 0, 64, 0.05, 0.0, [64], id="shorts in every step"),
+    ],
+)
+def test_short_prompts_do_not_stop_the_comparisons(
+    short: int, context: int, most: int, fixed: float, token: float, sizes: Sequence[int]
+) -> None:
+    learnt, computed = made(most=most), 0
     for _ in range(400):
         tokens, least = learnt.plan()
-        chunk = max(tokens - 50, least)
-        chunks = [Chunk(50, 60_000), Chunk(chunk, computed)]
-        learnt.observe(StepResult(0.0002 + 2e-5 * (chunk + 50), chunks, 8, 8))
+        chunk = max(tokens - short, least)
+        chunks = [Chunk(short, context), Chunk(chunk, computed)]
+        learnt.observe(StepResult(fixed + token * (chunk + short), chunks, 8, 8))
         computed += chunk
-    assert learnt.tokens <= 512
+    assert learnt.tokens in sizes
 
 
 @pytest.mark.parametrize(("others", "size"), [(0, 1024), (BUDGET, BUDGET // 4)])
@@ -192,15 +186,3 @@ def test_seconds_per_token_are_learnt() -> None:
     learnt = made()
     play(learnt, linear(0.0))
     assert learnt.token_s == pytest.approx(2e-5, rel=0.05)
-
-
-def test_shorts_in_every_step_do_not_stop_the_comparisons() -> None:
-    """Each step has more tokens of shorts than half of the first chunk, and lasts equally long."""
-    learnt, computed = made(most=64), 0
-    for _ in range(200):
-        tokens, least = learnt.plan()
-        chunk = max(tokens - 20, least)
-        chunks = [Chunk(20, 0), Chunk(chunk, computed)]
-        learnt.observe(StepResult(0.05, chunks, 8, 8))
-        computed += chunk
-    assert learnt.tokens == 64

@@ -11,22 +11,13 @@ from vllm_sched.policies.fluid_effects import (
     AdmissionHold,
     BatchAdmission,
     FluidEffects,
+    LongPromptLimits,
     MixedStepLimit,
 )
+from vllm_sched.policies.long_prompt import QUIET_S
 from vllm_sched.policies.types import EngineFacts
 
 FACTS = EngineFacts(max_model_len=16_384, max_num_batched_tokens=512, max_num_seqs=16)
-
-
-def declared(name: str, **settings: Any) -> FluidEffects | None:
-    """Return what a policy with these settings declares."""
-    (policy,) = registry.build({name: settings}, FACTS)
-    return policy.fluid_effects()
-
-
-@pytest.mark.parametrize("name", registry.POLICIES)
-def test_each_policy_declares_its_effects(name: str) -> None:
-    assert declared(name) is not None
 
 
 @pytest.mark.parametrize(
@@ -58,21 +49,25 @@ def test_each_policy_declares_its_effects(name: str) -> None:
             {"departures": 4, "max_delay_ms": 700.0},
             FluidEffects(hold=AdmissionHold(departures=4, max_s=0.7, itl_s=None)),
         ),
+        (
+            "long_prompt",
+            {"max_long_partial_prefills": 2, "max_wait_s": 3.0},
+            FluidEffects(
+                longs=LongPromptLimits(
+                    above_tokens=655,  # 4 % of 16,384
+                    places=2,
+                    places_overdue=4,
+                    share=None,
+                    itl_s=0.1,
+                    max_wait_s=3.0,
+                    quiet_s=QUIET_S,
+                )
+            ),
+        ),
     ],
 )
 def test_effects_follow_the_settings(
     name: str, settings: dict[str, Any], effects: FluidEffects
 ) -> None:
-    assert declared(name, **settings) == effects
-
-
-def test_long_prompts_have_the_limits_of_the_policy() -> None:
-    effects = declared("long_prompt", max_long_partial_prefills=2, max_wait_s=3.0)
-    assert effects is not None
-    assert effects.longs is not None
-    assert effects.longs.above_tokens == 655  # 4 % of 16,384
-    assert effects.longs.places == 2
-    assert effects.longs.places_overdue == 4
-    assert effects.longs.itl_s == 0.1
-    assert effects.longs.share is None
-    assert effects.longs.max_wait_s == 3.0
+    (policy,) = registry.build({name: settings}, FACTS)
+    assert policy.fluid_effects() == effects

@@ -9,6 +9,9 @@ from vllm_sched.policies import registry
 from vllm_sched.policies.journal_settings import JournalSettings
 from vllm_sched.workers.launch import Side
 
+PLACES = "tcp://HOST:PORT or ipc:///PATH"
+FORMAT = f"an endpoint is {PLACES}"
+
 
 @pytest.mark.parametrize(
     ("endpoint", "third", "local"),
@@ -28,20 +31,15 @@ def test_endpoint_of_a_rank(endpoint: str, third: str, local: bool) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["5700", "tcp://:5700", "tcp://host", "tcp://host:0", "tcp://host:65536", "ipc://name", ""],
+    ["5700", "tcp://:5700", "tcp://host", "tcp://host:0", "tcp://host:65536", "ipc://name", None],
 )
-def test_wrong_endpoint(endpoint: str) -> None:
+def test_wrong_or_missing_endpoint(endpoint: str | None) -> None:
     with pytest.raises(UsageError) as refused:
-        registry.settings_of("journal", {"endpoint": endpoint})
+        registry.settings_of("journal", {} if endpoint is None else {"endpoint": endpoint})
+    wrong = "missing" if endpoint is None else f"{endpoint!r}: {FORMAT}"
     assert str(refused.value) == (
-        f"journal.endpoint is {endpoint!r}: an endpoint is tcp://HOST:PORT or ipc:///PATH"
-        " (address on which the engine listens, tcp://HOST:PORT or ipc:///PATH); give one"
+        f"journal.endpoint is {wrong} (address on which the engine listens, {PLACES}); give one"
     )
-
-
-def test_missing_endpoint() -> None:
-    with pytest.raises(UsageError, match=r"^journal\.endpoint is missing \(.*\); give one$"):
-        registry.settings_of("journal", {})
 
 
 def test_a_rank_beyond_the_last_port() -> None:

@@ -21,17 +21,14 @@ def test_names_and_settings_become_configuration() -> None:
     assert config == {"long_prompt": {"max_num_partial_prefills": 2, "long_prefill_share": "auto"}}
 
 
-def test_build_resolves_the_threshold() -> None:
-    (policy,) = registry.build({"long_prompt": {}}, FACTS)
-    assert policy.resolved()["long_prefill_token_threshold"] == 655  # 4 % of 16,384
-
-
-def test_default_threshold_is_at_least_the_step_budget() -> None:
-    facts = replace(FACTS, max_num_batched_tokens=8192)
-    (policy,) = registry.build({"long_prompt": {}}, facts)
-    assert policy.resolved()["long_prefill_token_threshold"] == 8192
-    (policy,) = registry.build({"long_prompt": {"long_prefill_token_threshold": 327}}, facts)
-    assert policy.resolved()["long_prefill_token_threshold"] == 327
+@pytest.mark.parametrize(
+    ("budget", "given", "threshold"),
+    [(512, 0, 655), (8192, 0, 8192), (8192, 327, 327)],  # 4 % of 16,384, at least the budget
+)
+def test_build_resolves_the_threshold(budget: int, given: int, threshold: int) -> None:
+    facts = replace(FACTS, max_num_batched_tokens=budget)
+    (policy,) = registry.build({"long_prompt": {"long_prefill_token_threshold": given}}, facts)
+    assert policy.resolved()["long_prefill_token_threshold"] == threshold
 
 
 def test_resolved_settings_configure_the_same_policy() -> None:
@@ -53,24 +50,28 @@ def test_former_settings_are_accepted_with_a_warning() -> None:
     ]
 
 
-def test_former_pause_names_the_policy_that_pauses() -> None:
-    given = {"deferred_prefill": {"exclusive": True}}
-    assert registry.build(given, FACTS)
-    (warning,) = registry.former_settings(given)
-    assert "add --policy prefill_first" in warning
-
-
-def test_former_settings_are_not_offered() -> None:
-    with pytest.raises(UsageError) as caught:
-        registry.parse_settings(["long_prompt"], ["long_prompt.max=1"])
-    assert "long_step_stretch" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "given", "remedy"),
+    [
+        ("deferred_prefill", {"exclusive": True}, "add --policy prefill_first"),
+        ("rotation", {"order": "shortest"}, "no effect; long_prompt serves short"),
+    ],
+)
+def test_warning_of_a_former_setting_names_a_remedy(
+    name: str, given: dict[str, object], remedy: str
+) -> None:
+    assert registry.build({name: given}, FACTS)
+    (warning,) = registry.former_settings({name: given})
+    assert remedy in warning
 
 
 @pytest.mark.parametrize("name", registry.POLICIES)
-def test_a_policy_has_few_settings(name: str) -> None:
+def test_a_policy_has_few_settings_and_describes_each(name: str) -> None:
     settings = registry.find(name).settings_type
     assert settings.former.keys() <= settings.model_fields.keys()
     assert len(settings.model_fields.keys() - settings.former.keys()) <= 4
+    for key, field in settings.model_fields.items():
+        assert field.description, key
 
 
 def test_integers_are_accepted_for_float_settings() -> None:
@@ -113,6 +114,7 @@ def test_invalid_input_is_refused_in_one_line_that_names_it(
         registry.parse_settings(names, sets)
     message = str(caught.value)
     assert "\n" not in message
+    assert "long_step_stretch" not in message  # a former setting
     for word in words:
         assert word in message
 
@@ -126,9 +128,3 @@ def test_invalid_additional_config_is_refused(given: object) -> None:
 def test_threshold_beyond_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="exceeds max_model_len=16384"):
         registry.build({"long_prompt": {"long_prefill_token_threshold": 20_000}}, FACTS)
-
-
-def test_every_setting_has_a_description() -> None:
-    for policy in registry.POLICIES.values():
-        for name, field in policy.settings_type.model_fields.items():
-            assert field.description, f"{policy.name}.{name}"

@@ -2,130 +2,71 @@
 
 from __future__ import annotations
 
-from tests.policies.making import Bench
+from typing import Any
+
+import pytest
+
+from tests.policies.making import Bench, Event, add, add_all, wait
 
 
-def batching(**settings: object) -> dict[str, dict[str, object]]:
-    return {"static_batching": settings}
+def play(settings: dict[str, object], *events: Event, **engine: Any) -> Bench:
+    bench = Bench({"static_batching": settings}, **engine)
+    bench.play(*events)
+    return bench
 
 
-def test_next_batch_begins_after_the_last_member() -> None:
-    bench = Bench(batching(), max_num_seqs=2)
-    bench.add("short", 10, output=2)
-    bench.add("long", 10, output=6)
-    bench.add("next", 10, output=2)
-    bench.add("other", 10, output=2)
-    for _ in range(6):
-        assert not bench.running & {"next", "other"}
-        bench.step()
-    assert bench.running == set()
-    bench.step()
-    assert bench.running == {"next", "other"}
-    bench.drain()
-
-
-def test_free_slot_stays_empty_while_the_batch_runs() -> None:
-    bench = Bench(batching())
-    bench.add("a", 10, output=5)
-    bench.step()
-    bench.step()
-    bench.add("late", 10)
-    for _ in range(3):
-        assert bench.step() == {"a": 1}
-    assert bench.step() == {"late": 10}
+@pytest.mark.parametrize(
+    ("settings", "engine"), [({}, {"max_num_seqs": 2}), ({"size": 2}, {})], ids=["slots", "size"]
+)
+def test_next_batch_begins_after_the_last_member(
+    settings: dict[str, object], engine: dict[str, int]
+) -> None:
+    events = [add("short", 10, output=2), add("long", 10, output=6), add_all("ab", 10, output=2)]
+    steps = [{"short": 10, "long": 10}, {"short": 1, "long": 1}, *[{"long": 1}] * 4]
+    play(settings, *events, *steps, {"a": 10, "b": 10}, **engine)
 
 
 def test_batch_forms_over_several_steps() -> None:
-    bench = Bench(batching(), budget=64)
-    for name, tokens in zip("abcd", (100, 30, 100, 20), strict=True):
-        bench.add(name, tokens, output=20)
+    bench = Bench({"static_batching": {}}, max_num_seqs=7)
+    bench.add_all({"a": 100, "b": 30, "c": 100, "d": 20}, output=20)
     bench.steps(5)
     assert bench.running == set("abcd")
     assert bench["static_batching"].gauges()["batch_members"] == 4
+    assert bench["static_batching"].resolved()["size"] == 7
 
 
 def test_step_without_admissions_closes_the_batch() -> None:
-    bench = Bench(batching())
-    bench.add("a", 10)
-    bench.step()
-    bench.add("b", 10)  # the batch is still forming
-    bench.step()
-    assert bench.running == {"a", "b"}
-    bench.step()
-    bench.add("c", 10)
-    bench.step()
-    assert bench.running == {"a", "b"}
-    assert bench["static_batching"].gauges()["batch_forming"] == 0
-    assert bench["static_batching"].held_reason("next") == "batch_running"
-
-
-def test_size_setting_bounds_the_batch() -> None:
-    bench = Bench(batching(size=2))
-    for name in "abc":
-        bench.add(name, 10, output=3)
-    bench.steps(3)
-    assert bench.running == set()
-    bench.step()
-    assert bench.running == {"c"}
-
-
-def test_default_size_is_the_number_of_slots() -> None:
-    assert Bench(batching(), max_num_seqs=7)["static_batching"].resolved()["size"] == 7
+    # When `b` arrives, the batch is still forming.
+    events = [add("a", 10), 1, add("b", 10), {"a": 1, "b": 10}, 1, add("c", 10), {"a": 1, "b": 1}]
+    policy = play({}, *events)["static_batching"]
+    assert policy.gauges()["batch_forming"] == 0
+    assert policy.held_reason("next") == "batch_running"
 
 
 def test_request_without_room_closes_the_batch() -> None:
-    bench = Bench(batching(), num_blocks=41, budget=1000)
-    bench.add("a", 320, output=5)
-    bench.add("b", 400, output=5)
-    bench.steps(2)
-    bench.add("c", 16, output=5)
-    bench.steps(2)
-    assert bench.running == {"a"}
-    bench.drain()
-
-
-def test_members_preempted_by_a_cache_reset_return() -> None:
-    bench = Bench(batching())
-    bench.add("a", 10, output=50)
-    bench.add("b", 10, output=50)
-    bench.steps(3)
-    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
-    bench.steps(3)
-    bench.add("late", 10)
-    bench.steps(3)
-    assert bench.running == {"a", "b"}
+    events = [add("a", 320, output=5), add("b", 400, output=5), 1, add("c", 16, output=5)]
+    play({}, *events, *[{"a": 1}] * 4, {"b": 400, "c": 16}, num_blocks=41, budget=1000)
 
 
 def test_preempted_member_returns_while_others_run() -> None:
-    bench = Bench(batching())
+    bench = Bench({"static_batching": {}})
     bench.add("a", 10, output=50)
     victim = bench.add("b", 10, output=50)
     bench.steps(3)
     bench.add("late", 10)
-    bench.scheduler.running.remove(victim)
-    bench.scheduler._preempt_request(victim, 0.0)
+    bench.preempt(victim)
     bench.step()
     assert bench.running == {"a", "b"}
 
 
 def test_wait_for_a_batch_is_bounded() -> None:
-    bench = Bench(batching(max_wait_s=5))
-    bench.add("a", 10, output=1000)
-    bench.steps(3)
-    bench.add("late", 10)
-    bench.step(4.9)
-    bench.step()
-    assert bench.running == {"a"}
-    bench.now += 0.2
-    bench.step()
-    assert bench.running == {"a", "late"}
+    events = [add("a", 10, output=1000), 3, add("late", 10), wait(4.9), {"a": 1}, {"a": 1}]
+    bench = play({"max_wait_s": 5}, *events, wait(0.2), {"a": 1, "late": 10})
     assert bench["static_batching"].counters() == {"starvation_releases": 1}
 
 
 def test_request_with_kv_blocks_joins_the_batch_without_a_release() -> None:
-    bench = Bench(batching())
-    bench.add("a", 10, output=30)
-    bench.steps(3)
+    bench = play({}, add("a", 10, output=30), 3)
     holder = bench.add("holder", 20)
     bench.scheduler.waiting.remove_request(holder)
     bench.scheduler.kv_cache_manager.allocate_slots(holder, 16)

@@ -48,7 +48,7 @@ EXCUSED = {
     f"{CORE}/test_scheduler.py"
     "::test_async_scheduling_pp_allows_rescheduling_with_output_placeholders": (
         "Async scheduling is not supported by the V1 model runner with pipeline parallelism"
-    ),
+    )
 }
 # Some cases build upstream's schedulers for diffusion models by name.
 ALSO_BUILT = {
