@@ -11,7 +11,6 @@ from proxy.core.fleet.kv_usage import (
     MAX_PAGE_AGE_S,
     SHARING_LEARNING_RATE,
     learn_from_page,
-    uncharged_tokens,
 )
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
@@ -120,13 +119,6 @@ def test_charges_end_at_zero_in_any_finish_order(leave_order: tuple[int, ...]) -
     assert idle(router.fleet.roster)
 
 
-def test_worker_without_prefix_cache_is_charged_in_full() -> None:
-    router = make_router()
-    worker_of(router, "a").pace.missing = 1.0
-    answers = [agent(router, 0.0) for _ in range(40)]
-    assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
-
-
 # The worker's metrics page
 
 
@@ -179,9 +171,8 @@ def test_page_with_waiting_requests_or_no_usage_makes_no_room(usage: float, wait
 def test_full_page_corrects_the_assumed_sharing() -> None:
     router = make_router()
     for _ in range(40):
-        router.leases.record_first_token(
-            placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5
-        )
+        lease = placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0))
+        router.leases.record_first_token(lease, 0.5)
     worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
     assert worker.is_full
     assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
@@ -216,10 +207,8 @@ def handed(fleet: Fleet, now: float) -> Lease:
 
 
 def test_decode_leg_shares_prefixes_from_its_first_token() -> None:
-    fleet = Fleet()
-    for name, role in (("p", Role.PREFILL), ("a", Role.DECODE), ("b", Role.DECODE)):
-        fleet.roster.add(spec(name, role))
-        fleet.health.probe_ok(name, 0.0)
+    fleet = fleet_of(spec("p", Role.PREFILL), spec("a", Role.DECODE), spec("b", Role.DECODE))
+    for name in "pab":
         fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=CACHE))
     first, second, third = members(fleet)
     first.pace.missing = second.pace.missing = 0.0
@@ -264,18 +253,3 @@ def test_page_sets_spare_tokens_and_sharing(
     learn_from_page(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
     assert (worker.kv_spare, worker.kv_more) == (spare, more)
     assert worker.kv_apart == pytest.approx(apart)
-
-
-def test_extra_tokens_of_a_page_expire() -> None:
-    [worker] = members(fleet_of(spec("a")))
-    worker.kv_more, worker.gauges = 7, Gauges(10.0)
-    assert [
-        uncharged_tokens(worker, 10.0 + late)
-        for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)
-    ] == [
-        7,
-        7,
-        0,
-    ]
-    worker.gauges = None
-    assert uncharged_tokens(worker, 10.0) == 0

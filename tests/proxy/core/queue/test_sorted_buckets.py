@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,15 +89,3 @@ def test_below_follows_a_shrinking_limit() -> None:
         if not tried or len(tried) < 3:
             tried.append(least - 20)
     assert tried == [80, 59, 38]
-
-
-@pytest.mark.parametrize("index", [0, 70, 199])
-def test_take_removes_one_entry(index: int) -> None:
-    order = SortedBuckets()
-    entries = [entry(float(number)) for number in range(200)]
-    for item in entries:
-        order.put(item)
-    order.remove(entries[index])
-    assert [item for segment, _ in segments(order) for item in segment] == [
-        item for item in entries if item is not entries[index]
-    ]

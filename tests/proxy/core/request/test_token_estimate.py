@@ -29,6 +29,8 @@ from tests.proxy.core.making import chat
 
 PICTURE = "data:image/png;base64," + "A" * 99_999
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
+TEXT_PART = {"type": "text", "text": "1234"}
+TOOL_RESULT = {"type": "tool_result", "content": [TEXT_PART]}
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
@@ -54,9 +56,8 @@ def test_text_is_counted_in_unescaped_bytes() -> None:
 def test_tools_and_tool_calls_count_as_json() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     plain = measure(PromptFields.CHAT, chat("x")).text
-    assert measure(PromptFields.CHAT, chat("x", tools=tools)).text == plain + len(
-        orjson.dumps(tools)
-    )
+    with_tools = measure(PromptFields.CHAT, chat("x", tools=tools)).text
+    assert with_tools == plain + len(orjson.dumps(tools))
     calls = {"messages": [{"role": "assistant", "tool_calls": tools}]}
     assert measure(PromptFields.CHAT, calls).text == len(orjson.dumps(tools))
 
@@ -124,36 +125,28 @@ def test_images_in_tool_output_are_measured() -> None:
     assert extent.text == len("seen:" + "function_call_output" + "c1")
 
 
-def test_tool_results_in_parts_are_measured() -> None:
-    result = {"type": "tool_result", "content": [{"type": "text", "text": "1234"}]}
-    assert measure(PromptFields.CHAT, chat([result])).text == 4
-
-
-def test_system_prompt_outside_the_messages_is_measured() -> None:
-    assert measure(PromptFields.CHAT, chat("x", system="abc")).text == 4
-    parts = [{"type": "text", "text": "abc"}]
-    assert measure(PromptFields.CHAT, chat("x", system=parts)).text == 4
-
-
-def test_token_ids_are_exact() -> None:
-    extent = measure(PromptFields.PROMPT, {"prompt": [1, 2, 3]})
-    assert (extent.text, extent.tokens, extent.prompts) == (0, 3, 1)
-    assert measure(PromptFields.TOKENS, {"token_ids": [1] * 7}).tokens == 7
-
-
-def test_embedding_inputs_are_measured() -> None:
-    assert measure(PromptFields.INPUT, {"input": "abc"}).text == 3
-    assert measure(PromptFields.INPUT, {"input": ["abc", "d"]}).prompts == 2
-    assert measure(PromptFields.INPUT, {"texts": ["abc", "d"]}).text == 4
-    assert measure(PromptFields.INPUT, chat("abc")).text == 3
-    assert measure(PromptFields.INPUT, {"images": ["data:..."] * 2}).tokens == 2 * IMAGE_TOKENS
-
-
-def test_responses_input_is_measured() -> None:
-    extent = measure(PromptFields.RESPONSE, {"input": "abc", "instructions": "de"})
-    assert (extent.text, extent.tokens) == (5, TEMPLATE)
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
-    assert measure(PromptFields.RESPONSE, {"input": items}).text == 3
+@pytest.mark.parametrize(
+    ("shape", "body", "text", "tokens", "prompts"),
+    [
+        (PromptFields.PROMPT, {"prompt": [1, 2, 3]}, 0, 3, 1),
+        (PromptFields.TOKENS, {"token_ids": [1] * 7}, 0, 7, 1),
+        (PromptFields.INPUT, {"input": "abc"}, 3, 0, 1),
+        (PromptFields.INPUT, {"input": ["abc", "d"]}, 4, 0, 2),
+        (PromptFields.INPUT, {"texts": ["abc", "d"]}, 4, 0, 2),
+        (PromptFields.INPUT, chat("abc"), 3, TEMPLATE, 1),
+        (PromptFields.INPUT, {"images": ["data:..."] * 2}, 0, 2 * IMAGE_TOKENS, 1),
+        (PromptFields.RESPONSE, {"input": "abc", "instructions": "de"}, 5, TEMPLATE, 1),
+        (PromptFields.RESPONSE, {"input": chat([TEXT_PART])["messages"]}, 4, TEMPLATE, 1),
+        (PromptFields.CHAT, chat("x", system="abc"), 4, TEMPLATE, 1),
+        (PromptFields.CHAT, chat("x", system=[TEXT_PART]), 5, TEMPLATE, 1),
+        (PromptFields.CHAT, chat([TOOL_RESULT]), 4, TEMPLATE, 1),
+    ],
+)
+def test_extent_of_each_shape(
+    shape: PromptFields, body: dict[str, Any], text: int, tokens: int, prompts: int
+) -> None:
+    extent = measure(shape, body)
+    assert (extent.text, extent.tokens, extent.prompts) == (text, tokens, prompts)
 
 
 def test_query_counts_once_per_document() -> None:
@@ -174,28 +167,12 @@ def test_conversations_of_a_batch_count_as_prompts() -> None:
 @pytest.mark.parametrize(
     ("value", "tokens"),
     [
-        (0, 0),
-        (7, 7),
-        (7.0, 7),
-        ("7", 7),
-        (" +0_7.00\n", 7),
-        ("-0", 0),
-        (10**30, MAX_TOKENS),
-        ("9" * 30, MAX_TOKENS),
-        (1e300, MAX_TOKENS),
-        (-1, None),
-        (-1.0, None),
-        (0.5, None),
-        (float("inf"), None),
-        (float("nan"), None),
-        ("seven", None),
-        ("-7", None),
-        ("9" * 50, None),
-        ("٣", None),
+        *((zero, 0) for zero in (0, "-0")),
+        *((seven, 7) for seven in (7, 7.0, "7", " +0_7.00\n")),
+        *((large, MAX_TOKENS) for large in (10**30, "9" * 30, 1e300)),
+        *((no, None) for no in (-1, -1.0, 0.5, float("inf"), float("nan"), None, [], {})),
+        *((text, None) for text in ("seven", "-7", "9" * 50, "٣")),
         (True, 1),
-        (None, None),
-        ([], None),
-        ({}, None),
     ],
 )
 def test_count_reads_numbers_in_every_spelling(value: object, tokens: int | None) -> None:

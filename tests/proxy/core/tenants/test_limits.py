@@ -85,14 +85,6 @@ def test_breach_names_the_limit(limits: Limits, expected: Limit, entered: int) -
     assert (breach.retry_after_s is None) == (expected is Limit.PROMPT)
 
 
-def test_requests_in_other_processes_count_as_running() -> None:
-    ledger = TenantUsage(Limits(concurrency=3))
-    ledger.elsewhere = 3
-    assert ledger.enter(0.0, 1, 1) is not None
-    ledger.elsewhere = 2
-    assert ledger.enter(0.0, 1, 1) is None
-
-
 def test_retry_is_not_counted_as_another_request() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100))
     assert ledger.enter(0.0, 60, 1) is None
@@ -134,7 +126,7 @@ def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
     assert ledger.spent_limit(0.0) is None
     assert ledger.enter(0.0, 300, 0) is None  # more than the bucket holds: a debt
-    assert getattr(ledger.spent_limit(0.0), "limit", None) is Limit.CONCURRENCY
+    assert present(ledger.spent_limit(0.0)).limit is Limit.CONCURRENCY
     ledger.leave(0.0, 300, 300)
     breach = present(ledger.spent_limit(0.0))
     assert (breach.limit, breach.retry_after_s) == (Limit.TOKENS, pytest.approx(120))
@@ -150,7 +142,7 @@ def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
 
 def test_prompt_above_the_limit_takes_one_request() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
-    assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
+    assert present(ledger.enter(0.0, 11, 11)).limit is Limit.PROMPT
     assert ledger.running == 0
     assert ledger.remaining(0.0)[1] == (100, 100, 0.0)
-    assert getattr(ledger.enter(0.0, 5, 5), "limit", None) is Limit.REQUESTS
+    assert present(ledger.enter(0.0, 5, 5)).limit is Limit.REQUESTS
