@@ -9,7 +9,7 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
-from proxy.core.model.specs import Gauges, Score
+from proxy.core.model.specs import Score
 from proxy.core.model.types import Outcome, Reason, Usage
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import (
@@ -131,15 +131,6 @@ def test_draining_refuses_new_requests_and_serves_waiting_ones() -> None:
 # The queue
 
 
-def test_worker_without_a_limit_is_full_at_twice_its_cache() -> None:
-    router = router_of(spec("a"))
-    router.fleet.health.set_gauges("a", Gauges(at=0.0, kv_capacity_tokens=1000))
-    leases = [placed(router.submit(ask(400, 100), 0.0)) for _ in range(4)]
-    ticket = waits(router.submit(ask(400, 100), 0.0))
-    router.leases.finish(leases[0], 1.0, Outcome.DONE)
-    assert [found for found, _ in router.pop_due(1.0)] == [ticket]
-
-
 def test_full_queue_and_wait_timeout_are_429() -> None:
     router = router_of(spec("a", most=1), queue_wait_s=5.0, queue_requests=1)
     placed(router.submit(ask(), 0.0))
@@ -152,23 +143,6 @@ def test_full_queue_and_wait_timeout_are_429() -> None:
     assert (refused(end).status, refused(end).reason) == (429, Reason.WAITED_TOO_LONG)
     assert "stayed busy for the 5 s that a request may wait" in refused(end).message
     assert router.pop_due(7.0) == []
-
-
-def test_waiting_requests_are_503_if_no_worker_is_left() -> None:
-    router = router_of(spec("a", most=1))
-    placed(router.submit(ask(), 0.0))
-    waits(router.submit(ask(), 0.0))
-    take_down(router.fleet, "a")
-    assert refused(pop_one(router, 1.0)[1]).status == 503
-
-
-def test_requests_wait_for_a_busy_worker() -> None:
-    router = router_of(spec("a"))
-    lease = placed(router.submit(ask(), 0.0))
-    router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
-    ticket = waits(router.submit(ask(), 0.1))
-    assert router.pop_due(1.9) == []
-    assert [t for t, _ in router.pop_due(2.0)] == [ticket]
 
 
 # Retries
@@ -371,16 +345,6 @@ def test_stream_without_usage_teaches_by_its_events() -> None:
     assert (pace.step_s(1), sized(router, chat("x")).expected_output) == learnt
 
 
-def test_reported_cache_misses_reduce_trust_in_the_cache() -> None:
-    router = router_of(spec("a"))
-    worker = worker_of(router, "a")
-    for i in range(40):
-        lease = placed(router.submit(sized(router, chat("x" * 9000, stream=True)), float(i)))
-        cached = lease.decision.cached_tokens // 4
-        router.leases.finish(lease, i + 0.5, Outcome.DONE, Usage(2500, 10, cached))
-    assert worker.pace.missing == pytest.approx(0.75, abs=0.05)
-
-
 @pytest.mark.parametrize(("keeps", "missing"), [(True, 0.0), (False, 0.9)])
 def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: float) -> None:
     router = router_of(spec("a"))
@@ -397,17 +361,6 @@ def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: 
 
 
 # Explanations and counters
-
-
-@pytest.mark.parametrize(
-    ("path", "shorts"), [("/tokenize", 0), ("/v1/embeddings", 1), ("/v1/completions", 1)]
-)
-def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None:
-    router = router_of(spec("a"))
-    info = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
-    lease = placed(router.submit(info, 0.0))
-    assert router.placer.traffic_of(MODEL).shorts_ever == shorts
-    assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 
 def scores(decision: object) -> dict[str, Score]:
@@ -452,20 +405,6 @@ def test_explain_refusal_names_the_reserve() -> None:
         "l": "reserved for long requests",
     }
     assert "reserved for long requests" in decision.message
-
-
-def test_decisions_are_counted_by_reason() -> None:
-    router = router_of(spec("s", SHORT, 8192, most=1), queue_requests=1)
-    placed(router.submit(ask(), 0.0))
-    waits(router.submit(ask(), 0.0))
-    refused(router.submit(ask(), 0.0))
-    refused(router.submit(ask(10_000), 0.0))
-    assert router.placer.decisions == {
-        (MODEL, Reason.SHORT_POOL): 1,
-        (MODEL, Reason.FLEET_FULL): 1,
-        (MODEL, Reason.QUEUE_FULL): 1,
-        (MODEL, Reason.TOO_LONG): 1,
-    }
 
 
 # Reloads

@@ -178,16 +178,6 @@ def test_short_waits_behind_longs_by_the_passing_share(fleet: Fleet, worker: Wor
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(1.9)
 
 
-def test_prices_rise_with_decoding_sequences(fleet: Fleet, worker: Worker) -> None:
-    alone = worker.prompt_price
-    lease = charge(fleet, ask(samples=4))
-    fleet.record_first_token(lease, 0.1)
-    assert worker.prompt_price > alone
-    assert worker.output_price == pytest.approx(4 * worker.pace.each_s)
-    fleet.release(lease)
-    assert worker.output_price == 0
-
-
 def test_move_transfers_all_charges_of_a_decode_leg() -> None:
     fleet = fleet_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE))
     prefill, decode, other = members(fleet)

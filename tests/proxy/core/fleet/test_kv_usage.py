@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import pytest
 
 from proxy.core.fleet.charges import Fleet
@@ -15,13 +13,11 @@ from proxy.core.fleet.kv_usage import (
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason
+from proxy.core.model.types import Reason
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
-from proxy.core.routing.adaptive import kv_wait_s
 from tests.proxy.core.making import (
     ask,
     chat,
@@ -32,7 +28,6 @@ from tests.proxy.core.making import (
     router_of,
     sized,
     spec,
-    waits,
     worker_of,
 )
 
@@ -65,22 +60,6 @@ def agent(router: Router, now: float, *, alone: str = "") -> Lease | Ticket:
     return answer
 
 
-def test_shared_prefix_is_charged_once() -> None:
-    router = make_router()
-    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(120)]
-    worker = worker_of(router, "a")
-    alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
-    assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
-    assert worker.running_prefixes.saved == 119 * (COVERED[BLOCKS] // 4)
-    assert not worker.is_full
-    assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
-    router.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # the first holder of the prefix leaves
-    assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
-    for lease in leases:
-        router.leases.finish(lease, 2.0, Outcome.CLIENT_GONE)
-    assert idle(router.fleet.roster)
-
-
 def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     """Apart from the others it would take more room, and full caches would stay full."""
     router = router_of(spec("a"), spec("b"))
@@ -100,23 +79,6 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     assert placed(router.submit(request, 1.0)).worker.name == "a"
     worker_of(router, "a").kv_apart = 1.0  # the worker shares nothing
     assert placed(router.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
-
-
-@pytest.mark.parametrize("leave_order", [*permutations(range(3))])
-def test_charges_end_at_zero_in_any_finish_order(leave_order: tuple[int, ...]) -> None:
-    router = make_router()
-    prompts = [SHARED[:40], SHARED, (*SHARED[:60], 999, 998)]
-    sizes = [1400, 31_000, 3200]
-    leases = [
-        placed(router.submit(ask(size, 50, prefix=prefix), 0.0))
-        for size, prefix in zip(sizes, prompts, strict=True)
-    ]
-    worker = worker_of(router, "a")
-    assert worker.kv_tokens < sum(sizes) + 150
-    for index in leave_order:
-        router.leases.finish(leases[index], 1.0, Outcome.FAILED)
-        assert worker.kv_tokens >= sum(lease.kv_tokens for lease in leases)
-    assert idle(router.fleet.roster)
 
 
 # The worker's metrics page
@@ -158,41 +120,6 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
     set_page(router, 2.0, 0.05)
     assert worker.kv_held == charged + 99_000
     router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
-
-
-@pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])
-def test_page_with_waiting_requests_or_no_usage_makes_no_room(usage: float, waiting: int) -> None:
-    router = make_router(policy="least_loaded")
-    while isinstance(answer := agent(router, 0.0), Lease):
-        router.leases.record_first_token(answer, 0.5)
-    assert set_page(router, 1.0, usage, 20, waiting).is_full
-
-
-def test_full_page_corrects_the_assumed_sharing() -> None:
-    router = make_router()
-    for _ in range(40):
-        lease = placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0))
-        router.leases.record_first_token(lease, 0.5)
-    worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
-    assert worker.is_full
-    assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
-    waits(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 1.0))
-    set_page(router, 2.0, 0.2, running=40)
-    assert not worker.is_full
-
-
-def test_worker_without_new_pages_has_room_after_finishes() -> None:
-    router = make_router()
-    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
-    for lease in leases:
-        router.leases.record_first_token(lease, 0.5)
-    worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
-    assert worker.is_full
-    for lease in leases[1:]:
-        router.leases.finish(lease, 2.0, Outcome.DONE)
-    assert worker.kv_held == worker.kv_tokens
-    assert not worker.is_full
-    placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
 
 
 # Hand-overs

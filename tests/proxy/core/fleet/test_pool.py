@@ -15,7 +15,6 @@ from tests.proxy.core.making import (
     fleet_of,
     members,
     spec,
-    take_down,
 )
 
 
@@ -35,25 +34,6 @@ def test_uncertain_size_goes_to_the_longest_workers() -> None:
     pool = fleet.roster.pool(MODEL)
     assert open_names(pool, ask(4100, 50, error=500)) == ["b", "c"]
     assert open_names(pool, ask(4100, 50, error=100)) == []
-
-
-def test_down_draining_full_and_resting_workers_are_excluded() -> None:
-    fleet = fleet_of(*(spec(name, most=1) for name in "abcde"))
-    by_name = {worker.name: worker for worker in fleet.roster}
-    take_down(fleet, "a")
-    fleet.roster.drain("b")
-    charge(fleet, by_name["c"])
-    fleet.health.record_failure(by_name["d"], 0.0, 5.0)
-    assert open_names(fleet.roster.pool(MODEL), ask(), fleet) == ["e"]
-    assert open_names(fleet.roster.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
-
-
-def test_models_of_the_same_workers_share_a_pool() -> None:
-    fleet = fleet_of(spec("a"), spec("b"))
-    for name in "ab":
-        fleet.roster.set_served(name, [MODEL, "adapter"])
-    assert fleet.roster.pool("adapter") is fleet.roster.pool(MODEL)
-    assert open_names(fleet.roster.pool("nothing"), ask()) == []
 
 
 def test_new_pool_of_another_model_keeps_the_ranking() -> None:

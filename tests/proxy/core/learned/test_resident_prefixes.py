@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.learned.prefix_index import BLOCKS, PrefixIndex
-from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of, prompt_of
+from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
 from tests.proxy.core.learned.test_prefix_index import held, text
 
 BLOCK = BLOCKS[0]
@@ -87,14 +87,6 @@ def test_evicted_tokens_drop_every_block_that_has_some() -> None:
     assert len(engine.prefixes) == 3
 
 
-def test_evicted_output_is_no_part_of_the_prompt() -> None:
-    engine = Engine()
-    engine.name(1, "a")
-    engine.prefixes.record_resident(1, 4 * TOKENS)
-    engine.prefixes.record_evicted(1, 2 * TOKENS, 3 * TOKENS)
-    assert engine.held("a") == {0: 1}
-
-
 def test_a_name_may_come_after_the_report() -> None:
     engine = Engine()
     engine.prefixes.record_resident(1, 2 * TOKENS)
@@ -125,29 +117,6 @@ def test_an_eviction_ends_an_expectation() -> None:
     assert engine.held("a", "b") == {7: 2}
 
 
-def test_a_prompt_is_expected_again_after_its_beginning_was_evicted() -> None:
-    engine = Engine()
-    hashes = engine.index.hashes("m", text("a", "b"))
-    engine.index.record(hashes, 0)
-    engine.reside(1, "a")
-    engine.reside(2, "x")
-    engine.prefixes.record_evicted(1, 0, TOKENS)
-    engine.index.record(hashes, 0)
-    assert engine.held("a", "b") == {0: 2}
-
-
-def test_a_reset_drops_only_the_engines_own_blocks() -> None:
-    index = PrefixIndex()
-    engines = [Engine(index, worker) for worker in (0, 1)]
-    for engine in engines:
-        engine.reside(1, "a", "b")
-    engines[0].prefixes.clear()
-    assert held(index, text("a", "b")) == {1: 2}
-    assert len(engines[0].prefixes) == 0
-    engines[0].prefixes.record_resident(1, TOKENS)
-    assert held(index, text("a", "b")) == {0: 1, 1: 2}
-
-
 def test_a_block_is_held_while_one_of_a_workers_engines_holds_it() -> None:
     index = PrefixIndex()
     engines = [Engine(index), Engine(index)]
@@ -169,22 +138,6 @@ def test_a_lost_journal_leaves_an_expectation() -> None:
     engine.prefixes.stop_claiming()
     engine.prefixes.restart(ENGINE_BLOCK)  # a snapshot of an empty cache
     assert engine.held("a", "b") == {}
-
-
-def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
-    engine = Engine()
-    engine.name(1, "a", "b")
-    engine.prefixes.record_resident(1, TOKENS)
-    engine.index.forget(0)
-    assert engine.held("a", "b") == {0: 1}
-
-
-def test_a_forgotten_request_leaves_the_blocks_of_others() -> None:
-    engine = Engine()
-    engine.reside(1, "a", "b")
-    engine.reside(2, "a", "b")
-    engine.prefixes.forget(2)
-    assert engine.held("a", "b") == {0: 2}
 
 
 def test_blocks_of_other_bytes_with_the_same_tokens_go_with_their_request() -> None:
@@ -210,16 +163,6 @@ def test_tokens_that_were_found_at_a_fork_are_expected_there_again() -> None:
     assert engine.cached("a", "z") == TOKENS
 
 
-def test_prompt_that_begins_with_another_finds_its_response_until_it_is_evicted() -> None:
-    engine = Engine()
-    engine.serve(1, "a", "b", found=0, response=48)
-    assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
-    engine.prefixes.record_evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
-    assert engine.cached("a", "b", "c") == 2 * TOKENS + 16
-    engine.prefixes.record_evicted(1, 0, 2 * TOKENS)
-    assert engine.held(*"abc") == {}
-
-
 @pytest.mark.parametrize("found", [2 * TOKENS, 2 * TOKENS + 48])
 def test_whether_prompts_find_responses_is_learnt(found: int) -> None:
     engine = Engine()
@@ -228,47 +171,6 @@ def test_whether_prompts_find_responses_is_learnt(found: int) -> None:
         engine.serve(2 * number + 1, letter, "b", *"xyz", found=found)
     engine.serve(99, "a", "b", found=0, response=48)
     assert engine.cached("a", "b", "c") == found
-
-
-def test_other_prompts_teach_nothing_of_responses() -> None:
-    engine = Engine()
-    for number, letter in enumerate("cdef"):
-        engine.serve(2 * number, letter, "b", found=0, response=48)
-        engine.serve(2 * number + 1, letter, "b", found=2 * TOKENS - 16)  # the same again
-    engine.serve(99, "a", "b", found=0, response=48)
-    assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
-
-
-def test_a_name_may_come_after_what_its_request_found() -> None:
-    engine = Engine()
-    engine.serve(1, "a", "b", "c", found=0)
-    engine.prefixes.record_found(2, TOKENS + 16)
-    engine.prefixes.record_resident(2, 3 * TOKENS)
-    engine.name(2, "a", "x", "y")
-    assert engine.cached("a", "z") == TOKENS + 16
-    engine.prefixes.record_found(3, 16)
-    engine.prefixes.forget(3)
-    engine.name(3, "a", "x", "y")
-    assert engine.cached("a", "z") == TOKENS + 16
-
-
-def test_tokens_after_a_known_beginning_follow_its_exact_size() -> None:
-    engine = Engine()
-    engine.serve(1, "a", found=0)
-    engine.name(2, *"abc", tokens=5 * TOKENS)  # two tokens for each in the first block
-    engine.prefixes.record_found(2, TOKENS)
-    engine.prefixes.record_resident(2, 5 * TOKENS)
-    assert engine.cached("a", "b", "z") == 3 * TOKENS
-
-
-def test_bytes_of_images_do_not_size_the_text_before_them() -> None:
-    engine = Engine()
-    engine.name(1, "a", *"b" * 40, tokens=3 * TOKENS)
-    engine.prefixes.record_found(1, 0)
-    engine.prefixes.record_resident(1, 3 * TOKENS)
-    assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS
-    engine.serve(2, "a", "y", found=TOKENS + 16)
-    assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS + 16
 
 
 def test_tools_in_the_template_are_tokens_before_the_prompt() -> None:
@@ -288,22 +190,6 @@ def test_a_name_that_is_not_ours_is_ignored(name: bytes) -> None:
     engine.prefixes.record_evicted(1, 0, 100)
     engine.prefixes.forget(1)
     assert len(engine.prefixes) == 0
-
-
-def test_a_name_has_the_hashes_and_the_size() -> None:
-    hashes = PrefixIndex().hashes("m", text("a", "b"))
-    prompt = prompt_of(name_of(hashes, 1234), 300)
-    assert prompt is not None
-    assert (prompt.hashes, prompt.prompt_bytes, prompt.prompt_tokens) == (hashes, 1234, 300)
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_response_is_expected_only_where_it_was_generated(last: int) -> None:
-    index = PrefixIndex()
-    engines = [Engine(index, worker) for worker in (0, 1)]
-    for worker in (1 - last, last):
-        engines[worker].serve(1, "a", "b", found=0, response=(48, 0)[worker])
-    assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 48, 1: 2 * TOKENS}
 
 
 def test_a_response_that_one_worker_evicts_is_expected_on_the_other() -> None:

@@ -261,45 +261,6 @@ def test_client_gone_in_a_handover_pays_for_the_decode_only() -> None:
     assert written == [0, 100]
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("leaves", [False, True])
-def test_early_leave_or_few_events_gains_no_share(leaves: bool, streams: bool) -> None:
-    router = router_of(spec("w", most=8))
-    held: dict[str, float] = {}
-    ends: list[tuple[float, Lease, bool]] = []
-    tenants = [tenant("stays"), tenant("other")]
-
-    def took(lease: Lease, now: float) -> None:
-        name = present(lease.ask.tenant).name
-        gone = leaves and name == "other"
-        seconds = 0.95 if gone else 1.0
-        if lease.ask.stream:
-            router.leases.record_first_token(lease, now)
-            router.leases.record_tokens(lease, 1)
-        ends.append((now + seconds, lease, gone))
-        held[name] = held.get(name, 0.0) + seconds
-
-    for tick in range(1200):
-        now = tick / 20
-        for end in [entry for entry in ends if entry[0] <= now]:
-            ends.remove(end)
-            if end[2]:
-                router.leases.finish(end[1], now, Outcome.CLIENT_GONE)
-            else:
-                usage = None if end[1].ask.stream else Usage(20, 500)
-                router.leases.finish(end[1], now, Outcome.DONE, usage)
-        for _, answer in router.pop_due(now):
-            assert isinstance(answer, Lease)
-            took(answer, now)
-        for owner in tenants:
-            while owner.waiting < 10:
-                stream = streams and owner.name == "other"
-                entered = router.submit(ask_of(owner, 20, 500, stream=stream), now)
-                if isinstance(entered, Lease):
-                    took(entered, now)
-    assert held["other"] == pytest.approx(held["stays"], rel=0.15)
-
-
 def test_tokens_above_the_estimate_are_charged_as_they_pass() -> None:
     router, owner = router_of(spec("w")), tenant()
     lease = placed(router.submit(ask_of(owner, 100, 10), 0.0))

@@ -129,17 +129,6 @@ def test_turn_that_comes_back_has_its_age() -> None:
     assert scene.settled(36.0).ask is ticket.ask
 
 
-def test_turns_of_the_line_pass_it_too() -> None:
-    """A full fleet: the free slot goes to the request behind a turn that waits for its cache."""
-    scene = Scene()
-    free, second = occupy(scene.router, scene.other), ask(100, long=True)
-    scene.wait()
-    waits(scene.router.submit(second, 11.1))
-    scene.end(free, 12.0)
-    assert scene.settled(12.0).ask is second
-    assert scene.length() == 1
-
-
 @pytest.mark.parametrize(
     "case", ["short cache", "slow slot", "no queue", "queue full", "batch", "deadline", "retry"]
 )
@@ -210,16 +199,6 @@ def test_turn_that_waited_in_vain_goes_to_another_worker(target_s: float | None)
     assert scene.router.pop_due(ticket.cache_until - 0.01) == []
     if target_s is None:
         assert scene.settled(ticket.cache_until).worker.name == scene.other
-
-
-def test_turn_of_a_full_fleet_waits_for_any_slot_after_its_time() -> None:
-    scene = Scene()
-    ticket = scene.wait()
-    free = occupy(scene.router, scene.other, now=11.1)
-    assert scene.router.pop_due(ticket.cache_until) == []
-    assert scene.length() == 0
-    scene.end(free, ticket.cache_until + 1.0)
-    assert scene.settled(ticket.cache_until + 1.0).worker.name == scene.other
 
 
 @pytest.mark.parametrize("states", ["a deadline", "a target", "a target, in a full fleet"])
@@ -359,16 +338,6 @@ def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
     assert refused(scene.router.submit(ask(100), 23.0)).retry_after_s == 6
 
 
-def test_wait_for_a_cache_says_nothing_of_the_queues_speed() -> None:
-    scene = Scene()
-    ticket = scene.wait()
-    lease = placed(scene.router.submit(ask(10), 11.5))
-    assert lease.worker.name == scene.other
-    scene.end(lease, 21.0)
-    assert scene.router.queue.wait_s(21.0, 0) is None
-    assert not ticket.left
-
-
 def test_explain_names_the_worker_and_the_longest_wait() -> None:
     scene = Scene(queue_requests=1)
     name, other = scene.full, scene.other
@@ -384,18 +353,6 @@ def test_explain_names_the_worker_and_the_longest_wait() -> None:
     decision = scene.router.placer.explain(turn(), 11.0)
     assert isinstance(decision, Decision)
     assert placed(scene.router.submit(turn(), 11.0)).worker is decision.worker
-
-
-def test_tenant_with_the_least_counter_gets_the_slot() -> None:
-    scene = Scene()
-    tenants = [making.tenant(each) for each in "xy"]
-    for owner in tenants:
-        info = turn()
-        info.tenant = owner
-        waits(scene.router.submit(info, 11.0))
-    tenants[0].charge(1e6)
-    scene.end(scene.running, 11.5)
-    assert scene.settled(11.5).ask.tenant is tenants[1]
 
 
 @given(

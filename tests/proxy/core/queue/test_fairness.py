@@ -126,16 +126,6 @@ def test_service_differs_by_requests_in_flight_if_output_is_unknown(
         assert abs(service["a"] - service["b"]) <= worst * (slots * 3 + 1)
 
 
-def test_shares_follow_weights() -> None:
-    bench, light, heavy = QueueBench(), tenant("one"), tenant("three", weight=3.0)
-    for _ in range(100):
-        bench.push(ask_of(light))
-        bench.push(ask_of(heavy))
-    for _ in range(80):
-        bench.place()
-    assert Counter(bench.names()) == {"three": 60, "one": 20}
-
-
 def test_idle_tenant_saves_no_share() -> None:
     bench, busy, lazy = QueueBench(), tenant("busy"), tenant("lazy")
     for _ in range(300):
@@ -335,29 +325,6 @@ def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
         return count
 
     assert calls(2000) < 2.5 * calls(20)
-
-
-def test_charges_while_waiting_change_the_order() -> None:
-    bench, a, b, c = QueueBench(), tenant("a"), tenant("b"), tenant("c")
-    for owner in (a, b, c):
-        bench.push(ask_of(owner))
-    a.charge(500.0)
-    b.charge(300.0)
-    c.charge(400.0)
-    a.charge(-450.0)
-    bench.place(3)
-    assert bench.names() == ["a", "b", "c"]
-
-
-def test_returning_tenant_starts_at_the_least_waiting_standing() -> None:
-    bench, a, b, late = QueueBench(), tenant("a"), tenant("b"), tenant("late")
-    for owner in (a, b):
-        bench.push(ask_of(owner))
-    a.charge(900.0)
-    b.charge(700.0)
-    b.charge(-100.0)
-    bench.push(ask_of(late))
-    assert late.standings[STANDARD] == 600.0
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -47,12 +47,6 @@ def test_too_long_wait_is_429_with_retry_after() -> None:
     placed(router.submit(ask(100), retry + 0.2))
 
 
-def test_no_refusal_before_the_pace_is_learnt() -> None:
-    router = make_router(paced=False)
-    for _ in range(5):
-        placed(router.submit(ask(50_000), 0.0))
-
-
 @pytest.mark.parametrize("paced", [True, False])
 def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
     router = make_router(most=1, paced=paced, standard=1.9)
@@ -70,34 +64,6 @@ def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
     assert refusal.reason is Reason.TOO_SLOW
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1.0
-
-
-@pytest.mark.parametrize("idle_s", [0.0, 3600.0])
-def test_idle_times_do_not_count_for_the_queue_rate(idle_s: float) -> None:
-    """Sixteen slots, one free every few milliseconds, after an idle time."""
-    router, now = make_router(most=16), 1e6
-    if idle_s:
-        for _ in range(100):
-            lease = placed(router.submit(ask(10), now))
-            now += 0.1
-            router.leases.finish(lease, now, Outcome.DONE)
-        now += idle_s
-    running = [placed(router.submit(ask(10), now)) for _ in range(16)]
-    for _ in range(8):
-        waits(router.submit(ask(10), now))
-        now += 0.006
-        router.leases.finish(running.pop(0), now, Outcome.DONE)
-        running.append(placed(pop_one(router, now)[1]))
-    for _ in range(8):
-        waits(router.submit(ask(10), now))
-    assert router.queue.retry_after_s(now) == 1
-
-
-def test_requests_may_wait_before_the_queue_rate_is_known() -> None:
-    router = make_router(most=1)
-    placed(router.submit(ask(10), 0.0))
-    for _ in range(10):
-        waits(router.submit(ask(10), 0.0))
 
 
 def test_retry_is_admitted() -> None:

@@ -78,14 +78,3 @@ def test_remaining_entries_are_merged_into_few_segments() -> None:
             order.remove(item)
     assert sum(len(entries) for entries, _ in segments(order)) == 100
     assert len(list(segments(order))) <= 15
-
-
-def test_below_follows_a_shrinking_limit() -> None:
-    order = SortedBuckets()
-    for number in range(100):
-        order.put(entry(float(number), 100 - number))
-    tried: list[int] = []
-    for *_, least, _ in order.below(lambda: min(tried, default=1000)):
-        if not tried or len(tried) < 3:
-            tried.append(least - 20)
-    assert tried == [80, 59, 38]

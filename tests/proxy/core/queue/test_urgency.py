@@ -87,14 +87,6 @@ def test_what_a_session_knows_counts_as_cached() -> None:
     assert order(router, (1.0, long), (5.0, later), served_at=6.0) == [later, long]
 
 
-def test_long_prompt_is_passed_only_by_what_arrives_in_its_time() -> None:
-    router, long = make_router(queue_wait_s=1000.0), fresh(20_000)
-    bound = WEIGHT * 20_000 * TOKEN_S
-    shorts = [(number * bound / 10, ask(100, long=True)) for number in range(20)]
-    found = order(router, (0.0, long), *shorts, served_at=2 * bound)
-    assert found.index(long) == 10, "half of them arrived later"
-
-
 @pytest.mark.parametrize("tokens", [50_000, 400_000])
 def test_long_prompt_begins_within_the_usual_wait_beside_turns_without_end(tokens: int) -> None:
     router = make_router()
@@ -163,15 +155,6 @@ def test_deadline_that_prefill_alone_exceeds_is_refused() -> None:
     assert refusal.retry_after_s is not None
     assert "about 20.0 s" in refusal.message
     placed(make_router().submit(fresh(deadline=21.0), 0.0))
-
-
-def test_waiting_request_is_refused_once_its_deadline_is_out_of_reach() -> None:
-    router = make_router()
-    placed(router.submit(ask(10), 0.0))
-    waits(router.submit(fresh(40_000, deadline=6.0), 0.0))
-    assert router.pop_due(1.9) == []
-    answer = refused(pop_one(router, 2.1)[1])
-    assert (answer.status, answer.reason) == (429, Reason.DEADLINE)
 
 
 def test_deadline_is_no_reason_before_the_pace_is_learnt() -> None:

@@ -77,35 +77,6 @@ def test_members_are_set_and_removed(
     assert edit_members(body, fields) == after
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        rb'"max_tokens"',
-        rb'"\"max_tokens\":7"',
-        rb'"\\"',
-        rb'"\\\""',
-        rb'"}],\"max_tokens\":7,{["',
-        rb'{"max_tokens":7}',
-        rb'[{"max_tokens":[7,"]"]},"}{"]',
-        rb'[[],{},[{}],""]',
-        rb'{"x":"%b","max_tokens":"\\\\\""}' % (b'{[\\"' * 100),
-        b'["%b","max_tokens"]' % (b"y" * 200),
-        b"[1,2,3 ]",
-        b"[]",
-        b"-1.5e+10",
-        b"true",
-        b"null",
-    ],
-)
-def test_text_that_looks_like_the_member_is_kept(value: bytes) -> None:
-    body = b'{"p":%b,"max_tokens":5,"q":%b}' % (value, value)
-    assert json.loads(body)
-    assert edit_members(body, {"max_tokens": b"1"}) == body.replace(
-        b'"max_tokens":5,', b'"max_tokens":1,'
-    )
-    assert edit_members(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
-
-
 NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
 PLAIN = st.sampled_from(["a", "b", "max_tokens"])  # one with a `_`, which has its own search
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -205,17 +176,6 @@ def test_known_name_is_edited_wherever_it_is(name: str, prompt: str, text: bytes
     pairs = [pair for pair in pairs_of(body) if pair[0] != "stream" or text is not None]
     pairs = [(key, False if key == "stream" else value) for key, value in pairs]
     assert pairs_of(after) == [*pairs, ("kv", {})]
-
-
-@pytest.mark.parametrize("before", ["", "a_b _ ", "max_tokens ", '"max_tokens" ', "_" * 9000])
-@pytest.mark.parametrize("again", ["", '"x":"_","max_tokens":3,', '"max_tokens":[1],'])
-def test_name_with_an_underscore_that_occurs_elsewhere(before: str, again: str) -> None:
-    text = json.dumps({"p": before})
-    body = f'{text[:-1]},{again}"max_tokens":7}}'.encode()
-    names = frozenset(json.loads(body))
-    after = edit_members(body, {"max_tokens": b"1"}, names)
-    assert after == edit_members(body, {"max_tokens": b"1"})
-    assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
 
 
 @given(texts(), PLAIN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -70,32 +69,6 @@ def test_stored_turns_teach_no_rate() -> None:
     assert (learnt.seen, learnt.fixed, learnt.output) == (0, 0, 40)
 
 
-def test_error_band_covers_95_percent_of_prompts() -> None:
-    sizer, noise, inside = Sizer(), random.Random(2), 0
-    for i in range(400):
-        ask = size(chat("x" * 8000), sizer=sizer)
-        tokens = int(8000 / noise.gauss(3.5, 0.3)) + TEMPLATE
-        inside += i >= 100 and abs(tokens - ask.prompt_tokens) <= ask.prompt_error
-        sizer.learn(ask, Usage(tokens, 10))
-    assert inside >= 0.95 * 300
-
-
-def test_one_outlier_moves_the_estimate_little() -> None:
-    sizer = Sizer()
-    for _ in range(50):
-        sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
-    sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(40_000, 10))
-    assert size(chat("x" * 4000), sizer=sizer).prompt_tokens == pytest.approx(1000, rel=0.06)
-
-
-def test_routes_and_models_learn_apart() -> None:
-    sizer = Sizer()
-    sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(4000, 10))
-    assert sizer.learnt("m", "chat/completions").bytes_per_token < 2
-    assert sizer.learnt("m", "completions").bytes_per_token == 4
-    assert sizer.learnt("n", "chat/completions").bytes_per_token == 4
-
-
 def test_list_of_prompts_sums_tokens_and_samples() -> None:
     ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
     assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
@@ -116,12 +89,6 @@ def test_list_of_prompts_sums_tokens_and_samples() -> None:
 )
 def test_output_limit_is_read_in_every_spelling(fields: dict[str, Any], limit: int | None) -> None:
     assert size(chat("x", **fields)).output_tokens == limit
-
-
-def test_embeddings_expect_no_output() -> None:
-    ask = size({"input": ["x" * 40] * 3}, "/v1/embeddings")
-    assert (ask.generates, ask.expected_output, ask.samples) == (False, 0, 3)
-    assert ask.needed_context == ask.largest_prompt == 10
 
 
 def test_truncated_prompt_is_at_most_the_truncation() -> None:
@@ -201,13 +168,6 @@ def test_refusal_by_a_small_worker_raises_the_size() -> None:
 )
 def test_least_tokens_of_a_prompt(path: str, body: dict[str, Any], least: int) -> None:
     assert size(body, path).least_prompt == least
-
-
-def test_least_prompt_follows_the_learnt_rate() -> None:
-    sizer = Sizer()
-    for _ in range(200):
-        sizer.learn(size(chat("x" * 12_000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
-    assert size(chat("x" * 24_000), sizer=sizer).least_prompt == pytest.approx(1000, rel=0.1)
 
 
 def test_fit_reduces_an_uncertain_size_to_the_context() -> None:

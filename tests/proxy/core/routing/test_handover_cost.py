@@ -9,7 +9,7 @@ import pytest
 from proxy.core.fleet.leases import Attempts, Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
-from proxy.core.model.specs import Gauges, WorkerSpec
+from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
@@ -17,7 +17,6 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
 from tests.proxy.core.making import (
-    GENERAL,
     MODEL,
     ask,
     idle,
@@ -28,7 +27,6 @@ from tests.proxy.core.making import (
     spec,
     waits,
     worker_of,
-    workers_named,
 )
 
 P, D = Role.PREFILL, Role.DECODE
@@ -84,23 +82,6 @@ def test_long_prompt_is_handed_over_if_requests_decode() -> None:
     assert lease.decision.whether == HandoverVerdict.HANDED_OVER
 
 
-def test_short_prompt_is_not_handed_over() -> None:
-    router = make_router()
-    place_decoding(router, count=1)
-    lease = placed(router.submit(ask(20), 0.0))
-    assert (lease.worker.name, lease.prefill) == ("d0", None)
-    assert lease.decision.reason is Reason.DECODE_POOL
-    assert verdicts(router)["not_worth_it"] == 1
-
-
-def test_no_handover_to_a_decode_worker_without_decodes() -> None:
-    """The prefill takes the same time on both workers, and a transfer adds to it."""
-    router = make_router()
-    lease = placed(router.submit(ask(LONG), 0.0))
-    assert lease.prefill is None
-    assert lease.decision.whether == HandoverVerdict.NOT_WORTH_IT
-
-
 def test_expected_shorts_count_for_a_handover() -> None:
     """No request decodes now, but ten shorts a second would wait for the prefill."""
     router = make_router()
@@ -121,22 +102,6 @@ def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
     first.learn_length(LONG)
     assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
     assert placed(router.submit(ask(100), 0.0)).prefill is None
-
-
-def test_handover_cost_ignores_prefills_that_end_in_time() -> None:
-    router = make_router()
-    place_decoding(router, count=4)
-    worker = worker_of(router, "d0")
-    placed(router.submit(ask(5000), 0.0, Attempts(workers_named(router, "p0"))))
-    assert worker.wait_s(0.0, for_long=False) > 0.1
-    decision = router.placer.explain(ask(LONG), 0.0)
-    assert isinstance(decision, Decision)
-    [cost] = [score.total for score in decision.scores if score.worker == "d0"]
-    assert decision.handover is not None
-    output_s = worker.output_price * 50
-    step_s = worker.pace.step_s(worker.decoding)
-    own_s = decision.handover.prefill_s + decision.handover.transfer_s
-    assert cost == pytest.approx(own_s + step_s + output_s)
 
 
 def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
@@ -163,14 +128,6 @@ def test_handover_with_a_too_long_wait_is_refused() -> None:
             assert refused(router.submit(ask(LONG), 0.0)).reason is Reason.TOO_SLOW
         else:
             assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
-
-
-def test_idle_general_worker_is_preferred_to_a_handover() -> None:
-    router = make_router(spec("g0", GENERAL))
-    place_decoding(router, count=2)
-    lease = placed(router.submit(ask(LONG), 0.0))
-    assert (lease.worker.name, lease.prefill) == ("g0", None)
-    assert verdicts(router)["elsewhere"] == 1
 
 
 # A threshold
@@ -214,12 +171,6 @@ def test_prefix_in_transfer_is_not_held_by_the_decode_worker(
 # The choice of the pair
 
 
-def test_prefill_worker_with_the_least_wait_is_chosen() -> None:
-    router = make_router(prefills=3, disaggregate_above=1)
-    first = [placed(router.submit(ask(1000), 0.0)).prefill for _ in range(3)]
-    assert {lease.worker.name for lease in first if lease} == {"p0", "p1", "p2"}
-
-
 def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     router = make_router(prefills=3, decodes=2, disaggregate_above=1)
     prefix = tuple(range(8))
@@ -231,29 +182,12 @@ def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     assert present(again.prefill).worker is holder
 
 
-def test_prompt_above_the_cache_size_is_handed_over() -> None:
-    router = make_router(disaggregate_above=100)
-    router.fleet.health.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))
-    assert placed(router.submit(ask(4000, 100), 0.0)).prefill is not None
-
-
 def test_prompt_above_the_prefill_limit_is_served_whole() -> None:
     specs = spec("p0", P, limit=1000), spec("d0", D)
     router = router_of(*specs, transfer=True, disaggregate_above=1)
     assert placed(router.submit(ask(1000), 0.0)).prefill is None
     assert placed(router.submit(ask(900), 0.0)).prefill is not None
     assert verdicts(router) == {HandoverVerdict.PREFILL_BUSY: 1, HandoverVerdict.HANDED_OVER: 1}
-
-
-def test_failed_link_is_counted_only_above_the_threshold() -> None:
-    specs = spec("p0", P), spec("d0", D), spec("d1", D)
-    router = router_of(*specs, transfer=True, disaggregate_above=LONG - 1)
-    for _ in range(3):
-        router.placer.links.record_failure(worker_of(router, "p0"), worker_of(router, "d0"), 1.0)
-    for size in (10, LONG):
-        lease = placed(router.submit(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
-        assert (lease.prefill, lease.worker.name) == (None, "d0")
-    assert verdicts(router) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
 
 
 # Requests and fleets without hand-overs
@@ -339,21 +273,6 @@ def test_both_workers_are_charged_at_once_and_released_in_turn(stream: bool) -> 
     assert idle(router.fleet.roster)
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-@pytest.mark.parametrize("phase", range(3))
-def test_every_outcome_releases_both_workers(outcome: Outcome, phase: int) -> None:
-    router = make_router(disaggregate_above=1)
-    lease = placed(router.submit(ask(1000, 50), 0.0))
-    if phase > 0:
-        router.leases.end_prefill(lease, 0.5, None)
-    if phase > 1:
-        router.leases.record_first_token(lease, 0.6)
-    router.leases.finish(lease, 0.7, outcome)
-    router.leases.finish(lease, 0.8, outcome)
-    router.leases.end_prefill(lease, 0.9, None)
-    assert idle(router.fleet.roster)
-
-
 # Learning
 
 
@@ -436,20 +355,6 @@ def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
 
 
 # In time
-
-
-def test_no_handover_to_a_worker_that_would_fetch_too_late() -> None:
-    """Its own prefills come first, and the blocks would have expired by then."""
-    router = make_router(disaggregate_above=1, transfer_within_s=24.0)
-    assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
-    decode = worker_of(router, "d0")
-    decode.pace.token_s = 1e-3
-    placed(router.submit(whole(30_000), 0.0))
-    alone = placed(router.submit(ask(LONG), 0.0))
-    assert alone.prefill is None
-    router.leases.finish(alone, 0.0, Outcome.MOOT)
-    later = placed(router.submit(ask(LONG), 10.0))  # a third of the prefill is done
-    assert later.prefill is not None
 
 
 @pytest.mark.parametrize("above", [None, 1])

@@ -85,16 +85,6 @@ def test_breach_names_the_limit(limits: Limits, expected: Limit, entered: int) -
     assert (breach.retry_after_s is None) == (expected is Limit.PROMPT)
 
 
-def test_retry_is_not_counted_as_another_request() -> None:
-    ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100))
-    assert ledger.enter(0.0, 60, 1) is None
-    ledger.leave(0.0, 60, 0)
-    ledger.enter_again(0.0, 60)
-    assert ledger.running == 1
-    breach = present(ledger.enter(0.0, 1, 1))
-    assert breach.tokens == (100, 40, 36.0)
-
-
 def test_changed_limits_keep_usage() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=60, concurrency=9))
     for _ in range(9):
