@@ -145,6 +145,23 @@ def test_full_queue_and_wait_timeout_are_429() -> None:
     assert router.pop_due(7.0) == []
 
 
+def test_waiting_requests_are_503_if_no_worker_is_left() -> None:
+    router = router_of(spec("a", most=1))
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    take_down(router.fleet, "a")
+    assert refused(pop_one(router, 1.0)[1]).status == 503
+
+
+def test_requests_wait_for_a_busy_worker() -> None:
+    router = router_of(spec("a"))
+    lease = placed(router.submit(ask(), 0.0))
+    router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
+    ticket = waits(router.submit(ask(), 0.1))
+    assert router.pop_due(1.9) == []
+    assert [t for t, _ in router.pop_due(2.0)] == [ticket]
+
+
 # Retries
 
 
@@ -345,6 +362,16 @@ def test_stream_without_usage_teaches_by_its_events() -> None:
     assert (pace.step_s(1), sized(router, chat("x")).expected_output) == learnt
 
 
+def test_reported_cache_misses_reduce_trust_in_the_cache() -> None:
+    router = router_of(spec("a"))
+    worker = worker_of(router, "a")
+    for i in range(40):
+        lease = placed(router.submit(sized(router, chat("x" * 9000, stream=True)), float(i)))
+        cached = lease.decision.cached_tokens // 4
+        router.leases.finish(lease, i + 0.5, Outcome.DONE, Usage(2500, 10, cached))
+    assert worker.pace.missing == pytest.approx(0.75, abs=0.05)
+
+
 @pytest.mark.parametrize(("keeps", "missing"), [(True, 0.0), (False, 0.9)])
 def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: float) -> None:
     router = router_of(spec("a"))
@@ -358,6 +385,17 @@ def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: 
         router.leases.record_first_token(lease, i + 0.02 + 2e-4 * tokens)
         router.leases.finish(lease, i + 0.9, Outcome.DONE, Usage(2257, 10))
     assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("path", "shorts"), [("/tokenize", 0), ("/v1/embeddings", 1), ("/v1/completions", 1)]
+)
+def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None:
+    router = router_of(spec("a"))
+    info = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
+    lease = placed(router.submit(info, 0.0))
+    assert router.placer.traffic_of(MODEL).shorts_ever == shorts
+    assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 
 # Explanations and counters
@@ -405,6 +443,20 @@ def test_explain_refusal_names_the_reserve() -> None:
         "l": "reserved for long requests",
     }
     assert "reserved for long requests" in decision.message
+
+
+def test_decisions_are_counted_by_reason() -> None:
+    router = router_of(spec("s", SHORT, 8192, most=1), queue_requests=1)
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    refused(router.submit(ask(), 0.0))
+    refused(router.submit(ask(10_000), 0.0))
+    assert router.placer.decisions == {
+        (MODEL, Reason.SHORT_POOL): 1,
+        (MODEL, Reason.FLEET_FULL): 1,
+        (MODEL, Reason.QUEUE_FULL): 1,
+        (MODEL, Reason.TOO_LONG): 1,
+    }
 
 
 # Reloads

@@ -117,6 +117,13 @@ def test_single_requests_wait_for_two_requests_at_most(
     assert max(world.waited) <= 2 * world.longest + 1e-6
 
 
+def test_overestimated_flood_starves_no_later_tenant() -> None:
+    """Ninety tiny images, estimated at 1,024 tokens each, and a small chat."""
+    world = World(16, [Size(540, 10, 170.0)], [Size(100, 20, 1.0)], depth=134)
+    world.play(300, 50)
+    assert max(world.waited) <= world.longest
+
+
 def test_overestimates_earn_no_share() -> None:
     """Its requests in flight end with far fewer tokens than were charged."""
     world = World(4, [Size(100, 0, 1.0)], [Size(100, 0, 1.0)])

@@ -46,6 +46,13 @@ def test_prefill_worker_reaches_decode_workers_with_open_links() -> None:
     assert links.can_reach(prefill, [first, second], 1.0 + BARRED_S)
 
 
+def test_failed_warmup_before_a_restart_is_ignored() -> None:
+    links, prefill, decode = links_of_a_pair()
+    links.set_unmade(prefill, decode)
+    decode.up_since = 9.0
+    assert links.describe(prefill, 10.0) == ""
+
+
 # Links that fail
 
 

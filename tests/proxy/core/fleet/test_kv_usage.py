@@ -9,13 +9,14 @@ from proxy.core.fleet.kv_usage import (
     MAX_PAGE_AGE_S,
     SHARING_LEARNING_RATE,
     learn_from_page,
+    uncharged_tokens,
 )
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Reason
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from tests.proxy.core.making import (
@@ -81,6 +82,13 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     assert placed(router.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
+def test_worker_without_prefix_cache_is_charged_in_full() -> None:
+    router = make_router()
+    worker_of(router, "a").pace.missing = 1.0
+    answers = [agent(router, 0.0) for _ in range(40)]
+    assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
+
+
 # The worker's metrics page
 
 
@@ -120,6 +128,20 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
     set_page(router, 2.0, 0.05)
     assert worker.kv_held == charged + 99_000
     router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
+
+
+def test_worker_without_new_pages_has_room_after_finishes() -> None:
+    router = make_router()
+    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
+    for lease in leases:
+        router.leases.record_first_token(lease, 0.5)
+    worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
+    assert worker.is_full
+    for lease in leases[1:]:
+        router.leases.finish(lease, 2.0, Outcome.DONE)
+    assert worker.kv_held == worker.kv_tokens
+    assert not worker.is_full
+    placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
 
 
 # Hand-overs
@@ -180,3 +202,12 @@ def test_page_sets_spare_tokens_and_sharing(
     learn_from_page(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
     assert (worker.kv_spare, worker.kv_more) == (spare, more)
     assert worker.kv_apart == pytest.approx(apart)
+
+
+def test_extra_tokens_of_a_page_expire() -> None:
+    [worker] = members(fleet_of(spec("a")))
+    worker.kv_more, worker.gauges = 7, Gauges(10.0)
+    for late_s, tokens in ((0.0, 7), (MAX_PAGE_AGE_S, 7), (MAX_PAGE_AGE_S + 0.1, 0)):
+        assert uncharged_tokens(worker, 10.0 + late_s) == tokens
+    worker.gauges = None
+    assert uncharged_tokens(worker, 10.0) == 0

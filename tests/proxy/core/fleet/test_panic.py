@@ -9,15 +9,18 @@ import pytest
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
-from proxy.core.model.types import Outcome
+from proxy.core.model.settings import RouterSettings
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.router import Router
 from proxy.core.routing.candidates import IN_PANIC
 from tests.proxy.core.making import (
     BreakerRecorder,
     ask,
     placed,
+    refused,
     router_of,
     spec,
+    take_down,
     worker_of,
 )
 
@@ -60,6 +63,37 @@ def test_breakers_exclude_at_most_the_panic_share_of_a_pool(policy: str, workers
         else:
             assert served_by(router, requests=requests) == set(names)
             assert router.fleet.roster.ejections.panics == {("m", False)}
+
+
+def test_reload_changes_the_panic_threshold() -> None:
+    router = router_of(spec("a"), spec("b"))
+    specs = [worker.spec for worker in router.fleet.roster]
+    for name in "ab":
+        open_breaker(router, name)
+    assert served_by(router) == {"a", "b"}
+    router.reconfigure(RouterSettings(panic_threshold=0.0), specs)
+    assert refused(router.submit(ask(), 0.0)).reason is Reason.NO_WORKER
+    router.reconfigure(RouterSettings(), specs)
+    assert served_by(router) == {"a", "b"}
+
+
+def test_down_and_draining_workers_do_not_count_for_panic() -> None:
+    router = router_of(*(spec(name) for name in "abcdef"))
+    fleet = router.fleet
+    open_breaker(router, "a")
+    take_down(fleet, *"bcd")
+    assert served_by(router) == {"e", "f"}, "one of three live workers is out"
+    fleet.roster.drain("e")
+    assert served_by(router) == {"f"}, "one of two is out"
+    open_breaker(router, "f")
+    assert served_by(router) == {"a", "f"}
+    fleet.roster.drain("e", draining=False)
+    assert served_by(router) == {"a", "e", "f"}, "two of three are out"
+    for _ in range(fleet.health.up_after):
+        fleet.health.probe_ok("b", 0.0)
+    assert served_by(router) == {"b", "e"}, "two of four are out"
+    fleet.roster.remove("e")
+    assert served_by(router) == {"a", "b", "f"}
 
 
 def test_short_and_long_workers_of_a_model_share_a_pool() -> None:

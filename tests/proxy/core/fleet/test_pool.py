@@ -36,6 +36,14 @@ def test_uncertain_size_goes_to_the_longest_workers() -> None:
     assert open_names(pool, ask(4100, 50, error=100)) == []
 
 
+def test_models_of_the_same_workers_share_a_pool() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    for name in "ab":
+        fleet.roster.set_served(name, [MODEL, "adapter"])
+    assert fleet.roster.pool("adapter") is fleet.roster.pool(MODEL)
+    assert open_names(fleet.roster.pool("nothing"), ask()) == []
+
+
 def test_new_pool_of_another_model_keeps_the_ranking() -> None:
     fleet = fleet_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED + 8)))
     for i in range(8):

@@ -274,6 +274,15 @@ def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
     assert a.pace.token_s < 1.1 * b.pace.token_s < slow
 
 
+def test_new_worker_starts_with_the_pace_of_its_peers() -> None:
+    fleet = fleet_of(spec("a"))
+    for i in range(20):
+        members(fleet)[0].pace.learn_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
+    fleet.roster.add(spec("b"))
+    fleet.health.probe_ok("b", 2.0)
+    assert members(fleet)[1].pace.token_s == pytest.approx(members(fleet)[0].pace.token_s)
+
+
 def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
     worker = present(fleet.roster.get(name))
     decision = Decision(worker, Reason.ONLY_CHOICE)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet import slots
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, RequestInfo
+from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
 from tests.proxy.core.making import ask, placed, pop_one, router_of, spec, waits, worker_of
 
@@ -54,6 +54,17 @@ def decoding_handovers(router: Router, count: int, info: RequestInfo | None = No
 # Learning from queued requests
 
 
+def test_learnt_slots_recover_after_a_queue() -> None:
+    router = make_router()
+    decoding_handovers(router, 8)
+    set_page(router, 1.0, 1, 7)
+    assert set_page(router, 2.0, 1, 7).slots == 1.0
+    assert set_page(router, 3.0, 8).slots == 2.25
+    for second in range(4, 60):
+        set_page(router, float(second), 8)
+    assert worker_of(router, "d0").slots > 100_000
+
+
 # Effect on placement
 
 
@@ -74,6 +85,15 @@ def test_no_prefill_without_a_decode_slot(rule: str, foreign_requests: int) -> N
     set_page(router, 5.0, 0)
     ended, lease = pop_one(router, 5.0)
     assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
+
+
+def test_explain_notes_a_missing_slot() -> None:
+    router = make_router(disaggregate_above=1000)
+    decoding_handovers(router, 4)
+    for second in (1.0, 2.0):
+        set_page(router, second, 2, 2)
+    notes = {score.worker: score.note for score in router.placer.explain(ask(LONG), 2.0).scores}
+    assert notes == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
 def set_small_cache_page(router: Router, now: float, usage: float, queued: int = 0) -> Worker:
@@ -100,6 +120,22 @@ def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_another_decode_worker_is_used_if_one_is_full(rule: str) -> None:
+    router = make_router("d0", "d1", policy=rule)
+    busy = decoding_handovers(router, 6)
+    for lease in busy:
+        if lease.worker.name == "d0":
+            router.leases.finish(lease, 1.0, Outcome.DONE)
+    first, second = worker_of(router, "d0"), worker_of(router, "d1")
+    router.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
+    set_page(router, 1.0, 3, name="d1")
+    set_small_cache_page(router, 1.0, 0.9)
+    assert (first.requests, second.requests) == (1, 3)
+    for _ in range(3):
+        assert placed(router.submit(ask(LONG), 1.0)).decision.route == "p0>d1"
+
+
 # Slots stated in the fleet file
 
 
@@ -108,6 +144,18 @@ def router_with_slots(most: int, **settings: Any) -> Router:
     second = replace(spec("d0", D), slots=most)
     settings = {"disaggregate_above": 1000} | settings
     return router_of(spec("p0", P), second, transfer=True, **settings)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
+    """From the start, without any page."""
+    router = router_with_slots(4, policy=rule)
+    leases = [placed(router.submit(ask(LONG), 0.0)) for _ in range(4)]
+    ticket = waits(router.submit(ask(LONG), 0.0))
+    router.leases.finish(leases[0], 1.0, Outcome.DONE)
+    ended, lease = pop_one(router, 1.0)
+    assert ended is ticket
+    assert placed(lease).prefill is not None
 
 
 # When a slot is needed

@@ -57,6 +57,15 @@ def test_unprinted_tools_do_not_change_bytes_per_token(tools: int, times: int) -
         assert learnt.tokens(8, tools) < 30
 
 
+def test_tools_have_their_own_rate() -> None:
+    learnt, noise = LearnedSizes(), random.Random(1)
+    for _ in range(200):
+        text, tools = noise.randint(100, 20_000), noise.choice([2_000, 12_000, 20_000])
+        learnt.learn_prompt(text, int(text / 4.6 + tools / 3.2 + 12), tools)
+    assert learnt.tokens(10_000, 12_000) == pytest.approx(10_000 / 4.6 + 12_000 / 3.2, rel=0.05)
+    assert learnt.tokens(20_000) == pytest.approx(20_000 / 4.6, rel=0.1)
+
+
 def test_rare_long_chats_are_estimated_accurately() -> None:
     learnt, noise = LearnedSizes(), random.Random(1)
     for _ in range(300):

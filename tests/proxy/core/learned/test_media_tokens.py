@@ -48,6 +48,13 @@ def test_audio_clips_are_sized_apart_from_images() -> None:
     assert size(sizer, chat([IMAGE_PART])).prompt_tokens > IMAGE_TOKENS
 
 
+def test_long_text_teaches_little_about_one_image() -> None:
+    sizer = Sizer()
+    body = chat([{"type": "text", "text": "x" * 400_000}, IMAGE_PART])
+    teach(sizer, body, 90_000)
+    assert sizer.learnt("m", "chat/completions").media.tokens[0] > IMAGE_TOKENS / 4
+
+
 def test_media_of_every_request_shape_is_learnt() -> None:
     sizer = Sizer()
     teach(sizer, {"images": ["data:,"] * 10}, 500, 3)
@@ -75,6 +82,16 @@ def test_cut_or_guessed_prompts_teach_no_media_size(body: dict[str, Any]) -> Non
     sizer = Sizer()
     teach(sizer, body, 50)
     assert sizer.learnt("m", "chat/completions").media.tokens == FIRST_SIZES
+
+
+def test_copy_keeps_sizes_and_resets_observation_counts() -> None:
+    sizes = MediaSizes()
+    sizes.set_mean(0, 50.0)
+    sizes.seen[0] = 9.0
+    copy = sizes.copy()
+    assert (copy.tokens, copy.seen) == (sizes.tokens, [0.0, 0.0, 0.0])
+    copy.set_mean(0, 70.0)
+    assert sizes.tokens[0] == 50
 
 
 def test_single_outlier_moves_the_mean_little_and_widens_the_band() -> None:

@@ -140,6 +140,22 @@ def test_a_lost_journal_leaves_an_expectation() -> None:
     assert engine.held("a", "b") == {}
 
 
+def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
+    engine = Engine()
+    engine.name(1, "a", "b")
+    engine.prefixes.record_resident(1, TOKENS)
+    engine.index.forget(0)
+    assert engine.held("a", "b") == {0: 1}
+
+
+def test_a_forgotten_request_leaves_the_blocks_of_others() -> None:
+    engine = Engine()
+    engine.reside(1, "a", "b")
+    engine.reside(2, "a", "b")
+    engine.prefixes.forget(2)
+    assert engine.held("a", "b") == {0: 2}
+
+
 def test_blocks_of_other_bytes_with_the_same_tokens_go_with_their_request() -> None:
     engine = Engine()
     for number, letter in ((1, "a"), (2, "b")):
@@ -171,6 +187,37 @@ def test_whether_prompts_find_responses_is_learnt(found: int) -> None:
         engine.serve(2 * number + 1, letter, "b", *"xyz", found=found)
     engine.serve(99, "a", "b", found=0, response=48)
     assert engine.cached("a", "b", "c") == found
+
+
+def test_other_prompts_teach_nothing_of_responses() -> None:
+    engine = Engine()
+    for number, letter in enumerate("cdef"):
+        engine.serve(2 * number, letter, "b", found=0, response=48)
+        engine.serve(2 * number + 1, letter, "b", found=2 * TOKENS - 16)  # the same again
+    engine.serve(99, "a", "b", found=0, response=48)
+    assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
+
+
+def test_a_name_may_come_after_what_its_request_found() -> None:
+    engine = Engine()
+    engine.serve(1, "a", "b", "c", found=0)
+    engine.prefixes.record_found(2, TOKENS + 16)
+    engine.prefixes.record_resident(2, 3 * TOKENS)
+    engine.name(2, "a", "x", "y")
+    assert engine.cached("a", "z") == TOKENS + 16
+    engine.prefixes.record_found(3, 16)
+    engine.prefixes.forget(3)
+    engine.name(3, "a", "x", "y")
+    assert engine.cached("a", "z") == TOKENS + 16
+
+
+def test_tokens_after_a_known_beginning_follow_its_exact_size() -> None:
+    engine = Engine()
+    engine.serve(1, "a", found=0)
+    engine.name(2, *"abc", tokens=5 * TOKENS)  # two tokens for each in the first block
+    engine.prefixes.record_found(2, TOKENS)
+    engine.prefixes.record_resident(2, 5 * TOKENS)
+    assert engine.cached("a", "b", "z") == 3 * TOKENS
 
 
 def test_tools_in_the_template_are_tokens_before_the_prompt() -> None:

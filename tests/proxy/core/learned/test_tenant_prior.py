@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.tenant_prior import MAX_PRIOR_TENANTS
-from proxy.core.model.types import RequestInfo, Usage
-from proxy.core.request.sizing import MAX_RATES_PER_TENANT, Sizer
+from proxy.core.model.types import Outcome, RequestInfo, Usage
+from proxy.core.request.sizing import MAX_RATES_PER_TENANT, MIN_SAMPLES_LEARNED, Sizer
 from proxy.core.tenants.tenants import Tenant
-from tests.proxy.core.making import chat, refused, route, router_of, serve, spec, tenant
+from tests.proxy.core.making import chat, placed, refused, route, router_of, serve, spec, tenant
 
 CHAT = "chat/completions"
 TEXT = 4000
@@ -68,6 +69,20 @@ def test_one_tenant_cannot_move_the_common_rate(usual_tenants: int) -> None:
         assert TEXT / 4.2 <= found <= TEXT / 3.4
 
 
+def test_first_answers_of_a_tenant_all_teach() -> None:
+    router, flood, small = router_of(spec("w")), tenant("flood"), tenant("small")
+    now = 0.0
+    for number in range(40 * MIN_SAMPLES_LEARNED):
+        now += 0.001
+        sender = small if number % 20 == 7 else flood
+        request = size(router.sizer, sender, stream=True)
+        lease = placed(router.submit(request, now))
+        router.leases.record_first_token(lease, now)
+        router.leases.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
+    assert small.learnt["m", CHAT].seen >= MIN_SAMPLES_LEARNED
+    assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "many answers are sampled"
+
+
 def test_learnt_rates_are_bounded_per_tenant() -> None:
     sizer, many, few = Sizer(), tenant("many"), tenant("few")
     teach(sizer, few, 2.0)
@@ -80,3 +95,23 @@ def test_learnt_rates_are_bounded_per_tenant() -> None:
     for number in range(3 * MAX_PRIOR_TENANTS):
         teach(sizer, tenant(f"t{number}"), 2.0, 1)
     assert len(sizer.prior("m", CHAT)._tenants) == MAX_PRIOR_TENANTS
+
+
+def test_median_is_recomputed_rarely() -> None:
+    sizer, recomputed = Sizer(), 0
+    prior, before = sizer.prior("m", CHAT), None
+    for number in range(2000):
+        teach(sizer, tenant(f"t{number % 20}"), 2.0, 1)
+        common = prior.median()
+        recomputed += common is not before
+        before = common
+    assert recomputed < 100
+
+
+def test_the_tenant_that_was_silent_longest_goes() -> None:
+    prior, rates = Sizer().prior("m", CHAT), LearnedSizes()
+    for number in (*range(MAX_PRIOR_TENANTS), 0, MAX_PRIOR_TENANTS):
+        prior.update(f"t{number}", rates)
+    assert [*prior._tenants] == [
+        f"t{number}" for number in (*range(2, MAX_PRIOR_TENANTS), 0, MAX_PRIOR_TENANTS)
+    ]

@@ -33,6 +33,14 @@ def test_prediction_converges_to_the_median(fixed_s: float, token_s: float, nois
     assert 0.85 < median(found) < 1.15
 
 
+def test_prediction_follows_a_changed_link() -> None:
+    time = taught(0.01, 1e-6)
+    for number in range(150):
+        tokens = (100, 500, 3000, 12_000)[number % 4]
+        time.learn(tokens, 0.1 + 1e-5 * tokens)
+    assert time.seconds(3000) == pytest.approx(0.13, rel=0.3)
+
+
 def test_one_slow_handshake_moves_the_prediction_little() -> None:
     time = taught(0.02, 1e-6)
     before = time.seconds(3000)

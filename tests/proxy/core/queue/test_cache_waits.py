@@ -355,6 +355,18 @@ def test_explain_names_the_worker_and_the_longest_wait() -> None:
     assert placed(scene.router.submit(turn(), 11.0)).worker is decision.worker
 
 
+def test_tenant_with_the_least_counter_gets_the_slot() -> None:
+    scene = Scene()
+    tenants = [making.tenant(each) for each in "xy"]
+    for owner in tenants:
+        info = turn()
+        info.tenant = owner
+        waits(scene.router.submit(info, 11.0))
+    tenants[0].charge(1e6)
+    scene.end(scene.running, 11.5)
+    assert scene.settled(11.5).ask.tenant is tenants[1]
+
+
 @given(
     st.lists(
         st.tuples(

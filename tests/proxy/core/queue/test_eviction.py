@@ -67,6 +67,14 @@ def test_flood_leaves_room_for_other_tenants() -> None:
     assert bench.add(ask_of(flood)) is None
 
 
+def test_shares_follow_weights() -> None:
+    bench, light, heavy = QueueBench(), tenant("one"), tenant("three", weight=3.0)
+    for _ in range(50):
+        bench.add(ask_of(light))
+        bench.add(ask_of(heavy))
+    assert bench.counts() == {"one": 3, "three": 9}
+
+
 @pytest.mark.parametrize("bound", ["max_bytes", "most_tokens"])
 def test_bytes_and_tokens_count_if_they_are_scarce(bound: str) -> None:
     bench, large, small = QueueBench(1000, **{bound: 10_000}), tenant("large"), tenant("small")

@@ -327,6 +327,17 @@ def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
     assert calls(2000) < 2.5 * calls(20)
 
 
+def test_returning_tenant_starts_at_the_least_waiting_standing() -> None:
+    bench, a, b, late = QueueBench(), tenant("a"), tenant("b"), tenant("late")
+    for owner in (a, b):
+        bench.push(ask_of(owner))
+    a.charge(900.0)
+    b.charge(700.0)
+    b.charge(-100.0)
+    bench.push(ask_of(late))
+    assert late.standings[STANDARD] == 600.0
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Pushes, dispatches and removals of all classes at random."""
 

@@ -47,6 +47,12 @@ def test_too_long_wait_is_429_with_retry_after() -> None:
     placed(router.submit(ask(100), retry + 0.2))
 
 
+def test_no_refusal_before_the_pace_is_learnt() -> None:
+    router = make_router(paced=False)
+    for _ in range(5):
+        placed(router.submit(ask(50_000), 0.0))
+
+
 @pytest.mark.parametrize("paced", [True, False])
 def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
     router = make_router(most=1, paced=paced, standard=1.9)
@@ -64,6 +70,13 @@ def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
     assert refusal.reason is Reason.TOO_SLOW
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1.0
+
+
+def test_requests_may_wait_before_the_queue_rate_is_known() -> None:
+    router = make_router(most=1)
+    placed(router.submit(ask(10), 0.0))
+    for _ in range(10):
+        waits(router.submit(ask(10), 0.0))
 
 
 def test_retry_is_admitted() -> None:

@@ -41,6 +41,13 @@ def test_smaller_request_may_pass_blocked_larger_ones() -> None:
     assert leave(queue, large, same) == [large, same]
 
 
+def test_deadline_is_the_wait_at_push_time() -> None:
+    queue = make_queue(wait_s=7.0)
+    ticket = queue.push(ask(), 3.0)
+    queue.max_wait_s = 1.0
+    assert ticket.deadline == 10.0
+
+
 def test_retry_after_follows_the_dispatch_rate() -> None:
     queue = make_queue(capacity=1000)
     for _ in range(40):

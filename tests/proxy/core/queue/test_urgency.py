@@ -157,6 +157,15 @@ def test_deadline_that_prefill_alone_exceeds_is_refused() -> None:
     placed(make_router().submit(fresh(deadline=21.0), 0.0))
 
 
+def test_waiting_request_is_refused_once_its_deadline_is_out_of_reach() -> None:
+    router = make_router()
+    placed(router.submit(ask(10), 0.0))
+    waits(router.submit(fresh(40_000, deadline=6.0), 0.0))
+    assert router.pop_due(1.9) == []
+    answer = refused(pop_one(router, 2.1)[1])
+    assert (answer.status, answer.reason) == (429, Reason.DEADLINE)
+
+
 def test_deadline_is_no_reason_before_the_pace_is_learnt() -> None:
     router = make_router()
     worker_of(router, "w").pace.prefills = 0

@@ -19,7 +19,7 @@ from proxy.core.request.json_limits import (
     exceeded_bound,
 )
 from proxy.core.request.token_estimate import MAX_EXAMINED, measure
-from tests.proxy.core.making import read, route, router_of, spec
+from tests.proxy.core.making import read, refused, route, router_of, spec
 
 
 def listed(unit: bytes, times: int, key: bytes = b"x") -> bytes:
@@ -55,6 +55,11 @@ def test_number_of_values_is_limited() -> None:
     for unit in (b"7", b"123456"):
         assert exceeded_bound(listed(unit, limit)) == ""
         assert exceeded_bound(listed(unit, limit + 2)) == "1,100,000 values"
+
+
+@pytest.mark.parametrize("mark", [b"\\", b'"', b'\\"', b'"\\', b'"' * (2 * MAX_NODES + 1)])
+def test_invalid_json_does_not_break_the_count(mark: bytes) -> None:
+    exceeded_bound(b"{" + mark + b"[," * MAX_VALUES)
 
 
 def test_nodes_at_a_piece_boundary_are_counted() -> None:
@@ -172,3 +177,10 @@ def test_too_deeply_nested_content_counts_by_its_texts() -> None:
         deep = [deep]
     fields = {"messages": [{"content": [""] * MAX_EXAMINED + ["x" * 1_000_000, deep]}]}
     assert measure(route(CHAT).shape, fields).guessed >= 250_000
+
+
+@pytest.mark.parametrize("at", [0, 8])
+def test_transfer_params_after_unexamined_parts_are_found(at: int) -> None:
+    path, body = EXPENSIVE[at]
+    steers = body[:-1] + b',"kv_transfer_params":{"remote_host":"h"}}'
+    assert refused(read(router_of(spec("w")), steers, path)).code == "forbidden_parameter"

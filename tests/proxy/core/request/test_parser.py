@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -17,10 +18,13 @@ from tests.present import present
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
+    MODEL,
     SHORT,
     chat,
+    placed,
     read,
     refused,
+    route,
     router_of,
     sized,
     spec,
@@ -79,6 +83,13 @@ def test_too_many_values_are_400() -> None:
     assert "more than 200,000 strings, lists and objects" in refusal.message
 
 
+def test_a_million_token_ids_are_accepted() -> None:
+    body = b'{"prompt": [' + b"7," * 999_999 + b"7]}"
+    info = sized(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
+    assert info.prompt_tokens == 1_000_000
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize("unit", [b'"a":1,', b'"\\u0061" : [] ,', b'"":"x",'])
 def test_too_many_members_of_an_edited_body_are_400(unit: bytes) -> None:
     """All members have one name, so the parsed object has one member."""
@@ -109,6 +120,11 @@ def test_unknown_model_is_503_until_all_workers_have_listed_models() -> None:
     assert sized(router, chat("x", model="adapter")).model == "adapter"
     take_down(router.fleet, "late")
     assert refused(read(router, chat("x", model="other"))).status == 404
+
+
+@pytest.mark.parametrize("model", [1, ["m"], {"m": 1}, True])
+def test_model_that_is_no_string_is_400(model: object) -> None:
+    assert refused(read(router_of(spec("w")), chat("x", model=model))).status == 400
 
 
 @pytest.mark.parametrize(
@@ -174,6 +190,16 @@ def test_reported_beginning_changes_a_size_within_bounds(tokens: int) -> None:
     assert again.min_prompt_size == first.min_prompt_size
 
 
+def test_text_beside_a_reported_prompt_counts() -> None:
+    body = {"model": MODEL, "input": "a" * 1000}
+    large = body | {"instructions": "b" * 100_000}
+    first, again = sized_again(body, 31, large, "responses")
+    assert again.prompt_tokens > 0.98 * first.prompt_tokens
+    documents = {**chat("a" * 1000), "documents": [{"text": "b" * 100_000}]}
+    first, again = sized_again(documents, 31, documents)
+    assert again.prompt_tokens >= first.min_prompt_size
+
+
 def test_prompts_with_other_tools_after_them_have_other_prefixes() -> None:
     tools = [{"type": "function", "function": {"name": "f" * 500}}]
     body = chat("a" * 1000)
@@ -227,6 +253,15 @@ def test_tokens_are_counted_near_a_tenants_prompt_limit() -> None:
         assert getattr(router.submit(doubtful, 0.0), "reason", None) is reason
     assert router.counter_for(of(100_000, "/v1/messages")) is None
     assert refused(router.submit(of(100_000, "/v1/messages"), 0.0)).reason is Reason.LIMITED
+
+
+def test_unknown_stored_response_goes_to_any_live_worker() -> None:
+    router = router_of(spec("a", model="m0"), spec("b", model="m1"))
+    router.fleet.roster.expect(["m2"])
+    take_down(router.fleet, "a")
+    get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
+    assert isinstance(get, RequestInfo)
+    assert placed(router.submit(get, 0.0)).worker.name == "b"
 
 
 # Stored responses

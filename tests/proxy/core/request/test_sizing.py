@@ -69,36 +69,55 @@ def test_stored_turns_teach_no_rate() -> None:
     assert (learnt.seen, learnt.fixed, learnt.output) == (0, 0, 40)
 
 
-def test_list_of_prompts_sums_tokens_and_samples() -> None:
-    ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
-    assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
-    assert ask.needed_context == 1009
-    assert ask.expected_tokens == 1100 + 4 * 9
+def test_routes_and_models_learn_apart() -> None:
+    sizer = Sizer()
+    sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(4000, 10))
+    assert sizer.learnt("m", "chat/completions").bytes_per_token < 2
+    assert sizer.learnt("m", "completions").bytes_per_token == 4
+    assert sizer.learnt("n", "chat/completions").bytes_per_token == 4
+
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+TWO_PROMPTS = {"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}
+LONG = "x" * 32_000
 
 
 @pytest.mark.parametrize(
-    ("fields", "limit"),
+    ("path", "body", "sizes"),
     [
-        ({"max_tokens": "7"}, 7),
-        ({"max_completion_tokens": 7.0}, 7),
-        ({"max_tokens": 9, "max_completion_tokens": 7}, 7),
-        ({"max_tokens": 9, "max_completion_tokens": None}, 9),
-        ({"max_tokens": None}, None),
-        ({"max_tokens": True}, 1),  # workers read it as 1
+        (COMPLETIONS, TWO_PROMPTS, {"prompt_tokens": 1100, "largest_prompt": 1000, "samples": 4}),
+        (COMPLETIONS, TWO_PROMPTS, {"needed_context": 1009, "expected_tokens": 1100 + 4 * 9}),
+        (EMBEDDINGS, {"input": ["x" * 40] * 3}, {"needed_context": 10, "largest_prompt": 10}),
+        (
+            EMBEDDINGS,
+            {"input": ["x"] * 3},
+            {"generates": False, "expected_output": 0, "samples": 3},
+        ),
+        # The output limit, in every spelling; workers read True as 1.
+        (CHAT, chat("x", max_tokens="7"), {"output_tokens": 7}),
+        (CHAT, chat("x", max_completion_tokens=7.0), {"output_tokens": 7}),
+        (CHAT, chat("x", max_tokens=9, max_completion_tokens=7), {"output_tokens": 7}),
+        (CHAT, chat("x", max_tokens=9, max_completion_tokens=None), {"output_tokens": 9}),
+        (CHAT, chat("x", max_tokens=None), {"output_tokens": None}),
+        (CHAT, chat("x", max_tokens=True), {"output_tokens": 1}),
+        # The least size of a prompt; the tokens of a template are not certain.
+        (CHAT, chat("x" * 16_000), {"least_prompt": 1000}),
+        (CHAT, chat([{"type": "image_url", "image_url": {}}] * 9), {"least_prompt": 0}),
+        (COMPLETIONS, {"prompt": "x" * 16_000}, {"least_prompt": 1000}),
+        (COMPLETIONS, {"prompt": [1] * 5000}, {"least_prompt": 5000}),
+        (COMPLETIONS, {"prompt": [[1] * 5000, [1] * 7000]}, {"least_prompt": 7000}),
+        (EMBEDDINGS, {"input": ["x" * 16_000, LONG]}, {"least_prompt": 2000}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": 512}, {"least_prompt": 512}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": 512}, {"prompt_tokens": 512}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": 512}, {"largest_prompt": 512}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": -1}, {"least_prompt": 0}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": -1}, {"prompt_error": 8000}),
+        ("/v2/embed", {"texts": [LONG]}, {"needed_context": 8000, "prompt_error": 8000}),
     ],
 )
-def test_output_limit_is_read_in_every_spelling(fields: dict[str, Any], limit: int | None) -> None:
-    assert size(chat("x", **fields)).output_tokens == limit
-
-
-def test_truncated_prompt_is_at_most_the_truncation() -> None:
-    ask = size({"input": "x" * 40_000, "truncate_prompt_tokens": 512}, "/v1/embeddings")
-    assert (ask.prompt_tokens, ask.largest_prompt) == (512, 512)
-    for ask in (
-        size({"input": "x" * 40_000, "truncate_prompt_tokens": -1}, "/v1/embeddings"),
-        size({"texts": ["x" * 40_000]}, "/v2/embed"),
-    ):
-        assert ask.needed_context - ask.prompt_error == 0
+def test_sizes_of_a_body(path: str, body: dict[str, Any], sizes: dict[str, object]) -> None:
+    info = size(body, path)
+    assert {name: getattr(info, name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize("truncation", ["auto", None])
@@ -153,21 +172,11 @@ def test_refusal_by_a_small_worker_raises_the_size() -> None:
     assert (near.needed_context, near.prompt_error) == (12500, 211)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "least"),
-    [
-        ("/v1/chat/completions", chat("x" * 16_000), 1000),  # template tokens are not certain
-        ("/v1/completions", {"prompt": "x" * 16_000}, 1000),
-        ("/v1/completions", {"prompt": [1] * 5000}, 5000),
-        ("/v1/completions", {"prompt": [[1] * 5000, [1] * 7000]}, 7000),
-        ("/v1/embeddings", {"input": ["x" * 16_000, "x" * 32_000]}, 2000),
-        ("/v1/embeddings", {"input": "x" * 32_000, "truncate_prompt_tokens": 512}, 512),
-        ("/v1/embeddings", {"input": "x" * 32_000, "truncate_prompt_tokens": -1}, 0),
-        ("/v1/chat/completions", chat([{"type": "image_url", "image_url": {}}] * 9), 0),
-    ],
-)
-def test_least_tokens_of_a_prompt(path: str, body: dict[str, Any], least: int) -> None:
-    assert size(body, path).least_prompt == least
+def test_least_prompt_follows_the_learnt_rate() -> None:
+    sizer = Sizer()
+    for _ in range(200):
+        sizer.learn(size(chat("x" * 12_000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
+    assert size(chat("x" * 24_000), sizer=sizer).least_prompt == pytest.approx(1000, rel=0.1)
 
 
 def test_fit_reduces_an_uncertain_size_to_the_context() -> None:

@@ -107,6 +107,18 @@ def test_session_expects_nothing_of_what_is_gone(gone: str) -> None:
     assert lease.decision.turn == (Turn.NEW if gone == "other prompt" else Turn.DISPLACED)
 
 
+def test_nothing_is_noted_of_a_worker_that_was_removed_meanwhile() -> None:
+    router = three()
+    lease = placed(router.submit(turn_ask(), 0.0))
+    router.fleet.roster.remove("w0")
+    router.leases.record_first_token(lease, 0.5)
+    router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
+    router.fleet.roster.expect_prefix(lease.ask, lease.worker)
+    assert not router.fleet.roster.prefixes.matches(PREFIX)
+    session = router.fleet.roster.sessions.get(5)
+    assert session is None or not session.visits
+
+
 @pytest.mark.parametrize("shared", [83, 98])
 def test_fork_expects_only_what_the_index_knows(shared: int) -> None:
     router = three()
@@ -123,6 +135,13 @@ def test_sessions_worker_is_a_candidate_in_a_large_group() -> None:
     for number in range(200):
         serve(router, ask(100), 2.0 + number)
     assert turn(serve(router, turn_ask(), 300.0))[:2] == (name, Turn.STAYED)
+
+
+def test_failed_request_leaves_nothing() -> None:
+    router = three()
+    lease = placed(router.submit(turn_ask(), 0.0))
+    router.leases.finish(lease, 1.0, Outcome.REFUSED)
+    assert placed(router.submit(turn_ask(), 2.0)).decision.turn == Turn.NEW
 
 
 def continued(router: Router, output: int) -> tuple[RequestInfo, RequestInfo]:

@@ -9,7 +9,7 @@ import pytest
 from proxy.core.fleet.leases import Attempts, Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
-from proxy.core.model.specs import WorkerSpec
+from proxy.core.model.specs import Gauges, WorkerSpec
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
@@ -27,6 +27,7 @@ from tests.proxy.core.making import (
     spec,
     waits,
     worker_of,
+    workers_named,
 )
 
 P, D = Role.PREFILL, Role.DECODE
@@ -70,16 +71,44 @@ def verdicts(router: Router) -> dict[str, int]:
 # Auto
 
 
-def test_long_prompt_is_handed_over_if_requests_decode() -> None:
-    router = make_router(prefills=2)
-    place_decoding(router, count=1)
-    lease = placed(router.submit(ask(LONG), 0.0))
-    assert lease.worker.name == "d0"
-    assert lease.decision.reason is Reason.HANDOVER
-    assert lease.prefill is not None
-    assert lease.prefill.worker.role is P
-    assert lease.decision.route == f"{lease.prefill.worker.name}>d0"
-    assert lease.decision.whether == HandoverVerdict.HANDED_OVER
+PAIR = spec("p0", P), spec("d0", D)
+
+
+@pytest.mark.parametrize(
+    ("specs", "decoding", "info", "route", "reason", "verdict"),
+    [
+        (PAIR, 1, ask(LONG), "p0>d0", Reason.HANDOVER, HandoverVerdict.HANDED_OVER),
+        (PAIR, 1, ask(20), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
+        (PAIR, 0, ask(LONG), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
+        (PAIR, 0, whole(LONG), "d0", Reason.DECODE_POOL, "samples"),
+        ((*PAIR, spec("g0")), 2, ask(LONG), "g0", Reason.GENERAL_POOL, HandoverVerdict.ELSEWHERE),
+        ((spec("g0"),), 0, ask(LONG), "g0", Reason.ONLY_CHOICE, ""),
+    ],
+    ids=[
+        "long",
+        "short",
+        "idle decode worker",
+        "not to be split",
+        "idle general worker",
+        "general",
+    ],
+)
+def test_verdict_about_a_request(
+    specs: tuple[WorkerSpec, ...],
+    decoding: int,
+    info: RequestInfo,
+    route: str,
+    reason: Reason,
+    verdict: str,
+) -> None:
+    router = router_of(*specs, transfer=True)
+    if decoding:
+        place_decoding(router, count=decoding)
+    explained = router.placer.explain(info, 0.0)
+    decision = placed(router.submit(info, 0.0)).decision
+    assert (decision.route, decision.reason, decision.whether) == (route, reason, verdict)
+    assert getattr(explained, "whether", None) == verdict
+    assert verdicts(router).get(verdict, 0) == bool(verdict)
 
 
 def test_expected_shorts_count_for_a_handover() -> None:
@@ -89,6 +118,14 @@ def test_expected_shorts_count_for_a_handover() -> None:
         router.leases.finish(placed(router.submit(ask(20), at / 10)), at / 10, Outcome.DONE)
     assert placed(router.submit(ask(LONG), 10.0)).prefill is not None
     assert placed(router.submit(ask(200), 10.0)).prefill is None
+
+
+def test_simultaneous_longs_are_all_handed_over() -> None:
+    """The decoding requests would get almost no tokens for the time of the prefills."""
+    router = make_router()
+    place_decoding(router, count=4)
+    routes = [placed(router.submit(ask(LONG), 0.0)).decision.route for _ in range(3)]
+    assert routes == ["p0>d0"] * 3
 
 
 def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
@@ -102,6 +139,16 @@ def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
     first.learn_length(LONG)
     assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
     assert placed(router.submit(ask(100), 0.0)).prefill is None
+
+
+def test_prompt_length_is_learnt_for_prefill_workers() -> None:
+    router = make_router(disaggregate_above=1)
+    for size in (LONG, LONG, 2000):
+        lease = placed(router.submit(ask(size), 0.0))
+        router.leases.end_prefill(lease, 1.0, None)
+        router.leases.finish(lease, 2.0, Outcome.DONE)
+    assert worker_of(router, "p0").pace.length == pytest.approx(11_000)
+    assert worker_of(router, "d0").pace.length == 0.0
 
 
 def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
@@ -171,6 +218,12 @@ def test_prefix_in_transfer_is_not_held_by_the_decode_worker(
 # The choice of the pair
 
 
+def test_prefill_worker_with_the_least_wait_is_chosen() -> None:
+    router = make_router(prefills=3, disaggregate_above=1)
+    first = [placed(router.submit(ask(1000), 0.0)).prefill for _ in range(3)]
+    assert {lease.worker.name for lease in first if lease} == {"p0", "p1", "p2"}
+
+
 def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     router = make_router(prefills=3, decodes=2, disaggregate_above=1)
     prefix = tuple(range(8))
@@ -182,6 +235,12 @@ def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     assert present(again.prefill).worker is holder
 
 
+def test_prompt_above_the_cache_size_is_handed_over() -> None:
+    router = make_router(disaggregate_above=100)
+    router.fleet.health.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))
+    assert placed(router.submit(ask(4000, 100), 0.0)).prefill is not None
+
+
 def test_prompt_above_the_prefill_limit_is_served_whole() -> None:
     specs = spec("p0", P, limit=1000), spec("d0", D)
     router = router_of(*specs, transfer=True, disaggregate_above=1)
@@ -190,7 +249,21 @@ def test_prompt_above_the_prefill_limit_is_served_whole() -> None:
     assert verdicts(router) == {HandoverVerdict.PREFILL_BUSY: 1, HandoverVerdict.HANDED_OVER: 1}
 
 
-# Requests and fleets without hand-overs
+def test_failed_link_is_counted_only_above_the_threshold() -> None:
+    specs = spec("p0", P), spec("d0", D), spec("d1", D)
+    router = router_of(*specs, transfer=True, disaggregate_above=LONG - 1)
+    for _ in range(3):
+        router.placer.links.record_failure(worker_of(router, "p0"), worker_of(router, "d0"), 1.0)
+    for size in (10, LONG):
+        lease = placed(router.submit(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
+        assert (lease.prefill, lease.worker.name) == (None, "d0")
+    assert verdicts(router) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
+
+
+def test_no_handover_without_a_connector() -> None:
+    router = router_of(spec("p0", P), spec("d0", D), disaggregate_above=1)
+    assert placed(router.submit(ask(LONG), 0.0)).prefill is None
+    assert router.placer.handovers == {}
 
 
 # Failures
@@ -357,6 +430,20 @@ def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
 # In time
 
 
+def test_no_handover_to_a_worker_that_would_fetch_too_late() -> None:
+    """Its own prefills come first, and the blocks would have expired by then."""
+    router = make_router(disaggregate_above=1, transfer_within_s=24.0)
+    assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
+    decode = worker_of(router, "d0")
+    decode.pace.token_s = 1e-3
+    placed(router.submit(whole(30_000), 0.0))
+    alone = placed(router.submit(ask(LONG), 0.0))
+    assert alone.prefill is None
+    router.leases.finish(alone, 0.0, Outcome.MOOT)
+    later = placed(router.submit(ask(LONG), 10.0))  # a third of the prefill is done
+    assert later.prefill is not None
+
+
 @pytest.mark.parametrize("above", [None, 1])
 def test_no_handover_if_the_transfer_outlasts_the_blocks(above: int | None) -> None:
     router = make_router(disaggregate_above=above, transfer_within_s=24.0)
@@ -411,6 +498,18 @@ def test_prefix_is_recorded_for_the_final_decode_worker_only(stream: bool) -> No
     router.leases.record_first_token(lease, 1.1)
     assert blocks_held(router, prefix, first) == had[first.name]
     assert blocks_held(router, prefix, second) == 8
+
+
+def test_failed_link_is_not_used_for_a_while() -> None:
+    router = make_router(disaggregate_above=1)
+    first, second = worker_of(router, "p0"), worker_of(router, "d0")
+    assert [router.placer.links.record_failure(first, second, 1.0) for _ in range(3)] == [
+        False,
+        False,
+        True,
+    ]
+    assert placed(router.submit(ask(LONG), 2.0)).prefill is None
+    assert placed(router.submit(ask(LONG), 62.0)).prefill is not None
 
 
 # Pairs

@@ -85,6 +85,14 @@ def test_breach_names_the_limit(limits: Limits, expected: Limit, entered: int) -
     assert (breach.retry_after_s is None) == (expected is Limit.PROMPT)
 
 
+def test_requests_in_other_processes_count_as_running() -> None:
+    ledger = TenantUsage(Limits(concurrency=3))
+    ledger.elsewhere = 3
+    assert ledger.enter(0.0, 1, 1) is not None
+    ledger.elsewhere = 2
+    assert ledger.enter(0.0, 1, 1) is None
+
+
 def test_changed_limits_keep_usage() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=60, concurrency=9))
     for _ in range(9):
