@@ -204,6 +204,11 @@ def pop_one(router: Router, now: float) -> tuple[Ticket, Lease | Refusal]:
     return ticket, end
 
 
+def notes(router: Router, info: RequestInfo, now: float) -> dict[str, str]:
+    """Return the note on each worker in the explanation of a decision."""
+    return {score.worker: score.note for score in router.placer.explain(info, now).scores}
+
+
 def workers_named(router: Router, *names: str) -> frozenset[Worker]:
     return frozenset(worker_of(router, name) for name in names)
 

@@ -9,7 +9,6 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
-from proxy.core.model.specs import Score
 from proxy.core.model.types import Outcome, Reason, Usage
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import (
@@ -20,6 +19,7 @@ from tests.proxy.core.making import (
     ask,
     chat,
     idle,
+    notes,
     pinned_to,
     placed,
     pop_one,
@@ -401,48 +401,40 @@ def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None
 # Explanations and counters
 
 
-def scores(decision: object) -> dict[str, Score]:
-    return {score.worker: score for score in getattr(decision, "scores")}  # noqa: B009
-
-
 def test_explain_notes_why_a_worker_is_excluded() -> None:
     router = router_of(spec("a", GENERAL, 1000, most=1), spec("b", GENERAL, 100))
     assert refused(router.placer.explain(ask(5000), 0.0)).reason is Reason.TOO_LONG
     placed(router.submit(ask(500), 0.0))
     decision = refused(router.placer.explain(ask(500), 0.0))
     assert decision.reason is Reason.FLEET_FULL
-    assert scores(decision)["a"].note == "full"
+    assert notes(router, ask(500), 0.0)["a"] == "full"
     router.fleet.health.record_failure(worker_of(router, "b"), 0.0, 9.0, busy=True)
-    assert scores(router.placer.explain(ask(50), 0.0))["b"].note == "busy"
+    assert notes(router, ask(50), 0.0)["b"] == "busy"
 
 
 def test_explain_separates_reserved_from_costlier_workers() -> None:
     many = [spec(f"s{at}", SHORT, 8192) for at in range(MAX_UNRANKED + 1)]
     router = router_of(*many, spec("l", LONG, 65_536, most=1), panic_threshold=0.0)
-    left_out = {score.note for score in scores(router.placer.explain(ask(10), 0.0)).values()}
+    left_out = {*notes(router, ask(10), 0.0).values()}
     assert left_out == {"", "higher cost than the chosen worker"}
-    router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
-    decision = scores(router.placer.explain(ask(10), 1.0))
-    assert decision["l"].note == "reserved for long requests"
-    assert {score.note for name, score in decision.items() if name != "l"} == left_out
+    serve(router, ask(20_000, long=True), 1.0)
+    found = notes(router, ask(10), 1.0)
+    assert found.pop("l") == "reserved for long requests"
+    assert {*found.values()} == left_out
     for worker in router.fleet.roster:
         if worker.role is SHORT:
             router.fleet.health.record_failure(worker, 1.0, 60.0)
-    assert scores(router.placer.explain(ask(10), 1.0))["l"].note == ""
+    assert notes(router, ask(10), 1.0)["l"] == ""
     placed(router.submit(ask(20_000, long=True), 1.0))
-    assert scores(router.placer.explain(ask(10), 1.0))["l"].note == "full"
+    assert notes(router, ask(10), 1.0)["l"] == "full"
 
 
 def test_explain_refusal_names_the_reserve() -> None:
     router = router_of(spec("s", SHORT, 8192, most=1), spec("l", LONG, 65_536, most=1))
-    router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    serve(router, ask(20_000, long=True), 1.0)
     placed(router.submit(ask(10), 1.0))
-    decision = refused(router.placer.explain(ask(10), 1.0))
-    assert {name: score.note for name, score in scores(decision).items()} == {
-        "s": "full",
-        "l": "reserved for long requests",
-    }
-    assert "reserved for long requests" in decision.message
+    assert notes(router, ask(10), 1.0) == {"s": "full", "l": "reserved for long requests"}
+    assert "reserved for long requests" in refused(router.placer.explain(ask(10), 1.0)).message
 
 
 def test_decisions_are_counted_by_reason() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S
-from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.types import Outcome, Reason
@@ -16,6 +15,7 @@ from proxy.core.routing.candidates import IN_PANIC
 from tests.proxy.core.making import (
     BreakerRecorder,
     ask,
+    notes,
     placed,
     refused,
     router_of,
@@ -158,14 +158,9 @@ def test_explain_notes_an_ignored_breaker() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
     for name in "ab":
         open_breaker(router, name)
-    found = router.placer.explain(ask(), 0.0)
-    assert isinstance(found, Decision)
-    notes = {score.worker: score.note for score in found.scores}
-    assert notes == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
+    assert notes(router, ask(), 0.0) == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
     router.fleet.health.record_success(worker_of(router, "a"))
-    found = router.placer.explain(ask(), 0.0)
-    assert isinstance(found, Decision)
-    assert {score.worker: score.note for score in found.scores}["b"] == "failed recently"
+    assert notes(router, ask(), 0.0)["b"] == "failed recently"
 
 
 def test_worker_with_a_new_role_counts_in_its_new_pool() -> None:

@@ -14,7 +14,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
-from tests.proxy.core.making import ask, placed, pop_one, router_of, spec, waits, worker_of
+from tests.proxy.core.making import ask, notes, placed, pop_one, router_of, spec, waits, worker_of
 
 P, D = Role.PREFILL, Role.DECODE
 RULES = ["adaptive", "length", "least_loaded", "round_robin"]
@@ -92,8 +92,8 @@ def test_explain_notes_a_missing_slot() -> None:
     decoding_handovers(router, 4)
     for second in (1.0, 2.0):
         set_page(router, second, 2, 2)
-    notes = {score.worker: score.note for score in router.placer.explain(ask(LONG), 2.0).scores}
-    assert notes == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
+    found = notes(router, ask(LONG), 2.0)
+    assert found == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
 def set_small_cache_page(router: Router, now: float, usage: float, queued: int = 0) -> Worker:

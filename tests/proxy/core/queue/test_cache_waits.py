@@ -347,7 +347,7 @@ def test_explain_names_the_worker_and_the_longest_wait() -> None:
         f"wait for a slot of {name}, whose cache saves more: it is due in 1.0 s" in answer.message
     )
     assert f"after {MAX_CACHE_WAIT_SHARE * WAIT_S:.1f} s" in answer.message
-    notes = {score.worker: score.note for score in answer.scores}
+    notes = making.notes(scene.router, turn(), 11.0)
     assert notes == {name: "full", other: f"higher cost than the wait for {name}"}
     waits(scene.router.submit(pinned_to(name), 11.0))  # no room in the queue is left
     decision = scene.router.placer.explain(turn(), 11.0)

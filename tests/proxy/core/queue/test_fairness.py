@@ -83,7 +83,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 500)), min_size=
 
 
 @given(SIZES, SIZES, st.sampled_from([0.25, 1.0, 3.0]), st.integers(1, 5))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_service_of_two_backlogged_tenants_differs_by_one_request(
     a_sizes: list[tuple[int, int]], b_sizes: list[tuple[int, int]], weight: float, slots: int
 ) -> None:
