@@ -41,6 +41,13 @@ def forbidden_field(
         ('{"sampling_params": {"extra\\u005fargs": {"lane": "x"}}}', "sampling_params.extra_args"),
         (f'{{"kv_transfer_params": {EVIL}}}', "kv_transfer_params"),
         ('{"ec_transfer\\u005fparams": {}}', "ec_transfer_params"),
+        ("{}", ""),
+        ('{"vllm_xargs": null}', ""),
+        ('{"sampling_params": {"max_tokens": 1}}', ""),
+        ('{"prompt": "vllm_xargs", "user": "\\"vllm_xargs\\": {}"}', ""),
+        ('{"messages": [{"role": "user", "content": "x", "vllm_xargs": {}}]}', ""),
+        ('{"tools": [{"function": {"parameters": {"properties": {"vllm_xargs": {}}}}}]}', ""),
+        ('{"priority": 1, "cache_salt": "s", "session_id": "s", "top_k": 3, "logit_bias": {}}', ""),
     ],
 )
 def test_forbidden_fields_with_tenants(body: str, name: str) -> None:
@@ -78,22 +85,6 @@ def test_repeated_previous_response_id_is_refused(owner: Tenant | None) -> None:
     refusal = refused(read(router, body, "/v1/responses", owner))
     assert (refusal.status, refusal.param) == (400, "previous_response_id")
     assert "more than once" in refusal.message
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "{}",
-        '{"vllm_xargs": null}',
-        '{"sampling_params": {"max_tokens": 1}}',
-        '{"prompt": "vllm_xargs", "user": "\\"vllm_xargs\\": {}"}',
-        '{"messages": [{"role": "user", "content": "x", "vllm_xargs": {}}]}',
-        '{"tools": [{"function": {"parameters": {"properties": {"vllm_xargs": {}}}}}]}',
-        '{"priority": 1, "cache_salt": "s", "session_id": "s", "top_k": 3, "logit_bias": {}}',
-    ],
-)
-def test_allowed_fields_pass(body: str) -> None:
-    assert forbidden_field(body) == ""
 
 
 STEERING = "___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
