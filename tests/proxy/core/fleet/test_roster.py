@@ -371,10 +371,6 @@ def test_begin_and_end_of_a_rest_are_reported_once() -> None:
     assert recorder.events[1:] == [("is back", "a")]
     fleet.health.record_failure(a, 20.0, 60.0, busy=True, why="429")
     assert recorder.events[2:] == [("rests", "a", "429 at 20")]
-    fleet.roster.remove("a")
-    fleet.health.record_success(a)
-    fleet.health.record_failure(a, 21.0, busy=True)
-    assert len(recorder.events) == 3, "of a removed worker, nothing is reported"
 
 
 def test_remote_breaker_changes_are_reported() -> None:
@@ -388,3 +384,15 @@ def test_remote_breaker_changes_are_reported() -> None:
     other.record_success()
     fleet.health.take_breaker(a, other.snapshot())
     assert recorder.events == [("rests", "a", "503 at 0"), ("is back", "a")]
+
+
+def test_removed_worker_reports_no_breaker_events() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    a, b = fleet.roster
+    fleet.health.record_failure(b, 0.0, busy=True)
+    recorder = BreakerRecorder(fleet)
+    for worker in (a, b):
+        fleet.roster.remove(worker.name)
+        fleet.health.record_failure(worker, 1.0, busy=True)
+        fleet.health.record_success(worker)
+    assert recorder.events == []

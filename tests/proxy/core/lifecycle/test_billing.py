@@ -419,6 +419,18 @@ def test_long_batch_is_served_whole_without_prefill_workers() -> None:
     assert placed(router.submit(batch(12_000), 0.0)).worker.name == "d"
 
 
+def test_batch_waits_for_an_idle_prefill_worker() -> None:
+    router = router_of(*SIDES, transfer=True, disaggregate_above=1)
+    first = placed(router.submit(ask_of(tenant(), 500_000), 0.0))
+    assert first.prefill is not None
+    ticket = waits(router.submit(batch(5000), 0.0))
+    router.leases.end_prefill(first, 30.0, None)
+    router.leases.record_first_token(first, 30.0)
+    gone, answer = pop_one(router, 30.0)
+    assert gone is ticket
+    assert placed(answer).prefill is not None
+
+
 def test_each_sample_is_charged() -> None:
     router, owner = router_of(spec("w")), tenant(tokens_per_minute=1000)
     placed(router.submit(ask_of(owner, 100, 50, samples=3), 0.0))

@@ -79,7 +79,7 @@ def test_shares_follow_weights() -> None:
 def test_bytes_and_tokens_count_if_they_are_scarce(bound: str) -> None:
     bench, large, small = QueueBench(1000, **{bound: 10_000}), tenant("large"), tenant("small")
     for _ in range(4):
-        bench.add(ask_of(large, 2500, size=2500))
+        assert bench.add(ask_of(large, 2500, size=2500)) == []
     for _ in range(9):
         assert bench.add(ask_of(small, 100, size=100)) is not None
     assert bench.counts() == {"large": 3, "small": 9}

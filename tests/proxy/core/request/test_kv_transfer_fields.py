@@ -39,7 +39,7 @@ def steering_field(body: str) -> str | None:
         ('{"vllm\\u005fxargs": {"kv\\u005ftransfer_params": %s}}', IN_XARGS),
         ('{"vllm_xargs": {"kv_transfer_params": %s}, "vllm_xargs": 1}', IN_XARGS),
         ('{"vllm_xargs": {"kv_transfer_params": %s, "kv_transfer_params": null}}', IN_XARGS),
-        ('{"sampling_params": {"extra_args": {"kv_transfer_params": %s}}}', ARGS),
+        ('{"token_ids":[1],"sampling_params":{"extra_args":{"kv_transfer_params":%s}}}', ARGS),
         ('{"sampling_params": {"extra\\u005fargs": {"kv_transfer_params": %s}}}', ARGS),
         (
             '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}, "extra_args": 1}}',
