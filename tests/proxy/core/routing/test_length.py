@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.core.model.types import Reason
-from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec
+from proxy.core.model.types import Outcome, Reason
+from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits
 
 
 def test_general_workers_belong_to_both_pools() -> None:
@@ -11,6 +11,15 @@ def test_general_workers_belong_to_both_pools() -> None:
     assert {placed(router.submit(ask(), 0.0)).worker.name for _ in range(2)} == {"s", "g"}
     lease = placed(router.submit(ask(long=True), 0.0))
     assert (lease.worker.name, lease.decision.reason) == ("g", Reason.GENERAL_POOL)
+
+
+def test_requests_wait_for_a_full_pool() -> None:
+    router = router_of(spec("s", SHORT, most=1), spec("l", LONG), policy="length")
+    lease = placed(router.submit(ask(), 0.0))
+    ticket = waits(router.submit(ask(), 0.0))
+    assert router.pop_due(0.5) == []
+    router.leases.finish(lease, 1.0, Outcome.DONE)
+    assert [gone for gone, _ in router.pop_due(1.0)] == [ticket]
 
 
 def test_long_above_its_pools_limit_goes_to_another_pool() -> None:
