@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.ejection import Key
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
@@ -15,10 +16,12 @@ from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Refusal, RequestInfo
+from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
+from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.present import present
 
 MODEL = "m"
@@ -58,6 +61,42 @@ def worker_of(router: Router, name: str) -> Worker:
     return present(router.fleet.roster.get(name))
 
 
+def take_down(fleet: Fleet, *names: str, now: float = 0.0) -> None:
+    """Fail probes of workers until they count as down."""
+    for name in names:
+        for _ in range(fleet.health.down_after):
+            fleet.health.probe_failed(name, now)
+
+
+class BreakerRecorder:
+    """Records what a fleet reports of its breakers and its panics."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.events: list[tuple[object, ...]] = []
+        fleet.roster.ejections.listener = self
+
+    def breaker_opened(self, worker: Worker, now: float) -> None:
+        self.events.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
+
+    def breaker_closed(self, worker: Worker) -> None:
+        self.events.append(("is back", worker.name))
+
+    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:  # noqa: ARG002
+        self.events.append(("panics", key, live, out))
+
+    def panic_ended(self, key: Key, live: int, out: int) -> None:
+        self.events.append(("heeds", key, live, out))
+
+    def worker_removed(self, worker: Worker) -> None:
+        """Ignore the event."""
+
+
+def tenant(
+    name: str = "t", rank: Rank = Rank.STANDARD, weight: float = 1.0, **limits: int
+) -> Tenant:
+    return Tenant(TenantSpec(name, rank, weight, Limits(**limits)))
+
+
 def ask(
     prompt: int = 100,
     output: int | None = 50,
@@ -92,6 +131,22 @@ def ask(
     return info
 
 
+def ask_of(
+    owner: Tenant | None, prompt: int = 100, output: int | None = 50, **fields: Any
+) -> RequestInfo:
+    """Return a request of a tenant."""
+    info = ask(prompt, output, **fields)
+    if owner is not None:
+        info.tenant, info.rank = owner, owner.spec.rank
+    return info
+
+
+def pinned_to(name: str, prompt: int = 100) -> RequestInfo:
+    info = ask(prompt)
+    info.pinned = name
+    return info
+
+
 def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
     found = find(method, path)
     assert isinstance(found, Route)
@@ -99,15 +154,25 @@ def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
 
 
 def read(
-    router: Router, body: dict[str, Any] | bytes, path: str = "/v1/chat/completions"
+    router: Router,
+    body: dict[str, Any] | bytes,
+    path: str = "/v1/chat/completions",
+    owner: Tenant | None = None,
+    **fields: Any,
 ) -> RequestInfo | Refusal:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return router.read(route(path), raw, b"application/json", "id")
+    return router.read(route(path), raw, b"application/json", "id", owner, **fields)
 
 
-def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completions") -> RequestInfo:
+def sized(
+    router: Router,
+    body: dict[str, Any] | bytes,
+    path: str = "/v1/chat/completions",
+    owner: Tenant | None = None,
+    **fields: Any,
+) -> RequestInfo:
     """Read a valid body."""
-    found = read(router, body, path)
+    found = read(router, body, path, owner, **fields)
     assert isinstance(found, RequestInfo), found
     return found
 
@@ -124,6 +189,24 @@ def placed(answer: Lease | Ticket | Refusal) -> Lease:
 def waits(answer: Lease | Ticket | Refusal) -> Ticket:
     assert isinstance(answer, Ticket), answer
     return answer
+
+
+def serve(router: Router, info: RequestInfo, now: float = 0.0, usage: Usage | None = None) -> Lease:
+    """Place a request and end it at once."""
+    lease = placed(router.submit(info, now))
+    router.leases.finish(lease, now, Outcome.DONE, usage)
+    return lease
+
+
+def pop_one(router: Router, now: float) -> tuple[Ticket, Lease | Refusal]:
+    """Return the only ticket that ends now, and its end."""
+    [(ticket, end)] = router.pop_due(now)
+    return ticket, end
+
+
+def notes(router: Router, info: RequestInfo, now: float) -> dict[str, str]:
+    """Return the note on each worker in the explanation of a decision."""
+    return {score.worker: score.note for score in router.placer.explain(info, now).scores}
 
 
 def workers_named(router: Router, *names: str) -> frozenset[Worker]:

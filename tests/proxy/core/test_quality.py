@@ -76,8 +76,7 @@ def ttfts(toy: Toy, *, long: bool) -> list[float]:
     return [job.ttft for job in toy.jobs if job.ask.long is long and job.first_at is not None]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("clients", [32, 64])
+@pytest.mark.parametrize(("clients", "stream"), [(32, True), (64, False)])
 def test_long_worker_carries_its_share_of_shorts(clients: int, stream: bool) -> None:
     alone = saturated(PAIR[:1], clients, stream=stream)
     both = saturated(PAIR, clients, stream=stream)
@@ -154,7 +153,7 @@ def test_conversations_return_to_the_worker_with_their_prefix() -> None:
     assert turns("adaptive") < 0.6 * turns("least_loaded")
 
 
-@pytest.mark.parametrize("rate", [5, 20, 40])
+@pytest.mark.parametrize("rate", [5, 40])
 def test_common_prefix_makes_no_hot_spot(rate: float) -> None:
     """A cached prefix is worth its prefill: 5000 tokens x 0.1 ms = 0.5 s.
 
@@ -168,7 +167,7 @@ def test_common_prefix_makes_no_hot_spot(rate: float) -> None:
     toy = open_load(tuple(spec(f"g{i}") for i in range(4)), GPU, rate, 100, make)
     peaks = [engine.most_jobs for engine in toy.engines.values()]
     assert max(peaks) - min(peaks) <= 30
-    if rate >= 20:
+    if rate > 5:
         counts = Counter(job.where for job in toy.jobs if job.at > 10)
         assert max(counts.values()) < 1.5 * min(counts.values())
     assert p99([job.ttft for job in toy.jobs if job.at > 10]) < 0.2

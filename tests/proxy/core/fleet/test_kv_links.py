@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import BARRED_S, KvLinks
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
-from tests.proxy.core.making import fleet_of, members, spec
+from tests.proxy.core.making import fleet_of, members, spec, take_down
 
 
-def prefill_and_decode() -> tuple[Fleet, Worker, Worker]:
-    fleet = fleet_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE))
-    return fleet, *members(fleet)
+def links_of_a_pair() -> tuple[KvLinks, Worker, Worker]:
+    prefill, decode = members(fleet_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE)))
+    return KvLinks(), prefill, decode
 
 
 def test_link_is_cold_until_warmed() -> None:
-    _, prefill, decode = prefill_and_decode()
-    links = KvLinks()
+    links, prefill, decode = links_of_a_pair()
     links.are_made = True
     assert links.is_cold(prefill, decode)
     assert links.is_unusable(prefill, decode, 1e6)
@@ -49,8 +47,7 @@ def test_prefill_worker_reaches_decode_workers_with_open_links() -> None:
 
 
 def test_failed_warmup_before_a_restart_is_ignored() -> None:
-    _, prefill, decode = prefill_and_decode()
-    links = KvLinks()
+    links, prefill, decode = links_of_a_pair()
     links.set_unmade(prefill, decode)
     decode.up_since = 9.0
     assert links.describe(prefill, 10.0) == ""
@@ -60,14 +57,9 @@ def test_failed_warmup_before_a_restart_is_ignored() -> None:
 
 
 def test_three_failures_in_a_row_bar_a_link() -> None:
-    _, prefill, decode = prefill_and_decode()
-    links = KvLinks()
-    assert [links.record_failure(prefill, decode, 1.0) for _ in range(4)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    links, prefill, decode = links_of_a_pair()
+    bars = [links.record_failure(prefill, decode, 1.0) for _ in range(4)]
+    assert bars == [False, False, True, False]
     assert links.is_barred(prefill, decode, 1.0)
     assert not links.is_barred(prefill, None, 1.0)
     assert links.barred_links(1.0) == [(prefill, decode)]
@@ -78,8 +70,7 @@ def test_three_failures_in_a_row_bar_a_link() -> None:
 
 
 def test_success_resets_the_failures_of_a_link() -> None:
-    _, prefill, decode = prefill_and_decode()
-    links = KvLinks()
+    links, prefill, decode = links_of_a_pair()
     links.record_success(prefill, decode)
     for _ in range(2):
         links.record_failure(prefill, decode, 1.0)
@@ -89,22 +80,20 @@ def test_success_resets_the_failures_of_a_link() -> None:
 
 
 def test_prefill_worker_without_kv_blocks_is_barred() -> None:
-    fleet, prefill, _ = prefill_and_decode()
-    links = KvLinks()
+    fleet = fleet_of(spec("p0", Role.PREFILL))
+    links, [prefill] = KvLinks(), members(fleet)
     for _ in range(3):
         links.record_failure(prefill, None, 1.0)
     assert links.is_barred(prefill, None, 1.0)
     assert "name no KV blocks to fetch" in links.describe(prefill, 1.0)
-    for _ in range(3):
-        fleet.health.probe_failed("p0", 2.0)
+    take_down(fleet, "p0", now=2.0)
     for _ in range(2):
         fleet.health.probe_ok("p0", 3.0)
     assert not links.is_barred(prefill, None, 4.0)  # it may have been restarted correctly
 
 
 def test_keep_forgets_links_of_removed_workers() -> None:
-    _, prefill, decode = prefill_and_decode()
-    links = KvLinks()
+    links, prefill, decode = links_of_a_pair()
     links.set_warm(prefill, decode)
     for _ in range(3):
         links.record_failure(prefill, decode, 1.0)

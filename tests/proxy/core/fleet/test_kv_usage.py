@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import pytest
 
 from proxy.core.fleet.charges import Fleet
@@ -16,13 +14,11 @@ from proxy.core.fleet.kv_usage import (
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
-from proxy.core.routing.adaptive import kv_wait_s
 from tests.proxy.core.making import (
     ask,
     chat,
@@ -33,7 +29,6 @@ from tests.proxy.core.making import (
     router_of,
     sized,
     spec,
-    waits,
     worker_of,
 )
 
@@ -66,22 +61,6 @@ def agent(router: Router, now: float, *, alone: str = "") -> Lease | Ticket:
     return answer
 
 
-def test_shared_prefix_is_charged_once() -> None:
-    router = make_router()
-    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(120)]
-    worker = worker_of(router, "a")
-    alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
-    assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
-    assert worker.running_prefixes.saved == 119 * (COVERED[BLOCKS] // 4)
-    assert not worker.is_full
-    assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
-    router.leases.finish(leases.pop(0), 1.0, Outcome.DONE)  # the first holder of the prefix leaves
-    assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
-    for lease in leases:
-        router.leases.finish(lease, 2.0, Outcome.CLIENT_GONE)
-    assert idle(router.fleet.roster)
-
-
 def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     """Apart from the others it would take more room, and full caches would stay full."""
     router = router_of(spec("a"), spec("b"))
@@ -101,23 +80,6 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     assert placed(router.submit(request, 1.0)).worker.name == "a"
     worker_of(router, "a").kv_apart = 1.0  # the worker shares nothing
     assert placed(router.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
-
-
-@pytest.mark.parametrize("leave_order", [*permutations(range(3))])
-def test_charges_end_at_zero_in_any_finish_order(leave_order: tuple[int, ...]) -> None:
-    router = make_router()
-    prompts = [SHARED[:40], SHARED, (*SHARED[:60], 999, 998)]
-    sizes = [1400, 31_000, 3200]
-    leases = [
-        placed(router.submit(ask(size, 50, prefix=prefix), 0.0))
-        for size, prefix in zip(sizes, prompts, strict=True)
-    ]
-    worker = worker_of(router, "a")
-    assert worker.kv_tokens < sum(sizes) + 150
-    for index in leave_order:
-        router.leases.finish(leases[index], 1.0, Outcome.FAILED)
-        assert worker.kv_tokens >= sum(lease.kv_tokens for lease in leases)
-    assert idle(router.fleet.roster)
 
 
 def test_worker_without_prefix_cache_is_charged_in_full() -> None:
@@ -168,28 +130,6 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
     router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
 
 
-@pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])
-def test_page_with_waiting_requests_or_no_usage_makes_no_room(usage: float, waiting: int) -> None:
-    router = make_router(policy="least_loaded")
-    while isinstance(answer := agent(router, 0.0), Lease):
-        router.leases.record_first_token(answer, 0.5)
-    assert set_page(router, 1.0, usage, 20, waiting).is_full
-
-
-def test_full_page_corrects_the_assumed_sharing() -> None:
-    router = make_router()
-    for _ in range(40):
-        router.leases.record_first_token(
-            placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5
-        )
-    worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
-    assert worker.is_full
-    assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
-    waits(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 1.0))
-    set_page(router, 2.0, 0.2, running=40)
-    assert not worker.is_full
-
-
 def test_worker_without_new_pages_has_room_after_finishes() -> None:
     router = make_router()
     leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
@@ -216,10 +156,8 @@ def handed(fleet: Fleet, now: float) -> Lease:
 
 
 def test_decode_leg_shares_prefixes_from_its_first_token() -> None:
-    fleet = Fleet()
-    for name, role in (("p", Role.PREFILL), ("a", Role.DECODE), ("b", Role.DECODE)):
-        fleet.roster.add(spec(name, role))
-        fleet.health.probe_ok(name, 0.0)
+    fleet = fleet_of(spec("p", Role.PREFILL), spec("a", Role.DECODE), spec("b", Role.DECODE))
+    for name in "pab":
         fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=CACHE))
     first, second, third = members(fleet)
     first.pace.missing = second.pace.missing = 0.0
@@ -269,13 +207,7 @@ def test_page_sets_spare_tokens_and_sharing(
 def test_extra_tokens_of_a_page_expire() -> None:
     [worker] = members(fleet_of(spec("a")))
     worker.kv_more, worker.gauges = 7, Gauges(10.0)
-    assert [
-        uncharged_tokens(worker, 10.0 + late)
-        for late in (0.0, MAX_PAGE_AGE_S, MAX_PAGE_AGE_S + 0.1)
-    ] == [
-        7,
-        7,
-        0,
-    ]
+    for late_s, tokens in ((0.0, 7), (MAX_PAGE_AGE_S, 7), (MAX_PAGE_AGE_S + 0.1, 0)):
+        assert uncharged_tokens(worker, 10.0 + late_s) == tokens
     worker.gauges = None
     assert uncharged_tokens(worker, 10.0) == 0

@@ -7,15 +7,22 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S
-from proxy.core.fleet.ejection import Key
-from proxy.core.fleet.leases import Decision
-from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.types import Outcome, Reason
 from proxy.core.router import Router
 from proxy.core.routing.candidates import IN_PANIC
-from tests.proxy.core.making import ask, placed, refused, router_of, spec, worker_of
+from tests.proxy.core.making import (
+    BreakerRecorder,
+    ask,
+    notes,
+    placed,
+    refused,
+    router_of,
+    spec,
+    take_down,
+    worker_of,
+)
 
 RUNS_S, BREAKS_AFTER_S = 0.1, 0.05
 
@@ -37,8 +44,10 @@ def served_by(router: Router, now: float = 0.0, requests: int = 24) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
-@pytest.mark.parametrize("workers", [4, 40])
+@pytest.mark.parametrize(
+    ("policy", "workers"),
+    [("adaptive", 4), ("adaptive", 40), ("length", 4), ("least_loaded", 4), ("round_robin", 4)],
+)
 def test_breakers_exclude_at_most_the_panic_share_of_a_pool(policy: str, workers: int) -> None:
     names = [f"w{i}" for i in range(workers)]
     router = router_of(*map(spec, names), policy=policy)
@@ -72,9 +81,7 @@ def test_down_and_draining_workers_do_not_count_for_panic() -> None:
     router = router_of(*(spec(name) for name in "abcdef"))
     fleet = router.fleet
     open_breaker(router, "a")
-    for _ in range(fleet.health.down_after):
-        for name in "bcd":
-            fleet.health.probe_failed(name, 0.0)
+    take_down(fleet, *"bcd")
     assert served_by(router) == {"e", "f"}, "one of three live workers is out"
     fleet.roster.drain("e")
     assert served_by(router) == {"f"}, "one of two is out"
@@ -131,36 +138,19 @@ def test_failures_in_panic_do_not_lengthen_the_open_time() -> None:
     assert breaker.opened["failed"] == 1
 
 
-class PanicRecorder:
-    def __init__(self) -> None:
-        self.events: list[tuple[str, Key, int, int]] = []
-
-    def breaker_opened(self, worker: Worker, now: float) -> None:
-        """Ignore the event."""
-
-    def breaker_closed(self, worker: Worker) -> None:
-        """Ignore the event."""
-
-    def worker_removed(self, worker: Worker) -> None:
-        """Ignore the event."""
-
-    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:  # noqa: ARG002
-        self.events.append(("panics", key, live, out))
-
-    def panic_ended(self, key: Key, live: int, out: int) -> None:
-        self.events.append(("heeds", key, live, out))
-
-
 def test_begin_and_end_of_a_panic_are_reported_once() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
-    router.fleet.roster.ejections.listener = recorder = PanicRecorder()
+    recorder = BreakerRecorder(router.fleet)
     for name in "abc":
         open_breaker(router, name)
-    assert recorder.events == [("panics", ("m", False), 3, 2)]
+
+    def panics() -> list[object]:
+        return [event for event in recorder.events if event[0] in ("panics", "heeds")]
+
     router.fleet.health.record_success(worker_of(router, "a"))
-    assert len(recorder.events) == 1
+    assert panics() == [("panics", ("m", False), 3, 2)]
     router.fleet.health.record_success(worker_of(router, "b"))
-    assert recorder.events[1:] == [("heeds", ("m", False), 3, 1)]
+    assert panics()[1:] == [("heeds", ("m", False), 3, 1)]
     assert router.fleet.roster.ejections.started == {("m", False): 1}
 
 
@@ -168,14 +158,9 @@ def test_explain_notes_an_ignored_breaker() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
     for name in "ab":
         open_breaker(router, name)
-    found = router.placer.explain(ask(), 0.0)
-    assert isinstance(found, Decision)
-    notes = {score.worker: score.note for score in found.scores}
-    assert notes == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
+    assert notes(router, ask(), 0.0) == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
     router.fleet.health.record_success(worker_of(router, "a"))
-    found = router.placer.explain(ask(), 0.0)
-    assert isinstance(found, Decision)
-    assert {score.worker: score.note for score in found.scores}["b"] == "failed recently"
+    assert notes(router, ask(), 0.0)["b"] == "failed recently"
 
 
 def test_worker_with_a_new_role_counts_in_its_new_pool() -> None:

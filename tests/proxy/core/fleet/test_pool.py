@@ -7,7 +7,15 @@ from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.types import Reason, RequestInfo
-from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
+from tests.proxy.core.making import (
+    LONG,
+    MODEL,
+    SHORT,
+    ask,
+    fleet_of,
+    members,
+    spec,
+)
 
 
 def open_names(
@@ -26,18 +34,6 @@ def test_uncertain_size_goes_to_the_longest_workers() -> None:
     pool = fleet.roster.pool(MODEL)
     assert open_names(pool, ask(4100, 50, error=500)) == ["b", "c"]
     assert open_names(pool, ask(4100, 50, error=100)) == []
-
-
-def test_down_draining_full_and_resting_workers_are_excluded() -> None:
-    fleet = fleet_of(*(spec(name, most=1) for name in "abcde"))
-    by_name = {worker.name: worker for worker in fleet.roster}
-    for _ in range(3):
-        fleet.health.probe_failed("a", 0.0)
-    fleet.roster.drain("b")
-    charge(fleet, by_name["c"])
-    fleet.health.record_failure(by_name["d"], 0.0, 5.0)
-    assert open_names(fleet.roster.pool(MODEL), ask(), fleet) == ["e"]
-    assert open_names(fleet.roster.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
 
 
 def test_models_of_the_same_workers_share_a_pool() -> None:

@@ -12,15 +12,14 @@ from proxy.core.model.types import Outcome
 from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, worker_of
 
 
-class RecordingPeers:
-    """Other processes that only record calls."""
+class Peers:
+    """Other processes, which fill a worker when it is first chosen."""
 
-    def __init__(self, fleet: Fleet | None = None) -> None:
+    def __init__(self, fleet: Fleet, fills: Worker) -> None:
         self.fleet = fleet
+        self.fills: Worker | None = fills
         self.look_times: list[float] = []
         self.changes: list[Worker] = []
-        self.full_when_chosen: list[Worker] = []  # workers that are full when chosen
-        self.chosen: list[Worker] = []
 
     def take_in_charges(self, now: float) -> None:
         self.look_times.append(now)
@@ -29,10 +28,9 @@ class RecordingPeers:
         self.changes.append(worker)
 
     def is_filled_by_others(self, worker: Worker, now: float) -> bool:
-        self.chosen.append(worker)
-        if self.fleet is None or worker not in self.full_when_chosen:
+        if worker is not self.fills:
             return False
-        self.full_when_chosen.remove(worker)
+        self.fills = None
         self.fleet.health.apply_remote_load(worker, WorkerLoad(requests=worker.most), 0.0, now)
         return True
 
@@ -50,14 +48,13 @@ def test_removed_worker_takes_no_remote_charges() -> None:
     assert router.fleet.roster.add(spec("a")).requests == 0
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_remote_charges_do_not_change_own_charges(times: int) -> None:
+def test_remote_charges_do_not_change_own_charges() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(700, 30), 1.0))
     before = own(worker)
     remote = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77, 8)
-    for _ in range(times):
+    for _ in range(3):
         router.fleet.health.apply_remote_load(worker, remote, 0.0, 1.0)
     assert own(worker) == before
     assert worker.requests == before.requests + 4
@@ -102,25 +99,15 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
 
 
 def test_peers_are_read_before_decisions_and_notified_of_changes() -> None:
-    router = router_of(spec("a"))
-    [worker] = members(router.fleet)
-    others = router.fleet.roster.others = RecordingPeers()
+    router = router_of(spec("a", most=2), spec("b", most=2))
+    first, second = members(router.fleet)
+    peers = router.fleet.roster.others = Peers(router.fleet, fills=first)
     lease = placed(router.submit(ask(), 1.0))
-    assert others.look_times == [1.0]
+    assert (peers.look_times, peers.fills, lease.worker) == ([1.0], None, second)
     for event in (
         lambda: router.leases.record_first_token(lease, 2.0),
         lambda: router.leases.finish(lease, 3.0, Outcome.FAILED),
     ):
-        others.changes.clear()
+        peers.changes.clear()
         event()
-        assert worker in others.changes
-
-
-def test_worker_filled_by_another_process_is_not_chosen() -> None:
-    router = router_of(spec("a", most=2), spec("b", most=2))
-    others = router.fleet.roster.others = RecordingPeers(router.fleet)
-    others.full_when_chosen = [*members(router.fleet)][:1]
-    filled = others.full_when_chosen[0]
-    got = [placed(router.submit(ask(), 1.0)).worker for _ in range(2)]
-    assert filled in others.chosen
-    assert filled not in got
+        assert second in peers.changes

@@ -15,7 +15,7 @@ from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.fleet.monitoring import IDLE_BEFORE_RETRY_S
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.slots import MAX_PAGE_AGE_S
-from proxy.core.fleet.worker import MAX_IDLE_PAGE_S, Worker
+from proxy.core.fleet.worker import MAX_IDLE_PAGE_S
 from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
@@ -23,6 +23,7 @@ from proxy.core.model.types import Outcome, Reason
 from tests.present import present
 from tests.proxy.core.making import (
     MODEL,
+    BreakerRecorder,
     ask,
     fleet_of,
     idle,
@@ -30,6 +31,7 @@ from tests.proxy.core.making import (
     placed,
     router_of,
     spec,
+    take_down,
     worker_of,
 )
 
@@ -41,16 +43,6 @@ def test_worker_goes_down_and_up_after_several_probes() -> None:
     assert not worker.up
     assert [fleet.health.probe_ok("a", 0.0) for _ in range(3)] == [False, True, False]
     assert worker.up
-
-
-def test_alternating_probes_change_nothing() -> None:
-    fleet = fleet_of(spec("a"))
-    version = fleet.roster.version
-    for _ in range(10):
-        fleet.health.probe_failed("a", 0.0)
-        fleet.health.probe_failed("a", 0.0)
-        fleet.health.probe_ok("a", 0.0)
-    assert fleet.roster.version == version
 
 
 def test_events_of_unknown_workers_are_ignored() -> None:
@@ -73,11 +65,8 @@ def test_models_listed_by_a_worker_replace_the_fleet_files() -> None:
     fleet = fleet_of(spec("a"))
     fleet.roster.set_served("a", ["other", "adapter"], 4096)
     assert members(fleet)[0].max_model_len == 4096
-    assert (
-        fleet.roster.workers_of("adapter")
-        == fleet.roster.workers_of("other")
-        == [members(fleet)[0]]
-    )
+    for model in ("adapter", "other"):
+        assert fleet.roster.workers_of(model) == members(fleet)
     assert fleet.roster.workers_of(MODEL) == []
     assert fleet.roster.serves(MODEL)  # the fleet file lists it: 503, not 404
     fleet.roster.set_served("a", [])
@@ -107,10 +96,11 @@ def test_model_list_wait_is_ten_minutes_per_worker() -> None:
     assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
     setup.fleet.health.probe_failed("dead", setup.now)
     setup.fleet.roster.add(spec("late"))
+    setup.fleet.roster.add(spec("p", Role.PREFILL))  # no request waits for it
     assert not setup.all_listed_after(1, "adapter")
     setup.fleet.roster.drain("late", starts=True)  # as a worker that is not ready yet
     setup.fleet.roster.set_served("a", [MODEL, "another"])
-    setup.fleet.roster.replace([spec("a"), spec("dead"), spec("late")])
+    setup.fleet.roster.replace([spec("a"), spec("dead"), spec("late"), spec("p", Role.PREFILL)])
     assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 2, "adapter"), (
         "each worker has ten minutes"
     )
@@ -118,6 +108,10 @@ def test_model_list_wait_is_ten_minutes_per_worker() -> None:
     setup.fleet.roster.remove("dead")
     setup.fleet.roster.add(spec("dead"))
     assert not setup.all_listed_after(0, "adapter"), "a new worker of the same name"
+    setup.fleet.roster.drain("dead")
+    assert setup.all_listed_after(0, "adapter")
+    setup.fleet.roster.drain("dead", draining=False)
+    assert not setup.all_listed_after(0, "adapter")
 
 
 def test_number_of_remembered_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,23 +124,6 @@ def test_number_of_remembered_models_is_bounded(monkeypatch: pytest.MonkeyPatch)
     setup.fleet.roster.add(spec("b"))
     listed = {name: setup.all_listed_after(0, name) for name in ("one", "two", "three", "four")}
     assert listed == {"one": True, "two": True, "three": False, "four": False}
-
-
-def test_prefill_worker_is_not_waited_for() -> None:
-    setup = UnlistedFleet("a")
-    setup.fleet.health.probe_ok("a", setup.now)
-    setup.fleet.roster.add(spec("p", Role.PREFILL))
-    assert setup.all_listed_after(0)
-
-
-def test_undrained_worker_is_waited_for_again() -> None:
-    setup = UnlistedFleet("a", "b")
-    setup.fleet.health.probe_ok("a", setup.now)
-    setup.fleet.roster.drain("b")
-    assert setup.all_listed_after(0)
-    setup.fleet.roster.drain("b", draining=False)
-    assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1)
-    assert setup.all_listed_after(1)
 
 
 def test_empty_pool_is_waited_for_from_when_it_became_empty() -> None:
@@ -171,8 +148,7 @@ def test_context_of_a_model_is_the_longest_of_live_workers() -> None:
     for name, limit in (("a", 4096), ("b", None), ("c", 8192), ("p", 16384)):
         fleet.roster.set_served(name, [MODEL, "adapter"] if name == "a" else [MODEL], limit)
     assert fleet.roster.contexts() == {MODEL: 8192, "adapter": 4096}
-    for _ in range(3):
-        fleet.health.probe_failed("c", 0.0)
+    take_down(fleet, "c")
     assert fleet.roster.contexts() == {MODEL: 4096, "adapter": 4096}
     fleet.roster.drain("a")
     assert fleet.roster.contexts() == {MODEL: None}  # no worker has stated it
@@ -197,10 +173,9 @@ def test_prefixes_of_removed_or_down_workers_are_forgotten() -> None:
     hashes = fleet.roster.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
     for index in (0, 1):
         fleet.roster.prefixes.record(hashes, index)
-    for _ in range(3):
-        fleet.health.probe_failed("a", 0.0)
-    fleet.health.probe_ok("a", 0.0)
-    fleet.health.probe_ok("a", 0.0)
+    take_down(fleet, "a")
+    for _ in range(2):
+        fleet.health.probe_ok("a", 0.0)
     assert fleet.roster.prefixes.matches(hashes) == [(1, 0b10)]
     fleet.roster.remove("b")
     assert fleet.roster.prefixes.matches(hashes) == []
@@ -212,9 +187,7 @@ def test_replace_of_many_workers_is_one_version() -> None:
     moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
     fleet.roster.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
     assert fleet.roster.version == before + 1
-    assert [worker.name for worker in fleet.roster.workers_of(MODEL)] == [
-        worker.name for worker in fleet.roster
-    ]
+    assert fleet.roster.workers_of(MODEL) == members(fleet)
     assert len(fleet.roster) == len(fleet.roster.by_index) == 25
     assert all(fleet.roster.by_index[worker.index] is worker for worker in fleet.roster)
     assert {worker.index for worker in fleet.roster} == indices | set(range(20, 25))
@@ -227,14 +200,11 @@ def test_worker_works_while_its_token_totals_grow() -> None:
     assert not worker.shows_progress(1.0)  # the work may be old
     fleet.health.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
     assert not worker.shows_progress(2.0)
-    fleet.health.set_gauges(
-        "a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0)
-    )
+    page = Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0)
+    fleet.health.set_gauges("a", page)
     assert worker.shows_progress(3.0 + MAX_IDLE_PAGE_S)
     assert not worker.shows_progress(3.1 + MAX_IDLE_PAGE_S)
-    fleet.health.set_gauges(
-        "a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0)
-    )
+    fleet.health.set_gauges("a", replace(page, at=40.0, prompt_tokens_total=101.0))
     assert worker.shows_progress(40.0)
     fleet.health.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # a restart
     assert not worker.shows_progress(80.0)
@@ -259,10 +229,12 @@ def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     assert worker.foreign_tokens == 8000
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # half of the longs
-    assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(
-        own + 6.0 + worker.pace.first_token_s(100)
-    )
+    first_s = worker.pace.first_token_s(100)
+    assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(own + 6.0 + first_s)
     fleet.release(lease)
+    later = fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
+    assert (later.ahead_tokens, later.behind_long) == pytest.approx((4000, 4000))
+    fleet.release(later)
     fleet.health.set_gauges("a", backlog(3.0, 0, 0.0))
     assert worker.wait_s(0.0, for_long=True) == 0
 
@@ -281,26 +253,13 @@ def test_page_values_expire_without_new_pages() -> None:
     assert (worker.foreign_requests, worker.queued, worker.slots) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
     fleet.health.drop_old_gauges("a", 2.1 + MAX_PAGE_AGE_S)
-    assert (worker.gauges, worker.foreign_requests, worker.queued, worker.slots) == (
-        None,
-        0,
-        0,
-        math.inf,
-    )
+    assert worker.gauges is None
+    assert (worker.foreign_requests, worker.queued, worker.slots) == (0, 0, math.inf)
     assert worker.wait_s(0.0, for_long=True) == own
     assert (worker.prompt_price, worker.output_price) == prices
     assert worker.kv_capacity == 8000
     fleet.health.set_gauges("a", Gauges(40.0, running=8))
     assert worker.foreign_requests == 0  # it takes two pages again
-
-
-def test_foreign_backlog_is_part_of_the_learnt_wait() -> None:
-    fleet = fleet_of(spec("a"))
-    worker = members(fleet)[0]
-    for second in (1.0, 2.0):
-        fleet.health.set_gauges("a", backlog(second, 1, 3000, 1000))
-    lease = fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
-    assert (lease.ahead_tokens, lease.behind_long) == pytest.approx((2000, 1000))
 
 
 def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
@@ -399,21 +358,6 @@ def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
     fleet.release(lease)
 
 
-class BreakerRecorder:
-    def __init__(self, fleet: Fleet) -> None:
-        self.events: list[tuple[str, str, str]] = []
-        fleet.roster.ejections.listener = self
-
-    def breaker_opened(self, worker: Worker, now: float) -> None:
-        self.events.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
-
-    def breaker_closed(self, worker: Worker) -> None:
-        self.events.append(("is back", worker.name, ""))
-
-    def worker_removed(self, worker: Worker) -> None:
-        """Ignore the event."""
-
-
 def test_begin_and_end_of_a_rest_are_reported_once() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, _ = fleet.roster
@@ -424,7 +368,7 @@ def test_begin_and_end_of_a_rest_are_reported_once() -> None:
     assert recorder.events == [("rests", "a", f"reset at {FAILURES_TO_OPEN - 1}")]
     fleet.health.record_success(a)
     fleet.health.record_success(a)
-    assert recorder.events[1:] == [("is back", "a", "")]
+    assert recorder.events[1:] == [("is back", "a")]
     fleet.health.record_failure(a, 20.0, 60.0, busy=True, why="429")
     assert recorder.events[2:] == [("rests", "a", "429 at 20")]
 
@@ -439,7 +383,7 @@ def test_remote_breaker_changes_are_reported() -> None:
         fleet.health.take_breaker(a, other.snapshot())
     other.record_success()
     fleet.health.take_breaker(a, other.snapshot())
-    assert recorder.events == [("rests", "a", "503 at 0"), ("is back", "a", "")]
+    assert recorder.events == [("rests", "a", "503 at 0"), ("is back", "a")]
 
 
 def test_removed_worker_reports_no_breaker_events() -> None:

@@ -12,9 +12,9 @@ from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason
+from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
-from tests.proxy.core.making import ask, placed, router_of, spec, waits, worker_of
+from tests.proxy.core.making import ask, notes, placed, pop_one, router_of, spec, waits, worker_of
 
 P, D = Role.PREFILL, Role.DECODE
 RULES = ["adaptive", "length", "least_loaded", "round_robin"]
@@ -42,12 +42,12 @@ def set_page(
     return worker_of(router, name)
 
 
-def decoding_handovers(router: Router, count: int, now: float = 0.0) -> list[Lease]:
+def decoding_handovers(router: Router, count: int, info: RequestInfo | None = None) -> list[Lease]:
     """Hand requests over until they decode."""
-    leases = [placed(router.submit(ask(LONG), now)) for _ in range(count)]
+    leases = [placed(router.submit(info or ask(LONG), 0.0)) for _ in range(count)]
     for lease in leases:
-        router.leases.end_prefill(lease, now, None)
-        router.leases.record_first_token(lease, now)
+        router.leases.end_prefill(lease, 0.0, None)
+        router.leases.record_first_token(lease, 0.0)
     return leases
 
 
@@ -83,9 +83,8 @@ def test_no_prefill_without_a_decode_slot(rule: str, foreign_requests: int) -> N
         router.leases.finish(lease, 4.0, Outcome.DONE)
     set_page(router, 4.0, 0)
     set_page(router, 5.0, 0)
-    [(ended, lease)] = router.pop_due(5.0)
-    assert ended is ticket
-    assert placed(lease).decision.route == "p0>d0"
+    ended, lease = pop_one(router, 5.0)
+    assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
 
 
 def test_explain_notes_a_missing_slot() -> None:
@@ -93,8 +92,8 @@ def test_explain_notes_a_missing_slot() -> None:
     decoding_handovers(router, 4)
     for second in (1.0, 2.0):
         set_page(router, second, 2, 2)
-    notes = {score.worker: score.note for score in router.placer.explain(ask(LONG), 2.0).scores}
-    assert notes == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
+    found = notes(router, ask(LONG), 2.0)
+    assert found == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
 def set_small_cache_page(router: Router, now: float, usage: float, queued: int = 0) -> Worker:
@@ -114,28 +113,11 @@ def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     ticket = waits(router.submit(ask(20_000), 1.0))
     assert worker_of(router, "p0").requests == 1
     assert router.pop_due(1.5) == []
-    set_small_cache_page(router, 2.0, 0.6)
-    [(ended, lease)] = router.pop_due(2.0)
-    assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_uncharged_usage_takes_room_while_requests_queue(rule: str) -> None:
-    router = make_router(policy=rule)
-    decoding_handovers(router, 1)
-    set_small_cache_page(router, 1.0, 0.8)
-    ticket = waits(router.submit(ask(20_000), 1.0))
     set_small_cache_page(router, 2.0, 0.8, queued=1)
     assert router.pop_due(2.0) == []
     set_small_cache_page(router, 3.0, 0.6)
-    assert [ended for ended, _ in router.pop_due(3.0)] == [ticket]
-
-
-def test_foreign_usage_takes_room_on_a_worker_without_own_requests() -> None:
-    router = make_router()
-    set_small_cache_page(router, 1.0, 0.9)
-    decoding_handovers(router, 1, 1.0)  # the only worker: its engine keeps the order
-    waits(router.submit(ask(LONG), 1.0))
+    ended, lease = pop_one(router, 3.0)
+    assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -171,7 +153,7 @@ def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
     leases = [placed(router.submit(ask(LONG), 0.0)) for _ in range(4)]
     ticket = waits(router.submit(ask(LONG), 0.0))
     router.leases.finish(leases[0], 1.0, Outcome.DONE)
-    [(ended, lease)] = router.pop_due(1.0)
+    ended, lease = pop_one(router, 1.0)
     assert ended is ticket
     assert placed(lease).prefill is not None
 
@@ -179,19 +161,9 @@ def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
 # When a slot is needed
 
 
-def decoding(router: Router, count: int, left: int) -> list[Lease]:
-    """Return requests that decode, each with `left` tokens of its answer left."""
-    leases = [placed(router.submit(ask(LONG, left), 0.0)) for _ in range(count)]
-    for lease in leases:
-        router.leases.end_prefill(lease, 0.0, None)
-        router.leases.record_first_token(lease, 0.0)
-    worker_of(router, "p0").pace.token_s = 1e-4
-    return leases
-
-
 def test_each_handover_in_transit_needs_a_slot() -> None:
     router = router_with_slots(4)
-    decoding(router, 4, 200)
+    decoding_handovers(router, 4, ask(LONG, 200))
     worker = worker_of(router, "d0")
     one_s = slots.wait_s(worker, 0.0)
     assert one_s == pytest.approx(200 * worker.pace.step_s(4) / 4)
@@ -203,10 +175,7 @@ def test_each_handover_in_transit_needs_a_slot() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_answer_past_its_estimate_keeps_its_slot_as_long_again(rule: str) -> None:
     router = router_with_slots(4, policy=rule)
-    leases = [placed(router.submit(ask(1500, None), 0.0)) for _ in range(4)]
-    for lease in leases:
-        router.leases.end_prefill(lease, 0.0, None)
-        router.leases.record_first_token(lease, 0.0)
+    for lease in decoding_handovers(router, 4, ask(1500, None)):
         router.leases.record_tokens(lease, lease.ask.expected_output)
     worker_of(router, "p0").pace.token_s = 1e-4
     assert slots.wait_s(worker_of(router, "d0"), 0.0) > 0.2
@@ -217,13 +186,14 @@ def test_answer_past_its_estimate_keeps_its_slot_as_long_again(rule: str) -> Non
 def test_long_slot_wait_ends_in_one_handover_at_a_time(rule: str) -> None:
     """Whole, it would wait for the same slot; so it is handed over, one at a time."""
     router = router_with_slots(4, policy=rule, queue_wait_s=30.0)
-    decoding(router, 4, 100_000)
+    decoding_handovers(router, 4, ask(LONG, 100_000))
+    worker_of(router, "p0").pace.token_s = 1e-4
     first, second = (waits(router.submit(ask(LONG), 0.0)) for _ in range(2))
     assert router.pop_due(14.9) == []
-    [(ended, lease)] = router.pop_due(15.1)
+    ended, lease = pop_one(router, 15.1)
     assert (ended, placed(lease).decision.route) == (first, "p0>d0")
     router.leases.end_prefill(placed(lease), 16.0, None)
-    [(ended, lease)] = router.pop_due(16.0)
+    ended, lease = pop_one(router, 16.0)
     assert (ended, placed(lease).decision.route) == (second, "p0>d0")
 
 
@@ -246,20 +216,6 @@ def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     short = placed(router.submit(ask(1), 10.0))
     router.leases.record_first_token(short, 10.5)
     assert (pace.token_s, pace.fixed_s) != learnt
-
-
-# Old pages
-
-
-def test_old_page_blocks_no_handover() -> None:
-    router = make_router(queue_wait_s=1000.0)
-    decoding_handovers(router, 4)
-    for second in (1.0, 2.0):
-        set_page(router, second, 2, 2, usage=0.99)
-    waits(router.submit(ask(LONG), 2.0))
-    assert router.pop_due(2.0 + slots.MAX_PAGE_AGE_S) == []
-    [(_, lease)] = router.pop_due(2.1 + slots.MAX_PAGE_AGE_S)
-    assert placed(lease).prefill is not None
 
 
 # The reported share

@@ -46,10 +46,6 @@ def test_short_chats_teach_the_template_and_no_rate(text: int, tokens: int, time
         assert learnt.tokens(text) == pytest.approx(tokens, rel=0.1, abs=2)
 
 
-def test_four_bytes_are_a_token_at_first() -> None:
-    assert LearnedSizes().tokens(4_000) == LearnedSizes().tokens(3_000, 1_000) == 1_000
-
-
 @pytest.mark.parametrize("tools", [150, 3_000, 40_000])
 @pytest.mark.parametrize("times", [1, 2, 50])
 def test_unprinted_tools_do_not_change_bytes_per_token(tools: int, times: int) -> None:

@@ -28,13 +28,6 @@ def test_short_and_long_prompts_are_predicted(fixed: float, token: float) -> Non
         assert pace.first_token_s(tokens) == pytest.approx(fixed + token * tokens, rel=0.25)
 
 
-def test_first_observation_moves_the_estimate_most() -> None:
-    pace = LatencyModel()
-    before = pace.first_token_s(1000)
-    pace.learn_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
-    assert 2.5 * before < pace.first_token_s(1000) < 4 * before
-
-
 def test_step_times_are_learnt_apart_from_prefill() -> None:
     pace, rng = LatencyModel(), random.Random(1)
     for i in range(300):

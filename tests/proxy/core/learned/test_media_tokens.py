@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -47,17 +46,6 @@ def test_audio_clips_are_sized_apart_from_images() -> None:
     teach(sizer, chat([AUDIO_PART]), 157, 5)
     assert size(sizer, chat([AUDIO_PART])).prompt_tokens == pytest.approx(157, rel=0.1)
     assert size(sizer, chat([IMAGE_PART])).prompt_tokens > IMAGE_TOKENS
-
-
-def test_varying_image_sizes_widen_the_band() -> None:
-    sizer, chance, inside = Sizer(), random.Random(2), 0
-    for _ in range(300):
-        ask = size(sizer, images(1))
-        tokens = chance.choice([60, 1200]) + TEXT_TOKENS + 7
-        inside += abs(tokens - ask.prompt_tokens) <= ask.prompt_error
-        sizer.learn(ask, Usage(tokens, 10))
-    assert inside > 230
-    assert ask.prompt_error == ask.largest_prompt, "no band is wider than its estimate"
 
 
 def test_long_text_teaches_little_about_one_image() -> None:

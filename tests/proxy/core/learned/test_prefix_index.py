@@ -32,20 +32,6 @@ def held(index: PrefixIndex, body: bytes) -> dict[int, int]:
     return found
 
 
-def test_hash_of_a_block_depends_on_the_blocks_before_it() -> None:
-    index = PrefixIndex()
-    assert index.hashes("m", text("a", "b"))[1] != index.hashes("m", text("c", "b"))[1]
-
-
-def test_match_depth_is_what_each_worker_received() -> None:
-    index = PrefixIndex()
-    index.record(index.hashes("m", text("a", "b", "c")), 0)
-    index.record(index.hashes("m", text("a", "b", "x")), 1)
-    index.record(index.hashes("m", text("a", "y")), 130)
-    assert held(index, text("a", "b", "c", "d")) == {0: 3, 1: 2, 130: 1}
-    assert held(index, text("z")) == {}
-
-
 def test_workers_of_deepest_returns_deepest_holders() -> None:
     index = PrefixIndex()
     index.record(index.hashes("m", text("a", "b")), 5)

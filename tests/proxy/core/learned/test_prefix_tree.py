@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,18 +73,6 @@ def test_node_splits_where_another_prompt_branches_off() -> None:
     assert (present(node.above).end, node.begin, other.begin) == (30, 30, 30)
     tree.release(node)
     assert tree.tokens == COVERED[32] // 4
-
-
-@pytest.mark.parametrize("depth", [1, 2, 31, 32, ALL - 1, ALL])
-def test_prompt_that_ends_within_another_shares_all_its_blocks(depth: int) -> None:
-    tree = PrefixTree()
-    whole, _ = tree.add_request(tuple(range(ALL)), 1.0)
-    part, found = tree.add_request(tuple(range(depth)), 1.0)
-    assert (part is whole, found) == (depth == ALL, COVERED[depth])
-    tree.release(whole)
-    assert tree.tokens == COVERED[depth]
-    tree.release(part)
-    assert (tree.tokens, tree.saved) == (0, 0)
 
 
 def test_first_holder_sets_the_tokens_per_byte_of_a_block() -> None:

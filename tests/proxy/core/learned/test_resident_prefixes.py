@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.learned.prefix_index import BLOCKS, PrefixIndex
-from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of, prompt_of
+from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
 from tests.proxy.core.learned.test_prefix_index import held, text
 
 BLOCK = BLOCKS[0]
@@ -23,11 +23,7 @@ class Engine:
 
     def cached(self, *letters: str, prompt_tokens: int = 10_000) -> int:
         """Return the tokens that the index expects of a prompt."""
-        hashes = self.index.hashes("m", text(*letters))
-        found = self.index.matches(hashes)
-        size = BLOCK * len(letters)
-        [(tokens, _), *_] = self.index.matched_tokens(found, hashes, size, 0, prompt_tokens)
-        return tokens
+        return max(expected(self.index, *letters, prompt_tokens=prompt_tokens).values())
 
     def serve(self, number: int, *letters: str, found: int, response: int = 0) -> None:
         self.name(number, *letters)
@@ -35,10 +31,30 @@ class Engine:
         for tokens in (0, response):
             self.prefixes.record_resident(number, TOKENS * len(letters) + tokens)
 
-    def name(self, number: int, *letters: str) -> None:
+    def name(self, number: int, *letters: str, tokens: int | None = None, before: int = 0) -> None:
         body = text(*letters)
-        name = name_of(self.index.hashes("m", body), len(body))
-        self.prefixes.add_name(number, name, TOKENS * len(letters))
+        name = name_of(self.index.hashes("m", body), len(body), before)
+        self.prefixes.add_name(number, name, tokens or TOKENS * len(letters))
+
+    def reside(self, number: int, *letters: str) -> None:
+        """Name a request whose whole prompt is resident."""
+        self.name(number, *letters)
+        self.prefixes.record_resident(number, TOKENS * len(letters))
+
+    def held(self, *letters: str) -> dict[int, int]:
+        return held(self.index, text(*letters))
+
+
+def expected(index: PrefixIndex, *letters: str, prompt_tokens: int = 10_000) -> dict[int, int]:
+    """Return the tokens that the index expects of a prompt, by worker."""
+    hashes = index.hashes("m", text(*letters))
+    size, matches = BLOCK * len(letters), index.matches(hashes)
+    found: dict[int, int] = {}
+    for tokens, workers in index.matched_tokens(matches, hashes, size, 0, prompt_tokens):
+        for worker in range(workers.bit_length()):
+            if workers >> worker & 1:
+                found.setdefault(worker, tokens)
+    return found
 
 
 def test_resident_tokens_are_whole_blocks_of_bytes() -> None:
@@ -47,39 +63,28 @@ def test_resident_tokens_are_whole_blocks_of_bytes() -> None:
     blocks = []
     for tokens in (0, TOKENS - 16, TOKENS, 2 * TOKENS, 3 * TOKENS - 16, 3 * TOKENS):
         engine.prefixes.record_resident(1, tokens)
-        blocks.append(held(engine.index, text("a", "b", "c")).get(0, 0))
+        blocks.append(engine.held(*"abc").get(0, 0))
     # The last tokens of a prompt may not fill a block of the engine.
     assert blocks == [0, 0, 1, 2, 2, 3]
 
 
 def test_the_rest_of_a_prompt_that_fills_no_block_counts_as_resident() -> None:
     engine = Engine()
-    body = text("a", "b")
-    name = name_of(engine.index.hashes("m", body), len(body))
-    engine.prefixes.add_name(1, name, 2 * TOKENS + 5)
+    engine.name(1, "a", "b", tokens=2 * TOKENS + 5)
     engine.prefixes.record_resident(1, 2 * TOKENS)
-    assert held(engine.index, body) == {0: 2}
+    assert engine.held("a", "b") == {0: 2}
 
 
 def test_evicted_tokens_drop_every_block_that_has_some() -> None:
     engine = Engine()
-    engine.name(1, "a", "b", "c", "d")
-    engine.prefixes.record_resident(1, 4 * TOKENS)
+    engine.reside(1, *"abcd")
     engine.prefixes.record_evicted(1, 3 * TOKENS + 16, 4 * TOKENS)
-    assert held(engine.index, text("a", "b", "c", "d")) == {0: 3}
+    assert engine.held(*"abcd") == {0: 3}
     engine.prefixes.record_evicted(1, TOKENS, TOKENS + 16)  # in the middle
-    assert held(engine.index, text("a", "b", "c", "d")) == {0: 1}
+    assert engine.held(*"abcd") == {0: 1}
     engine.prefixes.record_resident(1, 2 * TOKENS)
-    assert held(engine.index, text("a", "b", "c", "d")) == {0: 3}
+    assert engine.held(*"abcd") == {0: 3}
     assert len(engine.prefixes) == 3
-
-
-def test_evicted_output_is_no_part_of_the_prompt() -> None:
-    engine = Engine()
-    engine.name(1, "a")
-    engine.prefixes.record_resident(1, 4 * TOKENS)
-    engine.prefixes.record_evicted(1, 2 * TOKENS, 3 * TOKENS)
-    assert held(engine.index, text("a")) == {0: 1}
 
 
 def test_a_name_may_come_after_the_report() -> None:
@@ -88,7 +93,7 @@ def test_a_name_may_come_after_the_report() -> None:
     engine.prefixes.record_evicted(1, TOKENS, 2 * TOKENS)
     assert len(engine.prefixes) == 0
     engine.name(1, "a", "b")
-    assert held(engine.index, text("a", "b")) == {0: 1}
+    assert engine.held("a", "b") == {0: 1}
 
 
 def test_an_expected_prefix_ends_with_its_request_unless_it_is_resident() -> None:
@@ -100,43 +105,16 @@ def test_an_expected_prefix_ends_with_its_request_unless_it_is_resident() -> Non
     engine.index.end_request(hashes, 0)
     for depth in (2, 1):  # the last report may come a moment after the response
         engine.index.drop_ended()
-        assert held(engine.index, text("a", "b")) == {0: depth}
+        assert engine.held("a", "b") == {0: depth}
 
 
 def test_an_eviction_ends_an_expectation() -> None:
     engine = Engine()
     engine.index.record(engine.index.hashes("m", text("a", "b")), 0)
     engine.index.record(engine.index.hashes("m", text("a", "b")), 7)
-    engine.name(1, "a", "b")
-    engine.prefixes.record_resident(1, 2 * TOKENS)
+    engine.reside(1, "a", "b")
     engine.prefixes.record_evicted(1, 0, 2 * TOKENS)
-    assert held(engine.index, text("a", "b")) == {7: 2}
-
-
-def test_a_prompt_is_expected_again_after_its_beginning_was_evicted() -> None:
-    engine = Engine()
-    hashes = engine.index.hashes("m", text("a", "b"))
-    engine.index.record(hashes, 0)
-    engine.name(1, "a")
-    engine.prefixes.record_resident(1, TOKENS)
-    engine.name(2, "x")
-    engine.prefixes.record_resident(2, TOKENS)
-    engine.prefixes.record_evicted(1, 0, TOKENS)
-    engine.index.record(hashes, 0)
-    assert held(engine.index, text("a", "b")) == {0: 2}
-
-
-def test_a_reset_drops_only_the_engines_own_blocks() -> None:
-    index = PrefixIndex()
-    engines = [Engine(index, worker) for worker in (0, 1)]
-    for engine in engines:
-        engine.name(1, "a", "b")
-        engine.prefixes.record_resident(1, 2 * TOKENS)
-    engines[0].prefixes.clear()
-    assert held(index, text("a", "b")) == {1: 2}
-    assert len(engines[0].prefixes) == 0
-    engines[0].prefixes.record_resident(1, TOKENS)
-    assert held(index, text("a", "b")) == {0: 1, 1: 2}
+    assert engine.held("a", "b") == {7: 2}
 
 
 def test_a_block_is_held_while_one_of_a_workers_engines_holds_it() -> None:
@@ -144,8 +122,7 @@ def test_a_block_is_held_while_one_of_a_workers_engines_holds_it() -> None:
     engines = [Engine(index), Engine(index)]
     for engine, other in (engines, engines[::-1]):
         engine.prefixes.others = [other.prefixes]
-        engine.name(1, "a")
-        engine.prefixes.record_resident(1, TOKENS)
+        engine.reside(1, "a")
     engines[0].prefixes.record_evicted(1, 0, TOKENS)
     assert held(index, text("a")) == {0: 1}
     engines[1].prefixes.record_evicted(1, 0, TOKENS)
@@ -154,14 +131,13 @@ def test_a_block_is_held_while_one_of_a_workers_engines_holds_it() -> None:
 
 def test_a_lost_journal_leaves_an_expectation() -> None:
     engine = Engine()
-    engine.name(1, "a", "b")
-    engine.prefixes.record_resident(1, 2 * TOKENS)
+    engine.reside(1, "a", "b")
     engine.prefixes.stop_claiming()
-    assert held(engine.index, text("a", "b")) == {0: 2}
+    assert engine.held("a", "b") == {0: 2}
     assert len(engine.prefixes) == 0
     engine.prefixes.stop_claiming()
     engine.prefixes.restart(ENGINE_BLOCK)  # a snapshot of an empty cache
-    assert held(engine.index, text("a", "b")) == {}
+    assert engine.held("a", "b") == {}
 
 
 def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
@@ -169,27 +145,24 @@ def test_a_failed_probe_changes_nothing_that_the_engine_reports() -> None:
     engine.name(1, "a", "b")
     engine.prefixes.record_resident(1, TOKENS)
     engine.index.forget(0)
-    assert held(engine.index, text("a", "b")) == {0: 1}
+    assert engine.held("a", "b") == {0: 1}
 
 
 def test_a_forgotten_request_leaves_the_blocks_of_others() -> None:
     engine = Engine()
-    engine.name(1, "a", "b")
-    engine.prefixes.record_resident(1, 2 * TOKENS)
-    engine.name(2, "a", "b")
-    engine.prefixes.record_resident(2, 2 * TOKENS)
+    engine.reside(1, "a", "b")
+    engine.reside(2, "a", "b")
     engine.prefixes.forget(2)
-    assert held(engine.index, text("a", "b")) == {0: 2}
+    assert engine.held("a", "b") == {0: 2}
 
 
 def test_blocks_of_other_bytes_with_the_same_tokens_go_with_their_request() -> None:
     engine = Engine()
     for number, letter in ((1, "a"), (2, "b")):
-        engine.name(number, letter)
-        engine.prefixes.record_resident(number, TOKENS)
+        engine.reside(number, letter)
     engine.prefixes.forget(2)  # it reused the blocks that the first request computed
-    assert held(engine.index, text("a")) == {0: 1}
-    assert held(engine.index, text("b")) == {}
+    assert engine.held("a") == {0: 1}
+    assert engine.held("b") == {}
     assert len(engine.prefixes) == 1
 
 
@@ -202,19 +175,8 @@ def test_tokens_that_were_found_at_a_fork_are_expected_there_again() -> None:
     assert engine.cached("a", "z", prompt_tokens=40) == 40
     assert engine.cached("a", "x", "z") == TOKENS + 16 + (2 * TOKENS - 16) // 2
     engine.prefixes.record_evicted(1, 0, TOKENS)
-    engine.name(3, "a")
-    engine.prefixes.record_resident(3, TOKENS)
+    engine.reside(3, "a")
     assert engine.cached("a", "z") == TOKENS
-
-
-def test_prompt_that_begins_with_another_finds_its_response_until_it_is_evicted() -> None:
-    engine = Engine()
-    engine.serve(1, "a", "b", found=0, response=48)
-    assert engine.cached("a", "b", "c") == 2 * TOKENS + 48
-    engine.prefixes.record_evicted(1, 2 * TOKENS + 16, 2 * TOKENS + 48)
-    assert engine.cached("a", "b", "c") == 2 * TOKENS + 16
-    engine.prefixes.record_evicted(1, 0, 2 * TOKENS)
-    assert held(engine.index, text("a", "b", "c")) == {}
 
 
 @pytest.mark.parametrize("found", [2 * TOKENS, 2 * TOKENS + 48])
@@ -252,33 +214,17 @@ def test_a_name_may_come_after_what_its_request_found() -> None:
 def test_tokens_after_a_known_beginning_follow_its_exact_size() -> None:
     engine = Engine()
     engine.serve(1, "a", found=0)
-    body = text("a", "b", "c")
-    dense = name_of(engine.index.hashes("m", body), len(body))
-    engine.prefixes.add_name(2, dense, 5 * TOKENS)  # two tokens for each in the first block
+    engine.name(2, *"abc", tokens=5 * TOKENS)  # two tokens for each in the first block
     engine.prefixes.record_found(2, TOKENS)
     engine.prefixes.record_resident(2, 5 * TOKENS)
     assert engine.cached("a", "b", "z") == 3 * TOKENS
 
 
-def test_bytes_of_images_do_not_size_the_text_before_them() -> None:
-    engine = Engine()
-    body = text("a", *"b" * 40)
-    name = name_of(engine.index.hashes("m", body), len(body))
-    engine.prefixes.add_name(1, name, 3 * TOKENS)
-    engine.prefixes.record_found(1, 0)
-    engine.prefixes.record_resident(1, 3 * TOKENS)
-    assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS
-    engine.serve(2, "a", "y", found=TOKENS + 16)
-    assert engine.cached("a", "z", prompt_tokens=2 * TOKENS) == TOKENS + 16
-
-
 def test_tools_in_the_template_are_tokens_before_the_prompt() -> None:
     engine = Engine()
-    body = text("a", "b")
-    name = name_of(engine.index.hashes("m", body), len(body), 2 * BLOCK)
-    engine.prefixes.add_name(1, name, 4 * TOKENS)
+    engine.name(1, "a", "b", tokens=4 * TOKENS, before=2 * BLOCK)
     engine.prefixes.record_resident(1, 2 * TOKENS)
-    assert held(engine.index, body) == {}
+    assert engine.held("a", "b") == {}
     engine.prefixes.record_resident(1, 3 * TOKENS)
     assert engine.cached("a", "z") == 3 * TOKENS
 
@@ -291,35 +237,6 @@ def test_a_name_that_is_not_ours_is_ignored(name: bytes) -> None:
     engine.prefixes.record_evicted(1, 0, 100)
     engine.prefixes.forget(1)
     assert len(engine.prefixes) == 0
-
-
-def test_a_name_has_the_hashes_and_the_size() -> None:
-    hashes = PrefixIndex().hashes("m", text("a", "b"))
-    prompt = prompt_of(name_of(hashes, 1234), 300)
-    assert prompt is not None
-    assert (prompt.hashes, prompt.prompt_bytes, prompt.prompt_tokens) == (hashes, 1234, 300)
-
-
-def expected(index: PrefixIndex, *letters: str) -> dict[int, int]:
-    """Return the tokens that the index expects of a prompt, by worker."""
-    hashes = index.hashes("m", text(*letters))
-    matches = index.matches(hashes)
-    held = index.matched_tokens(matches, hashes, BLOCK * len(letters), 0, 10_000)
-    found: dict[int, int] = {}
-    for tokens, workers in held:
-        for worker in range(workers.bit_length()):
-            if workers >> worker & 1:
-                found.setdefault(worker, tokens)
-    return found
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_response_is_expected_only_where_it_was_generated(last: int) -> None:
-    index = PrefixIndex()
-    engines = [Engine(index, worker) for worker in (0, 1)]
-    for worker in (1 - last, last):
-        engines[worker].serve(1, "a", "b", found=0, response=(48, 0)[worker])
-    assert expected(index, "a", "b", "c") == {0: 2 * TOKENS + 48, 1: 2 * TOKENS}
 
 
 def test_a_response_that_one_worker_evicts_is_expected_on_the_other() -> None:

@@ -10,17 +10,12 @@ from proxy.core.learned.bytes_per_token import LearnedSizes
 from proxy.core.learned.tenant_prior import MAX_PRIOR_TENANTS
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.request.sizing import MAX_RATES_PER_TENANT, MIN_SAMPLES_LEARNED, Sizer
-from proxy.core.tenants.limits import Limits
-from proxy.core.tenants.tenants import Tenant, TenantSpec
-from tests.proxy.core.making import chat, placed, refused, route, router_of, spec
+from proxy.core.tenants.tenants import Tenant
+from tests.proxy.core.making import chat, placed, refused, route, router_of, serve, spec, tenant
 
 CHAT = "chat/completions"
 TEXT = 4000
 TEMPLATE = 7
-
-
-def tenant(name: str, **limits: int) -> Tenant:
-    return Tenant(TenantSpec(name, limits=Limits(**limits)))
 
 
 def size(sizer: Sizer, sender: Tenant, model: str = "m", **fields: Any) -> RequestInfo:
@@ -49,9 +44,7 @@ def test_token_limit_is_independent_of_other_tenants_rates() -> None:
     teach(router.sizer, usual, 4.0, 20, 1)
     teach(router.sizer, odd, 0.9, 60, 4000)
     for _ in range(55):
-        ask = size(router.sizer, usual, "m", max_tokens=1)
-        lease = placed(router.submit(ask, 0.0))
-        router.leases.finish(lease, 0.0, Outcome.DONE, Usage(1000, 1))
+        serve(router, size(router.sizer, usual, max_tokens=1), usage=Usage(1000, 1))
     asks = [size(router.sizer, usual, "m", max_tokens=1) for _ in range(20)]
     answers = [router.submit(ask, 0.0) for ask in asks]
     assert refused(answers[-1]).status == 429

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from proxy.core.fleet.leases import Attempts, Lease
+from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings
-from proxy.core.router import Router
-from proxy.core.tenants.limits import Limits
-from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
+from proxy.core.tenants.tenants import Rank, Tenant
 from tests.present import present
 from tests.proxy.core.making import (
     ask,
+    ask_of,
     chat,
     idle,
     placed,
+    pop_one,
     refused,
-    route,
     router_of,
+    serve,
+    sized,
     spec,
+    tenant,
     waits,
     worker_of,
 )
-
-
-def tenant(name: str = "t", rank: Rank = Rank.STANDARD, **limits: int) -> Tenant:
-    return Tenant(TenantSpec(name, rank, limits=Limits(**limits)))
-
-
-def of(owner: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> RequestInfo:
-    request = ask(prompt, output, **fields)
-    request.tenant, request.rank = owner, owner.spec.rank
-    return request
 
 
 def tokens_left(owner: Tenant) -> int:
@@ -45,14 +36,10 @@ def tokens_left(owner: Tenant) -> int:
     return present(tokens)[1]
 
 
-def one_slot_router() -> Router:
-    return router_of(spec("w", most=1))
-
-
 def test_rate_limit_refusal_has_openai_text_and_headers() -> None:
     router, owner = router_of(spec("w")), tenant(requests_per_minute=1, tokens_per_minute=1000)
-    placed(router.submit(of(owner), 0.0))
-    refusal = refused(router.submit(of(owner), 0.0))
+    placed(router.submit(ask_of(owner), 0.0))
+    refusal = refused(router.submit(ask_of(owner), 0.0))
     assert (refusal.status, refusal.reason) == (429, Reason.LIMITED)
     assert refusal.code == "rate_limit_exceeded"
     assert refusal.retry_after_s == pytest.approx(60)
@@ -70,25 +57,23 @@ def test_rate_limit_refusal_has_openai_text_and_headers() -> None:
 
 def test_prompt_above_the_tenants_limit_is_refused() -> None:
     router, owner = router_of(spec("w")), tenant(max_prompt_tokens=100)
-    refusal = refused(router.submit(of(owner, 101), 0.0))
+    refusal = refused(router.submit(ask_of(owner, 101), 0.0))
     assert (refusal.status, refusal.code, refusal.param) == (
         400, "context_length_exceeded", "messages",
     )  # fmt: skip
     assert refusal.retry_after_s is None
-    placed(router.submit(of(owner, 110, error=10), 0.0))  # it may be 100 within the error
-    placed(router.submit(of(owner, 100), 0.0))
+    placed(router.submit(ask_of(owner, 110, error=10), 0.0))  # it may be 100 within the error
+    placed(router.submit(ask_of(owner, 100), 0.0))
 
 
 @pytest.mark.parametrize("tokens", [0, 9000])
 @pytest.mark.parametrize("most", [100, 1000])
 def test_reported_beginning_decides_no_limit(tokens: int, most: int) -> None:
     router, owner = router_of(spec("w")), tenant(max_prompt_tokens=most)
-    body, asks = json.dumps(chat("x" * 2000, max_tokens=1)).encode(), []
+    asks = []
     for _ in range(2):
-        ask = router.read(route(), body, b"application/json", "id", owner)
-        assert isinstance(ask, RequestInfo)
-        asks.append(ask)
-        for block in ask.prefix:
+        asks.append(sized(router, chat("x" * 2000, max_tokens=1), owner=owner))
+        for block in asks[0].prefix:
             router.fleet.roster.prefixes.add_block(block, 0, tokens)
     assert asks[0].prompt_tokens != asks[1].prompt_tokens
     found = router.submit(asks[1], 0.0)
@@ -104,9 +89,8 @@ def test_reported_beginning_decides_no_limit(tokens: int, most: int) -> None:
 def test_truncation_does_not_bypass_max_prompt_tokens(cut: object) -> None:
     router, owner = router_of(spec("w")), tenant(max_prompt_tokens=100)
     for path in ("/v1/chat/completions", "/v1/messages"):
-        body = json.dumps(chat("x" * 4000, max_tokens=1) | {"truncate_prompt_tokens": cut}).encode()
-        request = router.read(route(path), body, b"application/json", "id", owner)
-        assert isinstance(request, RequestInfo)
+        body = chat("x" * 4000, max_tokens=1, truncate_prompt_tokens=cut)
+        request = sized(router, body, path, owner)
         assert refused(router.submit(request, 0.0)).code == "context_length_exceeded"
 
 
@@ -128,7 +112,7 @@ def test_finish_charges_the_tokens_delivered(
     outcome: Outcome, seen: int, usage: Usage | None, used: int
 ) -> None:
     router, owner = router_of(spec("w")), tenant(tokens_per_minute=1000)
-    lease = placed(router.submit(of(owner), 0.0))
+    lease = placed(router.submit(ask_of(owner), 0.0))
     assert tokens_left(owner) == 850
     assert owner.virtual == 200
     if seen:
@@ -165,7 +149,7 @@ def test_unfinished_whole_answer_charges_tokens_written(
     router, owner = router_of(spec("w", limit=1000)), tenant(tokens_per_minute=10_000)
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s = 0.02, 0.0
-    request = of(owner, 100, output, samples=samples, stream=False)
+    request = ask_of(owner, 100, output, samples=samples, stream=False)
     lease = placed(router.submit(request, 0.0))
     router.leases.finish(lease, pace.first_token_s(100) + after_s, outcome)
     assert owner.totals.output_tokens == written
@@ -194,7 +178,7 @@ def charged(
     router, owner = router_of(spec("w", limit=2000)), tenant()
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s = 0.02, 0.0
-    request = of(owner, 100, output, samples=samples)
+    request = ask_of(owner, 100, output, samples=samples)
     request.route = path
     lease = placed(router.submit(request, 0.0))
     first = pace.first_token_s(100)
@@ -218,9 +202,8 @@ def test_event_of_many_tokens_is_charged_by_time(outcome: Outcome) -> None:
     assert charged(outcome, after_s=6.0, seen=3) == 300
     assert charged(outcome, after_s=60.0, seen=3) == 500, "no more than the output limit"
     assert charged(outcome, after_s=2.0, seen=3, samples=4) == 400
-    assert charged(outcome, after_s=60.0, seen=3, output=None) == 1900, (
-        "the rest of the worker's context"
-    )
+    rest_of_context = charged(outcome, after_s=60.0, seen=3, output=None)
+    assert rest_of_context == 1900
 
 
 def test_hidden_tokens_are_charged_from_the_begin_of_an_answer() -> None:
@@ -253,7 +236,7 @@ def test_time_in_which_a_worker_hangs_is_not_charged(
     router, owner = router_of(spec("w")), tenant()
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
-    lease = placed(router.submit(of(owner, 100, 5000, stream=stream), 0.0))
+    lease = placed(router.submit(ask_of(owner, 100, 5000, stream=stream), 0.0))
     if stream:
         router.leases.record_first_token(lease, 0.5)
         router.leases.record_tokens(lease, 1)
@@ -268,7 +251,7 @@ def test_client_gone_in_a_handover_pays_for_the_decode_only() -> None:
     written = []
     for prefilled in (False, True):
         owner = tenant()
-        lease = placed(router.submit(of(owner, 5000, 500, stream=False), 0.0))
+        lease = placed(router.submit(ask_of(owner, 5000, 500, stream=False), 0.0))
         if prefilled:
             router.leases.end_prefill(lease, 60.0, None)
         decode_s = 100.5 * lease.worker.pace.step_s(1)
@@ -278,48 +261,9 @@ def test_client_gone_in_a_handover_pays_for_the_decode_only() -> None:
     assert written == [0, 100]
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("leaves", [False, True])
-def test_early_leave_or_few_events_gains_no_share(leaves: bool, streams: bool) -> None:
-    router = router_of(spec("w", most=8))
-    held: dict[str, float] = {}
-    ends: list[tuple[float, Lease, bool]] = []
-    tenants = [tenant("stays"), tenant("other")]
-
-    def took(lease: Lease, now: float) -> None:
-        name = present(lease.ask.tenant).name
-        gone = leaves and name == "other"
-        seconds = 0.95 if gone else 1.0
-        if lease.ask.stream:
-            router.leases.record_first_token(lease, now)
-            router.leases.record_tokens(lease, 1)
-        ends.append((now + seconds, lease, gone))
-        held[name] = held.get(name, 0.0) + seconds
-
-    for tick in range(1200):
-        now = tick / 20
-        for end in [entry for entry in ends if entry[0] <= now]:
-            ends.remove(end)
-            if end[2]:
-                router.leases.finish(end[1], now, Outcome.CLIENT_GONE)
-            else:
-                usage = None if end[1].ask.stream else Usage(20, 500)
-                router.leases.finish(end[1], now, Outcome.DONE, usage)
-        for _, answer in router.pop_due(now):
-            assert isinstance(answer, Lease)
-            took(answer, now)
-        for owner in tenants:
-            while owner.waiting < 10:
-                stream = streams and owner.name == "other"
-                entered = router.submit(of(owner, 20, 500, stream=stream), now)
-                if isinstance(entered, Lease):
-                    took(entered, now)
-    assert held["other"] == pytest.approx(held["stays"], rel=0.15)
-
-
 def test_tokens_above_the_estimate_are_charged_as_they_pass() -> None:
     router, owner = router_of(spec("w")), tenant()
-    lease = placed(router.submit(of(owner, 100, 10), 0.0))
+    lease = placed(router.submit(ask_of(owner, 100, 10), 0.0))
     assert owner.virtual == 120
     router.leases.record_first_token(lease, 0.0)
     seen = []
@@ -331,54 +275,40 @@ def test_tokens_above_the_estimate_are_charged_as_they_pass() -> None:
     assert owner.virtual == 140
 
 
-@pytest.mark.parametrize("prompt_tokens", [2000, 1000, 1])
-def test_expected_cached_tokens_are_deducted_from_usage(prompt_tokens: int) -> None:
-    router, owner = router_of(spec("w")), tenant()
-    prefix = tuple(range(8))
-    router.leases.finish(
-        placed(router.submit(of(owner, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE
-    )
+@pytest.mark.parametrize("prompt_tokens", [2000, 1])
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_expected_cached_tokens_are_charged_at_their_weight(
+    prompt_tokens: int, weight: float
+) -> None:
+    router = router_of(spec("w"), fairness=FairnessSettings(cached_weight=weight))
+    owner, prefix = tenant(), tuple(range(8))
+    serve(router, ask_of(owner, 1024, 0, prefix=prefix))
     before = owner.virtual
-    lease = placed(router.submit(of(owner, 1024, 0, prefix=prefix), 1.0))
-    assert (cached := lease.decision.cached_tokens) > 0
+    lease = placed(router.submit(ask_of(owner, 1024, 0, prefix=prefix), 1.0))
+    cached = lease.decision.cached_tokens
+    assert cached > 0
+    free = (1 - weight) * cached
+    assert owner.virtual - before == 1024 - free
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(prompt_tokens, 0))
-    assert owner.virtual - before == max(prompt_tokens - cached, 0)
+    assert owner.virtual - before == max(prompt_tokens - free, 0)
 
 
-def test_cached_tokens_are_charged_at_cached_weight() -> None:
-    router = router_of(spec("w"), fairness=FairnessSettings(cached_weight=0.5))
-    owner = tenant()
-    prefix = tuple(range(8))
-    router.leases.finish(
-        placed(router.submit(of(owner, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE
-    )
-    first = owner.virtual
-    lease = placed(router.submit(of(owner, 1024, 0, prefix=prefix), 1.0))
-    assert lease.decision.cached_tokens > 0
-    assert owner.virtual - first == 1024 - lease.decision.cached_tokens / 2
-
-
-def test_retry_is_charged_as_the_same_request() -> None:
-    router = router_of(spec("a"), spec("b"))
-    owner = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
-    request = of(owner)
-    lease = placed(router.submit(request, 0.0))
-    router.leases.finish(lease, 0.0, Outcome.FAILED)
-    again = router.submit(request, 0.0, Attempts(frozenset({lease.worker})), free=True)
-    assert isinstance(again, Lease)
-    assert owner.ledger.running == 1
-    assert owner.virtual == 200
-    refused(router.submit(of(owner), 0.0))  # concurrency
-    router.leases.finish(again, 0.0, Outcome.DONE, Usage(100, 50))
-    assert (tokens_left(owner), owner.ledger.running) == (850, 0)
-
-
-@pytest.mark.parametrize("end", ["usage", "no usage", "client gone", "failed"])
+@pytest.mark.parametrize(
+    ("last", "usage"),
+    [
+        (Outcome.DONE, Usage(100, 50)),
+        (Outcome.DONE, None),
+        (Outcome.CLIENT_GONE, None),
+        (Outcome.FAILED, None),
+    ],
+)
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.MOOT])
-def test_a_continued_stream_is_charged_once(outcome: Outcome, end: str) -> None:
+def test_a_continued_stream_is_charged_once(
+    outcome: Outcome, last: Outcome, usage: Usage | None
+) -> None:
     router = router_of(spec("a"), spec("b"), retry_budget=1.0)
     owner = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
-    request = of(owner)
+    request = ask_of(owner)
     lease = placed(router.submit(request, 0.0))
     router.leases.record_first_token(lease, 0.0)
     router.leases.record_tokens(lease, 30)
@@ -390,15 +320,9 @@ def test_a_continued_stream_is_charged_once(outcome: Outcome, end: str) -> None:
     assert again.worker is not lease.worker
     assert owner.ledger.running == 1
     assert tokens_left(owner) == 1000 - 150  # as before
-    refused(router.submit(of(owner), 0.0))  # concurrency
+    refused(router.submit(ask_of(owner), 0.0))  # concurrency
     router.leases.record_first_token(again, 0.0)
     router.leases.record_tokens(again, 20)
-    last, usage = {
-        "usage": (Outcome.DONE, Usage(100, 50)),
-        "no usage": (Outcome.DONE, None),
-        "client gone": (Outcome.CLIENT_GONE, None),
-        "failed": (Outcome.FAILED, None),
-    }[end]
     router.leases.finish(again, 0.0, last, usage)
     assert (tokens_left(owner), owner.ledger.running, owner.virtual) == (850, 0, 200)
     assert (owner.totals.prompt_tokens, owner.totals.output_tokens) == (100, 50)
@@ -406,16 +330,16 @@ def test_a_continued_stream_is_charged_once(outcome: Outcome, end: str) -> None:
 
 
 def test_waiting_request_holds_and_releases_a_concurrency_slot() -> None:
-    router, owner = one_slot_router(), tenant(concurrency=2, tokens_per_minute=1000)
-    lease = placed(router.submit(of(owner), 0.0))
-    ticket = waits(router.submit(of(owner), 0.0))
-    assert refused(router.submit(of(owner), 0.0)).reason is Reason.LIMITED
+    router, owner = router_of(spec("w", most=1)), tenant(concurrency=2, tokens_per_minute=1000)
+    lease = placed(router.submit(ask_of(owner), 0.0))
+    ticket = waits(router.submit(ask_of(owner), 0.0))
+    assert refused(router.submit(ask_of(owner), 0.0)).reason is Reason.LIMITED
     router.withdraw(ticket, 0.0)
     router.withdraw(ticket, 0.0)
     assert owner.ledger.running == 1
-    waits(router.submit(of(owner), 0.0))
-    (gone,) = router.pop_due(31.0)
-    assert refused(gone[1]).reason is Reason.WAITED_TOO_LONG
+    waits(router.submit(ask_of(owner), 0.0))
+    _, end = pop_one(router, 31.0)
+    assert refused(end).reason is Reason.WAITED_TOO_LONG
     assert owner.ledger.running == 1
     router.leases.finish(lease, 31.0, Outcome.CLIENT_GONE)
     assert (owner.ledger.running, owner.waiting) == (0, 0)
@@ -425,9 +349,9 @@ def test_waiting_request_holds_and_releases_a_concurrency_slot() -> None:
 def test_refused_request_is_charged_nothing() -> None:
     router = router_of(spec("w", limit=500, most=1), queue_requests=0)
     owner = tenant(tokens_per_minute=1000)
-    refused(router.submit(of(owner, 600), 0.0))
-    placed(router.submit(of(tenant("other")), 0.0))
-    assert refused(router.submit(of(owner), 0.0)).reason is Reason.QUEUE_FULL
+    refused(router.submit(ask_of(owner, 600), 0.0))
+    placed(router.submit(ask_of(tenant("other")), 0.0))
+    assert refused(router.submit(ask_of(owner), 0.0)).reason is Reason.QUEUE_FULL
     assert (tokens_left(owner), owner.ledger.running, owner.virtual) == (1000, 0, 0)
 
 
@@ -435,14 +359,14 @@ def test_refused_request_is_charged_nothing() -> None:
 
 
 def batch(prompt: int = 100, **fields: Any) -> RequestInfo:
-    return of(tenant("batch", Rank.BATCH), prompt, **fields)
+    return ask_of(tenant("batch", Rank.BATCH), prompt, **fields)
 
 
 def test_batch_waits_until_an_eighth_of_slots_is_free() -> None:
     router = router_of(spec("w", most=8))
-    held = [placed(router.submit(of(tenant()), 0.0)) for _ in range(7)]
+    held = [placed(router.submit(ask_of(tenant()), 0.0)) for _ in range(7)]
     ticket = waits(router.submit(batch(), 0.0))
-    last = placed(router.submit(of(tenant()), 0.0))
+    last = placed(router.submit(ask_of(tenant()), 0.0))
     assert router.pop_due(0.0) == []
     router.leases.finish(last, 0.0, Outcome.DONE)
     assert router.pop_due(0.0) == [], "an eighth is left free"
@@ -450,17 +374,17 @@ def test_batch_waits_until_an_eighth_of_slots_is_free() -> None:
         router.leases.record_first_token(lease, 0.1)
         if number < 2:
             router.leases.finish(lease, 0.1, Outcome.DONE)
-    ((gone, answer),) = router.pop_due(0.1)
+    gone, answer = pop_one(router, 0.1)
     assert gone is ticket
-    assert isinstance(answer, Lease)
+    placed(answer)
 
 
 def test_batch_leaves_room_in_the_kv_cache() -> None:
     router = router_of(spec("w"))
     worker_of(router, "w").kv_capacity = 1000
-    placed(router.submit(of(tenant(), 400, 50), 0.0))
+    placed(router.submit(ask_of(tenant(), 400, 50), 0.0))
     waits(router.submit(batch(400), 0.0))
-    placed(router.submit(of(tenant(), 400, 50), 0.0))
+    placed(router.submit(ask_of(tenant(), 400, 50), 0.0))
 
 
 SIDES = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
@@ -470,7 +394,7 @@ FULL = (spec("p", Role.PREFILL, most=1), spec("d", Role.DECODE))
 @pytest.mark.parametrize("above", [1, 1000])
 def test_short_batch_runs_without_a_prefill_worker(above: int) -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=above)
-    first = placed(router.submit(of(tenant(), 500_000), 0.0))
+    first = placed(router.submit(ask_of(tenant(), 500_000), 0.0))
     assert first.prefill is not None
     lease = placed(router.submit(batch(20), 0.0))
     assert (lease.worker.name, lease.prefill) == ("d", None)
@@ -478,40 +402,38 @@ def test_short_batch_runs_without_a_prefill_worker(above: int) -> None:
 
 def test_long_batch_waits_for_a_slot_on_a_prefill_worker() -> None:
     router = router_of(*FULL, transfer=True, disaggregate_above=1000)
-    first = placed(router.submit(of(tenant(), 50_000), 0.0))
+    first = placed(router.submit(ask_of(tenant(), 50_000), 0.0))
     for _ in range(4):
-        router.leases.record_first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+        router.leases.record_first_token(
+            placed(router.submit(ask_of(tenant(), 10, 1000), 0.0)), 0.0
+        )
     waits(router.submit(batch(12_000), 0.0))
     router.leases.end_prefill(first, 5.0, None)
-    ((_, answer),) = router.pop_due(5.0)
-    assert isinstance(answer, Lease)
-    assert answer.prefill is not None
+    assert placed(pop_one(router, 5.0)[1]).prefill is not None
 
 
 def test_long_batch_is_served_whole_without_prefill_workers() -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=1000)
     router.fleet.roster.drain("p")
-    router.leases.record_first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+    router.leases.record_first_token(placed(router.submit(ask_of(tenant(), 10, 1000), 0.0)), 0.0)
     assert placed(router.submit(batch(12_000), 0.0)).worker.name == "d"
 
 
 def test_batch_waits_for_an_idle_prefill_worker() -> None:
-    sides = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
-    router = router_of(*sides, transfer=True, disaggregate_above=1)
-    first = placed(router.submit(of(tenant(), 500_000), 0.0))
+    router = router_of(*SIDES, transfer=True, disaggregate_above=1)
+    first = placed(router.submit(ask_of(tenant(), 500_000), 0.0))
     assert first.prefill is not None
     ticket = waits(router.submit(batch(5000), 0.0))
     router.leases.end_prefill(first, 30.0, None)
     router.leases.record_first_token(first, 30.0)
-    ((gone, answer),) = router.pop_due(30.0)
+    gone, answer = pop_one(router, 30.0)
     assert gone is ticket
-    assert isinstance(answer, Lease)
-    assert answer.prefill is not None
+    assert placed(answer).prefill is not None
 
 
 def test_each_sample_is_charged() -> None:
     router, owner = router_of(spec("w")), tenant(tokens_per_minute=1000)
-    placed(router.submit(of(owner, 100, 50, samples=3), 0.0))
+    placed(router.submit(ask_of(owner, 100, 50, samples=3), 0.0))
     assert (tokens_left(owner), owner.virtual) == (750, 400)
 
 
@@ -524,5 +446,5 @@ def test_refusal_marks_an_estimated_size_with_about(error: int, about: str) -> N
     assert refusal.param == "messages"
     request.route = "completions"
     assert refused(router.submit(request, 0.0)).param == "prompt"
-    own = refused(router.submit(of(owner, 500, error=error), 0.0))
+    own = refused(router.submit(ask_of(owner, 500, error=error), 0.0))
     assert f"this prompt has {about}500" in own.message

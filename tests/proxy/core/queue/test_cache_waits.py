@@ -17,8 +17,9 @@ from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import MAX_CACHE_WAIT
-from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
+from proxy.core.tenants.tenants import Rank
 from tests.present import present
+from tests.proxy.core import making
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
 
 TOKEN_S, STEP_S = 1e-4, 0.02
@@ -28,7 +29,7 @@ SAVED_S = PROMPT * TOKEN_S  # by the cache: much more than a slot takes
 WAIT_S = 60.0  # longest in the queue
 
 
-def make_router(names: Iterable[str] = "ab", most: int = 1, **settings: object) -> Router:
+def make_router(names: Iterable[str] = "ab", most: int | None = 1, **settings: object) -> Router:
     """Return a router of workers whose pace is known."""
     settings = {"queue_wait_s": WAIT_S, **settings}
     router = router_of(*(spec(name, most=most) for name in names), **settings)
@@ -43,6 +44,10 @@ def turn(output: int = OUTPUT, deadline: float = inf) -> RequestInfo:
     info = ask(PROMPT, output, long=True, prefix=BLOCKS)
     info.session, info.deadline = 5, deadline
     return info
+
+
+def pinned_to(name: str) -> RequestInfo:
+    return making.pinned_to(name, 10)
 
 
 def serve_first_turn(router: Router) -> str:
@@ -68,69 +73,60 @@ def occupy(
     return lease
 
 
-def waiting_turn(**settings: object) -> tuple[Router, Lease, Ticket, str]:
-    """Return a turn that waits for its worker beside an idle one."""
-    router = make_router(**settings)
-    name = serve_first_turn(router)
-    running = occupy(router, name)
-    return router, running, waits(router.submit(turn(), 11.0)), name
+class Scene:
+    """A full worker that has the cache of a session, and another worker."""
 
+    def __init__(self, names: str = "ab", output: int = OUTPUT, **settings: object) -> None:
+        self.router = make_router(names, **settings)
+        self.full = serve_first_turn(self.router)
+        self.other = next(name for name in names if name != self.full)
+        self.running = occupy(self.router, self.full, output)
+        self.length = lambda: self.router.queue.cache_waits.length
 
-def settled(router: Router, now: float) -> Lease:
-    ((_, answer),) = router.pop_due(now)
-    assert isinstance(answer, Lease)
-    return answer
+    def wait(self, deadline: float = inf) -> Ticket:
+        """Submit the session's next turn, which waits."""
+        return waits(self.router.submit(turn(deadline=deadline), 11.0))
+
+    def end(self, lease: Lease, now: float) -> None:
+        self.router.leases.finish(lease, now, Outcome.DONE)
+
+    def settled(self, now: float) -> Lease:
+        """Return the only lease that is due now."""
+        return placed(making.pop_one(self.router, now)[1])
 
 
 def test_turn_waits_for_the_worker_with_its_cache() -> None:
-    router, running, ticket, name = waiting_turn()
-    assert router.placer.decisions[ticket.ask.model, Reason.AWAITS_CACHE] == 1
-    assert router.pop_due(11.5) == []
-    router.leases.finish(running, 12.0, Outcome.DONE)
-    lease = settled(router, 12.0)
-    assert (lease.worker.name, lease.decision.turn) == (name, "stayed")
+    scene = Scene()
+    ticket = scene.wait()
+    assert scene.router.placer.decisions[ticket.ask.model, Reason.AWAITS_CACHE] == 1
+    assert scene.router.pop_due(11.5) == []
+    scene.end(scene.running, 12.0)
+    lease = scene.settled(12.0)
+    assert (lease.worker.name, lease.decision.turn) == (scene.full, "stayed")
     assert lease.decision.cached_tokens > 0.9 * PROMPT
-    assert router.queue.cache_waits.length == router.queue.length == 0
+    assert scene.length() == scene.router.queue.length == 0
 
 
 def test_other_requests_pass_it() -> None:
-    router, _, _, name = waiting_turn(names="abc")
-    batch = ask(10)
+    scene = Scene("abc")
+    ticket, batch = scene.wait(), ask(10)
     batch.rank = Rank.BATCH
-    assert placed(router.submit(ask(300_000, long=True), 11.1)).worker.name != name
-    assert placed(router.submit(batch, 11.1)).worker.name != name
-
-
-def test_lines_of_batches_do_not_wait_for_it() -> None:
-    router, _, ticket, _ = waiting_turn()
-    assert not router.queue.has_waiting_for(ticket.ask.model)
-    assert not router.queue.any_ahead_of(ask(10))
+    assert not scene.router.queue.has_waiting_for(ticket.ask.model)
+    assert not scene.router.queue.any_ahead_of(ask(10))
+    for info in (ask(300_000, long=True), batch):
+        assert placed(scene.router.submit(info, 11.1)).worker.name != scene.full
 
 
 def test_turn_that_comes_back_has_its_age() -> None:
     """It goes ahead of a higher class by its own arrival, not by that of a younger request."""
-    router, running, ticket, name = waiting_turn()
-    occupy(router, "b" if name == "a" else "a", now=11.1)
-    waits(router.submit(ask(100, long=True), 35.0))
-    higher = ask(100, long=True)
+    scene = Scene()
+    ticket, higher = scene.wait(), ask(100, long=True)
+    occupy(scene.router, scene.other, now=11.1)
     higher.rank = Rank.INTERACTIVE
-    waits(router.submit(higher, 35.0))
-    router.leases.finish(running, 36.0, Outcome.DONE)
-    assert settled(router, 36.0).ask is ticket.ask
-
-
-def test_turns_of_the_line_pass_it_too() -> None:
-    """A full fleet: the free slot goes to the request behind a turn that waits for its cache."""
-    router = make_router()
-    name = serve_first_turn(router)
-    occupy(router, name)
-    free = occupy(router, "b" if name == "a" else "a")
-    first, second = turn(), ask(100, long=True)
-    waits(router.submit(first, 11.0))
-    waits(router.submit(second, 11.1))
-    router.leases.finish(free, 12.0, Outcome.DONE)
-    assert settled(router, 12.0).ask is second
-    assert router.queue.cache_waits.length == 1
+    for info in (ask(100, long=True), higher):
+        waits(scene.router.submit(info, 35.0))
+    scene.end(scene.running, 36.0)
+    assert scene.settled(36.0).ask is ticket.ask
 
 
 @pytest.mark.parametrize(
@@ -138,14 +134,10 @@ def test_turns_of_the_line_pass_it_too() -> None:
 )
 def test_turn_goes_elsewhere_where_a_wait_costs_more_or_is_impossible(case: str) -> None:
     settings = {"no queue": {"queue_requests": 0}, "queue full": {"queue_requests": 1}}
-    router = make_router(**settings.get(case, {}))
-    name = serve_first_turn(router)
-    running = occupy(router, name, output=2000 if case == "slow slot" else OUTPUT)
-    info = turn()
+    scene = Scene(output=2000 if case == "slow slot" else OUTPUT, **settings.get(case, {}))
+    router, name, info = scene.router, scene.full, turn()
     if case == "queue full":
-        pinned = ask(10)
-        pinned.pinned = name
-        waits(router.submit(pinned, 11.0))
+        waits(router.submit(pinned_to(name), 11.0))
     if case == "short cache":
         info = ask(4000 + PROMPT // 100, OUTPUT, prefix=BLOCKS[:3])
     if case == "batch":
@@ -153,7 +145,7 @@ def test_turn_goes_elsewhere_where_a_wait_costs_more_or_is_impossible(case: str)
     if case == "deadline":
         info.deadline = 11.0 + SAVED_S + 0.5
     if case == "retry":
-        router.leases.finish(running, 11.0, Outcome.DONE)
+        scene.end(scene.running, 11.0)
         failed = placed(router.submit(info, 11.0))
         occupy(router, name, now=11.0) if not failed.worker.is_full else None
         answer = router.retry(
@@ -164,93 +156,81 @@ def test_turn_goes_elsewhere_where_a_wait_costs_more_or_is_impossible(case: str)
     assert placed(answer).worker.name != name
 
 
-def leave(router: Router, name: str) -> None:
-    router.fleet.roster.remove(name)
-
-
-def drain(router: Router, name: str) -> None:
-    router.fleet.roster.drain(name)
-
-
 def fail(router: Router, name: str) -> None:
     for _ in range(10):
         router.fleet.health.record_failure(worker_of(router, name), 11.2)
 
 
-def go_down(router: Router, name: str) -> None:
-    for _ in range(5):
-        router.fleet.health.probe_failed(name, 11.2, "refused")
-
-
-@pytest.mark.parametrize("happens", [leave, drain, fail, go_down])
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda router, name: router.fleet.roster.remove(name),
+        lambda router, name: router.fleet.roster.drain(name),
+        lambda router, name: making.take_down(router.fleet, name, now=11.2),
+        fail,
+    ],
+    ids=["leaves", "drains", "is down", "fails"],
+)
 def test_worker_that_cannot_serve_releases_its_turns_at_once(
     happens: Callable[[Router, str], None],
 ) -> None:
-    router, _, _, name = waiting_turn()
-    happens(router, name)
-    lease = settled(router, 11.3)
-    assert (lease.worker.name != name, lease.decision.turn) == (True, "displaced")
+    scene = Scene()
+    scene.wait()
+    happens(scene.router, scene.full)
+    lease = scene.settled(11.3)
+    assert (lease.worker.name, lease.decision.turn) == (scene.other, "displaced")
 
 
 def test_turn_waits_for_no_worker_that_has_dropped_its_model() -> None:
     """In a large group, the workers with the prompt's cache are known by its prefix alone."""
-    names = [f"w{i}" for i in range(MAX_UNRANKED + 2)]
-    router = make_router(names)
+    router = make_router([f"w{i}" for i in range(MAX_UNRANKED + 2)])
     name = serve_first_turn(router)
     occupy(router, name)
     router.fleet.roster.set_served(name, ["other"])
     assert placed(router.submit(turn(), 11.0)).worker.name != name
 
 
-def test_turn_that_waited_in_vain_goes_to_another_worker() -> None:
-    router, _, ticket, name = waiting_turn()
+@pytest.mark.parametrize("target_s", [None, SAVED_S / 2], ids=["no target", "a target missed"])
+def test_turn_that_waited_in_vain_goes_to_another_worker(target_s: float | None) -> None:
+    targets = {} if target_s is None else {Rank.STANDARD: target_s}
+    scene = Scene(admission=AdmissionSettings(ttft_s=targets))
+    ticket = scene.wait()
     assert ticket.cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * WAIT_S)
-    assert router.pop_due(ticket.cache_until - 0.01) == []
-    assert settled(router, ticket.cache_until).worker.name != name
+    assert scene.router.pop_due(ticket.cache_until - 0.01) == []
+    if target_s is None:
+        assert scene.settled(ticket.cache_until).worker.name == scene.other
 
 
-def test_turn_of_a_full_fleet_waits_for_any_slot_after_its_time() -> None:
-    router, _, ticket, name = waiting_turn()
-    other = "b" if name == "a" else "a"
-    free = occupy(router, other, now=11.1)
-    assert router.pop_due(ticket.cache_until) == []
-    assert router.queue.cache_waits.length == 0
-    router.leases.finish(free, ticket.cache_until + 1.0, Outcome.DONE)
-    assert settled(router, ticket.cache_until + 1.0).worker.name == other
-
-
-def test_deadline_is_met_elsewhere_if_the_slot_comes_late() -> None:
-    router = make_router()
-    name = serve_first_turn(router)
-    occupy(router, name)
-    deadline = 11.0 + SAVED_S + 5.0
-    ticket = waits(router.submit(turn(deadline=deadline), 11.0))
-    assert ticket.cache_until <= deadline - SAVED_S
-    lease = settled(router, ticket.cache_until)
-    assert lease.worker.name != name
-    assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= deadline + 0.01
+@pytest.mark.parametrize("states", ["a deadline", "a target", "a target, in a full fleet"])
+def test_deadline_or_target_is_met_elsewhere_if_the_slot_comes_late(states: str) -> None:
+    bound_s = SAVED_S + 5.0
+    targets = {} if states == "a deadline" else {Rank.STANDARD: bound_s}
+    scene = Scene(admission=AdmissionSettings(ttft_s=targets))
+    free = occupy(scene.router, scene.other) if "full" in states else None
+    ticket = scene.wait(11.0 + bound_s if states == "a deadline" else inf)
+    if free is not None:
+        scene.end(free, 12.0)
+        assert scene.router.pop_due(12.0) == []
+    lease = scene.settled(ticket.cache_until)
+    assert lease.worker.name == scene.other
+    assert ticket.cache_until + present(lease.decision.predicted_ttft_s) <= 11.0 + bound_s + 0.01
 
 
 def test_deadline_that_only_the_full_worker_can_meet_is_not_refused() -> None:
     """Another worker's prefill takes too long; the slot comes in time, even after half of it."""
-    router = make_router()
-    name = serve_first_turn(router)
-    running = occupy(router, name)
-    deadline = 11.0 + 2.0
-    ticket = waits(router.submit(turn(deadline=deadline), 11.0))
-    assert router.pop_due(12.5) == []
-    router.leases.finish(running, 12.6, Outcome.DONE)
-    lease = settled(router, 12.6)
-    assert lease.worker.name == name
-    assert 12.6 + present(lease.decision.predicted_ttft_s) <= deadline
-    assert ticket.deadline <= deadline
+    scene = Scene()
+    ticket = scene.wait(deadline=13.0)
+    assert scene.router.pop_due(12.5) == []
+    scene.end(scene.running, 12.6)
+    lease = scene.settled(12.6)
+    assert lease.worker.name == scene.full
+    assert 12.6 + present(lease.decision.predicted_ttft_s) <= 13.0
+    assert ticket.deadline <= 13.0
 
 
 def test_deadline_that_no_worker_can_meet_is_refused_at_once() -> None:
-    router = make_router()
-    occupy(router, serve_first_turn(router))
-    answer = refused(router.submit(turn(deadline=11.0 + 0.9), 11.0))  # the slot is due in 1 s
-    assert answer.reason is Reason.DEADLINE
+    answer = Scene().router.submit(turn(deadline=11.0 + 0.9), 11.0)  # the slot is due in 1 s
+    assert refused(answer).reason is Reason.DEADLINE
 
 
 def test_target_that_only_the_full_worker_can_meet_is_not_refused() -> None:
@@ -265,39 +245,12 @@ def test_target_that_only_the_full_worker_can_meet_is_not_refused() -> None:
     assert present(waits(router.submit(turn(), 11.0)).cache_wait).worker.name == name
 
 
-@pytest.mark.parametrize("arrives", ["beside a free worker", "in a full fleet"])
-def test_target_of_its_class_is_met_elsewhere_too(arrives: str) -> None:
-    target_s = SAVED_S + 5.0
-    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: target_s}))
-    name = serve_first_turn(router)
-    occupy(router, name)
-    free = occupy(router, "b" if name == "a" else "a")
-    if arrives == "beside a free worker":
-        router.leases.finish(free, 10.5, Outcome.DONE)
-    ticket = waits(router.submit(turn(), 11.0))
-    if arrives == "in a full fleet":
-        router.leases.finish(free, 12.0, Outcome.DONE)
-        assert router.pop_due(12.0) == []
-    lease = settled(router, ticket.cache_until)
-    assert lease.worker.name != name
-    assert ticket.cache_until + (lease.decision.predicted_ttft_s or inf) <= 11.0 + target_s + 0.01
-
-
-def test_target_that_is_missed_elsewhere_ends_no_wait() -> None:
-    router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: SAVED_S / 2}))
-    occupy(router, serve_first_turn(router))
-    ticket = waits(router.submit(turn(), 11.0))
-    assert ticket.cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * WAIT_S)
-
-
 def test_turns_ahead_count() -> None:
     """Each turn that waits adds the time of a slot, until a wait costs more than it saves."""
-    router = make_router()
-    name = serve_first_turn(router)
-    occupy(router, name, output=150)
-    answers = [router.submit(turn(output=150), 11.0) for _ in range(5)]
+    scene = Scene(output=150)
+    answers = [scene.router.submit(turn(output=150), 11.0) for _ in range(5)]
     assert [isinstance(each, Ticket) for each in answers] == [True, True, True, False, True]
-    assert placed(answers[3]).worker.name != name
+    assert placed(answers[3]).worker.name == scene.other
 
 
 def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
@@ -316,135 +269,102 @@ def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
     assert 0.0 < seconds[0] < seconds[1]
 
 
-def pinned_to(name: str) -> RequestInfo:
-    info = ask(10)
-    info.pinned = name
-    return info
-
-
 def test_full_queue_ends_the_wait_of_a_turn() -> None:
     """The turn goes to a free worker, so that a request that needs the queue gets its place."""
-    router, _, ticket, name = waiting_turn(queue_requests=1)
-    other = waits(router.submit(pinned_to(name), 11.1))
-    assert (ticket.left, router.queue.length, router.queue.cache_waits.length) == (True, 1, 0)
-    ((found, lease),) = router.pop_due(11.2)
-    assert found is ticket
-    assert placed(lease).worker.name != name
+    scene = Scene(queue_requests=1)
+    ticket = scene.wait()
+    other = waits(scene.router.submit(pinned_to(scene.full), 11.1))
+    assert (ticket.left, scene.router.queue.length, scene.length()) == (True, 1, 0)
+    found, lease = making.pop_one(scene.router, 11.2)
+    assert (found, placed(lease).worker.name) == (ticket, scene.other)
     assert not other.left
 
 
 def test_turn_that_leaves_a_full_queue_can_be_withdrawn() -> None:
-    router, running, ticket, name = waiting_turn(queue_requests=1)
-    waits(router.submit(pinned_to(name), 11.1))
-    router.withdraw(ticket, 11.1)
-    assert router.pop_due(11.2) == []
-    router.leases.finish(running, 11.3, Outcome.DONE)
-    assert placed(router.pop_due(11.3)[0][1]).worker.name == name
-    assert sum(worker.requests for worker in router.fleet.roster) == 1
+    scene = Scene(queue_requests=1)
+    ticket = scene.wait()
+    waits(scene.router.submit(pinned_to(scene.full), 11.1))
+    scene.router.withdraw(ticket, 11.1)
+    assert scene.router.pop_due(11.2) == []
+    scene.end(scene.running, 11.3)
+    assert scene.settled(11.3).worker.name == scene.full
+    assert sum(worker.requests for worker in scene.router.fleet.roster) == 1
 
 
 def test_full_queue_ends_no_wait_of_a_turn_without_another_worker() -> None:
     """The next slot frees a place in the queue: that is when the client should come again."""
-    router, _, ticket, name = waiting_turn(queue_requests=1)
-    occupy(router, "b" if name == "a" else "a", now=11.1)
-    answer = refused(router.submit(ask(10), 11.2))
+    scene = Scene(queue_requests=1)
+    ticket = scene.wait()
+    occupy(scene.router, scene.other, now=11.1)
+    answer = refused(scene.router.submit(ask(10), 11.2))
     assert (answer.reason, answer.retry_after_s) == (Reason.QUEUE_FULL, 1)
-    assert not ticket.left
-    assert router.queue.cache_waits.length == 1
+    assert (ticket.left, scene.length()) == (False, 1)
 
 
 def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
-    router, _, ticket, name = waiting_turn(queue_requests=2)
-    free = occupy(router, "b" if name == "a" else "a", now=11.1)
-    first = waits(router.submit(ask(100, long=True), 11.2))
-    router.leases.finish(free, 11.3, Outcome.DONE)
-    assert refused(router.submit(pinned_to(name), 11.3)).reason is Reason.QUEUE_FULL
-    assert not ticket.left
-    assert settled(router, 11.3).ask is first.ask
+    scene = Scene(queue_requests=2)
+    ticket = scene.wait()
+    free = occupy(scene.router, scene.other, now=11.1)
+    first = waits(scene.router.submit(ask(100, long=True), 11.2))
+    scene.end(free, 11.3)
+    answer = refused(scene.router.submit(pinned_to(scene.full), 11.3))
+    assert (answer.reason, ticket.left) == (Reason.QUEUE_FULL, False)
+    assert scene.settled(11.3).ask is first.ask
 
 
 def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queue() -> None:
     """It gives way to no request itself."""
-    router, _, ticket, name = waiting_turn(names="abc", queue_requests=1)
-    urgent = waits(router.submit(turn(output=1, deadline=14.0), 11.0))
+    scene = Scene("abc", queue_requests=1)
+    ticket = scene.wait()
+    urgent = waits(scene.router.submit(turn(output=1, deadline=14.0), 11.0))
     assert (ticket.left, present(urgent.cache_wait).only) == (True, True)
-    assert placed(router.pop_due(11.1)[0][1]).worker.name != name
-    assert refused(router.submit(pinned_to(name), 11.1)).reason is Reason.QUEUE_FULL
-    assert not urgent.left
+    assert scene.settled(11.1).worker.name != scene.full
+    answer = refused(scene.router.submit(pinned_to(scene.full), 11.1))
+    assert (answer.reason, urgent.left) == (Reason.QUEUE_FULL, False)
 
 
 def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
-    router = make_router(queue_requests=4)
-    name = serve_first_turn(router)
-    occupy(router, name)
-    turns = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
-    running = occupy(router, "b" if name == "a" else "a", now=11.0)
+    scene = Scene(queue_requests=4)
+    turns = [scene.wait() for _ in range(2)]
+    running = occupy(scene.router, scene.other, now=11.0)
     for _ in range(2):
-        waits(router.submit(ask(100), 11.0))
+        waits(scene.router.submit(ask(100), 11.0))
     for second in range(13, 25, 2):  # a slot each two seconds
-        router.leases.finish(running, second, Outcome.DONE)
-        running = settled(router, second)
-        waits(router.submit(ask(100), second))
+        scene.end(running, second)
+        running = scene.settled(second)
+        waits(scene.router.submit(ask(100), second))
     assert not any(ticket.left for ticket in turns)
-    assert router.queue.cache_waits.length == 2
-    assert refused(router.submit(ask(100), 23.0)).retry_after_s == 6
-
-
-def test_withdrawn_turn_leaves_no_trace() -> None:
-    router, _, ticket, _ = waiting_turn()
-    router.withdraw(ticket, 11.5)
-    assert router.queue.cache_waits.length == router.queue.length == 0
-    assert router.pop_due(12.0) == []
-
-
-def test_wait_for_a_cache_says_nothing_of_the_queues_speed() -> None:
-    router, _, ticket, name = waiting_turn()
-    lease = placed(router.submit(ask(10), 11.5))
-    assert lease.worker.name != name
-    router.leases.finish(lease, 21.0, Outcome.DONE)
-    assert router.queue.wait_s(21.0, 0) is None
-    assert not ticket.left
+    assert scene.length() == 2
+    assert refused(scene.router.submit(ask(100), 23.0)).retry_after_s == 6
 
 
 def test_explain_names_the_worker_and_the_longest_wait() -> None:
-    router = make_router()
-    name = serve_first_turn(router)
-    occupy(router, name)
-    answer = refused(router.placer.explain(turn(), 11.0))
+    scene = Scene(queue_requests=1)
+    name, other = scene.full, scene.other
+    answer = refused(scene.router.placer.explain(turn(), 11.0))
     assert answer.reason is Reason.AWAITS_CACHE
     assert (
         f"wait for a slot of {name}, whose cache saves more: it is due in 1.0 s" in answer.message
     )
     assert f"after {MAX_CACHE_WAIT_SHARE * WAIT_S:.1f} s" in answer.message
-    notes = {score.worker: score.note for score in answer.scores}
-    other = "b" if name == "a" else "a"
+    notes = making.notes(scene.router, turn(), 11.0)
     assert notes == {name: "full", other: f"higher cost than the wait for {name}"}
-
-
-def test_explain_names_no_wait_without_room_in_the_queue() -> None:
-    router = make_router(queue_requests=1)
-    name = serve_first_turn(router)
-    occupy(router, name)
-    pinned = ask(10)
-    pinned.pinned = name
-    waits(router.submit(pinned, 11.0))
-    decision = router.placer.explain(turn(), 11.0)
+    waits(scene.router.submit(pinned_to(name), 11.0))  # no room in the queue is left
+    decision = scene.router.placer.explain(turn(), 11.0)
     assert isinstance(decision, Decision)
-    assert placed(router.submit(turn(), 11.0)).worker is decision.worker
+    assert placed(scene.router.submit(turn(), 11.0)).worker is decision.worker
 
 
 def test_tenant_with_the_least_counter_gets_the_slot() -> None:
-    router = make_router()
-    name = serve_first_turn(router)
-    running = occupy(router, name)
-    tenants = [Tenant(TenantSpec(each)) for each in "xy"]
-    infos = [turn(), turn()]
-    for info, tenant in zip(infos, tenants, strict=True):
-        info.tenant = tenant
-        waits(router.submit(info, 11.0))
+    scene = Scene()
+    tenants = [making.tenant(each) for each in "xy"]
+    for owner in tenants:
+        info = turn()
+        info.tenant = owner
+        waits(scene.router.submit(info, 11.0))
     tenants[0].charge(1e6)
-    router.leases.finish(running, 11.5, Outcome.DONE)
-    assert settled(router, 11.5).ask.tenant is tenants[1]
+    scene.end(scene.running, 11.5)
+    assert scene.settled(11.5).ask.tenant is tenants[1]
 
 
 @given(

@@ -9,30 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.core.fleet.leases import Attempts, Lease
+from proxy.core.fleet.leases import Attempts
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.queue.eviction import amounts
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
-from proxy.core.tenants.limits import Limits
-from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
+from proxy.core.tenants.tenants import Rank
 from tests.present import present
-from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits
+from tests.proxy.core.making import (
+    ask_of,
+    placed,
+    pop_one,
+    refused,
+    router_of,
+    spec,
+    tenant,
+    waits,
+)
 
 INTERACTIVE, STANDARD, BATCH = Rank
 CAPACITY = 12
-
-
-def tenant(name: str, weight: float = 1.0, rank: Rank = STANDARD, **limits: int) -> Tenant:
-    return Tenant(TenantSpec(name, rank, weight, Limits(**limits)))
-
-
-def of(owner: Tenant | None, prompt: int = 100, **fields: Any) -> RequestInfo:
-    info = ask(prompt, **fields)
-    info.tenant = owner
-    if owner is not None:
-        info.rank = owner.spec.rank
-    return info
 
 
 class QueueBench:
@@ -64,67 +60,59 @@ class QueueBench:
 
 def test_flood_leaves_room_for_other_tenants() -> None:
     bench, flood = QueueBench(), tenant("flood")
-    tickets = [bench.add(of(flood)) for _ in range(CAPACITY + 3)]
+    tickets = [bench.add(ask_of(flood)) for _ in range(CAPACITY + 3)]
     assert tickets == [[]] * CAPACITY + [None] * 3
     last = bench.tickets[-1]
-    assert bench.add(of(tenant("single"))) == [last], "the newest request"
-    assert bench.add(of(flood)) is None
+    assert bench.add(ask_of(tenant("single"))) == [last], "the newest request"
+    assert bench.add(ask_of(flood)) is None
 
 
 def test_shares_follow_weights() -> None:
-    bench, light, heavy = QueueBench(), tenant("one"), tenant("three", 3.0)
+    bench, light, heavy = QueueBench(), tenant("one"), tenant("three", weight=3.0)
     for _ in range(50):
-        bench.add(of(light))
-        bench.add(of(heavy))
+        bench.add(ask_of(light))
+        bench.add(ask_of(heavy))
     assert bench.counts() == {"one": 3, "three": 9}
 
 
-def test_bytes_count_if_they_are_scarce() -> None:
-    bench, large, small = QueueBench(1000, 10_000), tenant("large"), tenant("small")
+@pytest.mark.parametrize("bound", ["max_bytes", "most_tokens"])
+def test_bytes_and_tokens_count_if_they_are_scarce(bound: str) -> None:
+    bench, large, small = QueueBench(1000, **{bound: 10_000}), tenant("large"), tenant("small")
     for _ in range(4):
-        bench.add(of(large, size=2500))
+        assert bench.add(ask_of(large, 2500, size=2500)) == []
     for _ in range(9):
-        assert bench.add(of(small, size=100)) is not None
+        assert bench.add(ask_of(small, 100, size=100)) is not None
     assert bench.counts() == {"large": 3, "small": 9}
-    assert bench.add(of(large, size=2500)) is None
-
-
-def test_tokens_count_if_they_are_scarce() -> None:
-    bench = QueueBench(1000, most_tokens=10_000)
-    large, small = tenant("large"), tenant("small")
-    for _ in range(2):
-        bench.add(of(large, 5000))
-    gone = present(bench.add(of(small, 100)))
-    assert len(gone) == 1
+    assert bench.add(ask_of(large, 2500, size=2500)) is None
 
 
 def test_batch_is_evicted_first_and_evicts_no_request() -> None:
     bench = QueueBench()
-    batch, other = tenant("batch", 100.0, BATCH), tenant("other")
+    batch, other = tenant("batch", BATCH, 100.0), tenant("other")
     for _ in range(CAPACITY):
-        bench.add(of(batch))
+        bench.add(ask_of(batch))
     for _ in range(CAPACITY):
-        assert bench.add(of(other)) is not None
+        assert bench.add(ask_of(other)) is not None
     assert bench.counts() == {"other": CAPACITY}
-    assert bench.add(of(batch)) is None
+    assert bench.add(ask_of(batch)) is None
 
 
 def test_retries_and_anonymous_requests_are_not_evicted() -> None:
     bench, owner = QueueBench(2), tenant("who")
-    bench.queue.push(of(owner), 0.0, Attempts(frozenset({"w"})))
-    bench.queue.push(of(owner), 0.0, Attempts(frozenset({"w"})))
-    assert bench.queue.choose_evicted(of(tenant("other"))) == []
+    bench.queue.push(ask_of(owner), 0.0, Attempts(frozenset({"w"})))
+    bench.queue.push(ask_of(owner), 0.0, Attempts(frozenset({"w"})))
+    assert bench.queue.choose_evicted(ask_of(tenant("other"))) == []
     bench = QueueBench(2)
     for _ in range(2):
-        bench.add(of(None))
-    assert bench.add(of(None)) is None
+        bench.add(ask_of(None))
+    assert bench.add(ask_of(None)) is None
 
 
 def test_no_eviction_if_the_request_would_not_fit() -> None:
     bench, small, large = QueueBench(1000, 1000), tenant("small"), tenant("large")
     for _ in range(10):
-        bench.add(of(small, size=100))
-    assert bench.add(of(large, size=900)) is None, "it would have a larger share"
+        bench.add(ask_of(small, size=100))
+    assert bench.add(ask_of(large, size=900)) is None, "it would have a larger share"
     assert bench.counts() == {"small": 10}
 
 
@@ -135,12 +123,12 @@ def test_no_eviction_if_the_request_would_not_fit() -> None:
 def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int, int]]) -> None:
     bench = QueueBench(CAPACITY, 2000, most_tokens=1500)
     tenants = [
-        tenant(f"t{number}", 1.0 + number % 2, rank)
+        tenant(f"t{number}", rank, 1.0 + number % 2)
         for number, rank in enumerate((INTERACTIVE, STANDARD, STANDARD, STANDARD, BATCH))
     ]
     for number, size, prompt in requests:
         before = bench.counts()
-        gone = bench.add(of(tenants[number], prompt, size=size))
+        gone = bench.add(ask_of(tenants[number], prompt, size=size))
         for ticket in gone or []:
             name = present(ticket.ask.tenant).name
             assert name != tenants[number].name
@@ -156,18 +144,18 @@ def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int,
 def test_evicted_request_is_refused_and_not_charged() -> None:
     router = router_of(spec("w", most=1), queue_requests=2)
     flood = tenant("flood", tokens_per_minute=10_000)
-    lease = placed(router.submit(of(flood), 0.0))
-    first, last = (waits(router.submit(of(flood), 0.0)) for _ in range(2))
+    lease = placed(router.submit(ask_of(flood), 0.0))
+    first, last = (waits(router.submit(ask_of(flood), 0.0)) for _ in range(2))
     assert flood.ledger.running == 3
-    single = waits(router.submit(of(tenant("single")), 0.0))
+    single = waits(router.submit(ask_of(tenant("single")), 0.0))
     assert (flood.ledger.running, flood.waiting) == (2, 1)
-    ((evicted, refusal),) = router.pop_due(0.0)
+    evicted, refusal = pop_one(router, 0.0)
     assert evicted is last
     assert refused(refusal).reason is Reason.QUEUE_FULL
     assert router.pop_due(0.0) == []
     router.leases.finish(lease, 0.0, Outcome.DONE)
-    ((next_ticket, answer),) = router.pop_due(0.0)
-    assert isinstance(answer, Lease)
+    next_ticket, answer = pop_one(router, 0.0)
+    placed(answer)
     assert next_ticket in (first, single)
 
 
@@ -175,8 +163,8 @@ def test_evicted_request_is_refused_and_not_charged() -> None:
 def test_evicted_request_may_be_withdrawn_before_due(withdrawn: bool) -> None:
     router = router_of(spec("w", most=1), queue_requests=1)
     flood = tenant("flood")
-    placed(router.submit(of(flood), 0.0))
-    ticket = waits(router.submit(of(flood), 0.0))
-    single = waits(router.submit(of(tenant("single", 10.0)), 0.0))
+    placed(router.submit(ask_of(flood), 0.0))
+    ticket = waits(router.submit(ask_of(flood), 0.0))
+    single = waits(router.submit(ask_of(tenant("single", weight=10.0)), 0.0))
     router.withdraw(ticket if withdrawn else single, 0.0)
     assert [gone for gone, _ in router.pop_due(0.0)] == ([] if withdrawn else [ticket])

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model.types import Reason, Refusal, RequestInfo
+from proxy.core.model.types import Reason, Refusal
 from proxy.core.queue.dispatch import End
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Tenant, TenantSpec
-from tests.proxy.core.making import ask
+from tests.proxy.core.making import ask, ask_of
 
 END = Refusal(429, Reason.QUEUE_FULL, "over")
 
@@ -39,30 +39,6 @@ def test_smaller_request_may_pass_blocked_larger_ones() -> None:
     assert leave(queue, same) == []
     assert leave(queue, small, smaller) == [small, smaller]
     assert leave(queue, large, same) == [large, same]
-
-
-def test_oldest_request_goes_first() -> None:
-    queue = make_queue()
-    tickets = [queue.push(ask(long=bool(i % 2)), float(i)) for i in range(6)]
-    assert leave(queue, *tickets) == tickets
-
-
-def test_models_have_separate_queues() -> None:
-    queue = make_queue()
-    queue.push(ask(model="a"), 0.0)
-    b = queue.push(ask(model="b"), 1.0)
-    assert leave(queue, b) == [b]
-    assert queue.count_waiting("a", long=False) == 1
-    assert queue.count_waiting("b", long=False) == 0
-
-
-def test_ticket_is_removed_once() -> None:
-    queue = make_queue()
-    ticket = queue.push(ask(size=5), 0.0)
-    assert queue.remove(ticket)
-    assert not queue.remove(ticket)
-    assert (len(queue), queue.bytes, ticket.left) == (0, 0, True)
-    assert leave(queue, ticket) == []
 
 
 def test_deadline_is_the_wait_at_push_time() -> None:
@@ -111,12 +87,6 @@ def test_wait_ignores_a_short_idle_time() -> None:
 TENANTS = [Tenant(TenantSpec(name)) for name in "abcd"]
 
 
-def of(tenant: Tenant) -> RequestInfo:
-    info = ask()
-    info.tenant = tenant
-    return info
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_ahead_of_counts_one_turn_per_own_request(steps: list[tuple[int, bool]]) -> None:
     queue, tickets = make_queue(100), list[Ticket]()
@@ -124,11 +94,11 @@ def test_ahead_of_counts_one_turn_per_own_request(steps: list[tuple[int, bool]])
         if goes and tickets:
             queue.remove(tickets.pop(number % len(tickets)))
         else:
-            tickets.append(queue.push(of(TENANTS[number]), 0.0))
+            tickets.append(queue.push(ask_of(TENANTS[number]), 0.0))
     lengths = Counter(ticket.ask.tenant for ticket in tickets)
     for tenant in TENANTS:
         turns = lengths[tenant] + 1
         ahead = sum(min(length, turns) for length in lengths.values())
-        assert queue.ahead_of(of(tenant), 0.0) == ahead
+        assert queue.ahead_of(ask_of(tenant), 0.0) == ahead
     for ticket in tickets:
         queue.remove(ticket)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,26 +78,3 @@ def test_remaining_entries_are_merged_into_few_segments() -> None:
             order.remove(item)
     assert sum(len(entries) for entries, _ in segments(order)) == 100
     assert len(list(segments(order))) <= 15
-
-
-def test_below_follows_a_shrinking_limit() -> None:
-    order = SortedBuckets()
-    for number in range(100):
-        order.put(entry(float(number), 100 - number))
-    tried: list[int] = []
-    for *_, least, _ in order.below(lambda: min(tried, default=1000)):
-        if not tried or len(tried) < 3:
-            tried.append(least - 20)
-    assert tried == [80, 59, 38]
-
-
-@pytest.mark.parametrize("index", [0, 70, 199])
-def test_take_removes_one_entry(index: int) -> None:
-    order = SortedBuckets()
-    entries = [entry(float(number)) for number in range(200)]
-    for item in entries:
-        order.put(item)
-    order.remove(entries[index])
-    assert [item for segment, _ in segments(order) for item in segment] == [
-        item for item in entries if item is not entries[index]
-    ]

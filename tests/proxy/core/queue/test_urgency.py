@@ -7,15 +7,22 @@ from math import inf
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
-from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import WEIGHT
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
-from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
+from tests.proxy.core.making import (
+    ask,
+    placed,
+    pop_one,
+    refused,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
 
 TOKEN_S = 1e-4
 FRESH, TURN = 200_000, 300_000
@@ -45,86 +52,55 @@ def turn(router: Router, tenant: Tenant | None = None) -> RequestInfo:
     return info
 
 
-def drain(router: Router, now: float, running: Lease) -> list[str]:
-    """Serve the waiting requests one after the other; return their ids in order."""
-    order = []
-    while True:
-        router.leases.finish(running, now, Outcome.DONE)
-        found = router.pop_due(now)
-        if not found:
-            return order
-        ((ticket, answer),) = found
-        assert isinstance(answer, Lease)
-        order.append(ticket.ask.id)
-        running = answer
-
-
-def test_mostly_cached_turn_passes_a_fresh_long_prompt_of_its_tenant() -> None:
-    router = make_router()
+def order(
+    router: Router, *requests: tuple[float, RequestInfo], served_at: float
+) -> list[RequestInfo]:
+    """Let requests arrive while another runs; return them in the order of their service."""
     running = placed(router.submit(ask(10), 0.0))
-    long, cached = fresh(), turn(router)
-    waits(router.submit(long, 0.0))
-    waits(router.submit(cached, 5.0))
-    assert drain(router, 6.0, running) == [cached.id, long.id]
+    for at, info in requests:
+        waits(router.submit(info, at))
+    served = []
+    for _ in requests:
+        router.leases.finish(running, served_at, Outcome.DONE)
+        ticket, answer = pop_one(router, served_at)
+        running = placed(answer)
+        served.append(ticket.ask)
+    return served
+
+
+def test_mostly_cached_turn_and_short_prompt_pass_a_fresh_long_prompt_of_their_tenant() -> None:
+    router = make_router()
+    long, cached, short = fresh(), turn(router), ask(100)
+    found = order(router, (0.0, long), (5.0, cached), (5.1, short), served_at=6.0)
+    assert found == [short, cached, long]
 
 
 def test_what_a_session_knows_counts_as_cached() -> None:
     """Its turn goes first though the prefix index has forgotten the prompt."""
     router = make_router()
-    done = turn(router)
-    done.session = 7
+    done, long, later = turn(router), fresh(), turn(router)
+    done.session = later.session = 7
     lease = placed(router.submit(done, 0.0))
     router.leases.record_first_token(lease, 0.1)
     router.leases.finish(lease, 0.2, Outcome.DONE)
     router.fleet.roster.prefixes.forget(0)
-    running = placed(router.submit(ask(10), 1.0))
-    long, later = fresh(), turn(router)
-    router.fleet.roster.prefixes.forget(0)
-    later.session = 7
-    waits(router.submit(long, 1.0))
-    waits(router.submit(later, 5.0))
-    assert drain(router, 6.0, running) == [later.id, long.id]
-
-
-def test_short_prompt_passes_a_fresh_long_one_of_its_tenant() -> None:
-    router = make_router()
-    running = placed(router.submit(ask(10), 0.0))
-    long, short = fresh(), ask(100)
-    waits(router.submit(long, 0.0))
-    waits(router.submit(short, 5.0))
-    assert drain(router, 6.0, running) == [short.id, long.id]
-
-
-def test_long_prompt_is_passed_only_by_what_arrives_in_its_time() -> None:
-    router = make_router(queue_wait_s=1000.0)
-    running = placed(router.submit(ask(10), 0.0))
-    long = fresh(20_000)
-    waits(router.submit(long, 0.0))
-    bound = WEIGHT * 20_000 * TOKEN_S
-    shorts = [ask(100, long=True) for _ in range(20)]
-    for number, info in enumerate(shorts):
-        waits(router.submit(info, number * bound / 10))
-    order = drain(router, 2 * bound, running)
-    assert order.index(long.id) == 10, "half of them arrived later"
+    assert order(router, (1.0, long), (5.0, later), served_at=6.0) == [later, long]
 
 
 @pytest.mark.parametrize("tokens", [50_000, 400_000])
 def test_long_prompt_begins_within_the_usual_wait_beside_turns_without_end(tokens: int) -> None:
     router = make_router()
-    running, waiting = placed(router.submit(ask(10), 0.0)), []
-    long = fresh(tokens)
+    running, long = placed(router.submit(ask(10), 0.0)), fresh(tokens)
     waits(router.submit(long, 0.0))
     for second in range(1, 30):
         waits(router.submit(ask(100), second - 0.5))
         waits(router.submit(ask(100), second - 0.4))
         router.leases.finish(running, float(second), Outcome.DONE)
-        ((ticket, answer),) = router.pop_due(float(second))
-        assert isinstance(answer, Lease)
-        running = answer
-        waiting.append(ticket.ask.id)
+        ticket, answer = pop_one(router, float(second))
+        running = placed(answer)
         if ticket.ask is long:
             break
-    assert waiting[-1] == long.id
+    assert ticket.ask is long
 
 
 def test_deadline_is_judged_by_workers_that_may_take_the_request() -> None:
@@ -141,45 +117,36 @@ def test_deadline_is_judged_by_workers_that_may_take_the_request() -> None:
 
 @pytest.mark.parametrize("standing", [0.0, 5.0])
 def test_no_request_takes_another_tenants_turn(standing: float) -> None:
-    router = make_router()
-    tenants = [Tenant(TenantSpec(name)) for name in "ab"]
+    router, tenants = make_router(), [Tenant(TenantSpec(name)) for name in "ab"]
     tenants[0].standings[Rank.STANDARD] = standing / 2
     tenants[1].standings[Rank.STANDARD] = standing
-    running = placed(router.submit(ask(10), 0.0))
     first, second = fresh(tenant=tenants[0]), turn(router, tenants[1])
     second.deadline = 2.0
-    waits(router.submit(first, 0.0))
-    waits(router.submit(second, 0.5))
-    router.leases.finish(running, 1.0, Outcome.DONE)
-    ((ticket, _),) = router.pop_due(1.0)
-    assert ticket.ask is first
+    assert order(router, (0.0, first), (0.5, second), served_at=1.0)[0] is first
 
 
-def test_deadline_moves_a_request_ahead_of_its_tenants_others() -> None:
-    router = make_router()
-    running = placed(router.submit(ask(10), 0.0))
-    small, dated = fresh(20_000), fresh(40_000, deadline=8.0)
-    waits(router.submit(small, 0.0))
-    waits(router.submit(dated, 0.1))
-    assert drain(router, 1.0, running) == [dated.id, small.id], "it must begin by 4 s"
+@pytest.mark.parametrize("target_s", [None, 5.0], ids=["a deadline", "a target of its class"])
+def test_deadline_or_target_moves_a_request_ahead_of_its_tenants_others(
+    target_s: float | None,
+) -> None:
+    targets = {} if target_s is None else {Rank.STANDARD: target_s}
+    router = make_router(admission=AdmissionSettings(targets))
+    small, dated = fresh(20_000), fresh(45_000)
+    if target_s is None:
+        dated.deadline = 8.0
+    assert order(router, (0.0, small), (0.1, dated), served_at=0.2) == [dated, small]
 
 
-@pytest.mark.parametrize("left_s", [0.011, 0.02, 0.5, 3.0])
+@pytest.mark.parametrize("left_s", [0.011, 3.0])
 @pytest.mark.parametrize("late", [False, True])
 def test_client_without_a_tenant_passes_no_request_that_waited_its_time(
     left_s: float, *, late: bool
 ) -> None:
     """A deadline, however short, gives a key that is not before the arrival."""
-    router = make_router(queue_wait_s=1000.0)
-    running = placed(router.submit(ask(10), 0.0))
-    long = fresh(20_000)
-    waits(router.submit(long, 0.0))
     now = WEIGHT * 20_000 * TOKEN_S + (0.01 if late else -3.1)
-    dated = fresh(100, deadline=now + left_s)
-    waits(router.submit(dated, now))
-    router.leases.finish(running, now, Outcome.DONE)
-    ((ticket, _),) = router.pop_due(now)
-    assert ticket.ask is (long if late else dated)
+    long, dated = fresh(20_000), fresh(100, deadline=now + left_s)
+    found = order(make_router(queue_wait_s=1000.0), (0.0, long), (now, dated), served_at=now)
+    assert found[0] is (long if late else dated)
 
 
 def test_deadline_that_prefill_alone_exceeds_is_refused() -> None:
@@ -195,8 +162,7 @@ def test_waiting_request_is_refused_once_its_deadline_is_out_of_reach() -> None:
     placed(router.submit(ask(10), 0.0))
     waits(router.submit(fresh(40_000, deadline=6.0), 0.0))
     assert router.pop_due(1.9) == []
-    ((_, answer),) = router.pop_due(2.1)
-    assert isinstance(answer, Refusal)
+    answer = refused(pop_one(router, 2.1)[1])
     assert (answer.status, answer.reason) == (429, Reason.DEADLINE)
 
 
@@ -210,20 +176,14 @@ def test_deadline_is_no_reason_before_the_pace_is_learnt() -> None:
 
 
 def test_deadline_chooses_a_worker_that_can_meet_it() -> None:
-    router = make_router("w", "fast", most=8)
-    busy, free = worker_of(router, "w"), worker_of(router, "fast")
-    free.pace.token_s = TOKEN_S / 4
-    free.pace.each_s = 100.0  # what its decodes lose makes it dearer
-    free.decoding = 5
-    for worker in (busy, free):
-        worker.reprice()
-    assert placed(router.submit(fresh(), 0.0)).worker is busy
-    router = make_router("w", "fast", most=8)
-    free = worker_of(router, "fast")
-    free.pace.token_s, free.pace.each_s, free.decoding = TOKEN_S / 4, 100.0, 5
-    for worker in router.fleet.roster:
-        worker.reprice()
-    assert placed(router.submit(fresh(deadline=6.0), 0.0)).worker is free
+    for deadline, chosen in ((inf, "w"), (6.0, "fast")):
+        router = make_router("w", "fast", most=8)
+        fast = worker_of(router, "fast")
+        # What its decodes lose makes it dearer.
+        fast.pace.token_s, fast.pace.each_s, fast.decoding = TOKEN_S / 4, 100.0, 5
+        for worker in router.fleet.roster:
+            worker.reprice()
+        assert placed(router.submit(fresh(deadline=deadline), 0.0)).worker.name == chosen
 
 
 @pytest.mark.parametrize(
@@ -240,12 +200,3 @@ def test_deadline_precedes_the_tenants_target_and_that_its_classes(
     assert targets.due(info, 10.0) == (inf if left_s is None else 10.0 + left_s)
     batch = replace(info, rank=Rank.BATCH, deadline=inf)
     assert targets.left_s(batch, 10.0) is None, "targets are those of the tenant's own class"
-
-
-def test_class_target_orders_as_a_deadline_does() -> None:
-    router = make_router(admission=AdmissionSettings({Rank.STANDARD: 5.0}))
-    running = placed(router.submit(ask(10), 0.0))
-    small, long = fresh(20_000), fresh(45_000)
-    tickets = [router.submit(small, 0.0), router.submit(long, 0.1)]
-    assert all(isinstance(ticket, Ticket) for ticket in tickets)
-    assert drain(router, 0.2, running) == [long.id, small.id]

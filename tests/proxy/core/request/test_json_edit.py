@@ -25,7 +25,7 @@ from proxy.core.request.json_limits import JsonMask
         (b'{~"d":4,"a":1}', b'{~"a":1,"b":3}'),
     ],
 )
-@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 100_000])
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193])
 def test_blanks_are_kept(body: bytes, after: bytes, size: int) -> None:
     blanks = (b" \t\r\n" * size)[:size]
     changes: dict[str, bytes | None] = {"a": b"1", "b": b"3", "d": None}
@@ -77,43 +77,6 @@ def test_members_are_set_and_removed(
     assert edit_members(body, fields) == after
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        rb'"max_tokens"',
-        rb'"\"max_tokens\":7"',
-        rb'"\\"',
-        rb'"\\\""',
-        rb'"}],\"max_tokens\":7,{["',
-        rb'{"max_tokens":7}',
-        rb'[{"max_tokens":[7,"]"]},"}{"]',
-        rb'[[],{},[{}],""]',
-        rb'{"x":"%b","max_tokens":"\\\\\""}' % (b'{[\\"' * 100),
-        b'["%b","max_tokens"]' % (b"y" * 200),
-        b"[1,2,3 ]",
-        b"[]",
-        b"-1.5e+10",
-        b"true",
-        b"null",
-    ],
-)
-def test_text_that_looks_like_the_member_is_kept(value: bytes) -> None:
-    body = b'{"p":%b,"max_tokens":5,"q":%b}' % (value, value)
-    assert json.loads(body)
-    assert edit_members(body, {"max_tokens": b"1"}) == body.replace(
-        b'"max_tokens":5,', b'"max_tokens":1,'
-    )
-    assert edit_members(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
-
-
-@pytest.mark.parametrize("prompt", ["x" * 100_000, 'say "no"\n' * 11_000, "\\" * 50_000])
-def test_long_prompts_are_kept(prompt: str) -> None:
-    messages = [{"role": "user", "content": prompt}]
-    body = json.dumps({"messages": messages, "stream": True, "n": 1}).encode()
-    after = json.loads(edit_members(body, {"stream": b"false", "kv": b"{}"}))
-    assert after == {"messages": messages, "stream": False, "n": 1, "kv": {}}
-
-
 NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
 PLAIN = st.sampled_from(["a", "b", "max_tokens"])  # one with a `_`, which has its own search
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -145,19 +108,23 @@ def pairs_of(text: bytes) -> list[tuple[str, Any]]:
     ]
 
 
+def edits_of(fields: dict[str, Any]) -> dict[str, bytes | None]:
+    """Return the edits that set these values, and remove those that are None."""
+    return {n: None if value is None else json.dumps(value).encode() for n, value in fields.items()}
+
+
 @given(texts(), st.dictionaries(PLAIN, st.none() | VALUES))
 def test_spliced_agrees_with_a_json_parser(
     drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any]
 ) -> None:
     body, pairs = drawn
     assert pairs_of(body) == pairs
-    after = edit_members(
-        body,
-        {
-            name: None if value is None else json.dumps(value).encode()
-            for name, value in fields.items()
-        },
-    )
+    assert edit_members(body, {"absent": None}) == body
+    for member in members(body):
+        name = member.name.decode()
+        if name in fields and [name for name, _ in pairs].count(name) == 1:
+            assert edit_members(body, {name: body[member.value : member.end]}) == body
+    after = edit_members(body, edits_of(fields))
     expected = [(n, fields.get(n, v)) for n, v in pairs if fields.get(n, 0) is not None]
     names = {name for name, _ in pairs}
     expected += [(n, v) for n, v in fields.items() if n not in names and v is not None]
@@ -173,10 +140,7 @@ def test_known_names_do_not_change_the_result(
     if long:  # beyond the search limit for unknown names
         comma = b"," if json.loads(body) else b""
         body = body.replace(b"{", b'{"p": "%b \\"a\\" \\\\"%b' % (long.encode(), comma), 1)
-    wanted = {
-        name: None if value is None else json.dumps(value).encode()
-        for name, value in fields.items()
-    }
+    wanted = edits_of(fields)
     names = frozenset(json.loads(body))
     after = edit_members(body, wanted)
     assert edit_members(body, wanted, names) == after
@@ -217,32 +181,3 @@ def test_known_name_is_edited_wherever_it_is(name: str, prompt: str, text: bytes
     pairs = [pair for pair in pairs_of(body) if pair[0] != "stream" or text is not None]
     pairs = [(key, False if key == "stream" else value) for key, value in pairs]
     assert pairs_of(after) == [*pairs, ("kv", {})]
-
-
-@pytest.mark.parametrize("before", ["", "a_b _ ", "max_tokens ", '"max_tokens" ', "_" * 9000])
-@pytest.mark.parametrize("again", ["", '"x":"_","max_tokens":3,', '"max_tokens":[1],'])
-def test_name_with_an_underscore_that_occurs_elsewhere(before: str, again: str) -> None:
-    text = json.dumps({"p": before})
-    body = f'{text[:-1]},{again}"max_tokens":7}}'.encode()
-    names = frozenset(json.loads(body))
-    after = edit_members(body, {"max_tokens": b"1"}, names)
-    assert after == edit_members(body, {"max_tokens": b"1"})
-    assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
-
-
-@given(texts())
-def test_no_edits_change_nothing(drawn: tuple[bytes, list[tuple[str, Any]]]) -> None:
-    body, _ = drawn
-    assert edit_members(body, {}) == body
-    assert edit_members(body, {"absent": None}) == body
-
-
-@given(texts(), PLAIN)
-def test_setting_a_member_to_its_value_changes_nothing(
-    drawn: tuple[bytes, list[tuple[str, Any]]], name: str
-) -> None:
-    body, _ = drawn
-    same = {m.name.decode(): body[m.value : m.end] for m in members(body)}
-    once = [m.name for m in members(body)].count(name.encode()) == 1
-    if once:
-        assert edit_members(body, {name: same[name]}) == body

@@ -14,6 +14,10 @@ from proxy.core.request.kv_transfer_fields import find_steering, find_steering_i
 
 EVIL = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
 TYPE = b"multipart/form-data; boundary=XyZ"
+XARGS = b'Content-Disposition: form-data; name="vllm_xargs"'
+PROMPT = b'Content-Disposition: form-data; name="prompt"'
+IN_XARGS = "vllm_xargs.kv_transfer_params"
+ARGS = "sampling_params.extra_args.kv_transfer_params"
 
 
 def steering_field(body: str) -> str | None:
@@ -30,36 +34,24 @@ def steering_field(body: str) -> str | None:
         ('{"kv_transfer_params": %s, "kv_transfer_params": null}', "kv_transfer_params"),
         ('{"kv_transfer_params": null, "kv_transfer_params": %s}', "kv_transfer_params"),
         ('{"kv_transfer_params": %s, "kv\\u005ftransfer_params": null}', "kv_transfer_params"),
-        ('{"vllm_xargs": {"kv_transfer_params": %s}}', "vllm_xargs.kv_transfer_params"),
+        ('{"vllm_xargs": {"kv_transfer_params": %s}}', IN_XARGS),
         ('{"vllm_xargs": {"x": 1, "ec_transfer_params": %s}}', "vllm_xargs.ec_transfer_params"),
-        ('{"vllm\\u005fxargs": {"kv\\u005ftransfer_params": %s}}', "vllm_xargs.kv_transfer_params"),
+        ('{"vllm\\u005fxargs": {"kv\\u005ftransfer_params": %s}}', IN_XARGS),
+        ('{"vllm_xargs": {"kv_transfer_params": %s}, "vllm_xargs": 1}', IN_XARGS),
+        ('{"vllm_xargs": {"kv_transfer_params": %s, "kv_transfer_params": null}}', IN_XARGS),
+        ('{"token_ids":[1],"sampling_params":{"extra_args":{"kv_transfer_params":%s}}}', ARGS),
+        ('{"sampling_params": {"extra\\u005fargs": {"kv_transfer_params": %s}}}', ARGS),
         (
-            '{"vllm_xargs": {"kv_transfer_params": %s}, "vllm_xargs": {"x": 1}}',
-            "vllm_xargs.kv_transfer_params",
+            '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}, "extra_args": 1}}',
+            ARGS,
         ),
         (
-            '{"vllm_xargs": {"kv_transfer_params": %s, "kv_transfer_params": null}}',
-            "vllm_xargs.kv_transfer_params",
-        ),
-        (
-            '{"token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": %s}}}',
-            "sampling_params.extra_args.kv_transfer_params",
-        ),
-        (
-            '{"sampling_params": {"extra\\u005fargs": {"kv_transfer_params": %s}}}',
-            "sampling_params.extra_args.kv_transfer_params",
-        ),
-        (
-            '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}, "extra_args": {}}}',
-            "sampling_params.extra_args.kv_transfer_params",
-        ),
-        (
-            '{"sampling_params": {"extra_args": {"ec_transfer_params": %s}}, "sampling_params": 1}',
-            "sampling_params.extra_args.ec_transfer_params",
+            '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}}, "sampling_params": 1}',
+            ARGS,
         ),
     ],
 )
-@pytest.mark.parametrize("value", [EVIL, '"text"', "[1]", "0", "false", "{}", "true"])
+@pytest.mark.parametrize("value", [EVIL, '"text"', "0", "{}", "true"])
 def test_steering_fields_are_found_in_every_spelling(body: str, name: str, value: str) -> None:
     assert steering_field(body % value) == name
 
@@ -149,12 +141,10 @@ def form(*parts: tuple[bytes, bytes]) -> bytes:
 )
 def test_steering_fields_of_forms_are_found(head: bytes, value: bytes) -> None:
     file = (b'Content-Disposition: form-data; name="file"; filename="a.wav"', b"\x00\xff" * 5000)
-    steers = "vllm_xargs.kv_transfer_params"
-    assert find_steering_in_form(form(file, (head, value)), TYPE) == steers
-    assert find_steering_in_form(form((head, value), file), TYPE) == steers
     harmless = (head, b'{"temperature": 1}')
-    assert find_steering_in_form(form(harmless, (head, value)), TYPE) == steers
-    assert find_steering_in_form(form((head, value), harmless), TYPE) == steers
+    for other in (file, harmless):
+        assert find_steering_in_form(form(other, (head, value)), TYPE) == IN_XARGS
+        assert find_steering_in_form(form((head, value), other), TYPE) == IN_XARGS
     assert find_steering_in_form(form(harmless, file), TYPE) is None
 
 
@@ -189,23 +179,18 @@ def test_cost_of_a_long_content_type_is_linear() -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        (b'Content-Disposition: form-data; name="prompt"', b'vllm_xargs {"kv_transfer_params": 1}'),
-        (b'Content-Disposition: form-data; name="prompt"', b'{"kv_transfer_params": 1}'),
-        (b'Content-Disposition: form-data; name="vllm_xargs"', b'["kv_transfer_params", 1]'),
-        (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"kv_transfer_params": null}'),
-        (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"x": {"kv_transfer_params": 1}}'),
-        (b'Content-Disposition: form-data; name="vllm_xargs"', b'kv_transfer_params: {"'),
-        (b'Content-Disposition: form-data; name="vllm_xargs"', b"[" * 50_000),
+        (PROMPT, b'vllm_xargs {"kv_transfer_params": 1}'),
+        (PROMPT, b'{"kv_transfer_params": 1}'),
+        (XARGS, b'["kv_transfer_params", 1]'),
+        (XARGS, b'{"kv_transfer_params": null}'),
+        (XARGS, b'{"x": {"kv_transfer_params": 1}}'),
+        (XARGS, b'kv_transfer_params: {"'),
+        (XARGS, b"[" * 50_000),
         (b'Content-Disposition: form-data; name="file"; filename="name*.wav"', b"\x00" * 100),
     ],
 )
 def test_forms_without_steering_fields_pass(part: tuple[bytes, bytes]) -> None:
     assert find_steering_in_form(form(part), TYPE) is None
-
-
-def test_too_long_form_value_counts_as_steering() -> None:
-    head = b'Content-Disposition: form-data; name="vllm_xargs"'
-    assert find_steering_in_form(form((head, b"[" + b"[]," * 30_000 + b"1]")), TYPE) == "vllm_xargs"
 
 
 @pytest.mark.parametrize("body", [b"", b"vllm_xargs", b"\nname*\r\n\r\n", b"name*" * 99])
@@ -215,20 +200,23 @@ def test_bodies_that_are_no_form_pass(body: bytes) -> None:
 
 
 def test_truncated_form_is_read_up_to_its_end() -> None:
-    head = b'Content-Disposition: form-data; name="vllm_xargs"'
     text = b'{"kv_transfer_params": 1}'
-    whole = form((head, text))
+    whole = form((XARGS, text))
     begin = whole.index(text)
     for end in range(len(whole) + 1):
         is_whole = end >= begin + len(text) and not whole[:end].endswith(b"\r\n-")
-        steers = "vllm_xargs.kv_transfer_params" if is_whole else None
+        steers = IN_XARGS if is_whole else None
         assert find_steering_in_form(whole[:end], TYPE) == steers, whole[:end]
 
 
 def test_form_too_expensive_to_check_counts_as_steering() -> None:
-    assert find_steering_in_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
-    head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)
-    assert find_steering_in_form(form((head, b'{"kv_transfer_params": 1}')), TYPE) == "vllm_xargs"
-    head = b'Content-Disposition: form-data; name="vllm_xargs"\r\n'
-    assert find_steering_in_form(head + b"y" * 10_000, TYPE) is None  # the part has no end
-    assert find_steering_in_form(head + b"y" * 100_000, TYPE) == "vllm_xargs"
+    long_head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)
+    for body in (
+        b"name*" * 5_000_000,
+        form((XARGS, b"[" + b"[]," * 30_000 + b"1]")),
+        form((long_head, b'{"kv_transfer_params": 1}')),
+        XARGS + b"\r\n" + b"y" * 100_000,
+    ):
+        assert find_steering_in_form(body, TYPE) == "vllm_xargs"
+    # The part has no end.
+    assert find_steering_in_form(XARGS + b"\r\n" + b"y" * 10_000, TYPE) is None

@@ -13,8 +13,8 @@ from proxy.core.request import json_edit, json_limits
 from proxy.core.request.json_edit import MAX_MEMBERS, edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES, masked
 from proxy.core.request.parser import prompt_end, prompt_start
-from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenant, TenantSpec
+from tests.present import present
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
@@ -28,6 +28,8 @@ from tests.proxy.core.making import (
     router_of,
     sized,
     spec,
+    take_down,
+    tenant,
     worker_of,
 )
 
@@ -64,16 +66,13 @@ def test_invalid_json_object_is_400(body: bytes) -> None:
     ],
 )
 def test_json_extensions_of_workers_are_accepted(body: bytes) -> None:
-    found = read(router_of(spec("w")), body)
-    assert isinstance(found, RequestInfo)
-    assert found.output_tokens == 7
+    assert sized(router_of(spec("w")), body).output_tokens == 7
 
 
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf{", b'{"seed": NaN, '])
-def test_steering_fields_in_extended_json_are_refused(start: bytes) -> None:
-    body = start + b'"kv_transfer_params": {"remote_host": "h"}, "messages": []}'
-    assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
-    body = start + b'"kv_transfer\\u005fparams": {"remote_host": "h"}, "messages": []}'
+@pytest.mark.parametrize("name", [b"kv_transfer_params", b"kv_transfer\\u005fparams"])
+def test_steering_fields_in_extended_json_are_refused(start: bytes, name: bytes) -> None:
+    body = start + b'"%b": {"remote_host": "h"}, "messages": []}' % name
     assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
 
 
@@ -86,20 +85,19 @@ def test_too_many_values_are_400() -> None:
 
 def test_a_million_token_ids_are_accepted() -> None:
     body = b'{"prompt": [' + b"7," * 999_999 + b"7]}"
-    found = read(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
-    assert isinstance(found, RequestInfo)
-    assert found.prompt_tokens == 1_000_000
+    info = sized(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
+    assert info.prompt_tokens == 1_000_000
     assert gc.isenabled()
 
 
 @pytest.mark.parametrize("unit", [b'"a":1,', b'"\\u0061" : [] ,', b'"":"x",'])
 def test_too_many_members_of_an_edited_body_are_400(unit: bytes) -> None:
     """All members have one name, so the parsed object has one member."""
-    tenant = Tenant(TenantSpec("a", salted=True))
+    owner = Tenant(TenantSpec("a", salted=True))
     for count in (MAX_MEMBERS - 2, MAX_MEMBERS + 1, 20_000):
         body = b'{%b"stream": true, "messages": []}' % (unit * count)
         router = router_of(spec("w"))
-        found = router.read(route(), body, b"application/json", "id", tenant)
+        found = read(router, body, owner=owner)
         assert isinstance(found, RequestInfo) is (count < MAX_MEMBERS)
         if isinstance(found, RequestInfo):
             assert found.fields is not None
@@ -120,8 +118,7 @@ def test_unknown_model_is_503_until_all_workers_have_listed_models() -> None:
     router.fleet.roster.set_served("late", ["m", "adapter"])
     router.fleet.health.probe_ok("late", 1.0)
     assert sized(router, chat("x", model="adapter")).model == "adapter"
-    for _ in range(3):
-        router.fleet.health.probe_failed("late", 2.0)
+    take_down(router.fleet, "late")
     assert refused(read(router, chat("x", model="other"))).status == 404
 
 
@@ -130,17 +127,23 @@ def test_model_that_is_no_string_is_400(model: object) -> None:
     assert refused(read(router_of(spec("w")), chat("x", model=model))).status == 400
 
 
-def test_prompt_starts_at_its_key() -> None:
-    body = json.dumps({"model": "m", "messages": [1], "x": 1}).encode()
-    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"messages": [1]')
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"model": "m", "messages": [1], "x": 1}, '"messages": [1]'),
+        ({"model": "m", "tools": [{"name": "f"}], "messages": []}, '"tools"'),
+        ({"a": 'see "messages" and "tools"', "b": "m" * 40, "messages": []}, '"messages": []'),
+    ],
+    ids=["messages", "tools before messages", "names of keys in a prompt"],
+)
+def test_prompt_starts_at_its_key(fields: dict[str, object], start: str) -> None:
+    body = json.dumps(fields).encode()
+    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(start.encode())
+
+
+def test_body_without_a_prompt_has_no_start() -> None:
     assert prompt_start(PromptFields.CHAT, b"{}") == -1
     assert prompt_start(PromptFields.INPUT, b'{"input": 1}') == -1
-
-
-def test_prompt_starts_at_tools_before_messages() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    body = json.dumps({"model": "m", "tools": tools, "messages": []}).encode()
-    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"tools"')
 
 
 @pytest.mark.parametrize(
@@ -214,12 +217,6 @@ def test_prompt_whose_beginning_may_be_cut_off_has_no_prefix(cut: object, hashed
     assert bool(sized(router_of(spec("w")), body).prefix) == hashed
 
 
-def test_key_names_in_a_prompt_are_ignored() -> None:
-    content = 'see "messages" and "tools"'
-    body = json.dumps({"a": content, "model": "m" * 40, "messages": []}).encode()
-    assert body[prompt_start(PromptFields.CHAT, body) :].startswith(b'"messages": []')
-
-
 # Counting
 
 
@@ -239,20 +236,17 @@ def test_tokens_are_counted_near_a_shorter_context() -> None:
 
 def test_tokens_are_counted_near_a_tenants_prompt_limit() -> None:
     router = router_of(spec("w", GENERAL, 65_536))
-    tenant = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+    owner = tenant("t", max_prompt_tokens=10_000)
 
     def of(size: int, path: str = "/v1/chat/completions") -> RequestInfo:
-        body = json.dumps(chat("x" * size, max_tokens=1)).encode()
-        found = router.read(route(path), body, b"application/json", "id", tenant)
-        assert isinstance(found, RequestInfo)
-        return found
+        return sized(router, chat("x" * size, max_tokens=1), path, owner)
 
     assert router.counter_for(of(60_000)) is None  # accepted: it may be short enough
     assert router.counter_for(of(170_000)) is None  # refused: it cannot be short enough
     assert refused(router.submit(of(170_000), 0.0)).reason is Reason.LIMITED
     for tokens, reason in ((10_001, Reason.LIMITED), (10_000, None)):
         router = router_of(spec("w", GENERAL, 65_536))  # a new router, because counts teach
-        tenant = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+        owner = tenant("t", max_prompt_tokens=10_000)
         doubtful = of(100_000)
         assert router.counter_for(doubtful) is worker_of(router, "w")
         router.apply_count(doubtful, tokens)
@@ -261,21 +255,20 @@ def test_tokens_are_counted_near_a_tenants_prompt_limit() -> None:
     assert refused(router.submit(of(100_000, "/v1/messages"), 0.0)).reason is Reason.LIMITED
 
 
-# Stored responses
-
-
 def test_unknown_stored_response_goes_to_any_live_worker() -> None:
     router = router_of(spec("a", model="m0"), spec("b", model="m1"))
     router.fleet.roster.expect(["m2"])
-    for _ in range(3):
-        router.fleet.health.probe_failed("a", 0.0)
+    take_down(router.fleet, "a")
     get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
     assert isinstance(get, RequestInfo)
     assert placed(router.submit(get, 0.0)).worker.name == "b"
 
 
+# Stored responses
+
+
 @pytest.mark.plain("replaces a part")
-@pytest.mark.parametrize("text", [r"\"", r"\\\"", r"{\"key\": [1, 2]}, ", "\\\\", "a"])
+@pytest.mark.parametrize("text", [r"\"", r"{\"key\": [1, 2]}, ", "a"])
 @pytest.mark.parametrize("more", ["", ', "seed": NaN'])
 def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masking a text full of escapes takes as long as parsing it twice."""
@@ -286,11 +279,8 @@ def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(
             module, "masked", lambda text: masked_sizes.append(len(text)) or masked(text)
         )
-    tenant = Tenant(TenantSpec("t"))
-    found = router_of(spec("w")).read(route(), body, b"", "id", tenant)
-    assert isinstance(found, RequestInfo)
-    assert found.fields is not None
-    after = edit_members(body, found.fields, found=found.found)
+    found = sized(router_of(spec("w")), body, owner=tenant("t"))
+    after = edit_members(body, present(found.fields), found=found.found)
     assert sum(size >= len(escaped) for size in masked_sizes) == 1
     assert json.loads(after) == {
         **{name: value for name, value in json.loads(body).items() if name != "priority"},

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from proxy.core.model.types import RequestInfo
 from proxy.core.request.session_key import MAX_LOOKED_AT, id_in_body, id_in_headers
-from proxy.core.tenants.tenants import Tenant, TenantSpec
-from tests.proxy.core.making import route, router_of, spec
+from tests.proxy.core import making
+from tests.proxy.core.making import router_of, sized, spec
 
 TURN = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
 LATER = [*TURN, {"role": "assistant", "content": "a"}, {"role": "user", "content": "go on"}]
@@ -25,11 +23,9 @@ def key_of(
 ) -> tuple[int, bool]:
     """Return the session of a request, and whether its response will name it."""
     router = router_of(spec("w"), **settings)
-    owner = Tenant(TenantSpec(tenant)) if tenant else None
+    owner = making.tenant(tenant) if tenant else None
     router.remember("resp_1", "w", owner)
-    body = json.dumps({"model": "m", **fields}).encode()
-    info = router.read(route(path), body, b"application/json", "id", owner, session=header)
-    assert isinstance(info, RequestInfo), info
+    info = sized(router, {"model": "m", **fields}, path, owner, session=header)
     return info.session, info.chained
 
 
@@ -50,10 +46,9 @@ def test_id_is_in_the_headers_of_known_clients(headers: dict[bytes, bytes], foun
 
 
 def test_header_goes_before_the_body() -> None:
-    assert key_of({"messages": TURN}, b"a") == key_of(
-        {"messages": LATER, "prompt_cache_key": "b"}, b"a"
-    )
-    assert key_of({"messages": TURN}, b"b") == key_of({"messages": TURN, "prompt_cache_key": "b"})
+    in_body = {"messages": LATER, "prompt_cache_key": "b"}
+    assert key_of({"messages": TURN}, b"a") == key_of(in_body, b"a")
+    assert key_of({"messages": TURN}, b"b") == key_of(in_body)
     assert key_of({"messages": TURN}) == (0, False)
 
 
@@ -93,10 +88,10 @@ def test_response_names_the_session_of_the_request_that_continues_it() -> None:
     assert key_of({"input": "hi", "previous_response_id": "resp_1"}, b"a", path=path)[1] is False
 
 
-@pytest.mark.parametrize("settings", [{"prefix_affinity": False}, {"policy": "round_robin"}])
-def test_sessions_are_ignored_where_caches_are(settings: dict[str, Any]) -> None:
-    assert key_of({"messages": LATER}, b"a", **settings) == (0, False)
-
-
-def test_other_requests_have_no_session() -> None:
-    assert key_of({"input": "hi"}, b"a", path="/v1/embeddings") == (0, False)
+@pytest.mark.parametrize(
+    "fields",
+    [{"prefix_affinity": False}, {"policy": "round_robin"}, {"path": "/v1/embeddings"}],
+    ids=["no affinity", "a rule without caches", "another route"],
+)
+def test_sessions_are_ignored_where_caches_are(fields: dict[str, Any]) -> None:
+    assert key_of({"messages": LATER, "input": "hi"}, b"a", **fields) == (0, False)

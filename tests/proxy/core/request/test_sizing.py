@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def test_short_chats_do_not_inflate_the_estimate_of_a_long_chat(first: int) -> N
 
 def test_unprinted_tools_do_not_shrink_the_estimate_of_text() -> None:
     sizer = Sizer()
-    tools = [
-        {"type": "function", "function": {"name": f"f{n}", "parameters": {}}} for n in range(99)
-    ]
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(99)]
     for _ in range(2):
         sizer.learn(size(chat("weather?", tools=tools), sizer=sizer), Usage(12, 5))
     ask = size(chat("The quick brown fox jumps over the lazy dog. " * 4000), sizer=sizer)
@@ -53,7 +50,10 @@ def test_unprinted_tools_do_not_shrink_the_estimate_of_text() -> None:
 def test_count_and_usage_of_one_prompt_teach_once() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 8000), sizer=sizer)
+    assert ask.countable
     sizer.apply_count(ask, 4000 + TEMPLATE)
+    assert ask.prompt_tokens == ask.largest_prompt == 4000 + TEMPLATE
+    assert ask.prompt_error == 0
     learnt = sizer.learnt("m", "chat/completions")
     assert learnt.bytes_per_token == pytest.approx(2, rel=0.1)
     sizer.learn(ask, Usage(4000 + TEMPLATE, 40))
@@ -69,31 +69,6 @@ def test_stored_turns_teach_no_rate() -> None:
     assert (learnt.seen, learnt.fixed, learnt.output) == (0, 0, 40)
 
 
-def test_error_band_covers_95_percent_of_prompts() -> None:
-    sizer, noise, inside = Sizer(), random.Random(2), 0
-    for i in range(400):
-        ask = size(chat("x" * 8000), sizer=sizer)
-        tokens = int(8000 / noise.gauss(3.5, 0.3)) + TEMPLATE
-        inside += i >= 100 and abs(tokens - ask.prompt_tokens) <= ask.prompt_error
-        sizer.learn(ask, Usage(tokens, 10))
-    assert inside >= 0.95 * 300
-
-
-def test_one_outlier_moves_the_estimate_little() -> None:
-    sizer = Sizer()
-    for _ in range(50):
-        sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
-    sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(40_000, 10))
-    assert size(chat("x" * 4000), sizer=sizer).prompt_tokens == pytest.approx(1000, rel=0.06)
-
-
-def test_short_prompts_have_little_weight() -> None:
-    sizer = Sizer()
-    for _ in range(10):
-        sizer.learn(size(chat("hi"), sizer=sizer), Usage(30, 10))  # the tokens of the template
-    assert sizer.learnt("m", "chat/completions").weight < 0.1
-
-
 def test_routes_and_models_learn_apart() -> None:
     sizer = Sizer()
     sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(4000, 10))
@@ -102,40 +77,47 @@ def test_routes_and_models_learn_apart() -> None:
     assert sizer.learnt("n", "chat/completions").bytes_per_token == 4
 
 
-def test_list_of_prompts_sums_tokens_and_samples() -> None:
-    ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
-    assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
-    assert ask.needed_context == 1009
-    assert ask.expected_tokens == 1100 + 4 * 9
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+TWO_PROMPTS = {"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}
+LONG = "x" * 32_000
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
-@pytest.mark.parametrize("value", [7, 7.0, "7"])
-def test_output_limit_is_read_in_every_spelling(key: str, value: object) -> None:
-    assert size(chat("x", **{key: value})).output_tokens == 7
-
-
-def test_max_completion_tokens_overrides_max_tokens() -> None:
-    assert size(chat("x", max_tokens=9, max_completion_tokens=7)).output_tokens == 7
-    assert size(chat("x", max_tokens=9, max_completion_tokens=None)).output_tokens == 9
-    assert size(chat("x", max_tokens=None)).output_tokens is None
-    assert size(chat("x", max_tokens=True)).output_tokens == 1  # workers read it as 1
-
-
-def test_embeddings_expect_no_output() -> None:
-    ask = size({"input": ["x" * 40] * 3}, "/v1/embeddings")
-    assert (ask.generates, ask.expected_output, ask.samples) == (False, 0, 3)
-    assert ask.needed_context == ask.largest_prompt == 10
-
-
-def test_truncated_prompt_is_at_most_the_truncation() -> None:
-    ask = size({"input": "x" * 40_000, "truncate_prompt_tokens": 512}, "/v1/embeddings")
-    assert (ask.prompt_tokens, ask.largest_prompt) == (512, 512)
-    for ask in (
-        size({"input": "x" * 40_000, "truncate_prompt_tokens": -1}, "/v1/embeddings"),
-        size({"texts": ["x" * 40_000]}, "/v2/embed"),
-    ):
-        assert ask.needed_context - ask.prompt_error == 0
+@pytest.mark.parametrize(
+    ("path", "body", "sizes"),
+    [
+        (COMPLETIONS, TWO_PROMPTS, {"prompt_tokens": 1100, "largest_prompt": 1000, "samples": 4}),
+        (COMPLETIONS, TWO_PROMPTS, {"needed_context": 1009, "expected_tokens": 1100 + 4 * 9}),
+        (EMBEDDINGS, {"input": ["x" * 40] * 3}, {"needed_context": 10, "largest_prompt": 10}),
+        (
+            EMBEDDINGS,
+            {"input": ["x"] * 3},
+            {"generates": False, "expected_output": 0, "samples": 3},
+        ),
+        # The output limit, in every spelling; workers read True as 1.
+        (CHAT, chat("x", max_tokens="7"), {"output_tokens": 7}),
+        (CHAT, chat("x", max_completion_tokens=7.0), {"output_tokens": 7}),
+        (CHAT, chat("x", max_tokens=9, max_completion_tokens=7), {"output_tokens": 7}),
+        (CHAT, chat("x", max_tokens=9, max_completion_tokens=None), {"output_tokens": 9}),
+        (CHAT, chat("x", max_tokens=None), {"output_tokens": None}),
+        (CHAT, chat("x", max_tokens=True), {"output_tokens": 1}),
+        # The least size of a prompt; the tokens of a template are not certain.
+        (CHAT, chat("x" * 16_000), {"least_prompt": 1000}),
+        (CHAT, chat([{"type": "image_url", "image_url": {}}] * 9), {"least_prompt": 0}),
+        (COMPLETIONS, {"prompt": "x" * 16_000}, {"least_prompt": 1000}),
+        (COMPLETIONS, {"prompt": [1] * 5000}, {"least_prompt": 5000}),
+        (COMPLETIONS, {"prompt": [[1] * 5000, [1] * 7000]}, {"least_prompt": 7000}),
+        (EMBEDDINGS, {"input": ["x" * 16_000, LONG]}, {"least_prompt": 2000}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": 512}, {"least_prompt": 512}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": 512}, {"prompt_tokens": 512}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": 512}, {"largest_prompt": 512}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": -1}, {"least_prompt": 0}),
+        (EMBEDDINGS, {"input": LONG, "truncate_prompt_tokens": -1}, {"prompt_error": 8000}),
+        ("/v2/embed", {"texts": [LONG]}, {"needed_context": 8000, "prompt_error": 8000}),
+    ],
+)
+def test_sizes_of_a_body(path: str, body: dict[str, Any], sizes: dict[str, object]) -> None:
+    info = size(body, path)
+    assert {name: getattr(info, name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize("truncation", ["auto", None])
@@ -163,14 +145,6 @@ def test_max_tokens_per_doc_cuts_documents() -> None:
         assert size(body | {"max_tokens_per_doc": invalid}, "/rerank") == size(body, "/rerank")
 
 
-def test_count_removes_the_error() -> None:
-    sizer = Sizer()
-    ask = size(chat("x" * 4000), sizer=sizer)
-    assert ask.countable
-    sizer.apply_count(ask, 1234)
-    assert (ask.prompt_tokens, ask.largest_prompt, ask.prompt_error) == (1234, 1234, 0)
-
-
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=4), st.none())
 
 
@@ -190,33 +164,12 @@ def test_any_number_gives_a_valid_size(
 def test_refusal_by_a_small_worker_raises_the_size() -> None:
     sized = ask(7000, 500, error=1100)
     larger = enlarge(sized, 12288, 8192)
-    assert (sized.needed_context, sized.prompt_error, sized.long, larger.long) == (
-        7500,
-        1100,
-        False,
-        True,
-    )
+    assert (sized.needed_context, sized.prompt_error) == (7500, 1100)
+    assert (sized.long, larger.long) == (False, True)
     assert (larger.needed_context, larger.prompt_error) == (12289, 0)
     assert larger.prompt_tokens == larger.largest_prompt == 11789
     near = enlarge(ask(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
     assert (near.needed_context, near.prompt_error) == (12500, 211)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "least"),
-    [
-        ("/v1/chat/completions", chat("x" * 16_000), 1000),  # template tokens are not certain
-        ("/v1/completions", {"prompt": "x" * 16_000}, 1000),
-        ("/v1/completions", {"prompt": [1] * 5000}, 5000),
-        ("/v1/completions", {"prompt": [[1] * 5000, [1] * 7000]}, 7000),
-        ("/v1/embeddings", {"input": ["x" * 16_000, "x" * 32_000]}, 2000),
-        ("/v1/embeddings", {"input": "x" * 32_000, "truncate_prompt_tokens": 512}, 512),
-        ("/v1/embeddings", {"input": "x" * 32_000, "truncate_prompt_tokens": -1}, 0),
-        ("/v1/chat/completions", chat([{"type": "image_url", "image_url": {}}] * 9), 0),
-    ],
-)
-def test_least_tokens_of_a_prompt(path: str, body: dict[str, Any], least: int) -> None:
-    assert size(body, path).least_prompt == least
 
 
 def test_least_prompt_follows_the_learnt_rate() -> None:
@@ -230,31 +183,24 @@ def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
     estimated = size(chat("x" * 20_000, max_tokens=100))
     assert (estimated.needed_context, estimated.prompt_error) == (5000 + TEMPLATE + 100, 2503)
     fit(estimated, 4000, cuts_output=False)
-    assert (estimated.needed_context, estimated.largest_prompt, estimated.prompt_tokens) == (
-        4000,
-        3900,
-        3900,
-    )
-    assert (
-        estimated.needed_context - estimated.prompt_error >= 2500
-    )  # no smaller worker than before
+    assert estimated.needed_context == 4000
+    assert estimated.largest_prompt == estimated.prompt_tokens == 3900
+    assert 4000 - estimated.prompt_error >= 2500, "no smaller worker than before"
     sure = size(chat("x" * 70_000, max_tokens=100))
     fit(sure, 4000, cuts_output=False)
     assert sure.needed_context == 17_500 + TEMPLATE + 100
 
 
 @pytest.mark.parametrize(
-    ("tokens", "limit"),
-    [(4000, 1), (4001, 0), (10, 4001)],  # at least one output token; no limit above the context
+    ("tokens", "limit", "needed"),
+    [(4000, 1, 4001), (4001, 0, 4001), (10, 4001, 4011), (10, 3991, 4000)],
 )
-def test_fit_keeps_a_size_that_a_worker_would_refuse(tokens: int, limit: int) -> None:
+def test_fit_cuts_the_output_limit_to_the_context(tokens: int, limit: int, needed: int) -> None:
+    """But not below one token, nor a limit above the context, which a worker refuses."""
     sized = size({"prompt": [1] * tokens, "max_tokens": limit}, "/v1/completions")
     fit(sized, 4000, cuts_output=True)
-    assert sized.needed_context == tokens + limit
-
-
-def test_fit_cuts_the_output_limit_to_the_context() -> None:
+    assert sized.needed_context == needed
     body = {"token_ids": [1] * 10, "sampling_params": {"max_tokens": 9000}}
-    sized = size(body, "/inference/v1/generate")
-    fit(sized, 4000, cuts_output=True)
-    assert sized.needed_context == 4000
+    cut = size(body, "/inference/v1/generate")
+    fit(cut, 4000, cuts_output=True)
+    assert cut.needed_context == 4000

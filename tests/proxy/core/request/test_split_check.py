@@ -7,11 +7,10 @@ import json
 import pytest
 
 from proxy.core.model.role import Role
-from proxy.core.model.route_table import ROUTES
-from proxy.core.model.types import RequestInfo
 from proxy.core.request.json_edit import edit_members
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Tenant, TenantSpec
+from tests.present import present
 from tests.proxy.core.making import chat, router_of, sized, spec
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
@@ -25,30 +24,25 @@ def router() -> Router:
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/chat/completions", chat("hi")),
-        ("/v1/chat/completions", chat("hi", n=1, logprobs=True, seed=1, stop=["x"], min_tokens=3)),
-        ("/v1/chat/completions", chat("hi", tools=[FUNCTION], tool_choice="required")),
-        ("/v1/chat/completions", chat("hi", prompt_logprobs=None, echo=False, max_tokens=2)),
-        ("/v1/completions", {"prompt": "hi", "best_of": 1, "logprobs": 3}),
-        ("/v1/completions", {"prompt": "hi", "n": "+1", "best_of": True}),
-        ("/v1/completions", {"prompt": ["hi"]}),
-        ("/v1/completions", {"prompt": [1, 2, 3]}),
-        ("/v1/messages", chat("hi", max_tokens=9, tool_choice={"type": "auto"})),
-        ("/v1/responses", {"input": "hi", "tools": [FUNCTION]}),
-        ("/v1/responses", {"input": "hi", "tools": []}),
-        ("/v1/responses", {"input": "hi", "request_id": None}),
-        ("/v1/chat/completions", chat("hi", request_id="mine")),
-    ],
-)
-def test_requests_that_can_be_split(router: Router, path: str, fields: dict[str, object]) -> None:
-    assert sized(router, fields, path).whole == ""
-
-
-@pytest.mark.parametrize(
     ("path", "fields", "reason"),
     [
+        ("/v1/chat/completions", chat("hi"), ""),
+        (
+            "/v1/chat/completions",
+            chat("hi", n=1, logprobs=True, seed=1, stop=["x"], min_tokens=3),
+            "",
+        ),
+        ("/v1/chat/completions", chat("hi", tools=[FUNCTION], tool_choice="required"), ""),
+        ("/v1/chat/completions", chat("hi", prompt_logprobs=None, echo=False, max_tokens=2), ""),
+        ("/v1/completions", {"prompt": "hi", "best_of": 1, "logprobs": 3}, ""),
+        ("/v1/completions", {"prompt": "hi", "n": "+1", "best_of": True}, ""),
+        ("/v1/completions", {"prompt": ["hi"]}, ""),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, ""),
+        ("/v1/messages", chat("hi", max_tokens=9, tool_choice={"type": "auto"}), ""),
+        ("/v1/responses", {"input": "hi", "tools": [FUNCTION]}, ""),
+        ("/v1/responses", {"input": "hi", "tools": []}, ""),
+        ("/v1/responses", {"input": "hi", "request_id": None}, ""),
+        ("/v1/chat/completions", chat("hi", request_id="mine"), ""),
         ("/v1/chat/completions", chat("hi", n=2), "samples"),
         *(
             ("/v1/chat/completions", chat("hi", n=n), "samples")
@@ -75,35 +69,26 @@ def test_requests_that_can_be_split(router: Router, path: str, fields: dict[str,
         ("/v1/embeddings", {"input": "hi"}, "route"),
     ],
 )
-def test_requests_that_cannot_be_split(
+def test_why_a_request_cannot_be_split(
     router: Router, path: str, fields: dict[str, object], reason: str
 ) -> None:
     assert sized(router, fields, path).whole == reason
 
 
-def test_least_output_is_set_from_min_tokens(router: Router) -> None:
-    assert sized(router, chat("hi", min_tokens=4)).least_output
+def test_what_a_split_needs_is_kept(router: Router) -> None:
+    info = sized(router, chat("hi", min_tokens=4))
+    assert info.least_output
+    assert info.field_names == chat("hi", min_tokens=4).keys()
     assert not sized(router, chat("hi")).least_output
-
-
-def test_member_names_are_kept_if_the_request_can_be_split(router: Router) -> None:
-    info = sized(router, chat("hi", stream=True))
-    assert info.field_names == chat("hi", stream=True).keys()
     assert sized(router, chat("hi", n=2)).field_names is None
-
-
-def test_split_is_not_checked_without_a_transfer() -> None:
-    whole = sized(router_of(spec("w0")), chat("hi", n=2))
-    assert (whole.whole, whole.field_names) == ("", None)
+    without_transfer = sized(router_of(spec("w0")), chat("hi", n=2))
+    assert (without_transfer.whole, without_transfer.field_names) == ("", None)
 
 
 def test_member_names_are_those_of_the_body_sent(router: Router) -> None:
     """Members that the router sets are included; removed members are not."""
-    tenant = Tenant(TenantSpec("a", salted=True))
     body = json.dumps(chat("hi", stream=True, priority=3)).encode()
-    info = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
-    assert isinstance(info, RequestInfo)
-    assert info.fields is not None
-    assert info.field_names == json.loads(edit_members(body, info.fields)).keys()
+    info = sized(router, body, owner=Tenant(TenantSpec("a", salted=True)))
+    assert info.field_names == json.loads(edit_members(body, present(info.fields))).keys()
     assert {"cache_salt", "stream_options"} <= info.field_names
     assert "priority" not in info.field_names

@@ -29,6 +29,8 @@ from tests.proxy.core.making import chat
 
 PICTURE = "data:image/png;base64," + "A" * 99_999
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
+TEXT_PART = {"type": "text", "text": "1234"}
+TOOL_RESULT = {"type": "tool_result", "content": [TEXT_PART]}
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
@@ -46,28 +48,67 @@ def test_sampled_positions_are_random(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_bytes(text) > 0.9 * len(text.encode())
 
 
-def test_text_is_counted_in_unescaped_bytes() -> None:
-    content = orjson.loads(b'"a\\n\\u00e9\\"\\ud83d\\ude00"')
-    assert measure(PromptFields.CHAT, chat(content)).text == 1 + 1 + 2 + 1 + 4
+CHAT, CHATS, PROMPT = PromptFields.CHAT, PromptFields.CHATS, PromptFields.PROMPT
+INPUT, RESPONSE, PAIRS = PromptFields.INPUT, PromptFields.RESPONSE, PromptFields.PAIRS
+BLOB = "A" * 9 * EMBEDDED_BYTES  # ten tokens
+IMAGE = {"type": "image_url", "image_url": {"url": PICTURE}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+OUTPUT = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
+CALL_OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": OUTPUT}
+TEXTS = [{"title": "t", "text": "x" * 4000}]
+TWO_CHATS = {"messages": [chat("abc")["messages"], chat("de")["messages"]]}
 
 
-def test_tools_and_tool_calls_count_as_json() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    plain = measure(PromptFields.CHAT, chat("x")).text
-    assert measure(PromptFields.CHAT, chat("x", tools=tools)).text == plain + len(
-        orjson.dumps(tools)
-    )
-    calls = {"messages": [{"role": "assistant", "tool_calls": tools}]}
-    assert measure(PromptFields.CHAT, calls).text == len(orjson.dumps(tools))
+def size(value: object) -> int:
+    return len(orjson.dumps(value))
 
 
-def test_images_have_a_stated_size_and_no_text() -> None:
-    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
-    extent = measure(PromptFields.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
-    assert extent.text == 5
-    assert extent.tokens == TEMPLATE + 2 * IMAGE_TOKENS
-    assert extent.guessed == 2 * IMAGE_TOKENS
-    assert not extent.plain
+@pytest.mark.parametrize(
+    ("shape", "body", "extent"),
+    [
+        (CHAT, chat('a\n\u00e9"\U0001f600'), {"text": 1 + 1 + 2 + 1 + 4}),
+        (CHAT, chat("x", system="abc"), {"text": 4, "tokens": TEMPLATE}),
+        (CHAT, chat("x", system=[TEXT_PART]), {"text": 5, "tokens": TEMPLATE}),
+        (CHAT, chat([TOOL_RESULT]), {"text": 4, "tokens": TEMPLATE}),
+        (CHAT, chat("x", tools=TOOLS), {"text": 1 + size(TOOLS)}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": TOOLS}]}, {"text": size(TOOLS)}),
+        # A worker's /tokenize counts no documents.
+        (CHAT, chat("x", documents=TEXTS), {"tools": size(TEXTS), "plain": False}),
+        (CHAT, chat("x", documents=TEXTS), {"text": 1 + size(TEXTS)}),
+        (CHAT, chat("x", chat_template_kwargs={"documents": TEXTS}), {"plain": True}),
+        (CHAT, chat("x", chat_template_kwargs={"documents": TEXTS}), {"text": 1 + size(TEXTS)}),
+        (CHAT, chat([TEXT_PART, IMAGE, IMAGE]), {"text": 4, "guessed": 2 * IMAGE_TOKENS}),
+        (CHAT, chat([IMAGE]), {"tokens": TEMPLATE + IMAGE_TOKENS, "plain": False}),
+        (CHATS, TWO_CHATS, {"text": 5, "prompts": 2, "largest_text": 3}),
+        (PROMPT, {"prompt": [1, 2, 3]}, {"text": 0, "tokens": 3, "prompts": 1}),
+        (PROMPT, {"prompt": None, "prompt_embeds": BLOB}, {"tokens": 10, "guessed": 10}),
+        (PROMPT, {"prompt": None, "prompt_embeds": BLOB}, {"text": 0, "prompts": 1}),
+        (PROMPT, {"prompt": ["ab", "c"], "prompt_embeds": [BLOB] * 2}, {"text": 3, "prompts": 4}),
+        (PROMPT, {"prompt": "ab", "prompt_embeds": [BLOB, 2 * BLOB]}, {"tokens": 29}),
+        (PROMPT, {"prompt": "ab", "prompt_embeds": [BLOB, 2 * BLOB]}, {"largest_tokens": 19}),
+        (PROMPT, {"prompt": "ab", "prompt_embeds": BLOB}, {"largest_text": 0, "plain": False}),
+        (PROMPT, {"prompt": [1, 2], "prompt_embeds": BLOB}, {"prompts": 2}),
+        (PromptFields.TOKENS, {"token_ids": [1] * 7}, {"tokens": 7}),
+        (INPUT, {"input": "abc"}, {"text": 3}),
+        (INPUT, {"input": ["abc", "d"]}, {"prompts": 2}),
+        (INPUT, {"texts": ["abc", "d"]}, {"text": 4}),
+        (INPUT, chat("abc"), {"text": 3}),
+        (INPUT, {"images": ["data:..."] * 2}, {"tokens": 2 * IMAGE_TOKENS}),
+        (RESPONSE, {"input": "abc", "instructions": "de"}, {"text": 5, "tokens": TEMPLATE}),
+        (RESPONSE, {"input": chat([TEXT_PART])["messages"]}, {"text": 4}),
+        (RESPONSE, {"input": [CALL_OUTPUT]}, {"text": 27, "guessed": IMAGE_TOKENS}),
+        # A query counts once per document.
+        (PAIRS, {"query": "qq", "documents": ["a", "bbb"]}, {"text": 8, "largest_text": 5}),
+        (PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]}, {"text": 10, "prompts": 2}),
+        (PAIRS, {"query": [1, 2], "documents": [[3], [4, 5, 6]]}, {"tokens": 8, "prompts": 2}),
+        (PAIRS, {"query": [1, 2], "documents": [[3], [4, 5, 6]]}, {"largest_tokens": 5}),
+    ],
+)
+def test_extent_of_each_shape(
+    shape: PromptFields, body: dict[str, Any], extent: dict[str, int]
+) -> None:
+    found = measure(shape, body)
+    assert {name: getattr(found, name) for name in extent} == extent
 
 
 @pytest.mark.parametrize(
@@ -84,18 +125,6 @@ def test_media_parts_are_recognised_by_their_keys(part: dict[str, Any], tokens: 
     assert (extent.text, extent.tokens, extent.guessed) == (0, TEMPLATE + tokens, tokens)
 
 
-def test_prompt_embeds_count_as_prompts() -> None:
-    blob = "A" * 9 * EMBEDDED_BYTES
-    extent = measure(PromptFields.PROMPT, {"prompt": None, "prompt_embeds": blob})
-    assert (extent.text, extent.tokens, extent.guessed, extent.prompts) == (0, 10, 10, 1)
-    both = {"prompt": ["ab", "c"], "prompt_embeds": [blob, blob + blob]}
-    extent = measure(PromptFields.PROMPT, both)
-    assert (extent.text, extent.tokens, extent.prompts) == (3, 29, 4)
-    assert (extent.largest_text, extent.largest_tokens) == (0, 19)
-    assert not measure(PromptFields.PROMPT, {"prompt": "ab", "prompt_embeds": blob}).plain
-    assert measure(PromptFields.PROMPT, {"prompt": [1, 2], "prompt_embeds": blob}).prompts == 2
-
-
 def test_examined_prompt_embeds_are_limited() -> None:
     """Each counts as a prompt and as its part."""
     limit = MAX_EXAMINED // 2
@@ -106,96 +135,15 @@ def test_examined_prompt_embeds_are_limited() -> None:
     assert extent.tokens > 20_000
 
 
-def test_documents_count_as_json_and_are_not_countable() -> None:
-    documents = [{"title": "t", "text": "x" * 4000}]
-    extent = measure(PromptFields.CHAT, chat("x", documents=documents))
-    assert extent.text == 1 + len(orjson.dumps(documents))
-    assert extent.tools == extent.text - 1
-    assert not extent.plain
-    inner = measure(PromptFields.CHAT, chat("x", chat_template_kwargs={"documents": documents}))
-    assert (inner.text, inner.plain) == (extent.text, True)
-
-
-def test_images_in_tool_output_are_measured() -> None:
-    parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
-    item = {"type": "function_call_output", "call_id": "c1", "output": parts}
-    extent = measure(PromptFields.RESPONSE, {"input": [item]})
-    assert extent.guessed == IMAGE_TOKENS
-    assert extent.text == len("seen:" + "function_call_output" + "c1")
-
-
-def test_tool_results_in_parts_are_measured() -> None:
-    result = {"type": "tool_result", "content": [{"type": "text", "text": "1234"}]}
-    assert measure(PromptFields.CHAT, chat([result])).text == 4
-
-
-def test_system_prompt_outside_the_messages_is_measured() -> None:
-    assert measure(PromptFields.CHAT, chat("x", system="abc")).text == 4
-    parts = [{"type": "text", "text": "abc"}]
-    assert measure(PromptFields.CHAT, chat("x", system=parts)).text == 4
-
-
-def test_token_ids_are_exact() -> None:
-    extent = measure(PromptFields.PROMPT, {"prompt": [1, 2, 3]})
-    assert (extent.text, extent.tokens, extent.prompts) == (0, 3, 1)
-    assert measure(PromptFields.TOKENS, {"token_ids": [1] * 7}).tokens == 7
-
-
-def test_embedding_inputs_are_measured() -> None:
-    assert measure(PromptFields.INPUT, {"input": "abc"}).text == 3
-    assert measure(PromptFields.INPUT, {"input": ["abc", "d"]}).prompts == 2
-    assert measure(PromptFields.INPUT, {"texts": ["abc", "d"]}).text == 4
-    assert measure(PromptFields.INPUT, chat("abc")).text == 3
-    assert measure(PromptFields.INPUT, {"images": ["data:..."] * 2}).tokens == 2 * IMAGE_TOKENS
-
-
-def test_responses_input_is_measured() -> None:
-    extent = measure(PromptFields.RESPONSE, {"input": "abc", "instructions": "de"})
-    assert (extent.text, extent.tokens) == (5, TEMPLATE)
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
-    assert measure(PromptFields.RESPONSE, {"input": items}).text == 3
-
-
-def test_query_counts_once_per_document() -> None:
-    extent = measure(PromptFields.PAIRS, {"query": "qq", "documents": ["a", "bbb"]})
-    assert (extent.text, extent.prompts, extent.largest_text) == (2 + 1 + 2 + 3, 2, 5)
-    extent = measure(PromptFields.PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]})
-    assert (extent.text, extent.prompts) == (10, 2)
-    extent = measure(PromptFields.PAIRS, {"query": [1, 2], "documents": [[3], [4, 5, 6]]})
-    assert (extent.tokens, extent.prompts, extent.largest_tokens) == (2 + 1 + 2 + 3, 2, 5)
-
-
-def test_conversations_of_a_batch_count_as_prompts() -> None:
-    batch = {"messages": [chat("abc")["messages"], chat("de")["messages"]]}
-    extent = measure(PromptFields.CHATS, batch)
-    assert (extent.text, extent.prompts, extent.largest_text) == (5, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("value", "tokens"),
     [
-        (0, 0),
-        (7, 7),
-        (7.0, 7),
-        ("7", 7),
-        (" +0_7.00\n", 7),
-        ("-0", 0),
-        (10**30, MAX_TOKENS),
-        ("9" * 30, MAX_TOKENS),
-        (1e300, MAX_TOKENS),
-        (-1, None),
-        (-1.0, None),
-        (0.5, None),
-        (float("inf"), None),
-        (float("nan"), None),
-        ("seven", None),
-        ("-7", None),
-        ("9" * 50, None),
-        ("٣", None),
+        *((zero, 0) for zero in (0, "-0")),
+        *((seven, 7) for seven in (7, 7.0, "7", " +0_7.00\n")),
+        *((large, MAX_TOKENS) for large in (10**30, "9" * 30, 1e300)),
+        *((no, None) for no in (-1, -1.0, 0.5, float("inf"), float("nan"), None, [], {})),
+        *((text, None) for text in ("seven", "-7", "9" * 50, "٣")),
         (True, 1),
-        (None, None),
-        ([], None),
-        ({}, None),
     ],
 )
 def test_count_reads_numbers_in_every_spelling(value: object, tokens: int | None) -> None:

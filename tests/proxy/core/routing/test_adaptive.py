@@ -7,16 +7,17 @@ import pytest
 from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Outcome, Reason, RequestInfo
+from proxy.core.model.types import Outcome, Reason
 from proxy.core.router import Router
 from tests.proxy.core.making import (
-    GENERAL,
     LONG,
     SHORT,
     ask,
     chat,
     placed,
+    pop_one,
     router_of,
+    serve,
     sized,
     spec,
     waits,
@@ -24,19 +25,8 @@ from tests.proxy.core.making import (
 )
 
 
-def short_and_long(**settings: object):  # noqa: ANN201
-    return router_of(spec("s", SHORT, 8192), spec("l", LONG, 65_536), **settings)
-
-
 def placement(lease: Lease) -> tuple[str, Reason]:
     return lease.worker.name, lease.decision.reason
-
-
-def test_shorts_are_not_placed_behind_a_long() -> None:
-    router = short_and_long()
-    placed(router.submit(ask(30_000, long=True), 0.0))
-    names = {placed(router.submit(ask(300), 0.1)).worker.name for _ in range(20)}
-    assert names == {"s"}
 
 
 def test_long_goes_to_an_idle_short_worker_only() -> None:
@@ -64,7 +54,7 @@ def test_reserve_is_kept_only_after_recent_longs() -> None:
     leases = [placed(router.submit(ask(10, 1), 0.0)) for _ in range(4)]
     for lease in leases:
         router.leases.finish(lease, 1.0, Outcome.DONE)
-    router.leases.finish(placed(router.submit(ask(20_000, long=True), 1.0)), 2.0, Outcome.DONE)
+    serve(router, ask(20_000, long=True), 2.0)
     for _ in range(3):
         placed(router.submit(ask(10, 1), 2.0))
     waits(router.submit(ask(10, 1), 2.0))
@@ -75,7 +65,7 @@ def test_reserve_is_kept_only_after_recent_longs() -> None:
 def router_with_reserve(most: int | None, kv_usage: float) -> Router:
     """Return a pair of workers; the long one has only its reserve for longs left."""
     router = router_of(spec("s", SHORT, 8192, most), spec("l", LONG, 65_536, most))
-    router.leases.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    serve(router, ask(20_000, long=True), 1.0)
     router.fleet.health.set_gauges("l", Gauges(at=1.0, kv_usage=kv_usage))
     for _ in range((most or 1) - 1):
         assert placed(router.submit(ask(20_000, long=True), 1.0)).worker.name == "l"
@@ -88,21 +78,15 @@ with_reserves = pytest.mark.parametrize(
 
 
 @with_reserves
-def test_reserve_is_open_to_the_retry_of_a_short(most: int | None, kv_usage: float) -> None:
+def test_reserve_is_open_to_shorts_whose_worker_fails(most: int | None, kv_usage: float) -> None:
     router = router_with_reserve(most, kv_usage)
     lease = placed(router.submit(ask(10, 1), 1.5))
     assert lease.worker.name == "s"
     again = router.retry(lease, 1.6, Outcome.FAILED, avoid=lease.worker, after=lease)
     assert placement(placed(again)) == ("l", Reason.RETRY)
-
-
-@with_reserves
-def test_reserve_is_open_to_shorts_while_their_worker_rests(
-    most: int | None, kv_usage: float
-) -> None:
-    router = router_with_reserve(most, kv_usage)
-    router.fleet.health.record_failure(worker_of(router, "s"), 1.5, 60.0)
-    assert placement(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
+    router.leases.finish(placed(again), 1.6, Outcome.DONE)
+    router.fleet.health.record_failure(worker_of(router, "s"), 1.6, 60.0)
+    assert placement(placed(router.submit(ask(10, 1), 1.7))) == ("l", Reason.ONLY_CHOICE)
 
 
 @with_reserves
@@ -113,8 +97,7 @@ def test_reserve_is_closed_to_shorts_while_their_worker_is_busy(
     router.fleet.health.record_failure(worker_of(router, "s"), 1.5, 1.0, busy=True)
     waits(router.submit(ask(10, 1), 1.6))
     router.fleet.health.record_success(worker_of(router, "s"))
-    [(_, end)] = router.pop_due(2.6)
-    assert placed(end).worker.name == "s"
+    assert placed(pop_one(router, 2.6)[1]).worker.name == "s"
 
 
 def test_foreign_requests_count_as_load() -> None:
@@ -126,14 +109,8 @@ def test_foreign_requests_count_as_load() -> None:
     assert names == ["b"] * 5
 
 
-@pytest.mark.parametrize("info", [ask(), ask(20_000, long=True)])
-def test_single_worker_is_the_only_choice(info: RequestInfo) -> None:
-    router = router_of(spec("g", GENERAL, 65_536))
-    assert placement(placed(router.submit(info, 0.0))) == ("g", Reason.ONLY_CHOICE)
-
-
 def test_total_of_a_score_is_the_sum_of_its_parts() -> None:
-    router = short_and_long()
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 65_536))
     info = sized(router, chat("x" * 9000, max_tokens=100))
     placed(router.submit(info, 0.0))
     for _ in range(3):

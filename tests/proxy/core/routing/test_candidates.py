@@ -63,28 +63,6 @@ def test_session_moves_once_the_wait_exceeds_what_the_cache_saves() -> None:
     assert (moved.worker.name != "w0", moved.decision.turn) == (True, Turn.MOVED)
 
 
-def test_session_is_displaced_from_a_worker_that_takes_nothing() -> None:
-    router = three()
-    serve(router, turn_ask(), 0.0)
-    router.fleet.roster.drain("w0", draining=True)
-    displaced = serve(router, turn_ask(), 2.0)
-    assert displaced.decision.turn == Turn.DISPLACED
-    assert turn(serve(router, turn_ask(), 4.0))[:2] == (displaced.worker.name, Turn.STAYED)
-
-
-def test_later_tokens_evict_a_session() -> None:
-    router = three()
-    serve(router, turn_ask(), 0.0)
-    w0 = worker_of(router, "w0")
-    w0.kv_capacity = 2 * PROMPT
-    w0.written += PROMPT + 10_000
-    left = placed(router.submit(turn_ask(), 2.0))
-    assert turn(left)[::2] == ("w0", PROMPT - 10_000 - (w0.written - PROMPT - 10_000) + PROMPT)
-    router.leases.finish(left, 2.1, Outcome.CLIENT_GONE)
-    w0.written += 2 * PROMPT
-    assert placed(router.submit(turn_ask(), 3.0)).decision.cached_tokens == 0
-
-
 def test_beginning_that_other_workers_hold_is_expected_on_all_visited() -> None:
     router = three()
     serve(router, turn_ask(), 0.0)
@@ -166,21 +144,26 @@ def test_failed_request_leaves_nothing() -> None:
     assert placed(router.submit(turn_ask(), 2.0)).decision.turn == Turn.NEW
 
 
+def continued(router: Router, output: int) -> tuple[RequestInfo, RequestInfo]:
+    """Serve a response; return the same request again, and one that continues the response."""
+    path, body = "/v1/responses", {"model": "m", "input": "go on", "max_output_tokens": output}
+    lease = placed(router.submit(sized(router, body, path), 0.0))
+    router.remember("resp_1", lease.worker.name)
+    router.leases.record_response_id(lease, "resp_1", 0.5)
+    router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
+    return sized(router, body, path), sized(
+        router, {**body, "previous_response_id": "resp_1"}, path
+    )
+
+
 @pytest.mark.parametrize("journal", [False, True])
 def test_request_that_continues_a_response_is_sized_with_it(*, journal: bool) -> None:
     """The worker has the earlier turns cached, and a body of few bytes is a long prompt."""
     router = three(short_limit=20_000)
     for worker in router.fleet.roster:
         worker.reports_prefixes = journal
-    path, body = "/v1/responses", {"model": "m", "input": "go on", "max_output_tokens": 50}
-    lease = placed(router.submit(sized(router, body, path), 0.0))
-    name = lease.worker.name
-    router.remember("resp_1", name)
-    router.leases.record_response_id(lease, "resp_1", 0.5)
-    router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
-    alone = sized(router, body, path)
-    later = sized(router, {**body, "previous_response_id": "resp_1"}, path)
-    assert (later.pinned, later.stored_tokens) == (name, PROMPT + 50)
+    alone, later = continued(router, 50)
+    assert (later.pinned, later.stored_tokens) == ("w0", PROMPT + 50)
     assert later.prompt_tokens == later.largest_prompt == alone.prompt_tokens + PROMPT + 50
     assert (alone.long, later.long) == (False, True)
     lease = placed(router.submit(later, 2.0))
@@ -191,12 +174,7 @@ def test_request_that_continues_a_response_is_sized_with_it(*, journal: bool) ->
 
 def test_estimate_of_a_stored_response_refuses_no_request() -> None:
     router = router_of(spec("w", limit=PROMPT + 500))
-    path, body = "/v1/responses", {"model": "m", "input": "go on", "max_output_tokens": 400}
-    lease = placed(router.submit(sized(router, body, path), 0.0))
-    router.remember("resp_1", "w")
-    router.leases.record_response_id(lease, "resp_1", 0.5)
-    router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 450))
-    later = sized(router, {**body, "previous_response_id": "resp_1"}, path)
+    _, later = continued(router, 600)
     assert placed(router.submit(later, 2.0)).worker.name == "w"
     assert later.fields is None, "its output limit stays"
 

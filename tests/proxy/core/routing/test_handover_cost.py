@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Attempts, Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
@@ -18,11 +17,11 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
 from tests.proxy.core.making import (
-    GENERAL,
     MODEL,
     ask,
     idle,
     placed,
+    pop_one,
     refused,
     router_of,
     spec,
@@ -41,16 +40,18 @@ def make_router(*extra: WorkerSpec, prefills: int = 1, decodes: int = 1, **setti
     return router_of(*specs, *extra, transfer=True, **settings)
 
 
-def place_decoding(router: Router, name: str = "d0", count: int = 4) -> list[Lease]:
+def whole(prompt: int, output: int = 50) -> RequestInfo:
+    """Return a request that cannot be split."""
+    info = ask(prompt, output)
+    info.whole = "samples"
+    return info
+
+
+def place_decoding(router: Router, name: str = "d0", count: int = 4) -> None:
     """Place short requests that decode on a worker."""
-    leases = []
     for _ in range(count):
-        info = ask(10, 1000)
-        info.whole = "samples"
-        lease = placed(router.submit(info, 0.0, Attempts(others(router, name))))
+        lease = placed(router.submit(whole(10, 1000), 0.0, Attempts(others(router, name))))
         router.leases.record_first_token(lease, 0.0)
-        leases.append(lease)
-    return leases
 
 
 def others(router: Router, name: str) -> frozenset[Worker]:
@@ -70,34 +71,44 @@ def verdicts(router: Router) -> dict[str, int]:
 # Auto
 
 
-def test_long_prompt_is_handed_over_if_requests_decode() -> None:
-    router = make_router(prefills=2)
-    lease = present(
-        placed(router.submit(ask(LONG), 0.0)) if place_decoding(router, count=1) else None
-    )
-    assert lease.worker.name == "d0"
-    assert lease.decision.reason is Reason.HANDOVER
-    assert lease.prefill is not None
-    assert lease.prefill.worker.role is P
-    assert lease.decision.route == f"{lease.prefill.worker.name}>d0"
-    assert lease.decision.whether == HandoverVerdict.HANDED_OVER
+PAIR = spec("p0", P), spec("d0", D)
 
 
-def test_short_prompt_is_not_handed_over() -> None:
-    router = make_router()
-    place_decoding(router, count=1)
-    lease = placed(router.submit(ask(20), 0.0))
-    assert (lease.worker.name, lease.prefill) == ("d0", None)
-    assert lease.decision.reason is Reason.DECODE_POOL
-    assert verdicts(router)["not_worth_it"] == 1
-
-
-def test_no_handover_to_a_decode_worker_without_decodes() -> None:
-    """The prefill takes the same time on both workers, and a transfer adds to it."""
-    router = make_router()
-    lease = placed(router.submit(ask(LONG), 0.0))
-    assert lease.prefill is None
-    assert lease.decision.whether == HandoverVerdict.NOT_WORTH_IT
+@pytest.mark.parametrize(
+    ("specs", "decoding", "info", "route", "reason", "verdict"),
+    [
+        (PAIR, 1, ask(LONG), "p0>d0", Reason.HANDOVER, HandoverVerdict.HANDED_OVER),
+        (PAIR, 1, ask(20), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
+        (PAIR, 0, ask(LONG), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
+        (PAIR, 0, whole(LONG), "d0", Reason.DECODE_POOL, "samples"),
+        ((*PAIR, spec("g0")), 2, ask(LONG), "g0", Reason.GENERAL_POOL, HandoverVerdict.ELSEWHERE),
+        ((spec("g0"),), 0, ask(LONG), "g0", Reason.ONLY_CHOICE, ""),
+    ],
+    ids=[
+        "long",
+        "short",
+        "idle decode worker",
+        "not to be split",
+        "idle general worker",
+        "general",
+    ],
+)
+def test_verdict_about_a_request(
+    specs: tuple[WorkerSpec, ...],
+    decoding: int,
+    info: RequestInfo,
+    route: str,
+    reason: Reason,
+    verdict: str,
+) -> None:
+    router = router_of(*specs, transfer=True)
+    if decoding:
+        place_decoding(router, count=decoding)
+    explained = router.placer.explain(info, 0.0)
+    decision = placed(router.submit(info, 0.0)).decision
+    assert (decision.route, decision.reason, decision.whether) == (route, reason, verdict)
+    assert getattr(explained, "whether", None) == verdict
+    assert verdicts(router).get(verdict, 0) == bool(verdict)
 
 
 def test_expected_shorts_count_for_a_handover() -> None:
@@ -140,27 +151,10 @@ def test_prompt_length_is_learnt_for_prefill_workers() -> None:
     assert worker_of(router, "d0").pace.length == 0.0
 
 
-def test_handover_cost_ignores_prefills_that_end_in_time() -> None:
-    router = make_router()
-    place_decoding(router, count=4)
-    worker = worker_of(router, "d0")
-    placed(router.submit(ask(5000), 0.0, Attempts(workers_named(router, "p0"))))
-    assert worker.wait_s(0.0, for_long=False) > 0.1
-    decision = router.placer.explain(ask(LONG), 0.0)
-    assert isinstance(decision, Decision)
-    [cost] = [score.total for score in decision.scores if score.worker == "d0"]
-    assert decision.handover is not None
-    output_s = worker.output_price * 50
-    step_s = worker.pace.step_s(worker.decoding)
-    own_s = decision.handover.prefill_s + decision.handover.transfer_s
-    assert cost == pytest.approx(own_s + step_s + output_s)
-
-
 def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
     router = make_router(disaggregate_above=1)
-    worker, long = worker_of(router, "d0"), ask(6 * LONG)
-    long.whole = "samples"
-    placed(router.submit(long, 0.0))
+    worker = worker_of(router, "d0")
+    placed(router.submit(whole(6 * LONG), 0.0))
     wait_s = worker.wait_s(0.0, for_long=False)
     lease = placed(router.submit(ask(LONG), 0.0))
     halves = present(lease.decision.handover)
@@ -177,20 +171,10 @@ def test_handover_with_a_too_long_wait_is_refused() -> None:
             worker.pace.prefills, worker.pace.token_s, worker.pace.fixed_s = 100, 1e-4, 0.0
             worker.reprice()
         if ahead:
-            long = ask(ahead)
-            long.whole = "samples"
-            assert placed(router.submit(long, 0.0)).worker.name == "d0"
+            assert placed(router.submit(whole(ahead), 0.0)).worker.name == "d0"
             assert refused(router.submit(ask(LONG), 0.0)).reason is Reason.TOO_SLOW
         else:
             assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
-
-
-def test_idle_general_worker_is_preferred_to_a_handover() -> None:
-    router = make_router(spec("g0", GENERAL))
-    place_decoding(router, count=2)
-    lease = placed(router.submit(ask(LONG), 0.0))
-    assert (lease.worker.name, lease.prefill) == ("g0", None)
-    assert verdicts(router)["elsewhere"] == 1
 
 
 # A threshold
@@ -246,9 +230,8 @@ def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     lease = placed(router.submit(ask(1000, prefix=prefix), 0.0))
     holder = present(lease.prefill).worker
     router.leases.end_prefill(lease, 1.0, Usage(1000))
-    again = placed(
-        router.submit(ask(1000, prefix=prefix), 2.0, Attempts(frozenset([lease.worker])))
-    )
+    retry = Attempts(frozenset([lease.worker]))
+    again = placed(router.submit(ask(1000, prefix=prefix), 2.0, retry))
     assert present(again.prefill).worker is holder
 
 
@@ -275,24 +258,6 @@ def test_failed_link_is_counted_only_above_the_threshold() -> None:
         lease = placed(router.submit(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
         assert (lease.prefill, lease.worker.name) == (None, "d0")
     assert verdicts(router) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
-
-
-# Requests and fleets without hand-overs
-
-
-def test_request_that_cannot_be_split_is_served_whole() -> None:
-    router = make_router(disaggregate_above=1)
-    info = ask(LONG)
-    info.whole = "beam_search"
-    assert placed(router.submit(info, 0.0)).prefill is None
-    assert verdicts(router) == {"beam_search": 1}
-
-
-def test_no_live_decode_worker_is_503() -> None:
-    router = make_router(disaggregate_above=1)
-    for _ in range(3):
-        router.fleet.health.probe_failed("d0", 0.0)
-    assert refused(router.submit(ask(LONG), 0.0)).status == 503
 
 
 def test_no_handover_without_a_connector() -> None:
@@ -381,21 +346,6 @@ def test_both_workers_are_charged_at_once_and_released_in_turn(stream: bool) -> 
     assert idle(router.fleet.roster)
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-@pytest.mark.parametrize("phase", range(3))
-def test_every_outcome_releases_both_workers(outcome: Outcome, phase: int) -> None:
-    router = make_router(disaggregate_above=1)
-    lease = placed(router.submit(ask(1000, 50), 0.0))
-    if phase > 0:
-        router.leases.end_prefill(lease, 0.5, None)
-    if phase > 1:
-        router.leases.record_first_token(lease, 0.6)
-    router.leases.finish(lease, 0.7, outcome)
-    router.leases.finish(lease, 0.8, outcome)
-    router.leases.end_prefill(lease, 0.9, None)
-    assert idle(router.fleet.roster)
-
-
 # Learning
 
 
@@ -464,28 +414,17 @@ def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
     router = make_router(disaggregate_above=100, policy=rule)
     route, by = explained(router, ask(1000))
     assert route == "p0>d0"
-    assert (
-        getattr(router.placer.explain(ask(1000), 0.0), "whether", None)
-        == HandoverVerdict.HANDED_OVER
-    )
-    assert (
-        getattr(router.placer.explain(ask(50), 0.0), "whether", None)
-        == HandoverVerdict.NOT_WORTH_IT
-    )
+    for prompt, whether in (
+        (1000, HandoverVerdict.HANDED_OVER),
+        (50, HandoverVerdict.NOT_WORTH_IT),
+    ):
+        decision = router.placer.explain(ask(prompt), 0.0)
+        assert isinstance(decision, Decision)
+        assert decision.whether == whether
     assert by["p0"] == "prefills only"
     if rule == "adaptive":
         assert by["d0"] == "p0"
     assert idle(router.fleet.roster)
-
-
-def test_general_fleet_counts_no_verdicts() -> None:
-    fleet = Fleet()
-    fleet.roster.add(spec("g0"))
-    fleet.health.probe_ok("g0", 0.0)
-    router = router_of(spec("g0"), transfer=True)
-    assert placed(router.submit(ask(LONG), 0.0)).decision.whether == ""
-    assert router.placer.handovers == {}
-    assert getattr(router.placer.explain(ask(LONG), 0.0), "whether", None) == ""
 
 
 # In time
@@ -497,15 +436,12 @@ def test_no_handover_to_a_worker_that_would_fetch_too_late() -> None:
     assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
     decode = worker_of(router, "d0")
     decode.pace.token_s = 1e-3
-    whole = ask(30_000)
-    whole.whole = "samples"
-    placed(router.submit(whole, 0.0))
+    placed(router.submit(whole(30_000), 0.0))
     alone = placed(router.submit(ask(LONG), 0.0))
     assert alone.prefill is None
     router.leases.finish(alone, 0.0, Outcome.MOOT)
-    assert (
-        placed(router.submit(ask(LONG), 10.0)).prefill is not None
-    )  # a third of the prefill is done
+    later = placed(router.submit(ask(LONG), 10.0))  # a third of the prefill is done
+    assert later.prefill is not None
 
 
 @pytest.mark.parametrize("above", [None, 1])
@@ -527,9 +463,7 @@ def test_time_spent_reduces_the_time_left_to_fetch() -> None:
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=18.0)
     assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=20.0)
     busy_one.pace.token_s = 1e-3
-    whole = ask(10_000)
-    whole.whole = "samples"
-    placed(router.submit(whole, 1.0, Attempts(others(router, busy_one.name))))
+    placed(router.submit(whole(10_000), 1.0, Attempts(others(router, busy_one.name))))
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=8.0)
     assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=10.0)
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=10.0)
@@ -544,10 +478,8 @@ def test_only_decode_worker_is_used_while_down_within_the_limit(
     lease = placed(router.submit(ask(LONG), 0.0))
     router.leases.end_prefill(lease, 1.0, None)
     lease.worker.up = False
-    assert (
-        router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=spent_s)
-        is reconsidered
-    )
+    found = router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=spent_s)
+    assert found is reconsidered
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -564,20 +496,8 @@ def test_prefix_is_recorded_for_the_final_decode_worker_only(stream: bool) -> No
     second = lease.worker
     assert second is not first
     router.leases.record_first_token(lease, 1.1)
-    assert (blocks_held(router, prefix, first), blocks_held(router, prefix, second)) == (
-        had[first.name],
-        8,
-    )
-
-
-def test_prefix_is_not_recorded_if_no_decode_worker_remains() -> None:
-    router = make_router(decodes=2, disaggregate_above=1)
-    prefix = tuple(range(1, 9))
-    lease = placed(router.submit(ask(LONG, prefix=prefix, stream=False), 0.0))
-    router.leases.end_prefill(lease, 1.0, None)
-    lease.worker.up = False
-    assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=False)
-    assert blocks_held(router, prefix, lease.worker) == 0
+    assert blocks_held(router, prefix, first) == had[first.name]
+    assert blocks_held(router, prefix, second) == 8
 
 
 def test_failed_link_is_not_used_for_a_while() -> None:
@@ -613,10 +533,7 @@ def test_transfer_time_is_learnt_per_pair() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_handover_avoids_a_full_decode_worker(rule: str) -> None:
-    router = router_of(
-        spec("p", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE),
-        transfer=True, disaggregate_above=100, policy=rule,
-    )  # fmt: skip
+    router = make_router(decodes=2, disaggregate_above=100, policy=rule)
     for name, prompts in (("d0", (30_000, 30_000)), ("d1", (50, 50, 50))):
         worker_of(router, name).kv_capacity = 65_000
         router.fleet.roster.drain(name, draining=False)
@@ -627,8 +544,7 @@ def test_handover_avoids_a_full_decode_worker(rule: str) -> None:
             router.leases.record_first_token(lease, 1.0)
     router.fleet.roster.drain("d0", draining=False)
     for _ in range(3):
-        lease = placed(router.submit(ask(5000), 2.0))
-        assert lease.decision.route == "p>d1"
+        assert placed(router.submit(ask(5000), 2.0)).decision.route == "p0>d1"
 
 
 # Waiting for KV cache room
@@ -637,14 +553,12 @@ def test_handover_avoids_a_full_decode_worker(rule: str) -> None:
 CACHE = 140_000
 
 
-def fill_cache(router: Router, count: int = 20) -> list[Lease]:
+def fill_cache(router: Router) -> None:
     """Fill a decode worker's KV cache with shorts so that a large prompt has no room."""
     for worker in router.fleet.roster:
         worker.kv_capacity = CACHE
-    leases = [placed(router.submit(ask(1000, 1000), 0.0)) for _ in range(count)]
-    for lease in leases:
+    for lease in [placed(router.submit(ask(1000, 1000), 0.0)) for _ in range(20)]:
         router.leases.record_first_token(lease, 0.0)
-    return leases
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -653,10 +567,9 @@ def test_request_without_room_is_served_whole_after_a_wait(rule: str) -> None:
     fill_cache(router)
     ticket = waits(router.submit(ask(110_000, 500), 1.0))
     assert router.pop_due(15.0) == []
-    [(ended, lease)] = router.pop_due(16.0)
+    ended, lease = pop_one(router, 16.0)
     assert ended is ticket
-    assert placed(lease).prefill is None
-    assert placed(lease).worker.name == "d0"
+    assert (placed(lease).prefill, placed(lease).worker.name) == (None, "d0")
     assert verdicts(router)[HandoverVerdict.NO_ROOM] == 1
 
 
@@ -666,9 +579,7 @@ def test_short_prompt_does_not_wait_for_room() -> None:
     decode = worker_of(router, "d0")
     decode.kv_capacity = CACHE
     for _ in range(5):
-        info = ask(27_000, 1000)
-        info.whole = "samples"
-        router.leases.record_first_token(placed(router.submit(info, 0.0)), 0.0)
+        router.leases.record_first_token(placed(router.submit(whole(27_000, 1000), 0.0)), 0.0)
     for worker in router.fleet.roster:
         worker.pace.token_s, worker.pace.fixed_s = 1e-4, 0.02
         worker.reprice()
@@ -681,12 +592,10 @@ def test_requests_without_room_are_served_whole_one_at_a_time() -> None:
     router = make_router(disaggregate_above=1500, queue_wait_s=30.0)
     fill_cache(router)
     tickets = [waits(router.submit(ask(110_000, 500), 1.0)) for _ in range(3)]
-    [(first, lease)] = router.pop_due(20.0)
+    first, lease = pop_one(router, 20.0)
     assert first is tickets[0]
     assert router.pop_due(21.0) == []
     router.leases.record_first_token(placed(lease), 22.0)
-    [(second, _)] = router.pop_due(22.0)
-    assert second is tickets[1]
-    [(third, refusal)] = router.pop_due(31.0)
-    assert third is tickets[2]
-    assert refused(refusal).status == 429
+    assert pop_one(router, 22.0)[0] is tickets[1]
+    third, refusal = pop_one(router, 31.0)
+    assert (third, refused(refusal).status) == (tickets[2], 429)

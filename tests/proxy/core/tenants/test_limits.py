@@ -93,16 +93,6 @@ def test_requests_in_other_processes_count_as_running() -> None:
     assert ledger.enter(0.0, 1, 1) is None
 
 
-def test_retry_is_not_counted_as_another_request() -> None:
-    ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100))
-    assert ledger.enter(0.0, 60, 1) is None
-    ledger.leave(0.0, 60, 0)
-    ledger.enter_again(0.0, 60)
-    assert ledger.running == 1
-    breach = present(ledger.enter(0.0, 1, 1))
-    assert breach.tokens == (100, 40, 36.0)
-
-
 def test_changed_limits_keep_usage() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=60, concurrency=9))
     for _ in range(9):
@@ -134,7 +124,7 @@ def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
     assert ledger.spent_limit(0.0) is None
     assert ledger.enter(0.0, 300, 0) is None  # more than the bucket holds: a debt
-    assert getattr(ledger.spent_limit(0.0), "limit", None) is Limit.CONCURRENCY
+    assert present(ledger.spent_limit(0.0)).limit is Limit.CONCURRENCY
     ledger.leave(0.0, 300, 300)
     breach = present(ledger.spent_limit(0.0))
     assert (breach.limit, breach.retry_after_s) == (Limit.TOKENS, pytest.approx(120))
@@ -150,7 +140,7 @@ def test_spent_names_the_exhausted_limit_and_takes_nothing() -> None:
 
 def test_prompt_above_the_limit_takes_one_request() -> None:
     ledger = TenantUsage(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
-    assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
+    assert present(ledger.enter(0.0, 11, 11)).limit is Limit.PROMPT
     assert ledger.running == 0
     assert ledger.remaining(0.0)[1] == (100, 100, 0.0)
-    assert getattr(ledger.enter(0.0, 5, 5), "limit", None) is Limit.REQUESTS
+    assert present(ledger.enter(0.0, 5, 5)).limit is Limit.REQUESTS
