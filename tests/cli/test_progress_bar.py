@@ -12,15 +12,11 @@ from vllm_sched.cli import progress_bar
 
 
 class Terminal(io.StringIO):
-    """A text stream that is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 class ClosedPipe(io.StringIO):
-    """A stream without a reader."""
-
     def write(self, text: str) -> int:
         raise BrokenPipeError(text)
 
