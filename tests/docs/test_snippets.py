@@ -33,12 +33,10 @@ def name_of(path: Path) -> str:
 
 
 def fenced(page: Path, kind: str) -> list[str]:
-    """Return a page's blocks of a language."""
     return [text for found, text in FENCE.findall(page.read_text()) if found == kind]
 
 
 def commands(page: Path) -> Iterator[tuple[str, bool]]:
-    """Yield vllm-sched commands, and whether each is complete."""
     text = page.read_text().replace("\\\n", " ")
     for line, inline in COMMAND.findall(text):
         command = re.sub(r"\s+#.*|[;&|].*", "", line or inline).strip()

@@ -208,7 +208,7 @@ def test_several_machines_are_compared(program: Program, tmp_path: Path) -> None
     assert "fp8 weights change a model's responses a little" in text
     assert re.search(r"GPUs req./s per GPU fleet .* 1 [\d.]+ [\d.]+ 1 general", rest)
     content = path.read_text()
-    assert f"--gpus=2 --quick --policies default --profile {' '.join(names)}" in content
+    assert f"--gpus=2 --quick --profile {' '.join(names)} --policies default" in content
     assert "- --quantization=fp8" in content
     assert "<svg" in picture.read_text()
     assert f"drew {picture}" in text
