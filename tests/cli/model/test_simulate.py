@@ -288,21 +288,6 @@ def test_invalid_option_is_refused(words: str, message: str, program: Program, f
     assert message in program.refusal("simulate", fleet, *words.split())
 
 
-def test_invalid_trace_line_is_named(program: Program, fleet: Path, tmp_path: Path) -> None:
-    good = {"timestamp": 0, "input_length": 10, "output_length": 5}
-    trace = trace_of(tmp_path, good, {"timestamp": 1})
-    line = program.refusal("simulate", fleet, "--workload", trace)
-    assert "line 2: input_length is missing" in line
-
-
-def test_trace_is_played_at_its_own_times(simulated: Simulated, tmp_path: Path) -> None:
-    line = {"input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
-    trace = trace_of(tmp_path, *(line | {"timestamp": at} for at in (1000, 1500, 3000)))
-    _, result = simulated("--workload", trace)
-    assert result["start_times"] == [0.0, 0.5, 2.0]
-    assert result["output_lens"] == [5, 5, 5]
-
-
 @pytest.mark.usefixtures("svg_only")
 def test_file_names_that_are_not_utf8_are_escaped(
     program: Program, fleet: Path, tmp_path: Path
@@ -351,6 +336,7 @@ def test_sessions_of_a_trace_are_played_and_reported(simulated: Simulated, tmp_p
     words = ["--workload", trace_of(tmp_path, *lines), "--concurrency", "1", *FLUID]
     printed, result = simulated(*words)
     assert "tasks finished 2" in printed.words
+    assert result["start_times"][0] == 0.0
     assert result["sessions_of"] == ["a", "a", "b", "b"]
     assert result["turns_of"] == [0, 1, 0, 1]
     assert result["context_lens"] == [0, 2068, 0, 2068]
