@@ -99,7 +99,7 @@ def test_longest_context_is_that_of_the_models_decode_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "reason"), [({"max_requests": 1}, "queue"), ({"max_wait_s": 0.3}, "")]
+    ("limit", "reason"), [({"max_requests": 1}, "queue"), ({"max_wait_s": 0.3}, "stayed busy")]
 )
 def test_request_in_the_router_queue_is_served_or_refused(
     limit: dict[str, Any], reason: str
