@@ -141,7 +141,7 @@ def test_interrupted_bench_saves_partial_results(number: int, tmp_path: Path) ->
     save = tmp_path / "out.json"
     words = ["bench", *SHORT, "--request-rate", "50", "--duration", "600", "--save", save]
     with running(FakeOpenAI(itl_s=0.001)) as fake:
-        out, err = run_until_stopped(fake, number, lambda: len(fake.played) >= 5, *words)
+        out, err = run_until_stopped(fake, number, lambda: len(fake.played) >= 20, *words)
     assert "interrupted: partial results" in out
     assert "requests done" in out
     began, *_, ended = err.splitlines()
