@@ -132,15 +132,35 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     machine.stop()
 
 
-def test_it_is_built_once(machine: Machine) -> None:
-    machine.python("3.11")
+def assert_built_once(machine: Machine) -> None:
+    """Check that the environment is built, and that a second run does nothing."""
     done = machine.setup()
     assert done.returncode == 0, done.stderr
     assert machine.calls[0] == "venv 3.11"
-    assert machine.calls[1].startswith("uv  pip install ")
-    assert "--torch-backend cpu" in machine.calls[1]
     again = machine.setup()
     assert (again.returncode, again.stderr, machine.calls) == (0, "", [])
+
+
+def test_it_is_built_once_and_anew_if_it_moved_or_lost_its_python(
+    machine: Machine, tmp_path: Path
+) -> None:
+    machine.python("3.11")
+    assert_built_once(machine)
+    (machine.clone / ".venv/bin/python").unlink()
+    assert_built_once(machine)
+    # Its scripts contain the path of the old folder.
+    machine.clone = machine.clone.rename(tmp_path / "elsewhere")
+    machine.script = str(machine.clone / "scripts/setup.sh")
+    assert_built_once(machine)
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_without_locks_it_builds(machine: Machine, has_flock: bool) -> None:
+    machine.python("3.11")
+    machine.disable_locks()
+    if not has_flock:
+        (machine.bin / "flock").unlink()
+    assert_built_once(machine)
 
 
 def test_a_failed_environment_is_built_anew_with_another_python(machine: Machine) -> None:
@@ -154,26 +174,6 @@ def test_a_failed_environment_is_built_anew_with_another_python(machine: Machine
     machine.change_inputs()
     assert machine.setup(PYTHON=str(python)).returncode == 0
     assert [line.split()[0] for line in machine.calls] == ["uv"]
-
-
-def test_a_moved_environment_is_built_anew(machine: Machine, tmp_path: Path) -> None:
-    machine.python("3.11")
-    assert machine.setup().returncode == 0
-    # Its scripts contain the path of the old folder.
-    machine.clone = machine.clone.rename(tmp_path / "elsewhere")
-    machine.script = str(machine.clone / "scripts/setup.sh")
-    assert machine.setup().returncode == 0
-    assert machine.calls[0] == "venv 3.11"
-    again = machine.setup()
-    assert (again.returncode, again.stderr, machine.calls) == (0, "", [])
-
-
-def test_an_environment_without_its_python_is_built_anew(machine: Machine) -> None:
-    machine.python("3.11")
-    assert machine.setup().returncode == 0
-    (machine.clone / ".venv/bin/python").unlink()
-    assert machine.setup().returncode == 0
-    assert machine.calls[0] == "venv 3.11"
 
 
 @pytest.mark.parametrize("end", [{"KILLED": "1"}, {"FAILS": "1"}, {"FAILS": "101"}])
@@ -230,19 +230,6 @@ def test_of_two_at_once_one_builds(machine: Machine, tmp_path: Path) -> None:
             each.communicate(timeout=TIMEOUT_S)
             assert each.returncode == 0
     assert [line.split()[0] for line in machine.calls] == ["venv", "uv"]
-
-
-@pytest.mark.parametrize("has_flock", [True, False])
-def test_without_locks_it_builds(machine: Machine, has_flock: bool) -> None:
-    machine.python("3.11")
-    machine.disable_locks()
-    if not has_flock:
-        (machine.bin / "flock").unlink()
-    done = machine.setup()
-    assert done.returncode == 0, done.stderr
-    assert machine.calls[0] == "venv 3.11"
-    again = machine.setup()
-    assert (again.returncode, again.stderr, machine.calls) == (0, "", [])
 
 
 def test_a_library_that_is_missing_is_named_before_anything_is_fetched(machine: Machine) -> None:
@@ -329,6 +316,8 @@ def test_uv_gets_pips_certificates_and_extra_indexes(machine: Machine) -> None:
 def test_versions_are_pinned_unless_they_are_renewed(machine: Machine) -> None:
     machine.python("3.11")
     machine.setup()
+    assert machine.calls[1].startswith("uv  pip install ")
+    assert "--torch-backend cpu" in machine.calls[1]
     assert "--constraints constraints.txt" in machine.calls[-1]
     done = machine.setup(UPDATE="1")
     assert done.returncode == 0, done.stderr

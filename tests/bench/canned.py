@@ -17,8 +17,6 @@ from vllm_sched.workers.launch import Side
 
 @dataclass
 class StillWorker:
-    """A worker without a process."""
-
     url: str = "http://127.0.0.1:1"
     name: str = "still"
     command: tuple[str, ...] = ("serve",)
@@ -28,7 +26,6 @@ class StillWorker:
 
 
 def printed(content: RenderableType, width: int = 80) -> str:
-    """Return the printed text."""
     out = io.StringIO()
     Console(file=out, width=width).print(content)
     return out.getvalue()

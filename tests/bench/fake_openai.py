@@ -54,7 +54,6 @@ class FakeOpenAI:
 
     @property
     def played(self) -> list[dict[str, Any]]:
-        """The completions without probes."""
         return [body for body in self.bodies if _length(body) > 1]
 
     def app(self) -> web.Application:
@@ -158,7 +157,6 @@ def tokens(body: dict[str, Any]) -> int:
 
 
 def event(choice: dict[str, Any]) -> bytes:
-    """Return an event in vLLM's format."""
     return b"data: " + dumped({"choices": [{"index": 0, **choice}], "usage": None}) + b"\n\n"
 
 

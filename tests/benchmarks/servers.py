@@ -14,7 +14,6 @@ DEADLINE_S = 60.0
 
 @asynccontextmanager
 async def mock_worker(kind: type[mock.Worker] = mock.Worker) -> AsyncIterator[int]:
-    """Run a mock worker; yield its port."""
     server = await asyncio.get_running_loop().create_server(kind, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
@@ -44,7 +43,6 @@ async def answering(reply: bytes, *, then_close: bool = False) -> AsyncIterator[
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition is true."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - counters have no event
             await asyncio.sleep(0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agents import __main__ as command
 from benchmarks.agents import play as playing
 from benchmarks.agents import real, report
 from benchmarks.agents.peers import CacheAware, queue_scores
@@ -45,11 +44,6 @@ def test_a_turn_is_in_time_by_its_new_tokens() -> None:
     )
 
 
-def test_the_shortest_queue_scores_most() -> None:
-    assert queue_scores([3, 1, 2]) == [0.0, 1.0, 0.5]
-    assert queue_scores([2, 2]) == [1.0, 1.0]
-
-
 def test_cache_aware_follows_long_matches_until_loads_are_uneven() -> None:
     fleet = fleet_of(SIDES["cache_aware"], Load(6, 3, 1, fluid=True))
     rule = fleet.router.placer.rule
@@ -63,6 +57,8 @@ def test_cache_aware_follows_long_matches_until_loads_are_uneven() -> None:
         fleet._arrive(request, 0.0, None)
         used.append(fleet._outcomes[-1].worker)
     assert used[0] == used[1] != used[2]
+    assert queue_scores([3, 1, 2]) == [0.0, 1.0, 0.5]
+    assert queue_scores([2, 2]) == [1.0, 1.0]
 
 
 def test_a_router_that_knows_caches_has_more_hits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,19 +85,10 @@ def test_the_load_where_the_peers_rule_first_misses() -> None:
     assert line.startswith("no peers' rule was played")
 
 
-@pytest.mark.parametrize("main", [command.main, real.main])
-def test_a_run_has_sessions(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--sessions", "0"])
-    assert "must be 1 or more" in capsys.readouterr().err
-
-
-def test_sessions_of_one_turn_have_no_later_turns() -> None:
+async def test_the_sides_play_sessions_of_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A table of sessions of one turn has no later turns.
     played = real.Played([real.Turn(0, 0.5, 100, 0)], [1.0])
     assert real.table({"ours": played}).row_count == 1
-
-
-async def test_the_sides_play_sessions_of_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "THINK_S", 0.0)
     sent: dict[str, list[tuple[int, int]]] = {}
 

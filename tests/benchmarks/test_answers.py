@@ -27,19 +27,6 @@ def test_answer_in_pieces_of_any_size_is_read(size: int) -> None:
     assert (found.complete, body) == (True, EVENT * 3 + DONE)
 
 
-def test_status_and_connection_close_are_read() -> None:
-    found, _ = read(b"HTTP/1.1 429 Slow\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", 1000)
-    assert (found.status, found.complete, found.closes) == (429, True, True)
-
-
-@pytest.mark.parametrize("raw", [WHOLE, CHUNKED])
-def test_truncated_answer_is_not_complete(raw: bytes) -> None:
-    for end in (10, len(raw) // 2, len(raw) - 1):
-        found = Answer()
-        found.feed(raw[:end])
-        assert not found.complete
-
-
 @pytest.mark.parametrize(
     ("raw", "why"),
     [

@@ -9,14 +9,13 @@ from itertools import islice
 import pytest
 
 from benchmarks.cache_pressure import report
-from benchmarks.cache_pressure.__main__ import cells
 from benchmarks.cache_pressure.loads import (
     MAX_PROMPT_TOKENS,
     PREFIX_TOKENS,
     GrowingSessions,
     SharedPrefixes,
 )
-from benchmarks.cache_pressure.play import LOADS, SESSIONS, Cell, Figures, block_tokens, play
+from benchmarks.cache_pressure.play import LOADS, Cell, Figures, block_tokens, play
 from benchmarks.cache_pressure.sides import ESTIMATE, EXACT, LOAD, ORACLE, SIDES, common_tokens
 from vllm_sched.bench.traffic.types import Request
 
@@ -46,14 +45,11 @@ def test_a_turn_extends_the_last_one() -> None:
     assert len(last) < 500
 
 
-def test_requests_have_in_common_what_their_pieces_say() -> None:
+def test_common_tokens_and_blocks() -> None:
     one = Request(0, "", 100, 1, shared=(("a", 50),))
     assert common_tokens(one, replace(one, shared=(("a", 30),))) == 30
     assert common_tokens(one, replace(one, shared=(("b", 50),))) == 0
     assert common_tokens(one, one) == 50
-
-
-def test_blocks_grow_with_depth() -> None:
     assert [block_tokens(tokens) for tokens in (0, 5_000, 20_000, 100_000, 10**9)] == [
         32, 512, 1024, 1024, 16_384,
     ]  # fmt: skip
@@ -79,12 +75,3 @@ def test_missed_targets_are_named() -> None:
     assert lines[0][0] == "exact has 0.800x the oracle's hits"
     assert lines[2][0] == "1 requests failed"
     assert report.table(cell, found).row_count == len(SIDES)
-
-
-def test_many_workers_play_one_pressure() -> None:
-    found = cells([4, 16], [1.5, 2.0])
-    assert [(cell.workers, cell.pressure) for cell in found] == [
-        (4, 1.5), (4, 2.0), (4, 2.0), (4, 2.0), (16, 2.0),
-    ]  # fmt: skip
-    assert any(cell.load == SESSIONS for cell in found)
-    assert cells([16], [4.0]) == [Cell(16, 4.0)]

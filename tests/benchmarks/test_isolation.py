@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.isolation import identical, stage, transfers, verdict
-from benchmarks.isolation.__main__ import main
 from benchmarks.isolation.identical import Pass, Route
 from benchmarks.policies import promise
 from proxy.config import parse
@@ -33,60 +31,34 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
 
 
-def test_both_pairs_use_the_same_two_processors(tmp_path: Path) -> None:
+def test_both_pairs_use_the_same_two_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = stage.fleet()
     workers = stage.workers(config, tmp_path)
     assert [worker.cpus for worker in workers] == [(2,), (5,), (2,), (5,)]
     moved = ["--kv-transfer-config" in worker.command for worker in workers]
     assert moved == [False, False, True, True]
-
-
-def test_trial_changes_the_launch_of_prefill_and_decode_workers(tmp_path: Path) -> None:
-    trial = stage.HandoverOptions(
-        prefill=("--max-num-seqs=8",),
-        decode=("--max-num-batched-tokens=256",),
-        policies={"chunk_budget": {"itl_ms": 20}},
-        mode="push",
-    )
-    *general, prefill, decode = (
-        worker.command for worker in stage.workers(stage.fleet(trial), tmp_path)
-    )
-    defaults = [worker.command for worker in stage.workers(stage.fleet(), tmp_path)]
-    assert [len(command) for command in general] == [len(command) for command in defaults[:2]]
-    assert prefill[-1] == "--max-num-seqs=8"
-    assert "--max-num-batched-tokens=256" in decode
-    assert ["--scheduler-cls" in command for command in (*general, prefill, decode)] == [
-        False, False, False, True,
-    ]  # fmt: skip
-    assert ["NixlPushConnector" in " ".join(each) for each in (*general, prefill, decode)] == [
-        False, False, True, True,
-    ]  # fmt: skip
-
-
-def test_each_pair_has_its_own_router(tmp_path: Path) -> None:
-    config = stage.fleet()
-    files = [Path(side.worker.command[-1]) for side in stage.sides(config, tmp_path)]
-    whole, halves = (parse(file.read_text(), file.name) for file in files)
-    assert [worker.role for worker in whole.workers] == ["general", "general"]
-    assert (whole.routing.policy, whole.transfer) == ("least_loaded", None)
-    assert [worker.role for worker in halves.workers] == ["prefill", "decode"]
-    assert halves.routing.disaggregate_above == "auto"
-    urls = [worker.url for config in (whole, halves) for worker in config.workers]
-    assert len({*urls}) == 4
-    assert yaml.safe_load(files[0].read_text())["model"] == "tiny"
-
-
-def test_one_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     with pytest.raises(UsageError, match="two processors"):
         stage.fleet()
 
 
-def test_only_long_prompts_are_long_enough_for_a_hand_over() -> None:
-    arrivals = stage.workload().arrivals
-    longs = [each.at for each in arrivals if each.klass == "long"]
-    assert longs == [0.0, 4.0, 8.0, 12.0]
-    assert {each.klass for each in arrivals if each.prompt_tokens > 1000} == {"long"}
+def test_each_pair_has_its_own_router(tmp_path: Path) -> None:
+    config = stage.fleet()
+    sides = stage.sides(config, tmp_path, 700)
+    files = [Path(side.worker.command[-1]) for side in sides]
+    whole, halves = (parse(file.read_text(), file.name) for file in files)
+    assert [worker.role for worker in whole.workers] == ["general", "general"]
+    assert (whole.routing.policy, whole.transfer) == ("least_loaded", None)
+    assert [worker.role for worker in halves.workers] == ["prefill", "decode"]
+    assert halves.routing.disaggregate_above == 700
+    assert stage.admin_url(sides[1].worker) == f"http://127.0.0.1:{halves.router.admin.port}"
+    urls = [worker.url for config in (whole, halves) for worker in config.workers]
+    assert len({*urls}) == 4
+    assert whole.model == "tiny"
+    longs = [each for each in stage.workload().arrivals if each.klass == "long"]
+    assert [each.at for each in longs] == [0.0, 4.0, 8.0, 12.0]
 
 
 def test_promises_are_judged_by_their_ratio() -> None:
@@ -118,6 +90,8 @@ def test_prefills_are_judged_by_the_slowest() -> None:
     by_what = {each.what: each for each in verdict.verdicts(compared)}
     assert by_what[slowest.what] == slowest
     assert half.what.startswith("long prompts that wait for no other (3; 3)")
+    compared.candidate.rounds[:] = [Round(1, ())]
+    assert [each.kept for each in verdict.prefills(compared)] == [False, False]
 
 
 def sent_at(*times: float, took: float = 5.0, error: str = "") -> Round:
@@ -129,27 +103,20 @@ def sent_at(*times: float, took: float = 5.0, error: str = "") -> Round:
 
 
 @pytest.mark.parametrize(
-    ("times", "workers", "found"),
+    ("played", "workers", "found"),
     [
-        ((0.0, 4.0, 8.0), 1, [5.0]),  # the second is done at 10
-        ((0.0, 4.0, 8.0), 2, [5.0, 6.0, 7.0]),
-        ((0.0, 1.0, 2.0), 2, [5.0, 6.0]),
-        ((0.0, 5.0, 11.0), 1, [5.0, 6.0, 7.0]),
-        ((), 1, []),
+        (sent_at(0.0, 4.0, 8.0), 1, [5.0]),  # the second is done at 10
+        (sent_at(0.0, 4.0, 8.0), 2, [5.0, 6.0, 7.0]),
+        (sent_at(0.0, 1.0, 2.0), 2, [5.0, 6.0]),
+        (sent_at(0.0, 5.0, 11.0), 1, [5.0, 6.0, 7.0]),
+        (sent_at(), 1, []),
+        (sent_at(0.0, error="no answer"), 1, []),
     ],
 )
-def test_prefills_that_wait_for_another_are_not_unhindered(
-    times: tuple[float, ...], workers: int, found: list[float]
+def test_prefills_that_wait_for_another_or_fail_do_not_count(
+    played: Round, workers: int, found: list[float]
 ) -> None:
-    assert verdict.unhindered([sent_at(*times)], workers) == pytest.approx(found)
-
-
-def test_failed_prefills_are_not_unhindered() -> None:
-    failed = sent_at(0.0, error="no answer")
-    assert verdict.unhindered([failed], 1) == []
-    no_longs = canned_comparison()
-    no_longs.candidate.rounds[:] = [failed]
-    assert [each.kept for each in verdict.prefills(no_longs)] == [False, False]
+    assert verdict.unhindered([played], workers) == pytest.approx(found)
 
 
 # The router's metrics and decisions
@@ -184,9 +151,8 @@ def transfers_with(**changed: Any) -> transfers.Transfers:
     return transfers.Transfers(before, transfers.Counts(1, **counts), 8, LONGS, decisions, 100)
 
 
-def test_promises_of_a_good_run_are_kept() -> None:
+def test_figures_of_a_good_run() -> None:
     found = transfers_with().promises
-    assert [each.kept for each in found] == [True] * 6
     handed, timed, predicted, moved_bytes, made, first = (each.measured for each in found)
     assert (handed, timed, made) == (8, 8, 1)
     assert predicted == pytest.approx(0.045 / 0.04)  # of the measured rounds
@@ -194,7 +160,9 @@ def test_promises_of_a_good_run_are_kept() -> None:
     assert first == pytest.approx(0.05 / 0.04)
     assert "predicted median transfer (45 ms), to the measured one (40 ms)" in found[2].what
     assert "(1.2 MB each)" in found[3].what
-    assert not transfers_with().missing
+    assert {each["kept"] for each in promise.to_json(found)} == {True}
+    verdicts = verdict.to_json(verdict.verdicts(canned_comparison()))
+    assert json.loads(json.dumps(verdicts))[0]["at_most"] == 0.15
 
 
 SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
@@ -203,6 +171,7 @@ SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
 @pytest.mark.parametrize(
     ("changed", "missed"),
     [
+        ({}, set()),
         ({"decisions": [decision(0.04, 0.04)] * 7}, {0}),
         ({"transferred": 7}, {1}),
         ({"timed": 7}, {1}),
@@ -216,7 +185,7 @@ SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
         ({"decisions": SLOW_FIRST}, {5}),
     ],
 )
-def test_promises_of_a_bad_run_are_missed(changed: dict[str, Any], missed: set[int]) -> None:
+def test_promises_are_kept_or_missed(changed: dict[str, Any], missed: set[int]) -> None:
     run = transfers_with(**changed)
     kept = [each.kept for each in run.promises]
     assert {index for index, each in enumerate(kept) if not each} == missed
@@ -253,20 +222,6 @@ async def test_counts_and_decisions_are_read_from_the_router(
     assert wanted == [{"reason": "handover", "limit": "1000"}]
 
 
-def test_admin_url_is_read_from_the_routers_file(tmp_path: Path) -> None:
-    _, halves = stage.sides(stage.fleet(), tmp_path, 700)
-    config = parse(Path(halves.worker.command[-1]).read_text(), "halves")
-    assert stage.admin_url(halves.worker) == f"http://127.0.0.1:{config.router.admin.port}"
-    assert config.routing.disaggregate_above == 700
-
-
-def test_verdicts_and_promises_can_be_saved_as_json() -> None:
-    verdicts = verdict.to_json(verdict.verdicts(canned_comparison()))
-    promises = promise.to_json(transfers_with().promises)
-    assert {each["kept"] for each in promises} == {True}
-    assert json.loads(json.dumps(verdicts))[0]["at_most"] == 0.15
-
-
 def test_prompts_have_all_sizes_and_depend_only_on_the_seed() -> None:
     made = identical.prompts(100)
     sizes = sorted(map(len, made))
@@ -275,87 +230,58 @@ def test_prompts_have_all_sizes_and_depend_only_on_the_seed() -> None:
     assert made != identical.prompts(100, seed=1)
 
 
-@pytest.fixture
-def seen_requests() -> list[tuple[str, str]]:
-    """Return the list of requests that servers got: path and X-Explain."""
-    return []
+class Answers:
+    """A worker with a fixed answer, which counts its transfers and keeps what it got."""
 
+    def __init__(
+        self, token: int = 7, logprob: float = -1.0, by: str = "", fetches: int = 0
+    ) -> None:
+        logprobs = {"token_logprobs": [logprob]}
+        self.choice: dict[str, Any] = {"token_ids": [token], "logprobs": logprobs}
+        self.by, self.fetches, self.fetched = by, fetches, 0
+        self.requests: list[str] = []
 
-@pytest.fixture
-async def servers(seen_requests: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]:
-    """Serve equal answers, answers with other tokens, and with other logprobs."""
-
-    def answering(tokens: list[int], logprob: float) -> web.Application:
-        settings = {"route": "", "fetches": "0"}
-        fetched = [0]
-
-        async def answer(request: web.Request) -> web.Response:
-            seen_requests.append((request.path, request.headers.get("X-Explain", "")))
-            body = await request.json()
-            choice: dict[str, Any] = {
-                "token_ids": tokens,
-                "logprobs": {"token_logprobs": [logprob]},
-            }
-            assert body["temperature"] == 0
-            fetched[0] += int(settings["fetches"])
-            return web.json_response({"choices": [choice]}, headers={"X-Route": settings["route"]})
-
-        async def forget(request: web.Request) -> web.Response:
-            seen_requests.append((request.path, ""))
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append(f"{request.path} {request.headers.get('X-Explain', '')}".strip())
+        if request.path == "/reset_prefix_cache":
             return web.Response()
-
-        async def metrics(_: web.Request) -> web.Response:
+        if request.path == "/metrics":
             name = "vllm:nixl_xfer_time_seconds"
-            text = f'{name}_sum{{engine="0"}} 9.0\n{name}_count{{engine="0"}} {fetched[0]}.0\n'
+            text = f'{name}_sum{{engine="0"}} 9.0\n{name}_count{{engine="0"}} {self.fetched}.0\n'
             return web.Response(text=text)
-
-        async def tell(request: web.Request) -> web.Response:
-            settings.update(request.query)
-            return web.Response()
-
-        app = web.Application()
-        app.router.add_post("/v1/completions", answer)
-        app.router.add_post("/reset_prefix_cache", forget)
-        app.router.add_post("/tell", tell)
-        app.router.add_get("/metrics", metrics)
-        return app
-
-    answers = {
-        "right": ([7], -1.0),
-        "near": ([7], -1.0001),
-        "other": ([8], -1.0),
-        "far": ([7], -1.1),
-    }
-    running = {name: TestServer(answering(*each)) for name, each in answers.items()}
-    for server in running.values():
-        await server.start_server()
-    yield {name: str(server.make_url("")).rstrip("/") for name, server in running.items()}
-    for server in running.values():
-        await server.close()
+        assert (await request.json())["temperature"] == 0
+        self.fetched += self.fetches
+        return web.json_response({"choices": [self.choice]}, headers={"X-Route": self.by})
 
 
-TWICE = (Pass("cold"), Pass("warm"))
+@asynccontextmanager
+async def served(*answers: Answers) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        urls = []
+        for each in answers:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", each.answer)
+            server = await stack.enter_async_context(TestServer(app))
+            urls.append(str(server.make_url("")).rstrip("/"))
+        yield urls
 
 
-async def test_different_answers_are_counted_per_pass(servers: dict[str, str]) -> None:
-    routes = [Route(name, url, TWICE) for name, url in servers.items()]
-    found = await identical.compare(routes, [[1], [2]], "m")
+async def test_different_answers_are_counted_per_pass() -> None:
+    right = Answers()
+    near, far = Answers(logprob=-1.0001), Answers(logprob=-1.1)
+    async with served(right, near, Answers(token=8), far) as urls:
+        twice = Pass("cold", (urls[0],)), Pass("warm")
+        names = ("right", "near", "other", "far")
+        routes = [Route(name, url, twice) for name, url in zip(names, urls, strict=True)]
+        found = await identical.compare(routes, [[1], [2]], "m")
     assert {each.route: each.differ for each in found} == {
-        "right, cold": 0, "right, warm": 0, "near, cold": 0, "near, warm": 0,
-        "other, cold": 2, "other, warm": 2, "far, cold": 2, "far, warm": 2,
-    }  # fmt: skip
+        f"{name}, {cache}": 2 * (name in ("other", "far"))
+        for name in names
+        for cache in ("cold", "warm")
+    }
     assert [each.wrong for each in found] == [False] * 4 + [True] * 4
-
-
-async def test_caches_are_reset_before_a_pass(
-    servers: dict[str, str], seen_requests: list[tuple[str, str]]
-) -> None:
-    url = servers["right"]
-    route = Route("r", url, (Pass("cold", (url,)), Pass("warm")))
-    await identical.compare([route], [[1]], "m")
-    paths = [path for path, explain in seen_requests]
-    assert paths == ["/reset_prefix_cache", "/v1/completions", "/v1/completions"]
-    assert [explain for _, explain in seen_requests] == ["", "1", "1"]
+    # The caches are reset before the first pass of each route.
+    assert right.requests[:5] == ["/reset_prefix_cache", *["/v1/completions 1"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -363,16 +289,12 @@ async def test_caches_are_reset_before_a_pass(
     [("d; prefill=p; reason=x", 1, False), ("d; prefill=p", 0, True), ("d; reason=x", 1, True)],
 )
 async def test_route_without_hand_overs_is_wrong(
-    servers: dict[str, str], monkeypatch: pytest.MonkeyPatch, by: str, fetches: int, wrong: bool
+    monkeypatch: pytest.MonkeyPatch, by: str, fetches: int, wrong: bool
 ) -> None:
     monkeypatch.setattr(identical, "POLL_S", 0.0)
-    settings = {"route": by, "fetches": str(fetches)}
-    url = servers["right"]
-    query = "?" + "&".join(f"{key}={value}" for key, value in settings.items())
-    async with aiohttp.ClientSession() as session:
-        await session.post(f"{url}/tell{query}")
-    route = Route("handed over", url, TWICE, decode=url)
-    found = await identical.compare([route], [[1], [2]], "m")
+    async with served(Answers(by=by, fetches=fetches)) as [url]:
+        route = Route("handed over", url, (Pass("cold"), Pass("warm")), decode=url)
+        found = await identical.compare([route], [[1], [2]], "m")
     assert [each.wrong for each in found] == [wrong, wrong]
     assert [each.fetched for each in found] == [2 * fetches] * 2
     assert found[0].handed_over == (2 if "prefill" in by else 0)
@@ -394,22 +316,3 @@ def test_last_routes_hand_everything_over(tmp_path: Path) -> None:
     assert routes[3].decode == config.workers[3].url
     assert routes[3].passes[1].forget == (config.workers[3].url,)
     assert routes[4].passes == (Pass("warm"),)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--rounds=-1"],
-        ["--rounds=0"],
-        ["--save", "no/such/folder/f.json"],
-        ["--longs=0"],
-        ["--every=0"],
-        ["--shorts=0"],
-        ["--decoded=0"],
-        ["--above", "high"],
-    ],
-)
-def test_invalid_argument_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(arguments)
-    assert exited.value.code == 2

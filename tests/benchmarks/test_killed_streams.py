@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
-import random
 from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from benchmarks.killed_streams import Ports, Tally, make_prompts, report, start_relay
+from benchmarks.killed_streams import Ports, Tally, report, start_relay
 
 PAGE = """\
 proxy_continued_streams_total{worker="w0"} 3
@@ -34,11 +33,6 @@ def test_report_shows_ends_and_pauses(end: str, verdict: str) -> None:
     assert "1 continued streams: p50 3.00 s" in text
     assert "first token: p50 2.00x" in text
     assert f"equal: {verdict}" in text
-
-
-def test_half_of_the_prompts_are_chats() -> None:
-    prompts = make_prompts(random.Random(1), 8)
-    assert sum("messages" in each for each in prompts) == 4
 
 
 async def test_killed_relay_ends_connections_and_refuses_new_ones() -> None:

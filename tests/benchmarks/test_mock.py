@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
 
 import pytest
 
 from benchmarks.router import mock
 from tests.benchmarks.servers import mock_worker
-from tests.present import present
-from vllm_sched.workers.launch import Worker, free_port
 
 
 async def send(*pieces: bytes, answers: int = 1, kind: type[mock.Worker] = mock.Worker) -> bytes:
@@ -47,12 +43,6 @@ def body_of(raw: bytes) -> bytes:
     return raw.partition(mock.END_OF_HEAD)[2]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_usage_of_a_completion_depends_on_its_size(path: str) -> None:
-    found = json.loads(body_of(await send(post(path, b"x" * 400))))
-    assert found["usage"]["prompt_tokens"] == 100
-
-
 async def test_requests_in_any_pieces_get_the_same_answer() -> None:
     small, large = (post("/v1/completions", b"x" * size) for size in (4000, 40_000))
     for request in (small, large):
@@ -61,6 +51,7 @@ async def test_requests_in_any_pieces_get_the_same_answer() -> None:
         for cut in (5, request.index(b"\r\n\r\n") + 2, request.index(b"xx"), len(request) - 1):
             assert await send(request[:cut], request[cut:]) == alone
     first, second = await send(large), await send(small)
+    assert json.loads(body_of(second))["usage"]["prompt_tokens"] == 1000
     assert await send(small + large, answers=2) == second + first
     assert await send(large + small, answers=2) == first + second
     assert await send(large[:-9], large[-9:] + small, answers=2) == first + second
@@ -85,13 +76,6 @@ async def test_stream_has_max_tokens_events(field: str) -> None:
         raw = await send(post("/v1/chat/completions", text.encode()))
         assert raw.count(mock.EVENT_CHUNK) == 7
         assert raw.endswith(mock.EVENT_CHUNK + mock.LAST_CHUNKS)
-
-
-async def test_stream_keeps_the_requested_gap() -> None:
-    clock = asyncio.get_running_loop().time
-    begin = clock()
-    await send(post("/v1/completions", b'{"stream":true,"max_tokens":5,"user":"gap-50ms"}'))
-    assert 0.19 < clock() - begin < 2
 
 
 async def test_abandoned_stream_ends() -> None:
@@ -124,8 +108,11 @@ async def test_blocks_can_be_fetched_once() -> None:
     decode = post("/v1/completions", json.dumps({"kv_transfer_params": params}).encode())
     assert (await send(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 200")
     assert (await send(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 409")
-    again = json.loads(body_of(await send(post("/v1/completions", leg), kind=mock.Prefill)))
-    assert again["kv_transfer_params"] != params
+    # A large leg is answered without parsing.
+    large = post("/v1/completions", b"x" * 100_000)
+    again = json.loads(body_of(await send(large, kind=mock.Prefill)))["kv_transfer_params"]
+    assert again["remote_request_id"] != params["remote_request_id"]
+    assert again["remote_num_tokens"] == 25_000
 
 
 @pytest.mark.parametrize(
@@ -141,26 +128,4 @@ async def test_invalid_prefill_leg_gets_409(body: object) -> None:
     for kind in (mock.Prefill, mock.Decode):
         found = await send(post("/v1/completions", json.dumps(body).encode()), kind=kind)
         assert found.startswith(b"HTTP/1.1 409")
-
-
-async def test_large_prefill_leg_is_answered_without_parsing() -> None:
-    large = post("/v1/completions", b"x" * 100_000)
-    body = json.loads(body_of(await send(large, kind=mock.Prefill)))
-    assert body["kv_transfer_params"]["remote_num_tokens"] == 25_000
-    for kind in (mock.Prefill, mock.Decode):
-        found = await send(b"GET /health HTTP/1.1\r\n\r\n", kind=kind)
-        assert found.startswith(b"HTTP/1.1 200")
-
-
-async def test_mock_serves_all_its_ports_until_sigterm() -> None:
-    ports = [free_port() for _ in range(4)]
-    whole, prefill, decode = map(str, ports[:2]), str(ports[2]), str(ports[3])
-    command = [sys.executable, mock.__file__, *whole, "--prefill", prefill, "--decode", decode]
-    async with Worker(command, port=ports[0], name="mock", deadline_s=20) as worker:
-        for port in ports:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.close()
-            await writer.wait_closed()
-        process = present(worker._process)
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert (await send(b"GET /health HTTP/1.1\r\n\r\n", kind=kind)).startswith(b"HTTP/1.1 200")

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from benchmarks import two_tools
 from benchmarks.two_tools import (
@@ -20,12 +19,10 @@ from benchmarks.two_tools import (
     RATES,
     Figure,
     Load,
-    figures,
     read_rounds,
-    table,
 )
 from tests.bench.fake_openai import FakeOpenAI
-from tests.cli.bench.test_bench import running
+from tests.cli.bench.endpoint import running
 
 LOAD = Load("", "tiny", 100, 10.0, 200, 32)
 
@@ -43,23 +40,6 @@ def test_figures_are_apart_beyond_a_tools_own_spread() -> None:
     assert Figure("completed", [100, 99], [100, 100]).apart
 
 
-def test_every_figure_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures(
-        {"ours": [figures_of(1.0), figures_of(3.0)], "theirs": [figures_of(4.0), figures_of(4.0)]}
-    )
-    Console(width=120).print(table(found))
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = (line for line in lines if "p99_itl_ms" in line)
-    assert [cell.strip() for cell in line.split("|")[1:-1]] == [
-        "p99_itl_ms",
-        "2 (1 to 3)",
-        "4 (4 to 4)",
-        "0.500",
-        "no",
-    ]
-    assert len(found) == len(EXACTLY) + len(RATES) + len(LATENCIES)
-
-
 def test_rounds_are_added_to_rounds_of_the_same_load(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
     assert read_rounds(path, LOAD) == {"ours": [], "theirs": []}
@@ -70,9 +50,7 @@ def test_rounds_are_added_to_rounds_of_the_same_load(tmp_path: Path) -> None:
         read_rounds(path, Load("", "tiny", 100, 20.0, 200, 32))
 
 
-@pytest.mark.parametrize("loop", [["--request-rate", "100"], ["--concurrency", "2"]])
 def test_tools_measure_in_turn_and_every_round_is_saved(
-    loop: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +65,9 @@ def test_tools_measure_in_turn_and_every_round_is_saved(
     monkeypatch.setattr("vllm_sched.workers.launch.worker", worker)
     monkeypatch.setattr(two_tools, "MODEL", "fake")
     monkeypatch.setitem(two_tools.TOOLS, "theirs", two_tools.ours)  # vLLM's tool starts slowly
-    monkeypatch.setattr(sys, "argv", ["two_tools", *words, *loop, "--add", str(path)])
+    monkeypatch.setattr(
+        sys, "argv", ["two_tools", *words, "--concurrency", "2", "--add", str(path)]
+    )
     two_tools.main()  # a tool may by chance differ from itself
     assert "1 rounds; told apart: " in capsys.readouterr().out
     kept = json.loads(path.read_text())["rounds"]

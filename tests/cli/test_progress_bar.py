@@ -12,15 +12,11 @@ from vllm_sched.cli import progress_bar
 
 
 class Terminal(io.StringIO):
-    """A text stream that is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 class ClosedPipe(io.StringIO):
-    """A stream without a reader."""
-
     def write(self, text: str) -> int:
         raise BrokenPipeError(text)
 
@@ -41,14 +37,22 @@ def test_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = progress_bar.terminal(piped)
     assert beside is not None
     assert beside.file is sys.stderr
-
-
-def test_force_color_does_not_make_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes no terminal
     assert progress_bar.terminal(Console(file=io.StringIO())) is None
     monkeypatch.setenv("TERM", "dumb")
     assert progress_bar.terminal(Console(file=Terminal())) is None
+
+
+@pytest.mark.parametrize("stderr", [None, ClosedPipe()])
+def test_closed_stderr_is_ignored(
+    stderr: io.StringIO | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `2>&-`, progress lines must not be in the result."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    progress_bar.ProgressLines("bench").print_line("anything")
+    assert progress_bar.terminal(Console(file=io.StringIO())) is None
+    assert capsys.readouterr().out == ""
 
 
 def test_lines_are_printed_at_intervals(
@@ -66,18 +70,3 @@ def test_lines_are_printed_at_intervals(
     assert printed.err.splitlines() == [
         "vllm-sched bench: begins", "vllm-sched bench: at 110", "vllm-sched bench: at 120",
     ]  # fmt: skip
-
-
-def test_nothing_is_printed_without_stderr(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `2>&-`, progress lines must not be in the result."""
-    monkeypatch.setattr(sys, "stderr", None)
-    progress_bar.ProgressLines("bench").print_line("anything")
-    assert progress_bar.terminal(Console(file=io.StringIO())) is None
-    assert capsys.readouterr().out == ""
-
-
-def test_closed_pipe_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", ClosedPipe())
-    progress_bar.ProgressLines("bench").print_line("anything")

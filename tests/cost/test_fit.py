@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -54,7 +55,6 @@ def feed(
 
 
 def fitted(fit: OnlineFit) -> StepTime:
-    """Return the model; it must exist."""
     assert fit.model is not None
     return fit.model
 
@@ -107,7 +107,6 @@ def test_cost_per_prompt_is_separated_from_cost_of_mixing(mixed_s: float) -> Non
 
 
 def long_chunk(rng: random.Random, max_tokens: int) -> StepShape:
-    """Draw a step with one chunk of a long prompt."""
     tokens, read = rng.randint(16, max_tokens), rng.randrange(0, 12_000)
     return StepShape(tokens, tokens * (read + tokens / 2), 8, 1600, 1, read)
 
@@ -124,28 +123,6 @@ def test_cost_of_reading_context_is_separated_from_attention() -> None:
         fit.observe(step, true.seconds(step) * (1 + abs(rng.gauss(0, 0.03))))
     assert fitted(fit).read_s == pytest.approx(1e-6, rel=0.15)
     assert fitted(fit).pair_s == pytest.approx(TRUE.pair_s, rel=0.1)
-
-
-def test_chunks_of_equal_size_attribute_the_cost_to_attention() -> None:
-    fit, rng = OnlineFit(), random.Random(8)
-    for _ in range(1000):
-        read = rng.randrange(0, 12_000)
-        step = StepShape(500, 500 * (read + 250.0), 8, 1600, 1, read)
-        fit.observe(step, TRUE.seconds(step) * (1 + abs(rng.gauss(0, 0.03))))
-        fit.observe(
-            StepShape(decodes=8, context_tokens=1600), TRUE.seconds(StepShape(0, 0, 8, 1600))
-        )
-    assert fitted(fit).pair_s == pytest.approx(TRUE.pair_s, rel=0.1)
-    assert fitted(fit).read_s < 0.1 * 500 * TRUE.pair_s
-
-
-def test_cost_of_single_prompts_is_not_taken_for_cost_of_mixing() -> None:
-    true = replace(TRUE, mixed_s=0.0, prompt_fixed_s=0.005)
-    fit, rng = OnlineFit(), random.Random(9)
-    for _ in range(1000):
-        step = prompts(rng, 1)
-        fit.observe(step, true.seconds(step))
-    assert fitted(fit).mixed_s < 0.0005
 
 
 def test_predictions_stay_close_despite_noise_and_outliers() -> None:
@@ -225,37 +202,53 @@ def test_an_hour_of_decoding_keeps_the_prefill_coefficients() -> None:
     assert fitted(fit).mixed_s == pytest.approx(TRUE.mixed_s, rel=0.1)
 
 
+# What cannot be told apart
+
+
+def fitted_to(time: StepTime, steps: Iterable[StepShape], noise: float = 0.0) -> StepTime:
+    """Return the model of steps that take this time."""
+    fit, rng = OnlineFit(), random.Random(8)
+    for step in steps:
+        fit.observe(step, time.seconds(step) * (1 + abs(rng.gauss(0, noise))))
+    return fitted(fit)
+
+
+def test_chunks_of_equal_size_attribute_the_cost_to_attention() -> None:
+    rng = random.Random(8)
+    chunks = [(read := rng.randrange(0, 12_000), 500 * (read + 250.0)) for _ in range(1000)]
+    steps = [StepShape(500, pairs, 8, 1600, 1, read) for read, pairs in chunks]
+    found = fitted_to(TRUE, [*steps, *[StepShape(decodes=8, context_tokens=1600)] * 1000], 0.03)
+    assert found.pair_s == pytest.approx(TRUE.pair_s, rel=0.1)
+    assert found.read_s < 0.1 * 500 * TRUE.pair_s
+
+
+def test_cost_of_single_prompts_is_not_taken_for_cost_of_mixing() -> None:
+    rng = random.Random(9)
+    true = replace(TRUE, mixed_s=0.0, prompt_fixed_s=0.005)
+    assert fitted_to(true, (prompts(rng, 1) for _ in range(1000))).mixed_s < 0.0005
+
+
+def in_a_constant_batch(tokens: int) -> StepShape:
+    return StepShape(tokens, tokens * 110.0, 64, 64 * 300)
+
+
+def test_cost_of_equal_prompts_is_not_taken_for_cost_of_mixing() -> None:
+    steps = (in_a_constant_batch(220 if index % 3 == 0 else 0) for index in range(500))
+    assert fitted_to(replace(TRUE, mixed_s=0.0), steps).mixed_s < 0.001
+
+
 def test_constant_batch_counts_as_fixed_cost() -> None:
-    fit = OnlineFit()
     rng = random.Random(4)
-    for _ in range(500):
-        tokens = rng.choice([0, 0, 220, 440])
-        step = StepShape(tokens, tokens * 110.0, 64, 64 * 300)
-        fit.observe(step, TRUE.seconds(step))
-    found = fitted(fit)
+    steps = (in_a_constant_batch(rng.choice([0, 0, 220, 440])) for _ in range(500))
+    found = fitted_to(TRUE, steps)
     whole = TRUE.decode_fixed_s + 64 * TRUE.decode_s + 64 * 300 * TRUE.context_s
     assert found.decode_fixed_s == pytest.approx(whole, rel=0.05)
     assert found.mixed_s <= TRUE.mixed_s * 1.2
 
 
-def test_cost_of_equal_prompts_is_not_taken_for_cost_of_mixing() -> None:
-    free = replace(TRUE, mixed_s=0.0)
-    fit = OnlineFit()
-    for index in range(500):
-        tokens = 220 if index % 3 == 0 else 0
-        step = StepShape(tokens, tokens * 110.0, 64, 64 * 300)
-        fit.observe(step, free.seconds(step))
-    assert fitted(fit).mixed_s < 0.001
-
-
 def test_fixed_prefill_cost_without_pure_prefill_steps_is_decode_plus_mixing() -> None:
-    fit = OnlineFit()
     rng = random.Random(5)
-    for _ in range(500):
-        step = shape(rng)
-        if step.decodes:
-            fit.observe(step, TRUE.seconds(step))
-    found = fitted(fit)
+    found = fitted_to(TRUE, (step for _ in range(500) if (step := shape(rng)).decodes))
     assert found.prefill_fixed_s == pytest.approx(found.decode_fixed_s + found.mixed_s)
 
 

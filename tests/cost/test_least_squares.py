@@ -10,7 +10,6 @@ Rows = list[tuple[float, ...]]
 
 
 def solve(rows: Rows, times: list[float], **how: object) -> list[float]:
-    """Fit times by features."""
     size = len(rows[0])
     matrix = [[sum(r[i] * r[j] for r in rows) for j in range(size)] for i in range(size)]
     right = [sum(r[i] * t for r, t in zip(rows, times, strict=True)) for i in range(size)]

@@ -21,6 +21,7 @@ TRUE = CurvedStepTime(
     prompt_fixed_s=1e-4, read_s=1e-8, knots=KNOTS,
     knots_s=(0.0, *(0.006 + max(n - 200, 0) * 2e-5 for n in KNOTS[1:])),
 )  # fmt: skip
+SAMPLED = [TimedStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
 
 
 def test_the_samples_span_what_a_profile_promises() -> None:
@@ -34,24 +35,21 @@ def test_the_samples_span_what_a_profile_promises() -> None:
 
 
 def test_it_finds_the_curve() -> None:
-    sampled = [TimedStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
-    found = errors(fit(sampled), sampled)
+    found = errors(fit(SAMPLED), SAMPLED)
     assert set(found) == {"decode", "prefill", "mixed"}
     assert max(error.worst for error in found.values()) < 0.005
     assert misses(found) == []
 
 
 def test_a_line_misses_it_and_is_told() -> None:
-    sampled = [TimedStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
-    found = errors(CurvedStepTime(knots=(0, 1), knots_s=(0.0, 2e-5)), sampled)
+    found = errors(CurvedStepTime(knots=(0, 1), knots_s=(0.0, 2e-5)), SAMPLED)
     assert any(text.startswith("decode median") for text in misses(found))
     assert any(text.startswith("decode worst") for text in misses(found))
     assert misses({"mixed": FitError(0.08, 0.25, 9)}) == []
 
 
 def test_a_source_without_mixed_steps() -> None:
-    shapes = [shape for shape in sample_shapes() if not shape.mixed]
-    sampled = [TimedStep(shape, TRUE.seconds(shape)) for shape in shapes]
+    sampled = [step for step in SAMPLED if not step.shape.mixed]
     found = errors(fit(sampled), sampled)
     assert set(found) == {"decode", "prefill"}
     assert found["prefill"].median == pytest.approx(0, abs=0.005)

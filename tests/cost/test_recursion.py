@@ -12,7 +12,6 @@ from vllm_sched.cost.regime import Regime, expected_batch
 
 
 def regime(*, decodes_pause: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:
-    """Return a small system."""
     return Regime(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, decodes_pause=decodes_pause)
 
 

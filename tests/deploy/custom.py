@@ -9,241 +9,117 @@ validated by its own schemas.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.alias_generators import to_camel
+from jsonschema import Draft202012Validator
 
 from tests.deploy.rendered import Json
 
-Count = Annotated[int, Field(ge=0, lt=1 << 31)]
-Words = dict[str, str]
-Number = Annotated[str, Field(pattern=r"^\d+(\.\d+)?$")]  # KEDA accepts strings only
-Duration = Annotated[str, Field(pattern=r"^((\d+)d)?((\d+)h)?((\d+)m)?((\d+)s)?((\d+)ms)?$")]
-
-
-class Fields(BaseModel):
-    """A model that refuses unknown fields and converts no types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
-
-
-class Metadata(Fields):
-    """Metadata of an object."""
-
-    name: str | None = None
-    namespace: str | None = None
-    labels: Words = {}
-    annotations: Words = {}
-
-
-class Selector(Fields):
-    """A label selector."""
-
-    match_labels: Words
-
-
-# KEDA
-
-
-class Target(Fields):
-    """The scaled object."""
-
-    api_version: str
-    kind: str
-    name: str
-
-
-class PrometheusQuery(Fields):
-    """The metadata of KEDA's `prometheus` trigger."""
-
-    server_address: Annotated[str, Field(pattern="^https?://")]
-    query: str
-    threshold: Number
-    ignore_null_values: Literal["true", "false"]
-
-
-class Trigger(Fields):
-    """A trigger of KEDA."""
-
-    type: Literal["prometheus"]
-    metadata: PrometheusQuery
-
-
-class Fallback(Fields):
-    """The replicas while Prometheus does not answer."""
-
-    failure_threshold: Count
-    replicas: Count
-    behavior: Literal[
-        "static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"
-    ]
-
-
-class Autoscaler(Fields):
-    """The settings of the autoscaler that KEDA creates."""
-
-    behavior: Json
-
-
-class Advanced(Fields):
-    """Advanced settings of KEDA."""
-
-    horizontal_pod_autoscaler_config: Autoscaler
-
-
-class Scaled(Fields):
-    """The spec of a ScaledObject."""
-
-    scale_target_ref: Target
-    min_replica_count: Count
-    max_replica_count: Count
-    polling_interval: Count
-    advanced: Advanced
-    fallback: Fallback
-    triggers: Annotated[list[Trigger], Field(min_length=1)]
-
-
-class ScaledObject(Fields):
-    """KEDA's ScaledObject."""
-
-    api_version: Literal["keda.sh/v1alpha1"]
-    kind: Literal["ScaledObject"]
-    metadata: Metadata
-    spec: Scaled
-
-
-# The Prometheus operator
-
-
-class Endpoint(Fields):
-    """A scraped port."""
-
-    port: str
-    path: str
-    interval: Duration
-
-
-class Monitored(Fields):
-    """The spec of a PodMonitor."""
-
-    selector: Selector
-    pod_target_labels: list[str] = []
-    pod_metrics_endpoints: list[Endpoint]
-
-
-class PodMonitor(Fields):
-    """The operator's PodMonitor."""
-
-    api_version: Literal["monitoring.coreos.com/v1"]
-    kind: Literal["PodMonitor"]
-    metadata: Metadata
-    spec: Monitored
-
-
-class Rule(Fields):
-    """An alert or a recording rule."""
-
-    record: str | None = None
-    alert: str | None = None
-    expr: str
-    for_: Duration | None = Field(None, alias="for")
-    labels: Words = {}
-    annotations: Words = {}
-
-    @model_validator(mode="after")
-    def is_one_of_both(self) -> Rule:
-        """Refuse the rules that the operator refuses."""
-        if (self.record is None) == (self.alert is None):
-            raise ValueError("give record or alert")
-        if self.alert is None and (self.for_ is not None or self.annotations):
-            raise ValueError("`for` and annotations are an alert's")
-        return self
-
-
-class Group(Fields):
-    """A group of rules."""
-
-    name: Annotated[str, Field(min_length=1)]
-    rules: list[Rule]
-
-
-class Groups(Fields):
-    """The spec of a PrometheusRule."""
-
-    groups: list[Group]
-
-
-class PrometheusRule(Fields):
-    """The operator's PrometheusRule."""
-
-    api_version: Literal["monitoring.coreos.com/v1"]
-    kind: Literal["PrometheusRule"]
-    metadata: Metadata
-    spec: Groups
-
-
-# LeaderWorkerSet
-
-
-class Template(Fields):
-    """A pod template."""
-
-    metadata: Metadata
-    spec: Json
-
-
-class Pods(Fields):
-    """The template of one group."""
-
-    size: Annotated[int, Field(ge=1)]
-    restart_policy: Literal["RecreateGroupOnPodRestart", "None", "Default"]
-    leader_template: Template
-    worker_template: Template
-
-
-class Sets(Fields):
-    """The spec of a LeaderWorkerSet."""
-
-    replicas: Count
-    leader_worker_template: Pods
-
-
-class LeaderWorkerSet(Fields):
-    """A LeaderWorkerSet: each group of pods is one worker."""
-
-    api_version: Literal["leaderworkerset.x-k8s.io/v1"]
-    kind: Literal["LeaderWorkerSet"]
-    metadata: Metadata
-    spec: Sets
-
-
-KINDS: dict[str, type[Fields]] = {
-    kind.__name__: kind for kind in (ScaledObject, PodMonitor, PrometheusRule, LeaderWorkerSet)
+TEXT: Json = {"type": "string"}
+NAME: Json = {"type": "string", "minLength": 1}
+COUNT: Json = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
+LABELS: Json = {"type": "object", "additionalProperties": TEXT}
+KUBERNETES_OWN: Json = {"type": "object"}
+
+
+def pattern(text: str) -> Json:
+    return {"type": "string", "pattern": text}
+
+
+def one_of(*values: str) -> Json:
+    return {"enum": [*values]}
+
+
+def each(item: Json, *, at_least: int = 0) -> Json:
+    return {"type": "array", "items": item, "minItems": at_least}
+
+
+def fields(required: Json, **optional: Json) -> Json:
+    """Return the schema of an object with these fields only."""
+    return {
+        "type": "object", "properties": required | optional, "required": [*required],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+NUMBER = pattern(r"^\d+(\.\d+)?$")  # KEDA accepts strings only
+DURATION = pattern(r"^((\d+)d)?((\d+)h)?((\d+)m)?((\d+)s)?((\d+)ms)?$")
+METADATA = fields({}, name=TEXT, namespace=TEXT, labels=LABELS, annotations=LABELS)
+
+QUERY = {
+    "serverAddress": pattern("^https?://"),
+    "query": TEXT,
+    "threshold": NUMBER,
+    "ignoreNullValues": one_of("true", "false"),
+}
+FALLBACKS = ("static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower")
+SCALED = {
+    "scaleTargetRef": fields({"apiVersion": TEXT, "kind": TEXT, "name": TEXT}),
+    "minReplicaCount": COUNT,
+    "maxReplicaCount": COUNT,
+    "pollingInterval": COUNT,
+    "advanced": fields({"horizontalPodAutoscalerConfig": fields({"behavior": KUBERNETES_OWN})}),
+    "fallback": fields(
+        {"failureThreshold": COUNT, "replicas": COUNT, "behavior": one_of(*FALLBACKS)}
+    ),
+    "triggers": each(fields({"type": one_of("prometheus"), "metadata": fields(QUERY)}), at_least=1),
+}
+ENDPOINT = fields({"port": TEXT, "path": TEXT, "interval": DURATION})
+MONITORED = fields(
+    {"selector": fields({"matchLabels": LABELS}), "podMetricsEndpoints": each(ENDPOINT)},
+    podTargetLabels=each(TEXT),
+)
+# The operator refuses `for` and annotations of a recording rule.
+ALERT = fields(
+    {"alert": TEXT, "expr": TEXT}, labels=LABELS, annotations=LABELS, **{"for": DURATION}
+)
+RECORD = fields({"record": TEXT, "expr": TEXT}, labels=LABELS)
+GROUP = fields({"name": NAME, "rules": each({"oneOf": [ALERT, RECORD]})})
+TEMPLATE = fields({"metadata": METADATA, "spec": KUBERNETES_OWN})
+PODS = {
+    "size": {"type": "integer", "minimum": 1},
+    "restartPolicy": one_of("RecreateGroupOnPodRestart", "None", "Default"),
+    "leaderTemplate": TEMPLATE,
+    "workerTemplate": TEMPLATE,
+}
+SPECS = {
+    ("ScaledObject", "keda.sh/v1alpha1"): fields(SCALED),
+    ("PodMonitor", "monitoring.coreos.com/v1"): MONITORED,
+    ("PrometheusRule", "monitoring.coreos.com/v1"): fields({"groups": each(GROUP)}),
+    ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1"): fields(
+        {"replicas": COUNT, "leaderWorkerTemplate": fields(PODS)}
+    ),
+}
+KINDS = {
+    kind: Draft202012Validator(
+        fields(
+            {"kind": one_of(kind), "apiVersion": one_of(api), "metadata": METADATA, "spec": spec}
+        )
+    )
+    for (kind, api), spec in SPECS.items()
 }
 
 
 def contained_objects(resource: Json) -> Iterator[Json]:
     """Validate a custom resource; yield the Kubernetes objects that it contains."""
-    found: Any = KINDS[resource["kind"]].model_validate(resource)
-    if isinstance(found, LeaderWorkerSet):
-        templates = found.spec.leader_worker_template
-        for template in (templates.leader_template, templates.worker_template):
+    KINDS[resource["kind"]].validate(resource)
+    spec: Any = resource["spec"]
+    if resource["kind"] == "LeaderWorkerSet":
+        for name in ("leaderTemplate", "workerTemplate"):
+            template = spec["leaderWorkerTemplate"][name]
+            metadata = {"name": "a", "labels": template["metadata"].get("labels", {})}
             yield {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {"name": "a", "labels": template.metadata.labels},
-                "spec": template.spec,
-            }
-    elif isinstance(found, ScaledObject):
+                "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"],
+            }  # fmt: skip
+    elif resource["kind"] == "ScaledObject":
         yield {
             "apiVersion": "autoscaling/v2",
             "kind": "HorizontalPodAutoscaler",
             "metadata": {"name": "a"},
             "spec": {
-                "scaleTargetRef": found.spec.scale_target_ref.model_dump(by_alias=True),
-                "minReplicas": found.spec.min_replica_count,
-                "maxReplicas": found.spec.max_replica_count,
-                "behavior": found.spec.advanced.horizontal_pod_autoscaler_config.behavior,
+                "scaleTargetRef": spec["scaleTargetRef"],
+                "minReplicas": spec["minReplicaCount"],
+                "maxReplicas": spec["maxReplicaCount"],
+                "behavior": spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
             },
         }

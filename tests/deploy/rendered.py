@@ -42,7 +42,6 @@ def rendered(folder: Path) -> tuple[Json, ...]:
 
 
 def overlay(name: str) -> tuple[Json, ...]:
-    """Render an overlay."""
     return rendered(KUBERNETES / "overlays" / name)
 
 
@@ -70,12 +69,10 @@ def with_components(*names: str) -> tuple[Json, ...]:
 
 
 def kinds(objects: tuple[Json, ...], *wanted: str) -> list[Json]:
-    """Return the objects of these kinds."""
     return [each for each in objects if each["kind"] in wanted]
 
 
 def named(objects: tuple[Json, ...], kind: str, name: str) -> Json:
-    """Return the object of this kind and name."""
     (found,) = (each for each in kinds(objects, kind) if each["metadata"]["name"] == name)
     return found
 
@@ -95,25 +92,21 @@ def templates(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json]]:
 
 
 def containers(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json, Json]]:
-    """Yield all containers with their pods."""
     for name, template in templates(objects):
         for container in template["spec"]["containers"]:
             yield name, container, template["spec"]
 
 
 def matches(selector: Mapping[str, str], template: Json) -> bool:
-    """Return whether a selector matches a pod of this template."""
     labels = template["metadata"]["labels"]
     return bool(selector) and all(labels.get(key) == value for key, value in selector.items())
 
 
 def found_by(selector: Mapping[str, str], objects: tuple[Json, ...]) -> list[Json]:
-    """Return the templates that a selector matches."""
     return [template for _, template in templates(objects) if matches(selector, template)]
 
 
 def ports(template: Json) -> dict[str, int]:
-    """Return a pod's ports by name."""
     return {
         port["name"]: port["containerPort"]
         for container in template["spec"]["containers"]
@@ -147,5 +140,4 @@ def allowed(policies: list[Json], way: str, at: Json, peer: Json, port: int) -> 
 
 
 def component(template: Json) -> str:
-    """Return the component of a pod, as router or worker."""
     return str(template["metadata"]["labels"]["app.kubernetes.io/component"])

@@ -27,8 +27,6 @@ document: Json = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
 services: dict[str, Json] = document["services"]
 fleet = read(COMPOSE / "fleet.yaml")
 
-each_service = pytest.mark.parametrize("name", services)
-
 
 def has_compose() -> bool:
     """Return whether `docker compose` is installed; it validates files without a daemon."""
@@ -38,19 +36,16 @@ def has_compose() -> bool:
 
 
 def seconds(text: str) -> int:
-    """Return a duration in seconds."""
     return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 
 def workers() -> dict[str, Json]:
-    """Return the workers' services."""
     return {
         name: each for name, each in services.items() if each.get("command", [""])[0] == "serve"
     }
 
 
 def dockerfile(name: str) -> list[tuple[str, str]]:
-    """Return a Dockerfile's instructions."""
     text = (DOCKER / name).read_text()
     joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
     return [
@@ -60,23 +55,15 @@ def dockerfile(name: str) -> list[tuple[str, str]]:
     ]
 
 
-@each_service
-def test_images_are_pinned(name: str) -> None:
-    assert PINNED.fullmatch(services[name]["image"])
-
-
-@each_service
-def test_services_have_health_checks_and_restarts(name: str) -> None:
+@pytest.mark.parametrize("name", services)
+def test_service_is_pinned_checked_and_restarted_and_its_mounts_exist(name: str) -> None:
     service = services[name]
+    assert PINNED.fullmatch(service["image"])
     assert service["healthcheck"]["test"][0] == "CMD"
     assert service["restart"] == "unless-stopped"
     assert service["networks"] == ["fleet"]
     assert service["cap_drop"] == ["ALL"]
-
-
-@each_service
-def test_mounted_paths_exist(name: str) -> None:
-    for volume in services[name].get("volumes", ()):
+    for volume in service.get("volumes", ()):
         source = volume.split(":")[0]
         if not source.startswith("."):
             assert source in document["volumes"]
@@ -98,9 +85,6 @@ def test_published_ports_are_unique_and_local() -> None:
     assert fleet.router.allow_anonymous
     inside = {int(port.rpartition(":")[2]) for port in services["router"]["ports"]}
     assert inside == {fleet.router.port, fleet.router.admin.port}
-
-
-def test_admin_key_is_in_the_containers_environment() -> None:
     assert fleet.router.admin.key_env in services["router"]["environment"]
 
 
@@ -118,8 +102,17 @@ def test_documented_command_creates_the_env_file(text: str, tmp_path: Path) -> N
     assert str(kept.relative_to(tmp_path)) in (ROOT / ".gitignore").read_text().split()
 
 
-def test_fleet_file_matches_the_services() -> None:
+def test_fleet_file_matches_the_services_and_each_worker_has_its_own_gpu() -> None:
     assert {worker.url for worker in fleet.workers} == {f"http://{name}:8000" for name in workers()}
+    (base,) = [v for kind, v in dockerfile("worker.Dockerfile") if kind == "FROM" and "vllm/" in v]
+    version = base.partition(":v")[2]
+    taken = []
+    for service in workers().values():
+        assert service["image"].endswith(f"-vllm{version}")
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        taken += device["device_ids"]
+    assert len(set(taken)) == len(taken) == len(fleet.workers)
     for worker in fleet.workers:
         model, *flags = workers()[worker.name]["command"][1:]
         assert model == fleet.model_of(worker)
@@ -127,15 +120,6 @@ def test_fleet_file_matches_the_services() -> None:
         assert worker.role == ("short" if length < 100_000 else "long")
         if worker.role == "short":
             assert 2 * fleet.routing.short_limit <= length
-
-
-def test_every_worker_has_its_own_gpu() -> None:
-    taken = []
-    for worker in workers().values():
-        (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
-        assert device["capabilities"] == ["gpu"]
-        taken += device["device_ids"]
-    assert len(set(taken)) == len(taken) == len(fleet.workers)
 
 
 def test_stop_grace_period_exceeds_the_drain_time() -> None:
@@ -258,6 +242,7 @@ def test_router_image_is_compiled_in_the_build_stage(tmp_path: Path, compiled: s
 
 
 def test_dockerignore_allows_all_copied_paths() -> None:
+    assert (ROOT / "pyproject.toml").read_text().count("vllm>=0.31,<0.34") == 1
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     let_through = {line[1:] for line in lines if line.startswith("!")}
@@ -278,11 +263,3 @@ def test_compose_dockerfiles_and_manifests_use_the_same_images() -> None:
             base = ROOT / "deploy" / "kubernetes" / "base" / kind / "kustomization.yaml"
             (image,) = yaml.safe_load(base.read_text())["images"]
             assert (image["name"], image["newTag"]) == (name, tag)
-
-
-def test_worker_image_tag_names_its_vllm_version() -> None:
-    (base,) = [v for kind, v in dockerfile("worker.Dockerfile") if kind == "FROM" and "vllm/" in v]
-    version = base.partition(":v")[2]
-    for worker in workers().values():
-        assert worker["image"].endswith(f"-vllm{version}")
-    assert Path(ROOT / "pyproject.toml").read_text().count("vllm>=0.31,<0.34") == 1

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.deploy.test_compose import COMPOSE
+from tests.haproxy import CONFIG, HAProxy
 from tests.programs import fetched
+from vllm_sched.workers.launch import free_port
 
-CONFIG = COMPOSE / "replicas" / "haproxy.cfg"
 DEADLINE_S = 60.0
 HEADER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -44,7 +43,6 @@ class Router:
         writer.close()
 
     def close(self) -> None:
-        """End all streams."""
         for writer in self._writers:
             writer.close()
 
@@ -57,58 +55,30 @@ class Router:
 
 
 class Balancer:
-    """HAProxy and its routers."""
-
-    def __init__(self, port: int) -> None:
-        self.routers = Router(), Router()
+    def __init__(self, port: int, routers: tuple[Router, Router]) -> None:
+        self.routers = routers
         self._port = port
 
     async def request(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Send a request."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
         return reader, writer
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on."""
-    with ExitStack() as stack:
-        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in taken:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in taken]
-
-
 @asynccontextmanager
 async def balancer(folder: Path) -> AsyncIterator[Balancer]:
     """Start HAProxy in front of two routers."""
-    api, health, *behind = free_ports(4)
-    text = CONFIG.read_text()
-    ports = [
-        ("bind :8000", f"bind 127.0.0.1:{api}"),
-        ("127.0.0.1:8001", f"127.0.0.1:{health}"),
-        (" router:8000", f" 127.0.0.1:{behind[0]}"),
-        (" router-2:8000", f" 127.0.0.1:{behind[1]}"),
-    ]
-    for given, wanted in (*ports, ("inter 1s", "inter 50ms"), ("maxconn 20000", "maxconn 100")):
-        assert given in text
-        text = text.replace(given, wanted)
-    file = folder / "haproxy.cfg"
-    file.write_text(text)
-    made = Balancer(api)
+    routers, ports = (Router(), Router()), (free_port(), free_port())
     async with AsyncExitStack() as stack:
-        for router, port in zip(made.routers, behind, strict=True):
+        for router, port in zip(routers, ports, strict=True):
             server = await asyncio.start_server(router.serve, "127.0.0.1", port)
             stack.callback(server.close)
             stack.callback(router.close)
-        process = await asyncio.create_subprocess_exec(fetched("haproxy"), "-f", str(file))
-        try:
-            for router in made.routers:
-                await asyncio.wait_for(router.become(ready=True), DEADLINE_S)
-            yield made
-        finally:
-            process.kill()
-            await process.wait()
+        front = await asyncio.to_thread(HAProxy, folder, ports)
+        stack.callback(front.close)
+        for router in routers:
+            await asyncio.wait_for(router.become(ready=True), DEADLINE_S)
+        yield Balancer(front.port, routers)
 
 
 def test_haproxy_accepts_the_configuration(tmp_path: Path) -> None:

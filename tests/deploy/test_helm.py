@@ -37,7 +37,6 @@ def helm(command: str, values: Json, folder: Path) -> subprocess.CompletedProces
 
 
 def chart(values: Json, folder: Path) -> tuple[Json, ...]:
-    """Render the chart as the release `router`."""
     done = helm("template --namespace vllm-sched router", values, folder)
     assert done.returncode == 0, done.stderr
     return tuple(filter(None, yaml.load_all(done.stdout, yaml.CSafeLoader)))

@@ -150,7 +150,6 @@ def test_workers_publish_signed_journals_to_routers_only() -> None:
 
 
 def connected(sock: Path, password: str | None) -> redis.Redis:
-    """Return a client of the server on a socket."""
     return redis.Redis(unix_socket_path=str(sock), password=password, decode_responses=True)
 
 

@@ -60,19 +60,19 @@ def test_unit_has_timeouts_restarts_and_few_privileges(name: str) -> None:
     assert service["ExecStart"].startswith(f"{PROGRAM} ")
 
 
-def test_stop_timeout_exceeds_the_drain_time_of_every_fleet() -> None:
-    longest = max(read(path).router.drain_s for path in (ROOT / "deploy" / "fleets").glob("*.yaml"))
-    assert float(unit(UNITS[0])["Service"]["TimeoutStopSec"]) > longest
-
-
-def test_batches_folder_is_private() -> None:
+def test_router_unit_stops_after_the_drain_reloads_and_keeps_batches_private() -> None:
     service = unit(UNITS[0])["Service"]
+    longest = max(read(path).router.drain_s for path in (ROOT / "deploy" / "fleets").glob("*.yaml"))
+    assert float(service["TimeoutStopSec"]) > longest
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
     text = (SYSTEMD / UNITS[0]).read_text()
     assert f"router.batches.path: /var/lib/{service['StateDirectory']}/" in text
     assert service["StateDirectoryMode"] == "0700"
 
 
 def test_units_of_different_users_have_separate_folders() -> None:
+    made = (SYSTEMD / "vllm-sched.sysusers").read_text()
+    assert re.search(r"^u vllm-sched ", made, re.MULTILINE)
     folders = [unit(name)["Service"]["StateDirectory"] for name in UNITS]
     assert len(set(folders)) == len(UNITS)
     assert unit(UNITS[0])["Service"]["DynamicUser"] == "yes"
@@ -89,12 +89,3 @@ def test_invalid_fleet_file_exits_with_2(text: str | None, tmp_path: Path) -> No
         path.write_text(text)
     start = unit(UNITS[0])["Service"]["ExecStart"].split()
     assert main([*start[1:-1], str(path)]) == 2
-
-
-def test_reload_sends_sighup() -> None:
-    assert unit(UNITS[0])["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
-
-
-def test_workers_user_is_created() -> None:
-    made = (SYSTEMD / "vllm-sched.sysusers").read_text()
-    assert re.search(r"^u vllm-sched ", made, re.MULTILINE)

@@ -19,7 +19,6 @@ FOLDER = re.compile(r"^((?:│   |    )*)(?:[├└]── )?(\w+)/ ", re.MULTIL
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """Return a module's syntax tree."""
     return ast.parse(path.read_text())
 
 
@@ -42,7 +41,6 @@ def is_defined(name: str) -> bool:
 
 
 def names_of(node: ast.stmt) -> set[str]:
-    """Return the names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

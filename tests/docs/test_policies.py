@@ -17,7 +17,6 @@ ROW = re.compile(r"^\| (`\w+` \| .*?) \| (.*) \|$", re.MULTILINE)
 
 
 def default(field: FieldInfo) -> str:
-    """Return a default as the pages write it."""
     value = field.default
     if isinstance(value, bool) or value is None:
         return str(value).lower()

@@ -61,7 +61,6 @@ def source_of(module: str) -> str:
 
 
 def curls() -> list[str]:
-    """Return the curl commands of the pages."""
     return [
         re.sub(r"\s+#.*", "", line or inline)
         for page in PAGES

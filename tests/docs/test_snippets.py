@@ -33,12 +33,10 @@ def name_of(path: Path) -> str:
 
 
 def fenced(page: Path, kind: str) -> list[str]:
-    """Return a page's blocks of a language."""
     return [text for found, text in FENCE.findall(page.read_text()) if found == kind]
 
 
 def commands(page: Path) -> Iterator[tuple[str, bool]]:
-    """Yield vllm-sched commands, and whether each is complete."""
     text = page.read_text().replace("\\\n", " ")
     for line, inline in COMMAND.findall(text):
         command = re.sub(r"\s+#.*|[;&|].*", "", line or inline).strip()
@@ -99,13 +97,9 @@ def test_quick_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_have_targets(page: Path) -> None:
+def test_links_have_targets_and_anchors_are_headings(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_link_anchors_are_headings(page: Path) -> None:
     for target, anchor in ANCHOR.findall(page.read_text()):
         text = FENCE.sub("", ((page.parent / target) if target else page).read_text())
         assert anchor in [anchored(each) for each in HEADING.findall(text)], anchor

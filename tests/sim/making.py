@@ -20,8 +20,6 @@ EVEN = StepTime(decode_fixed_s=0.010, prefill_fixed_s=0.010, prefill_s=1e-4)
 
 
 class Listed(TrafficSource):
-    """A source of the given requests."""
-
     name, timed, rate = "listed", True, 1.0
 
     def __init__(self, *requests: Request) -> None:
@@ -29,13 +27,10 @@ class Listed(TrafficSource):
         self.count = len(requests)
 
     def requests(self, rng: Any) -> Iterator[Request]:  # noqa: ARG002
-        """Yield the requests."""
         yield from self._requests
 
 
 class ListedSessions(Listed):
-    """A source of the given sessions."""
-
     has_sessions = True
 
     def __init__(self, *sessions: Session) -> None:

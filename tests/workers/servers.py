@@ -28,7 +28,6 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 
 
 def script(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs Python code."""
     return [sys.executable, "-c", textwrap.dedent(code), *arguments]
 
 
@@ -55,7 +54,6 @@ def alive(pid: int) -> bool:
 
 
 def eventually(condition: object, seconds: float = 60.0) -> None:
-    """Wait until a condition is true."""
     assert callable(condition)
     give_up = time.monotonic() + seconds
     while not condition():
@@ -64,5 +62,4 @@ def eventually(condition: object, seconds: float = 60.0) -> None:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Wait until none of these processes runs."""
     eventually(lambda: not any(alive(pid) for pid in pids))

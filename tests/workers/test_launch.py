@@ -44,30 +44,16 @@ def test_worker_serves_inside_the_block_and_leaves_nothing(tmp_path: Path) -> No
         running.check()
 
 
-async def test_async_worker_serves_inside_the_block_and_leaves_nothing(tmp_path: Path) -> None:
-    async with family(tmp_path / "pids") as running:
-        pids = members(tmp_path / "pids")
-        assert await asyncio.to_thread(running.healthy)
-    assert_gone(pids)
-
-
 def test_worker_that_dies_at_start_is_reported_with_its_log() -> None:
-    dying = fake("import sys\nfor i in range(40): print('line', i)\nsys.exit(3)")
+    noise = ["nanobind: leaked 3 types!", ' - leaked type "x"', " - ... skipped remainder"]
+    code = f"import os; print('x' * 200_000, os.getcwd()); print(*range(40), *{noise!r}, sep='\\n')"
+    dying = fake(f"{code}; exit(3)")
     with pytest.raises(WorkerError, match="exit code 3") as caught, dying:
         pytest.fail("entered")
     lines = str(caught.value).splitlines()
-    assert lines[-1] == "line 39"
+    assert lines[-1] == "39"
     assert len(lines) == 1 + launch.LOG_TAIL_LINES
-
-
-def test_log_tail_skips_noise() -> None:
-    noise = ["nanobind: leaked 3 types!", ' - leaked type "x"', " - ... skipped remainder"]
-    code = f"print('x' * 200_000); print('boom'); print(*{noise!r}, sep='\\n'); exit(1)"
-    with pytest.raises(WorkerError) as caught, fake(code):
-        pytest.fail("entered")
-    lines = str(caught.value).splitlines()
-    assert lines[-1] == "boom"
-    assert len(lines[1]) < 100_000
+    assert max(map(len, lines)) < 100_000
 
 
 def test_worker_that_never_gets_healthy_is_killed(tmp_path: Path) -> None:
@@ -89,6 +75,10 @@ def test_missing_command_leaves_nothing() -> None:
         pytest.fail("entered")
     with pytest.raises(WorkerError, match="not started"):
         _ = nothing.log
+    bound = Worker(script("pass"), port=free_port(), cpus=[1_000_000])
+    with pytest.raises(OSError, match="Invalid argument"), bound:
+        pytest.fail("entered")
+    assert bound.pid is None
 
 
 def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -140,12 +130,9 @@ async def test_cancelled_wait_stops_the_worker(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert_gone(members(pids))
-
-
-def test_worker_runs_in_its_own_folder() -> None:
-    with pytest.raises(WorkerError) as caught, fake("import os; print(os.getcwd()); exit(1)"):
-        pytest.fail("entered")
-    assert Path(str(caught.value).splitlines()[-1]) != Path.cwd()
+    async with family(tmp_path / "others"):
+        others = members(tmp_path / "others")
+    assert_gone(others)
 
 
 def test_ports_are_free_and_not_offered_twice() -> None:
@@ -163,12 +150,7 @@ def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) 
         assert port < free_port() < port + 8
 
 
-@pytest.fixture
-def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "on_cpu", lambda: True)
-
-
-@pytest.mark.usefixtures("_cpu")
+@pytest.mark.usefixtures("cpu")
 def test_command_has_extra_flags_last() -> None:
     side = Side.parse("none", extra=["--max-num-seqs=3"])
     made = worker(side, model="m", flags=["--max-num-seqs", "9"])
@@ -181,9 +163,12 @@ def test_command_has_extra_flags_last() -> None:
     assert str(made.port) in made.command
     assert "127.0.0.1" in made.command
     assert "--enforce-eager" in made.command
+    made = worker(model="m", host="::1", port=1234)
+    assert made.url == "http://[::1]:1234"
+    assert made.command[made.command.index("--host") :][:4] == ("--host", "::1", "--port", "1234")
 
 
-@pytest.mark.usefixtures("_cpu")
+@pytest.mark.usefixtures("cpu")
 def test_cpu_defaults_override_no_flag_and_no_file(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("block-size: 64\nno-enforce-eager: true\n")
@@ -191,21 +176,10 @@ def test_cpu_defaults_override_no_flag_and_no_file(tmp_path: Path) -> None:
     assert not {"--block-size", "--dtype", "--enforce-eager"} & {*command}
 
 
-def test_scheduler_class_depends_on_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "on_cpu", lambda: False)
-    command = worker("long_prompt", model="m", flags=["--no-async-scheduling"]).command
-    assert "vllm_sched.SyncPolicyScheduler" in command
-
-
-def test_gpu_worker_is_not_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "on_cpu", lambda: False)
-    assert "--enforce-eager" not in worker(model="m").command
-
-
-@pytest.mark.usefixtures("_cpu")
+@pytest.mark.usefixtures("cpu")
 def test_callers_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['DO_NOT_TRACK']); exit(1)"
+    code = "import os; print(*map(os.environ.get, ['OMP_NUM_THREADS', 'DO_NOT_TRACK'])); exit(1)"
     made = worker(model="m", env={"EXTRA": "1"})
     made.command = tuple(script(code))
     with pytest.raises(WorkerError, match=r"\n7 1$"), made:
@@ -226,9 +200,12 @@ def test_scheduler_class_depends_on_build_and_flags(
     monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
     flags = Side.parse("none", extra=extra).flags()
     assert flags == ["--scheduler-cls", f"vllm_sched.{name}", *extra]
+    command = worker("long_prompt", model="m", flags=extra).command
+    assert f"vllm_sched.{name}" in command
+    assert ("--enforce-eager" in command) == cpu
 
 
-@pytest.mark.usefixtures("_cpu")
+@pytest.mark.usefixtures("cpu")
 def test_side_becomes_flags() -> None:
     assert Side.parse("default").flags() == []
     assert Side.parse("none").flags() == ["--scheduler-cls", "vllm_sched.SyncPolicyScheduler"]
@@ -237,18 +214,28 @@ def test_side_becomes_flags() -> None:
     assert (flag, extra) == ("--additional-config", "--x")
     assert json.loads(config) == {"vllm_sched": {"long_prompt": {"max_wait_s": 5}}}
     assert side.label == "long_prompt long_prompt.max_wait_s=5 --x"
+    assert Side.from_policies({}).flags() == []
+    settings = {"long_prompt": {"max_wait_s": 5}}
+    parsed = Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])
+    assert Side.from_policies(settings) == parsed
 
 
-@pytest.mark.parametrize("text", ["fast", "long_prompt+fast", "long_prompt+", ""])
-def test_unknown_side_error_names_the_valid_ones(text: str) -> None:
-    with pytest.raises(UsageError, match=r"valid: .*long_prompt.*default or none"):
-        Side.parse(text)
-
-
-@pytest.mark.parametrize("text", ["default", "none"])
-def test_setting_without_its_policy_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="long_prompt"):
-        Side.parse(text, sets=["long_prompt.max_wait_s=5"])
+@pytest.mark.parametrize(
+    ("text", "sets", "message"),
+    [
+        *(
+            (text, [], "valid: .*long_prompt.*default or none")
+            for text in ("fast", "long_prompt+fast", "long_prompt+", "")
+        ),
+        ("default", ["long_prompt.max_wait_s=5"], "long_prompt"),
+        ("none", ["long_prompt.max_wait_s=5"], "long_prompt"),
+    ],
+)
+def test_unknown_side_and_setting_without_its_policy_are_refused(
+    text: str, sets: list[str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Side.parse(text, sets=sets)
 
 
 @pytest.mark.parametrize(
@@ -286,14 +273,6 @@ def test_worker_and_child_are_bound_to_their_processors(tmp_path: Path) -> None:
             assert os.sched_getaffinity(pid) == {cpu}
 
 
-def test_missing_processor_leaves_nothing(tmp_path: Path) -> None:
-    like = family(tmp_path / "pids")
-    bound = Worker(like.command, port=like.port, cpus=[1_000_000])
-    with pytest.raises(OSError, match="Invalid argument"), bound:
-        pytest.fail("entered")
-    assert bound.pid is None
-
-
 def test_given_log_file_is_kept_and_appended(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     dying = Worker(script("print('here'); exit(1)"), port=free_port(), log=log)
@@ -301,20 +280,6 @@ def test_given_log_file_is_kept_and_appended(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match="exit code 1"), dying:
             pytest.fail("entered")
     assert log.read_text() == "here\nhere\n"
-
-
-@pytest.mark.usefixtures("_cpu")
-def test_worker_at_a_given_host_and_port() -> None:
-    made = worker(model="m", host="::1", port=1234)
-    assert made.url == "http://[::1]:1234"
-    assert made.command[made.command.index("--host") :][:4] == ("--host", "::1", "--port", "1234")
-
-
-@pytest.mark.usefixtures("_cpu")
-def test_side_of_policies() -> None:
-    assert Side.from_policies({}).flags() == []
-    side = Side.from_policies({"long_prompt": {"max_wait_s": 5}})
-    assert side == Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])
 
 
 COUNTING = "import os, sys, time; print(os.environ[sys.argv[1]]); time.sleep(600)"
@@ -327,20 +292,21 @@ def counting(**variables: str) -> Worker:
 
 
 def metrics_folder_of(worker: Worker) -> Path:
-    """Return the metrics folder that the worker printed."""
     eventually(lambda: worker.log.read_text().strip())
     return Path(worker.log.read_text().strip())
 
 
-def test_metrics_folder_is_removed_with_the_worker() -> None:
-    running = counting()
+@pytest.mark.parametrize("given", [True, False])
+def test_only_an_own_metrics_folder_is_removed_with_the_worker(tmp_path: Path, given: bool) -> None:
+    running = counting(**{METRICS_VARIABLE: str(tmp_path)} if given else {})
     running.start()
     try:
         folder = metrics_folder_of(running)
         assert [*folder.iterdir()] == []
+        assert (folder == tmp_path) is given
     finally:
         running.stop()
-    assert not folder.exists()
+    assert folder.exists() is given
 
 
 def test_metrics_folder_is_removed_when_the_parent_dies() -> None:
@@ -358,13 +324,3 @@ def test_metrics_folder_is_removed_when_the_parent_dies() -> None:
         assert folder.is_dir()
         parent.kill()
     eventually(lambda: not folder.exists())
-
-
-def test_given_metrics_folder_is_kept(tmp_path: Path) -> None:
-    running = counting(**{METRICS_VARIABLE: str(tmp_path)})
-    running.start()
-    try:
-        assert metrics_folder_of(running) == tmp_path
-    finally:
-        running.stop()
-    assert tmp_path.is_dir()

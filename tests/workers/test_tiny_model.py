@@ -14,11 +14,10 @@ from vllm_sched.workers import tiny_model
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Return the hash of every file."""
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
-def test_model_is_identical_on_two_machines(
+def test_model_is_written_once_and_identical_on_two_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
@@ -28,14 +27,13 @@ def test_model_is_identical_on_two_machines(
     assert made[0] != made[1]
     assert digest(made[0]) == digest(made[1])
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= digest(made[0]).keys()
-
-
-def test_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
-    first = tiny_model.tiny_model()
-    monkeypatch.setattr(tiny_model, "_write_weights", None)  # a second write would fail
-    assert tiny_model.tiny_model() == first
-    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny_model, "_write_weights", None)  # a second write would fail
+        assert tiny_model.tiny_model() == made[1]
+    assert [p.name for p in (tmp_path / "two").iterdir()] == [made[1].name]
+    monkeypatch.setitem(tiny_model.RECIPE, "seed", 1)
+    changed = digest(tiny_model.tiny_model())
+    assert changed["model.safetensors"] != digest(made[1])["model.safetensors"]
 
 
 def test_model_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,16 +43,6 @@ def test_model_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tiny_model.loadable("tiny").startswith(str(tmp_path / "cache"))
     assert tiny_model.loadable("cache") == str(tmp_path / "cache")
     assert tiny_model.loadable("some/model") == "some/model"
-
-
-def test_changed_recipe_gets_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
-    first = tiny_model.tiny_model()
-    monkeypatch.setitem(tiny_model.RECIPE, "seed", 1)
-    second = tiny_model.tiny_model()
-    assert digest(first)["model.safetensors"] != digest(second)["model.safetensors"]
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

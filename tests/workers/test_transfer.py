@@ -53,14 +53,14 @@ def test_nixl_workers_on_a_cpu() -> None:
     assert decode.env[SIDE_PORT] in decode.said
 
 
+def test_push_mode_uses_its_own_connector_class() -> None:
+    assert config_of(wiring("nixl", "decode", mode="push"))["kv_connector"] == "NixlPushConnector"
+
+
 def test_lease_outlives_three_missed_heartbeats() -> None:
     # vLLM sends a heartbeat every sixth of the lease, and each adds two thirds of it.
     assert transfer.DEFAULT_LEASE_S // 6 >= 1
     assert transfer.DEFAULT_LEASE_S * 2 // 3 > 3 * (transfer.DEFAULT_LEASE_S // 6)
-
-
-def test_push_mode_uses_its_own_connector_class() -> None:
-    assert config_of(wiring("nixl", "decode", mode="push"))["kv_connector"] == "NixlPushConnector"
 
 
 def test_gpu_worker_leaves_block_size_and_buffer_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

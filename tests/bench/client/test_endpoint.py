@@ -37,6 +37,8 @@ async def test_prompts_have_the_requested_tokens(path: str, *, tokenizer: bool) 
     assert body["max_completion_tokens" if path == CHAT else "max_tokens"] == 7
     assert (body["ignore_eos"], body["stream"], body["temperature"]) == (True, True, 0)
     assert body["stream_options"] == {"include_usage": True}
+    named = replace(endpoint, model='a "b"', ignore_eos=False).body("c", 1, 'd"')
+    assert (json.loads(named)["model"], json.loads(named)["user"]) == ('a "b"', 'd"')
 
 
 async def test_ignore_eos_is_omitted_for_an_endpoint_that_rejects_it() -> None:
@@ -94,14 +96,11 @@ async def test_model_option_selects_the_model() -> None:
             await probe_endpoint(EndpointOptions(fake.url, "any"))
 
 
-async def test_refused_connection_is_reported_in_one_line() -> None:
+async def test_missing_and_other_services_are_reported_in_one_line() -> None:
     with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9: .*refused") as caught:
         await probe_endpoint(EndpointOptions("http://127.0.0.1:9"))
     assert "\n" not in str(caught.value)
     assert str(caught.value).count("127.0.0.1:9:") == 1
-
-
-async def test_other_service_is_reported_in_one_line() -> None:
     fake = FakeOpenAI()
     async with serving(fake):
         with pytest.raises(
@@ -142,12 +141,3 @@ async def test_untrusted_certificate_is_reported_with_a_remedy(
         with pytest.raises(EndpointError, match="not trusted: ") as caught:
             await probe_endpoint(EndpointOptions(elsewhere))
     assert "SSL_CERT_FILE" not in str(caught.value)  # no authority can fix a wrong name
-
-
-def test_special_characters_in_names_are_escaped() -> None:
-    from vllm_sched.bench.client.endpoint import Endpoint
-    from vllm_sched.bench.client.wire import Address
-
-    endpoint = Endpoint(Address.parse("a"), COMPLETIONS, 'a "b"')
-    body = json.loads(replace(endpoint, ignore_eos=False).body("c", 1, 'd"'))
-    assert (body["model"], body["user"]) == ('a "b"', 'd"')

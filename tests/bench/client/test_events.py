@@ -60,17 +60,20 @@ def test_choices_that_count_as_a_token(choice: dict[str, object], ticks: int) ->
     assert len(read(event(choice))[0].ticks) == ticks
 
 
-def test_usage_in_a_token_event_counts() -> None:
-    both = b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}\n\n'
-    outcome, _ = read(both)
-    assert (len(outcome.ticks), outcome.completed, outcome.prompt_tokens) == (1, 1, 1)
-
-
-def test_usage_event_without_choices_counts() -> None:
-    alone = b'data: {"usage":{"prompt_tokens":9,"completion_tokens":2}}\n\n'
-    outcome, done = read(event({"text": "a"}), event({"text": "b"}), alone, END)
-    assert (outcome.error, len(outcome.ticks), done) == ("", 2, True)
-    assert (outcome.completed, outcome.prompt_tokens) == (2, 9)
+@pytest.mark.parametrize(
+    ("events", "completed", "prompt"),
+    [
+        (b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}', 1, 1),
+        (b'data: {"usage":{"prompt_tokens":9,"completion_tokens":2}}', 2, 9),
+        (b'data: {"choices":[],"usage":{"prompt_tokens":"9","completion_tokens":[4]}}', 0, 1),
+    ],
+    ids=["in a token event", "without choices", "not a number"],
+)
+def test_usage_counts_wherever_it_is(events: bytes, completed: int, prompt: int) -> None:
+    outcome, done = read(event({"text": "a"}), events + b"\n\n", END)
+    assert (outcome.error, done) == ("", True)
+    assert (outcome.completed, outcome.prompt_tokens) == (completed, prompt)
+    assert len(outcome.ticks) == 1 + (b"text" in events)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +117,6 @@ def test_error_event_is_recorded(payload: bytes, named: bytes) -> None:
     outcome, _ = read(event({"text": "a"}), named + b"data: " + payload + b"\n\n")
     assert payload.decode()[:9] in outcome.error
     assert len(outcome.ticks) == 1
-
-
-def test_usage_that_is_not_a_number_is_ignored() -> None:
-    usage = {"prompt_tokens": "9", "completion_tokens": [4]}
-    usage_event = b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n"
-    outcome, _ = read(event({"text": "a"}), usage_event)
-    assert (outcome.error, outcome.completed, outcome.prompt_tokens) == ("", 0, 1)
 
 
 def test_the_answers_text_is_kept_if_wanted() -> None:

@@ -27,7 +27,6 @@ async def played(
 
 
 def prompts(fake: FakeOpenAI) -> list[str]:
-    """Return the whole text of each prompt."""
     return [
         body["prompt"]
         if "prompt" in body
@@ -38,8 +37,8 @@ def prompts(fake: FakeOpenAI) -> list[str]:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_a_prompt_extends_the_last_prompt_and_answer(path: str) -> None:
-    fake = FakeOpenAI()
-    turns = (Turn(60, 4), Turn(20, 3), Turn(30, 2))
+    fake = FakeOpenAI(ttft_s=0.05)
+    turns = (Turn(60, 4), Turn(20, 3, think_s=0.2), Turn(30, 2))
     run = await played(fake, Session("s", turns, (SYSTEM,)), path=path)
     first, second, third = (" ".join(text.split()) for text in prompts(fake))
     assert second.startswith(f"{first} a a a a ")
@@ -50,6 +49,11 @@ async def test_a_prompt_extends_the_last_prompt_and_answer(path: str) -> None:
     (task,) = run.sessions
     assert (task.done, task.failed) == (3, False)
     assert task.seconds is not None
+    assert run.outcomes[1].at >= run.outcomes[0].end + 0.2
+    assert fake.most_under_way == 1
+    if path == CHAT:
+        roles = [[message["role"] for message in body["messages"]] for body in fake.played]
+        assert roles[1:] == [["user", *["assistant", "user"] * turn] for turn in (1, 2)]
 
 
 async def test_early_ends_of_answers_are_no_repeated_tokens() -> None:
@@ -57,21 +61,6 @@ async def test_early_ends_of_answers_are_no_repeated_tokens() -> None:
     run = await played(fake, Session("s", (Turn(60, 400), Turn(20, 400))))
     first, second = run.outcomes
     assert second.context_tokens == first.prompt_tokens + 2 <= second.prompt_tokens
-
-
-async def test_a_chat_has_a_message_for_each_turn_and_answer() -> None:
-    fake = FakeOpenAI()
-    await played(fake, Session("s", (Turn(20, 2), Turn(10, 2))), path=CHAT)
-    roles = [[message["role"] for message in body["messages"]] for body in fake.played]
-    assert roles == [["user"], ["user", "assistant", "user"]]
-
-
-async def test_a_turn_is_sent_after_the_answer_and_the_think_time() -> None:
-    fake = FakeOpenAI(ttft_s=0.05)
-    run = await played(fake, Session("s", (Turn(20, 2), Turn(10, 2, think_s=0.2))))
-    first, second = run.outcomes
-    assert second.at >= first.end + 0.2
-    assert fake.most_under_way == 1
 
 
 async def test_sub_agents_run_at_once_and_repeat_their_parents_prompt() -> None:

@@ -17,21 +17,15 @@ def test_longer_text_begins_with_the_shorter_one(few: int, more: int, name: str)
     assert long[:few] == short
 
 
-def test_text_may_be_longer_than_the_pool() -> None:
-    words = TEXTS.text("long", 2 * POOL_WORDS + 100).split()
+def test_texts_differ_from_their_first_words_by_name_and_seed() -> None:
+    assert len(set(WORDS)) == len(WORDS) > 256
+    assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS)
+    words = TEXTS.text("longer than the pool", 2 * POOL_WORDS + 100).split()
     assert len(words) == 2 * POOL_WORDS + 100
     assert set(words) <= set(WORDS)
-
-
-def test_texts_differ_from_their_first_words_by_name_and_seed() -> None:
     texts = [each.text(name, 40) for each in (TEXTS, Texts(1)) for name in range(500)]
     assert len({" ".join(text.split()[:HEAD_WORDS]) for text in texts}) == len(texts)
     assert Texts(0).text("a", 40) == TEXTS.text("a", 40)
-
-
-def test_words_need_no_escaping() -> None:
-    assert len(set(WORDS)) == len(WORDS) > 256
-    assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS)
 
 
 @given(st.integers(1, 5000), st.floats(0.5, 8), st.floats(0, 20))

@@ -50,13 +50,9 @@ def test_class_and_total_rates() -> None:
     assert report.class_rate(played, "background") == pytest.approx(3 / 4.0)
     # All the work, until the background's last token.
     assert report.total_rate(played) == pytest.approx((5 + 12_002 + 204) / 4.6)
-
-
-def test_rates_of_an_empty_round_are_none() -> None:
     nothing = Round(1, ())
     assert report.total_rate(nothing) is None
-    assert report.class_rate(nothing, "short") is None
-    assert report.class_rate(nothing, "background") is None
+    assert report.class_rate(nothing, "short") is report.class_rate(nothing, "background") is None
 
 
 def test_figures_have_ratios_and_rates_use_the_median_round() -> None:
@@ -86,16 +82,15 @@ def test_spread_and_backlogged_rate_are_compared() -> None:
     assert report.figure(lines, "batch", "tokens/s").baseline == pytest.approx(23 / 3.0)
 
 
-def test_better_depends_on_the_unit() -> None:
-    def figure(unit: str, ratio: float | None) -> bool | None:
-        return report.Figure("all", "", unit, 1.0, 1.0, ratio).better
-
-    assert figure(report.SECONDS, 0.5) is True
-    assert figure(report.SECONDS, 1.5) is False
-    assert figure(report.RATE, 1.5) is True
-    assert figure(report.RATE, 0.5) is False
-    assert figure(report.RATE, 1.01) is None
-    assert figure(report.RATE, None) is None
+@pytest.mark.parametrize(
+    ("unit", "ratio", "better"),
+    [
+        (report.SECONDS, 0.5, True), (report.SECONDS, 1.5, False), (report.RATE, 1.5, True),
+        (report.RATE, 0.5, False), (report.RATE, 1.01, None), (report.RATE, None, None),
+    ],
+)  # fmt: skip
+def test_better_depends_on_the_unit(unit: str, ratio: float | None, better: bool | None) -> None:
+    assert report.Figure("all", "", unit, 1.0, 1.0, ratio).better is better
 
 
 @pytest.mark.parametrize(
@@ -124,12 +119,8 @@ def test_table_names_sides_classes_and_failures() -> None:
         assert word in text
     assert "failed requests" in text
     assert "failed requests" not in rendered([0, 0], [canned_round(1, 1.0)])
-
-
-def test_table_of_a_side_without_answers() -> None:
     broken = Round(1, (record("short", 0.1, []), record("long", 0.0, [])))
-    text = rendered([2, 2], [broken])
-    assert "-" in text
+    assert "-" in rendered([2, 2], [broken])
 
 
 def test_summary_has_the_keys_of_vllm_bench_serve() -> None:

@@ -68,6 +68,7 @@ def test_failed_request_shows_its_error() -> None:
     failed = Outcome(0.5, "short", 100, 16, sent=0.5, error="HTTP 500: <boom>")
     svg = drawn(Round(1, (failed, record("long", 0.0, [3.0, 4.0]))))
     assert "failed: HTTP 500: &lt;boom&gt;" in svg
+    drawn(Round(1, (failed,)), Round(1, ()))
 
 
 @pytest.mark.parametrize(
@@ -83,33 +84,19 @@ def test_side_label_explains_its_scheduler(label: str, title: str) -> None:
     assert title in swimlane.swimlane([panel], title="one")
 
 
-def test_round_with_only_failures_can_be_drawn() -> None:
-    drawn(Round(1, (Outcome(0.0, "short", 100, 16, error="no"),)), Round(1, ()))
-
-
 def test_page_escapes_text_and_loads_no_external_resource(tmp_path: Path) -> None:
     page = tmp_path / "pair.html"
     swimlane.write(canned_comparison(), page)
     html = page.read_text()
-    assert "long_prompt.a&lt;b=1" in html
+    for words in ("long_prompt.a&lt;b=1", "0.25x <small>better</small>", "baseline: default"):
+        assert words in html
+    assert html.count("prefers-color-scheme") == 2
+    assert "1 round after a discarded one" in html
     assert "$" not in html
     links = set(re.findall(r"\w+://[^\s\"')]+", html))
     assert links == {"http://www.w3.org/2000/svg"}  # a name, not an address
     for loader in ("<script", "<link", "@import", "url(", "src="):
         assert loader not in html
-
-
-def test_page_has_colour_schemes_figures_and_method(tmp_path: Path) -> None:
-    page = tmp_path / "pair.html"
-    swimlane.write(canned_comparison(), page)
-    html = page.read_text()
-    assert html.count("prefers-color-scheme") == 2
-    assert "0.25x <small>better</small>" in html
-    assert "baseline: default" in html
-    assert "1 round after a discarded one" in html
-
-
-def test_svg_is_self_contained(tmp_path: Path) -> None:
     picture = tmp_path / "pair.svg"
     swimlane.write(canned_comparison(), picture)
     svg = picture.read_text()
@@ -149,6 +136,7 @@ def test_engine_trace_is_drawn_as_chunks() -> None:
     assert first[1] == second[1]
     assert second[0] - first[0] == pytest.approx(3 * first[1], rel=0.01)
     assert "in the engine&#x27;s queue 500 ms, prompt in 2 chunks, preempted 1 time," in svg
+    assert "chunk" not in drawn(canned_round(1, 2.0)).split("</style>")[1]
 
 
 def test_wait_bar_ends_where_the_engine_starts() -> None:
@@ -157,7 +145,3 @@ def test_wait_bar_ends_where_the_engine_starts() -> None:
         for svg in (drawn_with_trace(canned_round(1, 2.0)), drawn(canned_round(1, 2.0)))
     ]
     assert widths[0] == pytest.approx(widths[1] * 0.5 / 3.9, rel=0.01)
-
-
-def test_chunks_are_not_drawn_without_a_trace() -> None:
-    assert "chunk" not in drawn(canned_round(1, 2.0)).split("</style>")[1]

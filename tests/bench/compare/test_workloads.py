@@ -30,24 +30,18 @@ def test_long_blocks_short_has_the_documented_requests() -> None:
     assert arrivals[0] == 0.3
     assert arrivals == sorted(set(arrivals))
     assert all(a.before_start == (a.klass == BACKGROUND) for a in workload.arrivals)
+    # It lasts four times the long prefills.
+    assert by_class[BACKGROUND][0].output_tokens > 4 * 3 * 12_000 / 512
+    prompts = workload.prompts(1)
+    assert [len(p) for p in prompts] == [a.prompt_tokens for a in workload.arrivals]
+    assert all(token in TOKEN_IDS for prompt in prompts for token in prompt)
 
 
-def test_background_lasts_four_times_the_long_prefills() -> None:
-    for longs in (2, 8):
-        workload = long_blocks_short(longs=longs)
-        background = next(a for a in workload.arrivals if a.klass == BACKGROUND)
-        assert background.output_tokens > 4 * longs * 12_000 / 512
-
-
-def test_prompts_depend_only_on_seed_and_round() -> None:
+def test_every_prompt_is_unique_and_fixed_by_seed_and_round() -> None:
     workload = long_blocks_short(seed=7)
     assert workload.prompts(1) == long_blocks_short(seed=7).prompts(1)
     assert workload.lone_prompts(1, 3) == workload.lone_prompts(1, 3)
     assert workload.prompts(1) != long_blocks_short(seed=8).prompts(1)
-
-
-def test_every_prompt_is_unique_within_and_between_rounds() -> None:
-    workload = long_blocks_short()
     prompts = [
         tuple(prompt)
         for number in (1, 2)
@@ -56,13 +50,6 @@ def test_every_prompt_is_unique_within_and_between_rounds() -> None:
     assert len(set(prompts)) == len(prompts)
     # First blocks differ too, so that the prefix cache has no hits.
     assert len({prompt[:16] for prompt in prompts}) == len(prompts)
-
-
-def test_prompts_have_their_length_and_valid_tokens() -> None:
-    workload = long_blocks_short()
-    prompts = workload.prompts(1)
-    assert [len(p) for p in prompts] == [a.prompt_tokens for a in workload.arrivals]
-    assert all(token in TOKEN_IDS for prompt in prompts for token in prompt)
 
 
 def test_unknown_workload_error_lists_the_valid_names() -> None:
@@ -94,7 +81,4 @@ def test_saturated_outputs_are_exponential_and_fixed_by_the_seed() -> None:
     assert 48 < sum(outputs) / len(outputs) < 52
     assert sum(o > 50 for o in outputs) / len(outputs) == pytest.approx(0.37, abs=0.03)
     assert saturated().arrivals == saturated().arrivals != saturated(seed=1).arrivals
-
-
-def test_missing_option_uses_the_workloads_default() -> None:
     assert build("saturated", longs=None, seed=2) == saturated(seed=2)

@@ -40,7 +40,6 @@ def marked(path: Path, name: str) -> list[ET.Element]:
 
 
 def dashes(lines: Sequence[ET.Element]) -> set[str]:
-    """Return the dash patterns of lines."""
     found = set()
     for line in lines:
         styles = [e.get("style", "") for e in line.iter(f"{SVG}path")]
@@ -197,26 +196,35 @@ def test_tenants_beyond_the_busiest_are_merged(picture: Callable[[str], Path]) -
     assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
 
 
-def test_classes_beyond_the_commonest_are_merged(unusual: Path) -> None:
+@pytest.mark.usefixtures("svg_only")
+def test_many_classes_and_workers_large_numbers_and_underscores(
+    unusual: Path, tmp_path: Path
+) -> None:
     for name in ("ttft.svg", "itl.svg"):
         assert len(marked(unusual / name, "line")) == 6
     labels = texts(unusual / "ttft.svg")
     assert {"_app-0 (25)", "_app-1 (5)", "the others (16)"} <= set(labels)
-
-
-@pytest.mark.usefixtures("svg_only")
-def test_name_with_a_leading_underscore_is_in_the_legend(unusual: Path, tmp_path: Path) -> None:
-    assert "_app-0 (25)" in texts(unusual / "ttft.svg")
     assert "_tenant-1" in texts(unusual / "tenants.svg")
+    # Only some of many workers are labelled.
+    named = [text for text in texts(unusual / "router.svg") if ">" in text]
+    assert named == sorted(f"p{number % 12}>d{number % 5}" for number in range(60))[::2]
+    assert "1e6" not in "".join(texts(unusual / "tenants.svg"))
+    for name in ("tenants", "router"):
+        assert any(text.endswith("0,000") for text in texts(unusual / f"{name}.svg"))
     curves = {f"_{name}": curve for name, curve in CURVES.items()}
     draw_sweep(tmp_path, goodput=curves, ttft=curves, throughput=curves)
     for name in ("goodput", "ttft-by-rate", "throughput"):
         assert {"_short", "_long"} <= set(texts(tmp_path / f"{name}.svg"))
 
 
-def test_only_some_of_many_workers_are_labelled(unusual: Path) -> None:
-    named = [text for text in texts(unusual / "router.svg") if ">" in text]
-    assert named == sorted(f"p{number % 12}>d{number % 5}" for number in range(60))[::2]
+@pytest.mark.usefixtures("svg_only")
+def test_run_without_workers_tenants_or_requests_has_two_plots(tmp_path: Path) -> None:
+    outcomes = crowd()
+    for outcome in outcomes:
+        outcome.tenant = outcome.worker = ""
+    assert {path.stem for path in draw_run(run(outcomes), tmp_path)} == {"ttft", "itl"}
+    draw_run(run([]), tmp_path)
+    assert marked(tmp_path / "ttft.svg", "line") == []
 
 
 def test_served_by_tenant_counts_every_token() -> None:
@@ -234,26 +242,6 @@ def test_router_plot_shows_tokens_per_worker(picture: Callable[[str], Path]) -> 
     workers, seconds, rows = sent_to_workers(crowd())
     assert workers == ["l0", "s0", "s1"]
     assert sum(map(sum, rows)) * seconds / len(rows[0]) == pytest.approx(60 * 100)
-
-
-def test_large_numbers_are_written_in_full(unusual: Path) -> None:
-    assert "1e6" not in "".join(texts(unusual / "tenants.svg"))
-    for name in ("tenants", "router"):
-        assert any(text.endswith("0,000") for text in texts(unusual / f"{name}.svg"))
-
-
-@pytest.mark.usefixtures("svg_only")
-def test_endpoint_without_workers_and_tenants_has_two_plots(tmp_path: Path) -> None:
-    outcomes = crowd()
-    for outcome in outcomes:
-        outcome.tenant = outcome.worker = ""
-    assert {path.stem for path in draw_run(run(outcomes), tmp_path)} == {"ttft", "itl"}
-
-
-@pytest.mark.usefixtures("svg_only")
-def test_empty_run_can_be_drawn(tmp_path: Path) -> None:
-    draw_run(run([]), tmp_path)
-    assert marked(tmp_path / "ttft.svg", "line") == []
 
 
 CURVES = {

@@ -19,13 +19,10 @@ from vllm_sched.bench.results.outcome import Outcome
 
 
 class MeasuredServer(dict[float, float]):
-    """The measurements of a server by load."""
-
     def __init__(self, found: Callable[[float], float]) -> None:
         self._found = found
 
     async def measure(self, load: float) -> float:
-        """Return the result at a load."""
         self[load] = self._found(load)
         return self[load]
 
@@ -43,13 +40,6 @@ async def test_search_finds_the_capacity(times: float, start: float) -> None:
     assert served >= limit / 1.2
 
 
-async def test_search_ends_if_the_server_serves_nothing() -> None:
-    server = MeasuredServer(lambda _: 0.0)
-    await explore_rates(server.measure, 1.0)
-    assert [*server] == [1.0, 0.5, 0.25, 0.125, 0.0625]
-    assert served_rate(server) is None
-
-
 @pytest.mark.parametrize(("share", "played"), [(0.0, [4.0, 2.0, 1.0]), (1.0, [4.0, 8.0, 16.0])])
 async def test_search_stays_between_least_and_most(share: float, played: list[float]) -> None:
     server = MeasuredServer(lambda _: share)
@@ -57,10 +47,25 @@ async def test_search_stays_between_least_and_most(share: float, played: list[fl
     assert [*server] == played
 
 
-async def test_search_ends_if_the_server_has_no_limit() -> None:
-    server = MeasuredServer(lambda _: 1.0)
-    await explore_rates(server.measure, 1.0)
-    assert len(server) <= 16
+async def test_searches_end_if_the_server_serves_nothing_or_everything() -> None:
+    nothing, silent = MeasuredServer(lambda _: 0.0), MeasuredServer(lambda _: 0.0)
+    everything = MeasuredServer(lambda _: 1.0)
+    await explore_rates(nothing.measure, 1.0)
+    assert [*nothing] == [1.0, 0.5, 0.25, 0.125, 0.0625]
+    assert served_rate(nothing) is None
+    await explore_rates(everything.measure, 1.0)
+    assert len(everything) <= 16
+    await explore_concurrencies(silent.measure)
+    assert list(silent) == [1, 2]
+    assert throughput_knee(silent) is None
+
+
+def test_served_rate_requires_all_lower_rates_and_a_knee_no_growth() -> None:
+    assert served_rate({1: 1.0, 2: 0.5, 4: 0.95}) == 1
+    assert served_rate({}) is None
+    for growing in ({}, {1: 10.0, 2: 20.0}, {4: 10.0}):
+        assert throughput_knee(growing) is None
+    assert throughput_knee({1: 10.0, 2: 19.5, 4: 20.0}) == 2
 
 
 @pytest.mark.parametrize(("slots", "knee"), [(1, 1), (8, 8), (100, 128)])
@@ -77,25 +82,6 @@ async def test_one_bad_run_does_not_end_the_search() -> None:
     )
     await explore_concurrencies(server.measure)
     assert throughput_knee(server) == 32
-
-
-async def test_search_without_answers_finds_no_knee() -> None:
-    server = MeasuredServer(lambda _: 0.0)
-    await explore_concurrencies(server.measure)
-    assert list(server) == [1, 2]
-    assert throughput_knee(server) is None
-
-
-def test_served_rate_requires_all_lower_rates() -> None:
-    assert served_rate({1: 1.0, 2: 0.5, 4: 0.95}) == 1
-    assert served_rate({}) is None
-    assert throughput_knee({}) is None
-
-
-def test_growing_throughput_has_no_knee() -> None:
-    assert throughput_knee({1: 10.0, 2: 20.0}) is None
-    assert throughput_knee({4: 10.0}) is None
-    assert throughput_knee({1: 10.0, 2: 19.5, 4: 20.0}) == 2
 
 
 def answers(latency: Callable[[float], float], failed: bool = False) -> list[Outcome]:

@@ -10,7 +10,6 @@ from vllm_sched.bench.results.stats import Trend
 
 
 def trend(*seen: tuple[float, float]) -> Trend:
-    """Return a trend of these samples."""
     found = Trend()
     for at, value in seen:
         found.add(at, value)

@@ -24,18 +24,15 @@ class Numbered(TrafficSource):
         self.count = count
 
     def requests(self, rng: random.Random) -> Iterator[Request]:  # noqa: ARG002
-        """Yield the requests; each shares a prefix with its neighbour."""
         for at in range(1, (self.count or 0) + 1):
             yield Request(float(at), "x", at, 1, shared=((at // 2, at),))
 
 
 def sampled(count: int) -> Sampled:
-    """Return a sampled source of `count` lines."""
     return Sampled(Numbered(count), random.Random(0))
 
 
 def line_numbers(source: Sampled, count: int, seed: int = 0) -> list[int]:
-    """Return the numbers of the first lines."""
     return [each.prompt_tokens for each in islice(source.requests(random.Random(seed)), count)]
 
 

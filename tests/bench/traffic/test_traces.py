@@ -39,13 +39,12 @@ def test_trace_is_read(tmp_path: Path) -> None:
     assert (third.tenant, third.klass, first.klass) == ("a", "chat", "some")
     assert (trace.count, trace.timed) == (3, True)
     assert trace.rate == pytest.approx(3 / 1.5005)
-
-
-def test_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    empty = GOOD[0] | {"class": None, "tenant": None, "hash_ids": None}
+    [request] = RequestTrace(written(tmp_path, empty)).requests(random.Random())
+    assert (request.klass, request.tenant, request.shared) == ("some", "", ())
     path = written(tmp_path, *GOOD)
-    plain = [*RequestTrace(path).requests(random.Random())]
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert [*RequestTrace(path).requests(random.Random())] == plain
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark
+    assert [*RequestTrace(path).requests(random.Random())] == [first, second, third]
 
 
 def test_trace_from_a_pipe_can_be_played_repeatedly(tmp_path: Path) -> None:
@@ -84,12 +83,6 @@ def test_trace_name_that_is_not_utf8_is_escaped(tmp_path: Path) -> None:
     trace = RequestTrace(path)
     assert trace.name == r"a\xff"
     assert next(trace.requests(random.Random())).klass == trace.name
-
-
-def test_null_fields_are_ignored(tmp_path: Path) -> None:
-    empty = GOOD[0] | {"class": None, "tenant": None, "hash_ids": None}
-    [request] = RequestTrace(written(tmp_path, empty)).requests(random.Random())
-    assert (request.klass, request.tenant, request.shared) == ("some", "", ())
 
 
 def test_block_tokens_sets_the_block_length(tmp_path: Path) -> None:

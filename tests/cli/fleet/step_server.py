@@ -16,8 +16,6 @@ from vllm_sched.cost.step_time import StepShape, StepTime
 
 @dataclass(eq=False)
 class RunningPrompt:
-    """One prompt of a request."""
-
     index: int
     context: int
     left: int

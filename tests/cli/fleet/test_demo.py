@@ -14,11 +14,11 @@ import yaml
 
 from proxy.config import FleetConfig, load, parse
 from tests.bench.canned import canned_comparison
+from tests.cli.program import Program
 from vllm_sched.bench.compare.compare import ComparisonPlan, Contest
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
 from vllm_sched.cli.fleet.up import assign_ports
-from vllm_sched.cli.main import main
 from vllm_sched.workers import launch, transfer
 
 ROOT = Path(__file__).parents[3]
@@ -27,19 +27,11 @@ ENDS = ROOT / "deploy/fleets/prefill-decode.yaml"
 
 
 @pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that a CPU build of vLLM with NIXL is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     monkeypatch.setattr(demo, "on_cpu", lambda: True)
     monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
-
-
-def test_one_pool_has_no_roles_and_no_limits() -> None:
-    pool = demo.fleets_to_play(load(FLEET))["baseline"][1]
-    assert {worker.role for worker in pool.workers} == {"general"}
-    # Only the router limits the short worker, which holds as much as the long one.
-    assert {worker.stated_max_model_len for worker in pool.workers} == {16384}
-    assert pool.routing.policy == "round_robin"
 
 
 def test_watch_hints_name_commands_and_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,17 +51,18 @@ def test_watch_hints_name_commands_and_files_that_exist(monkeypatch: pytest.Monk
     assert demo.watch_hints(FLEET, load(FLEET))[0].startswith("live: `vllm-sched up ")
 
 
-def test_fleet_without_launch_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_fleet_without_launch_or_connector_is_refused(
+    tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "fleet.yaml"
     source.write_text("model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n")
-    assert main(["demo", str(source)]) == 2
-    assert "workers[0].launch: is missing" in capsys.readouterr().err
+    assert "workers[0].launch: is missing" in program.refusal("demo", source)
+    monkeypatch.setattr(transfer, "_factory", lambda: "")
+    assert "has no NixlConnector" in program.refusal("demo", FLEET)
 
 
 def test_both_routers_use_the_same_uncached_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
     commands: list[tuple[str, ...]] = []
     files: dict[str, str] = {}
@@ -84,8 +77,8 @@ def test_both_routers_use_the_same_uncached_workers(
         return 0
 
     monkeypatch.setattr(demo.measuring, "run_measurement", measured)
-    assert main(["demo", str(FLEET), "--rounds", "1"]) == 0
-    assert capsys.readouterr().out.splitlines() == demo.watch_hints(FLEET, load(FLEET))
+    printed = program("demo", FLEET, "--rounds", "1").out
+    assert printed.splitlines() == demo.watch_hints(FLEET, load(FLEET))
     pools, one_pool = (parse(files[name], name) for name in ("pools", "one-pool"))
     assert [w.url for w in pools.workers] == [w.url for w in one_pool.workers]
     assert pools.router.port != one_pool.router.port
@@ -115,7 +108,7 @@ def roles(config: FleetConfig) -> list[str]:
     return [worker.role for worker in config.workers]
 
 
-def test_fleet_with_four_roles_is_compared_with_smaller_fleets() -> None:
+def test_fleets_are_compared_with_smaller_fleets() -> None:
     found = {name: config for name, (_, config) in demo.fleets_to_play(load(FLEET)).items()}
     assert {name: roles(config) for name, config in found.items()} == {
         "baseline": ["general", "general"],
@@ -126,15 +119,14 @@ def test_fleet_with_four_roles_is_compared_with_smaller_fleets() -> None:
     assert [config.transfer is not None for config in found.values()] == [False, False, True, True]
     for name, config in found.items():  # the router accepts each fleet
         parse(yaml.safe_dump(config.model_dump(mode="json")), name)
-
-
-def test_two_workers_make_one_pool_or_prefill_and_decode() -> None:
-    found = demo.fleets_to_play(load(ENDS))
-    assert [roles(config) for _, config in found.values()] == [
-        ["general", "general"],
-        ["prefill", "decode"],
-    ]
-    assert found["baseline"][1].transfer is None
+    pool = found["baseline"]
+    # Only the router limits the short worker, which holds as much as the long one.
+    assert {worker.stated_max_model_len for worker in pool.workers} == {16384}
+    assert pool.routing.policy == "round_robin"
+    # Two workers make one pool, or prefill and decode.
+    two = [config for _, config in demo.fleets_to_play(load(ENDS)).values()]
+    assert [roles(config) for config in two] == [["general", "general"], ["prefill", "decode"]]
+    assert two[0].transfer is None
 
 
 @pytest.mark.parametrize(
@@ -179,14 +171,6 @@ async def test_hand_overs_are_reported_for_each_fleet_with_a_transfer(
     plan = ComparisonPlan("tiny", build("long-blocks-short", seed=0), 1)
     await demo._play(ROOT, assign_ports(load(FLEET)), plan, tmp_path, lines, None)  # type: ignore[arg-type]
     assert [line.partition(":")[0] for line in lines] == ["prefill and decode", "all four roles"]
-
-
-def test_missing_connector_is_reported_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(transfer, "_factory", lambda: "")
-    assert main(["demo", str(FLEET)]) == 2
-    assert "has no NixlConnector" in capsys.readouterr().err
 
 
 def test_three_contenders_are_printed_drawn_and_saved(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from proxy.admin.schemas import Drained, shown_worker
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
-from tests.cli.fleet.test_fleet import FLEET, Admin, admin, written
-from vllm_sched.cli.main import main
-
-__all__ = ["admin"]
+from tests.cli.fleet.admin import Admin
+from tests.cli.fleet.conftest import FleetFile
+from tests.cli.program import Program
 
 
 def drained(**fields: object) -> dict[str, object]:
@@ -23,44 +20,32 @@ def drained(**fields: object) -> dict[str, object]:
     return whole.model_copy(update=fields).model_dump(mode="json")
 
 
-def run(tmp_path: Path, admin: Admin, *options: str) -> int:
-    fleet = FLEET | {"router": {"admin": {"port": admin.server_port}}}
-    return main(["drain", written(tmp_path, fleet), *options])
+MOVED = "s0: draining, 3 requests, 7 moved\n  2 remain: field\n  1 remain: no_worker\n"
 
 
 @pytest.mark.parametrize(
-    ("options", "path", "shown"),
+    ("option", "path", "shown"),
     [
-        ((), "s0/drain", "s0: draining, 3 requests\n"),
-        (("--undo",), "s0/undrain", "s0: draining\n"),
-        (
-            ("--now",),
-            "s0/drain?now=true",
-            "s0: draining, 3 requests, 7 moved\n  2 remain: field\n  1 remain: no_worker\n",
-        ),
+        ([], "s0/drain", "s0: draining, 3 requests\n"),
+        (["--undo"], "s0/undrain", "s0: draining\n"),
+        (["--now"], "s0/drain?now=true", MOVED),
     ],
 )
 def test_drain_prints_what_the_worker_still_has(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    admin: Admin,
-    options: tuple[str, ...],
-    path: str,
-    shown: str,
+    option: list[str], path: str, shown: str, fleet_file: FleetFile, program: Program, admin: Admin
 ) -> None:
     more: dict[str, object] = {"moved": 7, "remaining": {"no_worker": 1, "field": 2}}
-    admin.answer = drained(**more) if "--now" in options else drained()
-    assert run(tmp_path, admin, "s0", *options) == 0
+    admin.answer = drained(**more if option == ["--now"] else {})
+    fleet = fleet_file(router={"admin": {"port": admin.server_port}})
+    assert program("drain", fleet, "s0", *option).out == shown
     assert admin.requests == [(f"/admin/workers/{path}", {})]
-    assert capsys.readouterr().out == shown
 
 
 def test_an_unknown_worker_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
+    fleet_file: FleetFile, program: Program, admin: Admin
 ) -> None:
     admin.status, admin.answer = 404, {"error": {"message": "there is no worker 'a/b'"}}
-    assert run(tmp_path, admin, "a/b", "--now") == 2
+    fleet = fleet_file(router={"admin": {"port": admin.server_port}})
+    line = program.refusal("drain", fleet, "a/b", "--now")
+    assert line == f"vllm-sched drain: {admin.url}: there is no worker 'a/b' (status 404)"
     assert admin.requests == [("/admin/workers/a%2Fb/drain?now=true", {})]
-    assert capsys.readouterr().err == (
-        f"vllm-sched drain: {admin.url}: there is no worker 'a/b' (status 404)\n"
-    )

@@ -12,18 +12,14 @@ import yaml
 from proxy.config import FleetConfig
 from proxy.errors import ConfigError
 from tests.cli.fleet.test_up import run_instead_of_router
+from tests.cli.program import Program
 from vllm_sched.cli.fleet import fleet, up
-from vllm_sched.cli.main import main
-from vllm_sched.workers import launch
 
 FIRST, SECOND = "tcp://127.0.0.1:15700", "tcp://127.0.0.1:15701"
 RANKS = ["--data-parallel-size=2"]
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describe workers of a CPU, where vLLM need not be installed."""
-    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def written(folder: Path, *workers: dict[str, Any], key_file: Path | None = None) -> Path:
@@ -36,13 +32,11 @@ def written(folder: Path, *workers: dict[str, Any], key_file: Path | None = None
 
 
 def block(endpoint: str, *args: str, **settings: str) -> dict[str, Any]:
-    """Return a launch block with a journal of its own."""
     journal = {"endpoint": endpoint, **settings}
     return {"args": [*args], "policies": {"journal": journal}}
 
 
 def settings_of(config: FleetConfig, folder: Path, index: int = 0) -> dict[str, Any]:
-    """Return the settings with which a worker is started."""
     command = up.make_worker(config, config.workers[index], folder, folder).command
     config_json = command[command.index("--additional-config") + 1]
     settings: dict[str, Any] = json.loads(config_json)["vllm_sched"]
@@ -53,9 +47,7 @@ def test_worker_publishes_the_journal_of_the_file(tmp_path: Path) -> None:
     worker = {"name": "a", "journal": FIRST, "launch": {"policies": {"lanes": {}}}}
     config = up.assign_ports(fleet.read(written(tmp_path, worker)))
     assert settings_of(config, tmp_path) == {"lanes": {}, "journal": {"endpoint": FIRST}}
-
-
-def test_worker_without_policies_has_a_signed_journal(tmp_path: Path) -> None:
+    # Without policies, and signed.
     path = written(tmp_path, {"name": "a", "journal": FIRST, "launch": {}}, key_file=Path("key"))
     journal = {"endpoint": FIRST, "key_file": str(Path("key").absolute())}
     assert settings_of(fleet.read(path), tmp_path) == {"journal": journal}
@@ -144,16 +136,13 @@ def test_key_of_a_block_is_the_key_of_the_router(
     assert "workers[0].launch.policies: journal.key_file: " in str(refused.value)
 
 
-def test_router_alone_chooses_no_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    worker = {"name": "a", "url": "http://127.0.0.1:9", "journal": "auto", "launch": {}}
-    assert main(["router", str(written(tmp_path, worker))]) == 2
-    assert "workers[0].journal: is missing, and this command" in capsys.readouterr().err
-
-
-def test_port_in_use_is_refused_before_any_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ports_are_chosen_and_checked_by_up_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
+    worker = {"name": "a", "url": "http://127.0.0.1:9", "journal": "auto", "launch": {}}
+    line = program.refusal("router", written(tmp_path, worker))
+    assert "workers[0].journal: is missing, and this command" in line
     run_instead_of_router(monkeypatch, lambda _: 0)
     worker = {"name": "a", "journal": "tcp://192.0.2.1:15700", "launch": {}}
-    assert main(["up", str(written(tmp_path, worker))]) == 2
-    assert "workers[0].journal[0]: 'tcp://192.0.2.1:15700': " in capsys.readouterr().err
+    line = program.refusal("up", written(tmp_path, worker))
+    assert "workers[0].journal[0]: 'tcp://192.0.2.1:15700': " in line

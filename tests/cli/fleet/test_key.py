@@ -10,26 +10,22 @@ import yaml
 
 from proxy.config import parse
 from proxy.setup.tenancy import read_keys
-from vllm_sched.cli.main import main
+from tests.cli.program import Printed, Program
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    return dict(line.split() for line in capsys.readouterr().out.splitlines())
+def printed(output: Printed) -> dict[str, str]:
+    return dict(line.split() for line in output.out.splitlines())
 
 
-def test_new_key_and_its_hash_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["key"]) == 0
-    first = printed(capsys)
-    main(["key"])
-    assert printed(capsys)["key"] != first["key"]
+def test_new_key_and_its_hash_are_printed(program: Program) -> None:
+    first = printed(program("key"))
+    assert printed(program("key"))["key"] != first["key"]
     assert first["hash"] == f"sha256:{sha256(first['key'].encode()).hexdigest()}"
+    hashed, plain = {"key_hashes": [first["hash"]]}, {"keys_env": "PLAIN"}
     data = {
         "model": "m",
         "workers": [{"name": "w", "url": "http://127.0.0.1:9001"}],
-        "tenants": [
-            {"name": "a", "key_hashes": [first["hash"]]},
-            {"name": "b", "keys_env": "PLAIN"},
-        ],
+        "tenants": [{"name": "a", **hashed}, {"name": "b", **plain}],
     }
     config = parse(yaml.safe_dump(data), "fleet.yaml")
     other = first["key"][::-1]
@@ -38,20 +34,17 @@ def test_new_key_and_its_hash_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert keys[sha256(other.encode()).digest()] == "b"
 
 
-def test_stdin_key_is_hashed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdin_key_is_hashed(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("sk-vs-aaaaaaaaaaaaaaaa\n"))
-    assert main(["key", "--stdin"]) == 0
-    assert printed(capsys) == {"hash": f"sha256:{sha256(b'sk-vs-aaaaaaaaaaaaaaaa').hexdigest()}"}
+    hashed = {"hash": f"sha256:{sha256(b'sk-vs-aaaaaaaaaaaaaaaa').hexdigest()}"}
+    assert printed(program("key", "--stdin")) == hashed
 
 
-@pytest.mark.parametrize("text", ["", "short\n", "with some spaces in it\n", "ü" * 20])
+@pytest.mark.parametrize("text", ["", "short\n", "with some spaces in it\n", "\u00fc" * 20])
 def test_invalid_key_is_refused_and_not_printed(
-    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: str, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert main(["key", "--stdin"]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert text.strip() not in output.err or not text.strip()
+    refused = program("key", "--stdin", status=2)
+    assert refused.out == ""
+    assert text.strip() not in refused.err or not text.strip()

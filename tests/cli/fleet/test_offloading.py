@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.fleet.test_wiring import entry, problems, written
-from vllm_sched.cli.fleet import fleet, up
+from tests.cli.fleet.test_wiring import (
+    DECODE,
+    Entry,
+    commands,
+    entry,
+    own,
+    problems,
+    transfer_config,
+    written,
+)
+from vllm_sched.cli.fleet import fleet
 from vllm_sched.cli.fleet.wiring import missing_connector
 from vllm_sched.workers import launch, transfer
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+LONG_LEASE = {"connector": "nixl", "lease_s": 60}
 
 
-def several(*parts: dict[str, Any]) -> str:
-    """Return the flag of a worker with several connectors."""
-    extra = {"connectors": [*parts]}
-    config = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-    return f"--kv-transfer-config={json.dumps(config)}"
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+
+
+def several(*parts: Entry) -> str:
+    return own("MultiConnector", kv_connector_extra_config={"connectors": [*parts]})
 
 
 def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
     general = {"name": "g", "launch": {"kv_offloading_size": 0.5}}
     offloads = entry("prefill", kv_offloading_size=20)
-    path = written(tmp_path, offloads, entry("decode"), general)
-    config = up.assign_ports(fleet.read(path))
-    prefill, _, alone = (
-        up.make_worker(config, each, tmp_path, tmp_path).command for each in config.workers
-    )
-    made = json.loads(prefill[prefill.index("--kv-transfer-config") + 1])
+    path = written(tmp_path, offloads, DECODE, general)
+    prefill, _, alone = commands(fleet.read(path), tmp_path)
+    made = transfer_config(prefill)
     assert (made["kv_connector"], made["kv_role"]) == ("MultiConnector", "kv_both")
     assert made["kv_load_failure_policy"] == "recompute"
     nixl, tier = made["kv_connector_extra_config"]["connectors"]
@@ -46,55 +50,40 @@ def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
     assert alone[alone.index("--kv-offloading-size") + 1] == "0.5"
 
 
+ALONE = "launch.args: --kv-offloading-size 4: vLLM would run only its offloading connector"
+TWICE = "launch.kv_offloading_size: 2: launch.args has --kv-transfer-config too"
+ORDER = "the connector 'OffloadingConnector' first in MultiConnector: transfer is nixl"
+
+
 @pytest.mark.parametrize(
     ("worker", "moved", "message"),
     [
+        (entry("prefill", "--kv-offloading-size=4"), "nixl", ALONE),
+        (entry("general", "--kv_offloading_size", "4", kv_offloading_size=2), "nixl", ALONE),
+        (entry("decode", several(NIXL, TIER), kv_offloading_size=2), "nixl", TWICE),
         (
-            entry("prefill", "--kv-offloading-size=4"),
-            "nixl",
-            "launch.args: --kv-offloading-size 4: vLLM would run only its offloading connector",
-        ),
-        (
-            entry("general", "--kv_offloading_size", "4", kv_offloading_size=2),
-            "nixl",
-            "launch.args: --kv-offloading-size 4: vLLM would run only its offloading connector",
-        ),
-        (
-            entry("decode", several(NIXL, TIER), kv_offloading_size=2),
-            "nixl",
-            "launch.kv_offloading_size: 2: launch.args has --kv-transfer-config too",
-        ),
-        (
-            entry("decode", kv_offloading_size=2),
-            "mooncake",
+            entry("decode", kv_offloading_size=2), "mooncake",
             "launch.kv_offloading_size: 2: transfer is mooncake, and only nixl",
         ),
         (entry("decode", kv_offloading_size=0), "nixl", "launch.kv_offloading_size: "),
-        (
-            entry("decode", several(TIER, NIXL)),
-            "nixl",
-            "the connector 'OffloadingConnector' first in MultiConnector: transfer is nixl",
-        ),
+        (entry("decode", several(TIER, NIXL)), "nixl", ORDER),
         (entry("decode", several()), "nixl", "the connector 'MultiConnector': transfer is nixl"),
         (
-            entry("decode", several(NIXL | {"kv_role": "kv_producer"}, TIER)),
-            "nixl",
+            entry("decode", several(NIXL | {"kv_role": "kv_producer"}, TIER)), "nixl",
             "kv_role 'kv_producer': a decode worker needs kv_consumer",
         ),
         (
-            entry("decode", several(NIXL | {"engine_id": "d"}, TIER)),
-            "nixl",
+            entry("decode", several(NIXL | {"engine_id": "d"}, TIER)), "nixl",
             "engine_id in a part of MultiConnector",
         ),
         (
-            entry("decode", several(NIXL, TIER)),
-            {"connector": "nixl", "lease_s": 60},
+            entry("decode", several(NIXL, TIER)), LONG_LEASE,
             "kv_lease_duration 30: transfer.lease_s is 60",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused(
-    tmp_path: Path, worker: dict[str, Any], moved: Any, message: str
+    tmp_path: Path, worker: Entry, moved: Any, message: str
 ) -> None:
     others = [entry(role) for role in ("prefill", "decode") if role != worker["role"]]
     (line,) = problems(tmp_path, worker, *others, transfer=moved)
@@ -103,7 +92,7 @@ def test_what_cannot_work_is_refused(
 
 
 def test_own_configuration_with_both_connectors_is_accepted(tmp_path: Path) -> None:
-    fleet.read(written(tmp_path, entry("prefill", several(NIXL, TIER)), entry("decode")))
+    fleet.read(written(tmp_path, entry("prefill", several(NIXL, TIER)), DECODE))
     assert not transfer.parts_of({"kv_connector": "MultiConnector"})
 
 
@@ -112,7 +101,6 @@ def test_offloading_needs_an_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: on_cpu)
-    offloads = entry("prefill", kv_offloading_size=2)
-    config = fleet.read(written(tmp_path, offloads, entry("decode")))
+    config = fleet.read(written(tmp_path, entry("prefill", kv_offloading_size=2), DECODE))
     found = [problem.path for problem in missing_connector(config)]
     assert ("workers[0].launch.kv_offloading_size" in found) == on_cpu

@@ -56,13 +56,13 @@ def test_output_without_a_terminal_is_plain_lines() -> None:
         "a: ready after 31 s",
         "all 2 workers are ready after 5 s",
     ]
-
-
-def test_lines_are_not_wrapped() -> None:
-    assert (
-        printed(KeeperNews("a", KeeperState.STARTING), width=10)
-        == "a: starting; log: /logs/a.log\n"
-    )
+    # Lines are not wrapped, and the end is printed.
+    narrow = printed(KeeperNews("a", KeeperState.STARTING), width=10)
+    assert narrow == "a: starting; log: /logs/a.log\n"
+    ready = [KeeperNews(name, KeeperState.READY, 1.0) for name in ("a", "b", "a")]
+    assert printed(*ready).count("all 2 workers are ready") == 1
+    stopped = printed(*(KeeperNews(name, KeeperState.STOPPED) for name in "ab"))
+    assert stopped == "all workers have stopped\n"
 
 
 def test_first_death_and_crash_loop_show_the_log() -> None:
@@ -76,16 +76,6 @@ def test_first_death_and_crash_loop_show_the_log() -> None:
     assert loop[-1] == "    two"
     assert printed(died(4)).startswith("crash loop, 4 deaths")
     assert printed(died(4)).count("\n") == 1
-
-
-def test_all_workers_ready_is_printed_once() -> None:
-    ready = [KeeperNews(name, KeeperState.READY, 1.0) for name in ("a", "b", "a")]
-    assert printed(*ready).count("all 2 workers are ready") == 1
-
-
-def test_end_is_printed() -> None:
-    text = printed(KeeperNews("a", KeeperState.STOPPED), KeeperNews("b", KeeperState.STOPPED))
-    assert text == "all workers have stopped\n"
 
 
 def test_terminal_shows_a_table_until_all_are_ready() -> None:

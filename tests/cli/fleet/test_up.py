@@ -18,6 +18,7 @@ import yaml
 
 import proxy.app
 from proxy.config import FleetConfig
+from tests.cli.program import Program
 from tests.workers.servers import assert_gone, eventually
 from vllm_sched.cli.fleet import up
 from vllm_sched.cli.main import main
@@ -47,14 +48,12 @@ def cheap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def written(folder: Path, *workers: dict[str, Any], **blocks: Any) -> str:
-    """Write a fleet file and return its path."""
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump({"model": "m", "workers": list(workers), **blocks}))
     return str(path)
 
 
 def launched(name: str, *args: str, **more: Any) -> dict[str, Any]:
-    """Return the description of a worker that `up` starts."""
     return {"name": name, "launch": {"args": list(args), "env": ENV}, **more}
 
 
@@ -81,7 +80,6 @@ def processes() -> dict[int, str]:
 
 
 def answers(url: str, path: str = "/health") -> bool:
-    """Return whether the URL answers with status 200."""
     try:
         with urllib.request.urlopen(f"{url}{path}", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -113,21 +111,6 @@ def test_workers_run_only_while_the_router_runs(
     assert f"a: starting; log: {tmp_path}/logs/a.log\n" in out
     assert out.endswith("all workers have stopped\n")
     assert {p.name for p in (tmp_path / "logs").iterdir()} == {"a.log", "b.log"}
-
-
-def test_wiring_of_transfer_workers_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
-    run_instead_of_router(monkeypatch, lambda _: 0)
-    path = written(
-        tmp_path, launched("p", role="prefill"), launched("d", role="decode"), transfer="nixl"
-    )
-    assert main(["up", path]) == 0
-    printed = capsys.readouterr().err
-    assert "p: NixlConnector as kv_producer, side channel 127.0.0.1:" in printed
-    assert "d: NixlConnector as kv_consumer, side channel 127.0.0.1:" in printed
-    assert "NIXL's thread sleeps between polls, blocks of 128" in printed
 
 
 def test_dead_worker_is_reported_with_its_log_and_restarted(
@@ -165,12 +148,26 @@ def test_interrupt_before_the_router_handles_signals_exits_with_130(
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_unavailable_cpus_and_ports_are_refused_before_any_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_wiring_of_transfer_workers_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
+    run_instead_of_router(monkeypatch, lambda _: 0)
+    ends = launched("p", role="prefill"), launched("d", role="decode")
+    printed = program("up", written(tmp_path, *ends, transfer="nixl")).err
+    assert "p: NixlConnector as kv_producer, side channel 127.0.0.1:" in printed
+    assert "d: NixlConnector as kv_consumer, side channel 127.0.0.1:" in printed
+    assert "NIXL's thread sleeps between polls, blocks of 128" in printed
+
+
+def problem_lines(program: Program, path: str) -> list[tuple[str, str]]:
+    """Return the places and messages that `up` reports before any start."""
+    lines = program("up", path, status=2).err.splitlines()
+    return [(line.split(": ")[2], line) for line in lines]
+
+
+def test_unavailable_cpus_and_ports_are_refused(tmp_path: Path, program: Program) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         path = written(
             tmp_path,
@@ -178,56 +175,42 @@ def test_unavailable_cpus_and_ports_are_refused_before_any_start(
             {"name": "b", "launch": {}, "url": url},
             {"name": "c", "launch": {}, "url": "http://192.0.2.1:9000"},
         )
-        assert main(["up", path]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[2] for line in lines] == [
-        "workers[0].launch.cpus",
-        "workers[1].url",
-        "workers[2].url",
-    ]
-    assert "5000: this machine has CPUs" in lines[0]
-    assert "Address already in use" in lines[1]
-    assert "another port" in lines[1]
+        (cpus, what), (one, why), (other, _) = problem_lines(program, path)
+    assert (cpus, one, other) == ("workers[0].launch.cpus", "workers[1].url", "workers[2].url")
+    assert "5000: this machine has CPUs" in what
+    assert "Address already in use" in why
+    assert "another port" in why
 
 
 @pytest.mark.parametrize("own", ["additional-config: {other: 1}", "additional-config.other: 1"])
-def test_forbidden_flags_of_a_config_file_are_refused_before_any_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], own: str
+def test_forbidden_flags_of_a_config_file_are_refused(
+    tmp_path: Path, program: Program, own: str
 ) -> None:
     """The launch block's own flags come later and would override them."""
     flags = tmp_path / "flags.yaml"
     flags.write_text(f"port: 8000\napi-key: hush\n{own}\n")
-    args = ["--config", str(flags)]
-    path = written(
-        tmp_path,
-        {"name": "a", "launch": {"args": args, "policies": {"long_prompt": {}}}},
-        {"name": "b", "launch": {"args": args}},
-    )
-    assert main(["up", path]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[2] for line in lines] == [
-        "workers[0].launch.args", "workers[0].launch.args", "workers[1].launch.args"
-    ]  # fmt: skip
-    assert "'--additional-config': is set by launch.policies" in lines[0]
-    assert "'--api-key': comes from the worker's api_key" in lines[1]
-    assert "hush" not in "".join(lines)
+    args = {"args": ["--config", str(flags)]}
+    workers = [
+        {"name": "a", "launch": args | {"policies": {"long_prompt": {}}}},
+        {"name": "b", "launch": args},
+    ]
+    (a, first), (b, second), (c, third) = problem_lines(program, written(tmp_path, *workers))
+    assert (a, b, c) == (*["workers[0].launch.args"] * 2, "workers[1].launch.args")
+    assert "'--additional-config': is set by launch.policies" in first
+    assert "'--api-key': comes from the worker's api_key" in second
+    assert "hush" not in first + second + third
 
 
-def test_fleet_without_launch_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_fleet_without_launch_and_wrong_log_folder_are_refused(
+    tmp_path: Path, program: Program
 ) -> None:
-    assert main(["up", written(tmp_path, {"name": "a", "url": "http://a"})]) == 2
-    assert "use `vllm-sched router`" in capsys.readouterr().err
-
-
-def test_log_dir_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    external = written(tmp_path, {"name": "a", "url": "http://a"})
+    assert "use `vllm-sched router`" in program.refusal("up", external)
     path = written(tmp_path, launched("a"))
-    assert main(["up", path, "--log-dir", path]) == 2
-    assert f"--log-dir {path}: File exists" in capsys.readouterr().err
+    assert f"--log-dir {path}: File exists" in program.refusal("up", path, "--log-dir", path)
 
 
 def worker_of(tmp_path: Path, worker: dict[str, Any], **blocks: Any) -> launch.Worker:
-    """Return the launch of a fleet's only worker."""
     config = up.assign_ports(proxy.app.load(Path(written(tmp_path, worker, **blocks))))
     return up.make_worker(config, config.workers[0], tmp_path, tmp_path)
 
@@ -263,36 +246,24 @@ def test_launch_command_has_the_settings_of_the_file(tmp_path: Path) -> None:
     assert made.cpus == (0,)
     assert made.log == tmp_path / "a.log"
     assert made.deadline_s > 600
+    plain = worker_of(tmp_path, launched("a", "--max-model-len=99", max_model_len=99)).command
+    assert "--scheduler-cls" not in plain
+    assert [word for word in plain if "max-model-len" in word] == ["--max-model-len=99"]
 
 
-def test_worker_without_policies_uses_vllms_scheduler(tmp_path: Path) -> None:
-    assert "--scheduler-cls" not in worker_of(tmp_path, launched("a")).command
-
-
-def test_max_model_len_flag_is_not_repeated(tmp_path: Path) -> None:
-    made = worker_of(tmp_path, launched("a", "--max-model-len=99", max_model_len=99))
-    assert [word for word in made.command if "max-model-len" in word] == ["--max-model-len=99"]
-
-
-def test_model_folder_beside_the_file_is_found(tmp_path: Path) -> None:
+def test_model_is_a_folder_beside_the_file_or_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "weights").mkdir()
     made = worker_of(tmp_path, {"name": "a", "launch": {"model": "weights"}})
     assert value(made, "--model") == str(tmp_path / "weights")
-
-
-def test_tiny_is_the_built_in_model(tmp_path: Path) -> None:
-    made = worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
+    tiny = {"name": "a", "launch": {"model": "tiny"}}
+    made = worker_of(tmp_path, tiny)
     assert (Path(value(made, "--model")) / "model.safetensors").is_file()
-
-
-def test_unwritable_cache_is_reported_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(launch.WorkerError, match="set VLLM_SCHED_CACHE to a writable") as caught:
-        worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
-    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(launch.WorkerError, match=r"set VLLM_SCHED_CACHE to a writable.*\Z"):
+        worker_of(tmp_path, tiny)
 
 
 def test_api_key_is_passed_in_the_environment(tmp_path: Path) -> None:

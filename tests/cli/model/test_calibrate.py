@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.cli.fleet.step_server import StepServer, served
+from tests.cli.program import Program
 from tests.cost.test_calibration import measured as steps_of
 from tests.virtual_loop import VirtualTimeLoop
 from vllm_sched.bench.calibrate import step_times, token_times
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps
 from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
-from vllm_sched.cli.main import main
 from vllm_sched.cli.model import calibrate as command
 from vllm_sched.cli.model.calibrate import StepSource, WholePrompts
 from vllm_sched.cost.step_time import StepTime
@@ -118,14 +118,13 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[StepServer], s
 def test_calibrate_recovers_known_step_times(
     in_virtual_time: Callable[[StepServer], str],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    program: Program,
 ) -> None:
     cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
     url = in_virtual_time(StepServer(TIME, budget=128, max_model_len=1024, metrics=page))
-    saved = ("--save", str(cost), "--plot", str(picture))
-    assert main(["calibrate", "--url", url, *SMALL, *saved]) == 0
-    printed = capsys.readouterr().out
+    saved = ("--save", cost, "--plot", picture)
+    printed = program("calibrate", "--url", url, *SMALL, *saved).out
     for words in (
         "c_d: a decode step",
         "delta: both in one step",
@@ -154,16 +153,12 @@ def test_calibrate_recovers_known_step_times(
     assert picture.read_text().count('<g id="line">') == 4
     # `threshold` reads the saved file.
     lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
-    assert main(["threshold", *lengths, "--cost", str(cost)]) == 0
-    assert str(cost) in capsys.readouterr().out
+    assert str(cost) in program("threshold", *lengths, "--cost", cost).out
 
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])
 def test_full_disk_is_reported_in_one_line_after_the_figures(
-    option: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
     async def measured(*_: object) -> tuple[StepSource, MeasuredSteps]:
         return StepSource("m", "here"), MeasuredSteps(steps_of(TIME), [])
@@ -171,23 +166,15 @@ def test_full_disk_is_reported_in_one_line_after_the_figures(
     monkeypatch.setattr("vllm_sched.cli.model.calibrate._measure", measured)
     path = tmp_path / "full.svg"
     path.symlink_to("/dev/full")
-    assert main(["calibrate", "--url", "http://x", option, str(path)]) == 2
-    printed = capsys.readouterr()
+    printed = program("calibrate", "--url", "http://x", option, path, status=2)
     assert "median error of held-out steps" in printed.out
     assert printed.err == f"vllm-sched calibrate: {path}: No space left on device\n"
 
 
-def failure_line(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
-    """Run the command, which fails; return its one line of error."""
-    assert main(["calibrate", *arguments]) == status
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
-
-
-def test_refused_connection_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_connection_is_reported(program: Program) -> None:
     url = f"http://127.0.0.1:{launch.free_port()}"
-    assert "is a server listening there?" in failure_line(capsys, 1, "--url", url)
+    printed = program("calibrate", "--url", url, status=1)
+    assert "is a server listening there?" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -203,12 +190,12 @@ def test_refused_connection_is_reported(capsys: pytest.CaptureFixture[str]) -> N
     ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
 )
 def test_unmeasurable_worker_is_reported(
-    server: StepServer,
-    message: str,
-    in_virtual_time: Callable[[StepServer], str],
-    capsys: pytest.CaptureFixture[str],
+    server: StepServer, message: str, in_virtual_time: Callable[[StepServer], str], program: Program
 ) -> None:
-    assert message in failure_line(capsys, 1, "--url", in_virtual_time(server), *SMALL)
+    url = in_virtual_time(server)
+    error = program("calibrate", "--url", url, *SMALL, status=1).err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_front_time_is_the_rest_of_short_prompts() -> None:
@@ -227,15 +214,15 @@ def test_front_time_is_the_rest_of_short_prompts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "localhost:8000"], "must be http://HOST:PORT"),
-        (["--url", "http://x", "--arg=--seed=1"], "--arg is for a worker started here"),
-        (["--url", "http://x", "--budget", "0"], "--budget 0: must be at least 1"),
-        (["--url", "http://x", "--max-batch", "0"], "--max-batch 0"),
-        (["--url", "http://x", "--plot", "a.png"], "ends in .svg"),
-        (["--url", "http://x", "--save", "no/such/cost.json"], "there is no folder"),
+        ("--url localhost:8000", "must be http://HOST:PORT"),
+        ("--url http://x --arg=--seed=1", "--arg is for a worker started here"),
+        ("--url http://x --budget 0", "--budget 0: must be at least 1"),
+        ("--url http://x --max-batch 0", "--max-batch 0"),
+        ("--url http://x --plot a.png", "ends in .svg"),
+        ("--url http://x --save no/such/cost.json", "there is no folder"),
     ],
 )
 def test_invalid_option_is_refused_before_any_measurement(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, program: Program
 ) -> None:
-    assert message in failure_line(capsys, 2, *arguments)
+    assert message in program.refusal("calibrate", *arguments.split())

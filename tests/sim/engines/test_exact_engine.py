@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.making import EVEN, drain, ends, firsts, job, run, worker
+from tests.sim.making import drain, ends, firsts, job, run, worker
 from vllm_sched.bench.traffic.schedule import gamma_times
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
@@ -24,13 +24,18 @@ from vllm_sched.sim.types import Job, Leg, WorkerModel
 
 
 def test_step_times_follow_the_cost_model() -> None:
-    events = run(ExactEngine(worker()), [(1.0, job("a", 100, 3))])
+    engine = ExactEngine(worker(policies={"long_prompt": {}}))
+    events = run(engine, [(1.0, job("a", 100, 3))])
     # The prompt: 10 ms and 100 tokens; then two steps of decoding alone.
     assert [(event.at, event.tokens, event.finished) for event in events] == [
         (pytest.approx(1.02), 1, False),
         (pytest.approx(1.03), 1, False),
         (pytest.approx(1.04), 1, True),
     ]
+    facts = engine.facts()
+    assert (facts["steps"], facts["busy_s"]) == (3, pytest.approx(0.04))
+    assert facts["scheduler_s"] > 0
+    assert "long_prompt" in facts["policies"]
 
 
 def test_one_slot_queue_waits_as_m_d_1() -> None:
@@ -67,12 +72,6 @@ def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> N
     throughput = (last - first) / (done[last] - done[first])
     regime = Regime.from_step_time(time, slots=slots, mean_output=mean, mean_prompt=prompt)
     assert throughput == pytest.approx(Recursion(regime).solve_for(departures).throughput, rel=0.05)
-
-
-def test_arrival_during_a_step_is_seen_at_its_end() -> None:
-    engine = ExactEngine(worker())
-    events = run(engine, [(0.0, job("a", 400, 1)), (0.001, job("b", 100, 1))])
-    assert firsts(events) == {"a": pytest.approx(0.05), "b": pytest.approx(0.07)}
 
 
 def test_async_scheduling_makes_arrivals_wait_for_two_steps() -> None:
@@ -148,18 +147,13 @@ def test_aborted_job_yields_no_events_and_frees_its_blocks() -> None:
     events = drain(engine, 0.045)
     engine.abort("a", 0.045)
     engine.abort("unknown", 0.045)
+    engine.submit(job("c"), 0.045)
+    engine.abort("c", 0.045)  # before its first step
     later = drain(engine)
     assert "a" in firsts(events)
     assert {event.job_id for event in later} == {"b"}
     assert engine.gauges(9.0).kv_usage == 0
     assert engine.next_at() == float("inf")
-
-
-def test_job_aborted_before_its_first_step_yields_no_events() -> None:
-    engine = ExactEngine(worker())
-    engine.submit(job("a"), 0.0)
-    engine.abort("a", 0.0)
-    assert drain(engine) == []
 
 
 # Hand-overs
@@ -195,12 +189,13 @@ def test_prefill_leg_keeps_its_blocks_until_release(end: End) -> None:
     assert engine.gauges(3.0).kv_usage == 0
 
 
-def test_abort_in_the_last_prefill_step_frees_the_blocks(end: End) -> None:
-    engine = ExactEngine(end())
-    engine.submit(legs()[0], 0.0)
-    drain(engine, 0.045)
-    engine.abort("a", 0.045)
-    assert drain(engine) == []
+@pytest.mark.parametrize(("leg", "at"), [(0, 0.045), (1, 0.01)], ids=["last prefill", "transfer"])
+def test_aborted_leg_frees_its_blocks(end: End, leg: int, at: float) -> None:
+    engine = ExactEngine(end(transfer=WIRE))
+    engine.submit(legs()[leg], 0.0)
+    drain(engine, at)
+    engine.abort("a", at)
+    assert [event for event in drain(engine) if event.tokens] == []
     assert engine.gauges(1.0).kv_usage == 0
 
 
@@ -234,15 +229,6 @@ def test_worker_fetches_sequentially_while_others_decode(end: End) -> None:
     assert fetched[1] - fetched[0] == pytest.approx(0.05, abs=0.011)
     ticks = [event.at for event in events if event.job_id == "c"]
     assert max(y - x for x, y in pairwise(ticks)) < 0.0121
-
-
-def test_abort_during_a_transfer_frees_the_blocks(end: End) -> None:
-    engine = ExactEngine(end(transfer=WIRE))
-    engine.submit(legs()[1], 0.0)
-    drain(engine, 0.01)
-    engine.abort("a", 0.01)
-    assert [event for event in drain(engine) if event.tokens] == []
-    assert engine.gauges(1.0).kv_usage == 0
 
 
 @pytest.mark.parametrize("name", ["long_prompt", "rotation", "chunk_budget", "deferred_prefill"])
@@ -319,13 +305,3 @@ def test_request_larger_than_the_cache_raises() -> None:
     engine.submit(job("a", 2000, 4), 0.0)
     with pytest.raises(UsageError, match=r"w0: 1 requests are waiting.*kv_tokens"):
         drain(engine)
-
-
-def test_facts_count_steps_and_scheduler_time() -> None:
-    engine = ExactEngine(worker(EVEN, policies={"long_prompt": {}}))
-    run(engine, [(0.0, job("a", 100, 10))])
-    facts = engine.facts()
-    assert facts["steps"] == 10
-    assert facts["busy_s"] == pytest.approx(0.11)
-    assert facts["scheduler_s"] > 0
-    assert "long_prompt" in facts["policies"]

@@ -27,7 +27,6 @@ BENT = StepTime(
 
 
 def model(**given: Any) -> WorkerModel:
-    """Return a small worker."""
     settings: dict[str, Any] = {
         "name": "w", "time": PLAIN, "max_model_len": 32_768, "kv_tokens": 100_000,
         "max_num_seqs": 32, "max_num_batched_tokens": 1000, "async_scheduling": False,
@@ -36,7 +35,6 @@ def model(**given: Any) -> WorkerModel:
 
 
 def play(engine: FluidEngine, jobs: list[tuple[float, Job]]) -> dict[str, list[Event]]:
-    """Play jobs at their times to the end; return the events of each."""
     events_of: dict[str, list[Event]] = {}
     last = 0.0
     waiting = sorted(jobs, key=lambda item: item[0])
@@ -85,11 +83,6 @@ def test_single_request_takes_its_prefill_and_its_steps() -> None:
     assert len(events_of["a"]) == 2, "ten equal steps are one event"
 
 
-def test_prompt_beyond_the_budget_takes_several_steps() -> None:
-    events_of = play(FluidEngine(model()), [(0.0, Job("a", 2500, 1))])
-    assert ends(events_of)["a"][0] == pytest.approx(3 * 0.011 + 2500 * 1e-4)
-
-
 def test_arrival_during_a_step_waits_for_its_end() -> None:
     events_of = play(FluidEngine(model()), [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))])
     first = 0.011 + 100 * 1e-4
@@ -120,8 +113,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("time", [PLAIN, BENT], ids=["plain", "bent"])
+@pytest.mark.parametrize(("time", "ahead"), [(PLAIN, False), (PLAIN, True), (BENT, True)])
 @pytest.mark.parametrize("policies", POLICIES, ids=str)
 def test_merged_steps_have_the_times_of_single_steps(
     policies: dict[str, Any], time: StepTime, ahead: bool
@@ -191,22 +183,19 @@ def test_a_batch_is_joined_after_the_longest_wait() -> None:
     assert 1.1 < found["b"][0] < 1.2 < found["a"][1]
 
 
-def test_job_enters_only_with_room_for_all_its_tokens() -> None:
+def test_job_enters_only_with_a_slot_and_room_for_all_its_tokens() -> None:
     jobs = [(0.0, Job("a", 900, 100)), (0.0, Job("b", 900, 100)), (0.0, Job("c", 900, 100))]
     found = ends(play(FluidEngine(model(kv_tokens=2000)), jobs))
     assert found["b"][0] < found["a"][1]
     assert found["c"][0] > found["a"][1]
+    slots = ends(play(FluidEngine(model(max_num_seqs=2)), [(0.0, Job(n, 10, 50)) for n in "abc"]))
+    assert slots["c"][0] > slots["a"][1]
 
 
 def test_job_larger_than_the_cache_runs_alone() -> None:
     jobs = [(0.0, Job("a", 900, 100)), (0.0, Job("b", 5000, 100)), (0.0, Job("c", 900, 100))]
     found = ends(play(FluidEngine(model(kv_tokens=2000)), jobs))
     assert found["a"][1] < found["b"][0] < found["b"][1] < found["c"][0]
-
-
-def test_slots_bound_the_running_jobs() -> None:
-    found = ends(play(FluidEngine(model(max_num_seqs=2)), [(0.0, Job(n, 10, 50)) for n in "abc"]))
-    assert found["c"][0] > found["a"][1]
 
 
 def test_shared_prefix_is_computed_once() -> None:
@@ -244,25 +233,6 @@ def test_decode_legs_are_fetched_sequentially_and_computed() -> None:
     assert events_of["a"][1].at == pytest.approx(0.26 + 0.011 + 1e-4)
     assert ends(events_of)["a"][2] == 3
     assert engine.facts()["prefill_tokens"] == 2
-
-
-@pytest.mark.parametrize("at", [0.01, 0.3, 0.6])
-def test_aborted_jobs_leave_no_state(at: float) -> None:
-    engine = FluidEngine(model(kv_tokens=6000))
-    engine.submit(Job("a", 3000, 30), 0.0)
-    engine.submit(Job("b", 2500, 30), 0.0)
-    engine.submit(Job("c", 2500, 30), 0.0)
-    events = list(engine.advance(at))
-    for name in "ab":
-        engine.abort(name, at)
-    engine.abort("unknown", at)
-    later = play(engine, [])
-    assert ends(later)["c"][2] == 30
-    assert not any(event.finished for event in events)
-    assert "a" not in later
-    assert engine.gauges(9.0) == engine.gauges(9.0)._replace(
-        running=0, waiting=0, kv_usage=0.0, backlog_tokens=0
-    )
 
 
 def test_long_prompt_lets_shorts_pass() -> None:
@@ -315,7 +285,7 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause:
     assert throughput == pytest.approx(Recursion(regime).solve_for(threshold).throughput, rel=0.03)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))  # every policy with and without asynchronous steps
 def test_random_arrivals_and_aborts_leave_no_state(seed: int) -> None:
     rng = random.Random(seed)
     policies = POLICIES[seed % len(POLICIES)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,17 +41,14 @@ def test_shared_prefix_takes_room_once() -> None:
     assert room.prefixes.count_cached((("system", 800),)) == 800
 
 
-def test_prefix_not_yet_computed_is_not_shared() -> None:
-    room = blocks_of(1500)
-    room.allocate(task(1000, ("system", 800)))
-    assert not room.fits(task(1000, ("system", 800)))
-
-
-def test_prefix_is_not_shared_without_prefix_caching() -> None:
-    room = KvBlocks(1500, CachedPrefixes(0))
-    first = task(1000, ("system", 800))
+@pytest.mark.parametrize(("cached", "computed"), [(1500, False), (0, True)])
+def test_prefix_that_is_not_computed_or_not_cached_is_not_shared(
+    cached: int, computed: bool
+) -> None:
+    room, first = KvBlocks(1500, CachedPrefixes(cached)), task(1000, ("system", 800))
     room.allocate(first)
-    room.record_computed(first)
+    if computed:
+        room.record_computed(first)
     assert not room.fits(task(1000, ("system", 800)))
 
 
@@ -61,25 +59,12 @@ def test_prefix_of_a_running_task_is_not_evicted() -> None:
         room.allocate(job)
         room.record_computed(job)
     room.free(done)
-    room.record_computed(large := take_room(room, task(1200)))
+    large = task(1200)
+    room.allocate(large)
+    room.record_computed(large)
     assert room.prefixes.count_cached((("runs", 600),)) == 600
     assert room.prefixes.count_cached((("done", 600),)) == 0
     assert room.used == 1900
-    room.free(large)
-
-
-def test_prefix_of_the_last_finished_task_is_evicted_last() -> None:
-
-    room = blocks_of(2000)
-    stays, leaves = task(700, ("stays", 600)), task(700, ("leaves", 600))
-    for job in (stays, leaves):
-        room.allocate(job)
-        room.record_computed(job)
-    room.free(leaves)
-    room.free(stays)
-    room.record_computed(take_room(room, task(1200)))
-    assert room.prefixes.count_cached((("stays", 600),)) == 600
-    assert room.prefixes.count_cached((("leaves", 600),)) == 0
 
 
 def test_end_of_a_prefix_is_evicted_first() -> None:
@@ -110,8 +95,3 @@ def test_random_tasks_free_all_room(crowd: Sequence[tuple[int, tuple[Piece, ...]
     for job in inside:
         room.free(job)
     assert room.used == 0
-
-
-def take_room(room: KvBlocks, job: Task) -> Task:
-    room.allocate(job)
-    return job

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from benchmarks.agreement import CASES, FAR_ON, GROWING, TIME, by_job, draw_jobs, figures, play_both
 from tests.sim.making import ends, firsts, run, worker
+from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
-from vllm_sched.sim.types import Job
+from vllm_sched.sim.types import Job, WorkerModel
 
 
 @pytest.mark.parametrize("name", [*CASES, *FAR_ON])
@@ -37,6 +39,13 @@ def gap_policies(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
     return {name: known[name] for name in names}
 
 
+def large_worker(time: StepTime, budget: int, kv_tokens: int, **more: Any) -> WorkerModel:
+    return worker(
+        time, max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=16_384,
+        kv_tokens=kv_tokens, **more,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("policies", "budget", "itl_ms", "cached"),
     [
@@ -47,10 +56,7 @@ def gap_policies(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
 def test_merged_steps_keep_gaps_within_the_target(
     policies: tuple[str, ...], budget: int, itl_ms: int, cached: int
 ) -> None:
-    model = worker(
-        GROWING, max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=16_384,
-        kv_tokens=400_000, policies=gap_policies(itl_ms, *policies),
-    )  # fmt: skip
+    model = large_worker(GROWING, budget, 400_000, policies=gap_policies(itl_ms, *policies))
     # Far enough apart that each long prompt enters alone.
     shared, apart = ((("a", cached),), 4) if cached else ((), 2)
     jobs = [
@@ -80,10 +86,7 @@ def test_merged_steps_keep_gaps_within_the_target(
 
 @pytest.mark.parametrize("policies", [CHUNKS, BOTH])
 def test_chunk_of_a_prompt_with_a_cached_prefix_fits_the_gap(policies: tuple[str, ...]) -> None:
-    model = worker(
-        GROWING, max_num_seqs=24, max_num_batched_tokens=2048, max_model_len=16_384,
-        kv_tokens=400_000, policies=gap_policies(40, *policies),
-    )  # fmt: skip
+    model = large_worker(GROWING, 2048, 400_000, policies=gap_policies(40, *policies))
     jobs = [
         (0.0, Job("first", 10_000, 2, 1, shared=(("a", 10_000),))),
         (10.0, Job("decodes", 50, 400, 2)),
@@ -99,9 +102,7 @@ def test_chunk_of_a_prompt_with_a_cached_prefix_fits_the_gap(policies: tuple[str
 @pytest.mark.parametrize("tokens", [22_000, 40_000])
 def test_shared_prefix_of_running_requests_is_cached_once(tokens: int) -> None:
     """With separate copies, two or four requests would fill the cache."""
-    model = worker(
-        TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=tokens
-    )
+    model = large_worker(TIME, 1024, tokens)
     jobs = [
         (
             3 * (at > 0) + 0.1 * at,
@@ -117,10 +118,7 @@ def test_shared_prefix_of_running_requests_is_cached_once(tokens: int) -> None:
 
 
 def test_prefix_of_the_last_finished_request_is_evicted_last() -> None:
-
-    model = worker(
-        TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=20_000
-    )
+    model = large_worker(TIME, 1024, 20_000)
     jobs = [
         (0.0, Job("stays", 8016, 400, 1, (("a", 8000),))),
         (2.0, Job("leaves", 8016, 20, 2, (("b", 8000),))),

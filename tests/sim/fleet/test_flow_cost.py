@@ -45,7 +45,6 @@ class LineCounter:
 
 
 def lines_per_request(workers: int) -> float:
-    """Return the executed lines per request, probes included."""
     source, until = find(TRAFFIC), BEGINS_S + LASTS_S
     arrivals = list(Schedule(source=source, rate=RATE * workers, duration_s=until))
     first = next(number for number, each in enumerate(arrivals) if each.at >= BEGINS_S)

@@ -23,17 +23,19 @@ def read(*workers: dict[str, Any], source: Path = Path("f.yaml"), **blocks: Any)
     return worker_models(config, source, AssumedWorker(profile="h100-8b"))
 
 
+def with_flags(*args: str) -> WorkerModel:
+    model: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
+    return model
+
+
 def test_every_profile_has_a_machine() -> None:
+    model = of_profile("h100-8b")
+    assert model.kv_tokens * model.kv_token_bytes == pytest.approx(58e9, rel=0.01)
     for name in (*profiles.SHORT_NAMES, *(key.name for key in profiles.measured())):
         model = of_profile(name)
         assert model.time == profiles.find(name).time
         assert 3_000 < model.kv_tokens < 12_000_000
         assert model.max_model_len <= model.kv_tokens
-
-
-def test_8b_model_on_h100_leaves_54_gb_for_kv_cache() -> None:
-    model = of_profile("h100-8b")
-    assert model.kv_tokens * model.kv_token_bytes == pytest.approx(58e9, rel=0.01)
 
 
 def test_transfer_time_matches_published() -> None:
@@ -58,81 +60,55 @@ def test_launch_flags_set_the_worker_model() -> None:
     assert (model.block_tokens, model.kv_tokens) == (32, 32_768)
     assert (model.prefix_caching, model.async_scheduling) == (False, False)
     assert model.policies == {"lanes": {}}
-
-
-def test_gpu_memory_utilization_sets_the_cache_size() -> None:
-    def kv(*args: str) -> int:
-        return int(read({"launch": {"args": list(args)}})["w0"].kv_tokens)
-
-    more = kv("--gpu-memory-utilization=0.95") - kv()
+    assert with_flags("--max-num-batched-tokens=64").max_num_seqs == 64
+    more = with_flags("--gpu-memory-utilization=0.95").kv_tokens - with_flags().kv_tokens
     assert more * 131_072 == pytest.approx(0.03 * 80 * 2**30, rel=0.01)
 
 
+def test_profile_and_role_set_the_defaults() -> None:
+    model = read({"profile": "a100-8b"})["w0"]
+    assert (model.max_num_seqs, model.max_num_batched_tokens) == (256, 2048)
+    assert (model.prefix_caching, model.async_scheduling, model.transfers) == (True, True, False)
+    found = read({"role": "prefill"}, {"role": "decode"}, {"role": "long"}, transfer="nixl")
+    assert [found[name].transfers for name in ("w0", "w1", "w2")] == [True, True, False]
+
+
+CHUNKED = "--no-enable-chunked-prefill"
+
+
 @pytest.mark.parametrize(
-    ("flag", "why"),
+    ("flags", "unread"),
     [
-        ("--gpu-memory-utilization=2", "at most 1"),
-        ("--gpu-memory-utilization=most", "at most 1"),
-        ("--gpu-memory-utilization=0.1", "KV cache holds 0 tokens"),
-        ("--tensor-parallel-size=4", "h100-8b is a worker with 1"),
-        ("-tp=4", "h100-8b is a worker with 1"),
+        ("--kv_cache_dtype=fp8 --max-num-seqs=8", ["--kv-cache-dtype"]),
+        (f"--long-prefill-token-threshold=512 {CHUNKED}", [CHUNKED]),
+        ("--dtype=float32 -pp 2", ["--dtype", "--pipeline-parallel-size"]),
+        ("--of-tomorrow.key 1 --of-tomorrow.b=2", ["--of-tomorrow"]),
+        ("--port 8001 -dp=1 --dtype bfloat16 --no-async-scheduling", []),
+        ("", []),
+        ("--quantization=fp8", ["--quantization"]),
     ],
 )
-def test_impossible_flag_is_refused(flag: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        read({"launch": {"args": [flag]}, "max_model_len": 1000})
-
-
-def test_unmodelled_flags_are_listed() -> None:
-    def unread(*args: str) -> tuple[str, ...]:
-        found: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
-        return found.unread
-
-    assert unread("--kv_cache_dtype=fp8", "--max-num-seqs=8") == ("--kv-cache-dtype",)
-    assert unread("--long-prefill-token-threshold=512", "--no-enable-chunked-prefill") == (
-        "--no-enable-chunked-prefill",
-    )
-    assert unread("--dtype=float32", "-pp", "2", "--of-tomorrow.key", "1", "--of-tomorrow.b=2") == (
-        "--dtype",
-        "--pipeline-parallel-size",
-        "--of-tomorrow",
-    )
-    assert unread("--port", "8001", "-dp=1", "--dtype", "bfloat16", "--no-async-scheduling") == ()
-    assert read({})["w0"].unread == ()
+def test_unmodelled_flags_are_listed(flags: str, unread: list[str]) -> None:
+    assert with_flags(*flags.split()).unread == tuple(unread)
     # A flag that the profile's step times hold for is simulated.
-    assert unread("--quantization=fp8") == ("--quantization",)
     launch = {"args": ["--quantization=fp8"]}
     fp8 = {"profile": "h100-llama-3.1-8b-fp8-tp1", "launch": launch}
     assert read(fp8)["w0"].unread == ()
 
 
-def test_long_prefill_token_threshold_flag_is_read() -> None:
-    def limit(*args: str) -> tuple[int, bool]:
-        model: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
-        return model.longest_chunk, model.longest_chunk_adapts
-
-    flag = "--long-prefill-token-threshold"
-    assert limit() == limit(f"{flag}=0") == (0, False)
-    assert limit("--long_prefill_token_threshold", "512") == (512, False)
-    assert limit(f"{flag}=512", f"{flag}-adaptive") == (512, True)
-    assert limit(f"{flag}-adaptive", "--no-long-prefill-token-threshold-adaptive") == (0, False)
-
-
-def test_small_token_budget_limits_the_slots() -> None:
-    model = read({"launch": {"args": ["--max-num-batched-tokens=64"]}})["w0"]
-    assert model.max_num_seqs == 64
-
-
-def test_worker_without_flags_has_the_profile_defaults() -> None:
-    model = read({"profile": "a100-8b"})["w0"]
-    assert (model.max_num_seqs, model.max_num_batched_tokens) == (256, 2048)
-    assert (model.prefix_caching, model.async_scheduling, model.transfers) == (True, True, False)
-
-
-def test_prefill_and_decode_workers_have_transfers() -> None:
-    workers = ({"role": "prefill"}, {"role": "decode"}, {"role": "long"})
-    found = read(*workers, transfer="nixl")
-    assert [found[name].transfers for name in ("w0", "w1", "w2")] == [True, True, False]
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ("", (0, False)),
+        ("{flag}=0", (0, False)),
+        ("--long_prefill_token_threshold 512", (512, False)),
+        ("{flag}=512 {flag}-adaptive", (512, True)),
+        ("{flag}-adaptive --no-long-prefill-token-threshold-adaptive", (0, False)),
+    ],
+)
+def test_long_prefill_token_threshold_flag_is_read(flags: str, limit: tuple[int, bool]) -> None:
+    model = with_flags(*flags.format(flag="--long-prefill-token-threshold").split())
+    assert (model.longest_chunk, model.longest_chunk_adapts) == limit
 
 
 def test_calibration_file_is_found_beside_the_fleet_file(tmp_path: Path) -> None:
@@ -186,16 +162,20 @@ def test_calibration_file_sets_sizes_and_front_time(tmp_path: Path) -> None:
         ({"profile": "h100-9b"}, "unknown profile 'h100-9b'; valid: a100-8b"),
         ({"profile": "none.json"}, "profile none.json: No such file"),
         ({"max_model_len": 500_000}, "holds 446,099 tokens, less than"),
-        ({"launch": {"args": ["--max-num-seqs=8k"]}}, "--max-num-seqs 8k: give a plain whole"),
-        ({"launch": {"args": ["--max-num-seqs=9000"]}}, "more than --max-num-batched-tokens, 8192"),
-        ({"launch": {"args": ["--block-size", "0"]}}, "--block-size 0: give a plain whole"),
-        (
-            {"max_model_len": 9000, "launch": {"args": ["--long-prefill-token-threshold=9001"]}},
-            "--long-prefill-token-threshold 9001: more than max_model_len, 9000",
-        ),
-        (
-            {"launch": {"args": ["--long-prefill-token-threshold=-1"]}},
-            "--long-prefill-token-threshold -1: give a plain whole number, 0 or more",
+        *(
+            ({"launch": {"args": args.split()}, "max_model_len": 9000}, message)
+            for args, message in (
+                ("--gpu-memory-utilization=2", "at most 1"),
+                ("--gpu-memory-utilization=most", "at most 1"),
+                ("--gpu-memory-utilization=0.1", "KV cache holds 0 tokens"),
+                ("--tensor-parallel-size=4", "h100-8b is a worker with 1"),
+                ("-tp=4", "h100-8b is a worker with 1"),
+                ("--max-num-seqs=8k", "--max-num-seqs 8k: give a plain whole"),
+                ("--max-num-seqs=9000", "more than --max-num-batched-tokens, 8192"),
+                ("--block-size 0", "--block-size 0: give a plain whole"),
+                ("--long-prefill-token-threshold=9001", "9001: more than max_model_len, 9000"),
+                ("--long-prefill-token-threshold=-1", "-1: give a plain whole number, 0 or more"),
+            )
         ),
     ],
 )

@@ -7,6 +7,7 @@ from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tests.sim.making import fleet_of
 from vllm_sched.bench.traffic.catalogue import find
@@ -16,11 +17,16 @@ from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.perfetto import CLIENTS, write
 
 
+def traced(path: Path, count: int, *workers: dict[str, Any], trace: bool) -> tuple[Any, Any]:
+    """Play and write a trace; return the played fleet and the events."""
+    fleet = SimulatedFleet(*fleet_of(*workers), partial(ExactEngine, traced=trace))
+    played = fleet.play(Schedule(source=find("azure-conv"), rate=20.0, count=count))
+    write(path, fleet.engines, played.outcomes, played.duration)
+    return played, json.loads(path.read_text())["traceEvents"]
+
+
 def test_trace_has_all_workers_and_requests(tmp_path: Path) -> None:
-    fleet = SimulatedFleet(*fleet_of({}, {}), partial(ExactEngine, traced=True))
-    played = fleet.play(Schedule(source=find("azure-conv"), rate=20.0, count=30))
-    write(tmp_path / "t.json", fleet.engines, played.outcomes, played.duration)
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    played, events = traced(tmp_path / "t.json", 30, {}, {}, trace=True)
     groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert len(set(groups.values())) == len(groups) == 5
     assert sum("w1" in name for name in groups.values()) == 2
@@ -39,11 +45,6 @@ def test_trace_has_all_workers_and_requests(tmp_path: Path) -> None:
     counted = sum(facts["steps"] for facts in played.facts["workers"].values())
     assert sum("step" in event["args"] for event in steps) == counted
     assert max(e["ts"] + e["dur"] for e in clients) == round(played.duration * 1e6)
-
-
-def test_engines_without_a_trace_are_left_out(tmp_path: Path) -> None:
-    fleet = SimulatedFleet(*fleet_of({}), ExactEngine)
-    played = fleet.play(Schedule(source=find("azure-conv"), rate=20.0, count=3))
-    write(tmp_path / "t.json", fleet.engines, played.outcomes, played.duration)
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    # Engines without a trace are left out.
+    _, events = traced(tmp_path / "t.json", 3, {}, trace=False)
     assert {event["pid"] for event in events} == {CLIENTS}

@@ -18,12 +18,10 @@ TIME = StepTime(decode_fixed_s=0.02, decode_s=1e-4, prefill_fixed_s=0.022, prefi
 BLOCKS = {"token_bytes": 1000, "block": 10, "pieces": 4}
 
 
-def test_sequences_held_assumes_half_of_the_answer() -> None:
+def test_prefill_seconds_adds_the_fixed_cost_of_each_step() -> None:
+    # Held sequences have half of their answer.
     assert capacity_bound.sequences_held(100_000, 900, 200) == 100
     assert capacity_bound.sequences_held(500, 900, 200) == 0
-
-
-def test_prefill_seconds_adds_the_fixed_cost_of_each_step() -> None:
     assert capacity_bound.prefill_seconds(TIME, 2500, 1000) == pytest.approx(3 * 0.022 + 0.25)
     floored = StepTime(prefill_s=1e-4, floor_s=0.05)
     assert capacity_bound.prefill_seconds(floored, 10, 1000) == 0.05
@@ -94,17 +92,12 @@ def test_capacity_of_a_worker() -> None:
         name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
         transfer=TransferTime(0.002, 0.0, 1 / 87e9),
     )  # fmt: skip
-    found = capacity_bound.Capacity.from_model(model, 1000, 200)
+    slower = replace(model, transfer=TransferTime(0.002, 0.0, 1 / 1e9))
+    found, slow = (capacity_bound.Capacity.from_model(each, 1000, 200) for each in (model, slower))
     assert found.held == 256
     assert found.prefill_s == pytest.approx(0.0449, rel=0.005)
     assert found.link_bytes_per_s == pytest.approx(87e9)
     assert found.kv_bytes_per_s == pytest.approx(1000 * 131_072 / found.prefill_s)
     assert found.kv_bytes_per_s < found.link_bytes_per_s
-    slow = capacity_bound.Capacity.from_model(
-        WorkerModel(
-            name="w", time=LINEAR_8B, max_model_len=131_072, kv_tokens=400_000,
-            transfer=TransferTime(0.002, 0.0, 1 / 1e9),
-        ), 1000, 200,
-    )  # fmt: skip
     assert slow.kv_bytes_per_s > slow.link_bytes_per_s
     assert slow.limiting_prompt is not None

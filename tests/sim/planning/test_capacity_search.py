@@ -38,7 +38,6 @@ class Draws:
     played: list[tuple[float, int]] = field(default_factory=list)
 
     def play(self, _shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
-        """Return a result if the draw sustains this rate."""
         self.played.append((rate, draw))
         near = abs(rate / self.lucky.get(draw, 1e-9) - 1) < 0.02
         return run() if rate <= self.limits[draw] or near else None

@@ -45,6 +45,7 @@ from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
@@ -64,7 +65,6 @@ def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
 
 
 def families(ranking: list[ServedRate]) -> list[str]:
-    """Return the families, best first."""
     return [served.shape.family for served in ranking]
 
 
@@ -116,26 +116,86 @@ def test_policy_can_replace_a_second_pool() -> None:
     assert best.shape.policy == LONG_PROMPT
 
 
+class Rated:
+    """A search whose rates are given by shape; it records the shapes that it rates and judges."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tried: list[FleetShape] = []
+        self.judged: list[FleetShape] = []
+        self.rate_of: Callable[[FleetShape], float]
+        self.judge: Callable[[FleetShape], float] | None = None
+
+        def rated(_: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0) -> Any:
+            self.tried.append(shape)
+            return self._served(shape, self.rate_of(shape), least)
+
+        def judged(_: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0) -> Any:
+            self.judged.append(shape)
+            return self._served(shape, (self.judge or self.rate_of)(shape), least)
+
+        monkeypatch.setattr(FleetSearch, "rate_of", rated)
+        monkeypatch.setattr(FleetSearch, "judge", judged)
+
+    @staticmethod
+    def _served(shape: FleetShape, rate: float, least: float) -> ServedRate | None:
+        return ServedRate(shape, rate, NOTHING) if rate >= least else None
+
+
+@pytest.fixture
+def rated(monkeypatch: pytest.MonkeyPatch) -> Rated:
+    return Rated(monkeypatch)
+
+
 @pytest.mark.parametrize(("rate", "place"), [(9.5, None), (9.7, 3), (10.3, 3), (10.5, 0)])
 def test_short_pool_beside_prefill_and_decode_must_serve_the_best_rate(
-    monkeypatch: pytest.MonkeyPatch, rate: float, place: int | None
+    rated: Rated, rate: float, place: int | None
 ) -> None:
-    def served(
-        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
-    ) -> Any:
-        of_it = (rate if shape.family == SHORT_APART else 10.0) * shape.workers / 4
-        return ServedRate(shape, of_it, NOTHING) if of_it >= least else None
+    def families_of(workers: int) -> list[str]:
+        return families(FleetSearch(question(LONGS, "ttft:250")).best(workers))
 
-    monkeypatch.setattr(FleetSearch, "rate_of", served)
-    monkeypatch.setattr(FleetSearch, "judge", served)
-    search = FleetSearch(question(LONGS, "ttft:250"))
+    rated.rate_of = lambda shape: (
+        (rate if shape.family == SHORT_APART else 10.0) * shape.workers / 4
+    )
     others = [ONE_POOL, SHORT_LONG, PREFILL_DECODE]
-    assert [each.shape.family for each in search.best(2)] == others  # it needs three workers
-    found = [each.shape.family for each in search.best(4)]
+    assert families_of(2) == others  # it needs three workers
     wanted = others if place is None else [*others[:place], SHORT_APART, *others[place:]]
-    assert found == wanted
+    assert families_of(4) == wanted
     # With three workers the other rates differ.
-    assert (SHORT_APART in [each.shape.family for each in search.best(3)]) == (place is not None)
+    assert (SHORT_APART in families_of(3)) == (place is not None)
+
+
+def test_search_for_one_more_worker_requires_a_higher_rate(rated: Rated) -> None:
+    search = FleetSearch(question("300x60", "ttft:500"))
+    best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
+    rates = {(2, 1): 9.9, (1, 2): 12.0}
+    rated.rate_of = lambda shape: rates[shape.prefill, shape.decode]
+    found = present(search.with_one_more(best, (0.0, 1.0)))
+    assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
+    assert [(each.prefill, each.decode) for each in rated.tried[:2]] == [(2, 1), (1, 2)]
+    rates[1, 2] = 10.0
+    assert search.with_one_more(best, (0.0, 1.0)) is None
+
+
+def test_best_policy_is_chosen(rated: Rated) -> None:
+    rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
+    # The rate falls with the size of the long pool.
+    rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
+    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
+    best, *_ = search.family(SHORT_LONG, 4, (0, 1))
+    # Only policies close to the best are judged, each with its best shape.
+    assert best.shape.policy == CHUNKS
+    assert {each.policy for each in rated.judged} == {CHUNKS, BOTH}
+    assert len(rated.judged) <= 5
+
+
+def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
+    # All rates are equal, but the rough search prefers later shapes.
+    after = iter(range(100))
+    rated.rate_of = lambda _: 10.0 * 1.015 ** next(after)
+    rated.judge = lambda _: 10.0
+    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
+    best, *_ = search.family(ONE_POOL, 2, (0, 1))
+    assert best.shape.policy == DEFAULT
 
 
 def test_short_pool_beside_prefill_and_decode_serves_shorts() -> None:
@@ -222,28 +282,6 @@ def test_returned_rate_holds_for_other_draws() -> None:
     assert served(rough.rate) < good
 
 
-def test_search_for_one_more_worker_requires_a_higher_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = FleetSearch(question("300x60", "ttft:500"))
-    best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
-    tried: list[str] = []
-    rates = {(2, 1): 9.9, (1, 2): 12.0}
-
-    def served(
-        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
-    ) -> ServedRate | None:
-        tried.append(str(shape).partition(";")[0])
-        rate = rates[shape.prefill, shape.decode]
-        return replace(best, shape=shape, rate=rate) if rate >= least else None
-
-    monkeypatch.setattr(FleetSearch, "rate_of", served)
-    monkeypatch.setattr(FleetSearch, "judge", served)
-    found = present(search.with_one_more(best, (0.0, 1.0)))
-    assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
-    assert tried[:2] == ["2 prefill + 1 decode", "1 prefill + 2 decode"]
-    rates[1, 2] = 10.0
-    assert search.with_one_more(best, (0.0, 1.0)) is None
-
-
 def test_few_long_prompts_are_judged_with_tolerance() -> None:
     search = FleetSearch(question(LONGS, "ttft:250"))
 
@@ -261,7 +299,7 @@ def test_few_long_prompts_are_judged_with_tolerance() -> None:
 # Refusals
 
 
-def refusal(asked: PlanQuestion, gpus: int = 2, **given: Any) -> str:
+def refusal(asked: PlanQuestion, gpus: int | None = 2, **given: Any) -> str:
     """Return the message of the refusal; check that it is one line."""
     with pytest.raises(UsageError) as caught:
         plan(asked, gpus, **given)
@@ -270,40 +308,30 @@ def refusal(asked: PlanQuestion, gpus: int = 2, **given: Any) -> str:
     return text
 
 
-def test_impossible_targets_are_refused_with_a_suggestion() -> None:
-    text = refusal(question("8000x100", "ttft:50 tpot:100"))
-    assert text.startswith("--goodput: no number of h100-8b meets it: on an idle worker 0%")
-    assert "ask for ttft:" in text
-    asked = int(text.partition("ttft:")[2].split()[0])
-    assert 285 < asked < 400
-
-
-def test_targets_that_long_prompts_never_meet_are_refused_early() -> None:
-    # On an idle worker nineteen requests in twenty are in time, but no long prompt.
-    asked = question(LONGS, "ttft:3000 tpot:8.5")
-    with pytest.raises(UsageError) as caught:
+@pytest.mark.parametrize(
+    ("workload", "targets", "message", "looser"),
+    [
+        ("8000x100", "ttft:50 tpot:100", "no number of h100-8b meets it: on an idle .* 0%", "ttft"),
+        # On an idle worker nineteen requests in twenty are in time, but no long prompt.
+        (LONGS, "ttft:3000 tpot:8.5", f"0% of the longest of {LONGS} are in time", "tpot"),
+        ("1500x60", "e2el:100", "on an idle worker", "e2el"),
+        # Some requests have too long a prompt, others too long an answer.
+        (
+            "300x60:0.88,20000x20:0.06,300x600:0.06", "ttft:500 e2el:2000",
+            "; ask for looser targets$", None,
+        ),
+    ],
+)  # fmt: skip
+def test_impossible_targets_are_refused_with_a_suggestion(
+    workload: str, targets: str, message: str, looser: str | None
+) -> None:
+    asked = question(workload, targets)
+    with pytest.raises(UsageError, match=rf"\A--goodput: .*{message}") as caught:
         FleetSearch(asked).check()
-    text = str(caught.value)
-    assert f"on an idle worker 0% of the longest of {LONGS} are in time" in text
-    wanted = text.partition("ask for ")[2].partition(" at the least")[0]
-    assert wanted.startswith("tpot:")
-    FleetSearch(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
-
-
-def test_impossible_e2el_target_is_refused_with_a_suggestion() -> None:
-    asked = question("1500x60", "e2el:100")
-    with pytest.raises(UsageError) as caught:
-        FleetSearch(asked).check()
-    wanted = str(caught.value).partition("ask for ")[2].partition(" at the least")[0]
-    assert re.fullmatch(r"e2el:\d+", wanted)
-    FleetSearch(replace(asked, targets=parse([wanted]))).check()
-
-
-def test_targets_that_conflict_are_refused_with_looser_targets() -> None:
-    # Some requests have too long a prompt, others too long an answer.
-    asked = question("300x60:0.88,20000x20:0.06,300x600:0.06", "ttft:500 e2el:2000")
-    with pytest.raises(UsageError, match=r"; ask for looser targets$"):
-        FleetSearch(asked).check()
+    if looser is not None:
+        wanted = present(re.search(rf"ask for ({looser}:[\d.]+)", str(caught.value)))[1]
+        others = [each for each in targets.split() if not each.startswith(looser)]
+        FleetSearch(replace(asked, targets=parse([*others, wanted]))).check()
 
 
 @pytest.mark.parametrize("borne", [True, False])
@@ -344,18 +372,23 @@ def test_rate_beyond_the_gpus_is_refused_with_the_number_needed() -> None:
     assert 15 <= int(text.partition("--gpus ")[2].split(",")[0]) <= 40
 
 
-def test_too_few_gpus_for_a_worker_are_refused() -> None:
-    with pytest.raises(UsageError, match="--gpus 3: a worker of h100-70b-tp4 takes 4; give 4"):
-        plan(question("300x60", "ttft:500", machine=machine_of("h100-70b-tp4")), 3)
-
-
-def test_requests_beyond_every_context_are_refused() -> None:
-    asked = question("140000x10", "ttft:60000")
-    assert "100% of the requests are longer than the 131,072 tokens" in refusal(asked)
-
-
-def test_missing_targets_are_refused() -> None:
-    assert "name the targets" in refusal(question("300x60", ""))
+@pytest.mark.parametrize(
+    ("asked", "gpus", "message"),
+    [
+        (
+            question("300x60", "ttft:500", machine=machine_of("h100-70b-tp4")), 3,
+            "--gpus 3: a worker of h100-70b-tp4 takes 4; give 4",
+        ),
+        (
+            question("140000x10", "ttft:60000"), 2,
+            "100% of the requests are longer than the 131,072 tokens",
+        ),
+        (question("300x60", ""), 2, "name the targets"),
+        (question("300x60", "ttft:500"), None, "give --gpus, or --min-gpus"),
+    ],
+)  # fmt: skip
+def test_unusable_question_is_refused(asked: PlanQuestion, gpus: int | None, message: str) -> None:
+    assert message in refusal(asked, gpus)
 
 
 def test_exact_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,59 +586,6 @@ def test_simplest_of_equal_fleets_ranks_first() -> None:
     assert rank_fleets([behind, far, equal, plain]) == [plain, equal, far, behind]
 
 
-def test_policy_without_effect_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # All rates are equal, but the rough search prefers later shapes.
-    after = iter(range(100))
-
-    def rough(
-        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
-    ) -> ServedRate:
-        return ServedRate(shape, max(10.0 * 1.015 ** next(after), least), NOTHING)
-
-    def exact(_search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0) -> Any:
-        return ServedRate(shape, 10.0, NOTHING) if least <= 10.0 else None
-
-    monkeypatch.setattr(FleetSearch, "rate_of", rough)
-    monkeypatch.setattr(FleetSearch, "judge", exact)
-    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(ONE_POOL, 2, (0, 1))
-    assert best.shape.policy == DEFAULT
-
-
-def test_best_policy_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged = list[FleetShape]()
-    rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
-
-    def served(
-        _search: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0
-    ) -> Any:
-        # The rate falls with the size of the long pool.
-        rate = rates[shape.policy] / (1 + shape.long / 1000)
-        return ServedRate(shape, rate, NOTHING) if rate >= least else None
-
-    def exact(search: FleetSearch, shape: FleetShape, start: float, *, least: float = 0.0) -> Any:
-        judged.append(shape)
-        return served(search, shape, start, least=least)
-
-    monkeypatch.setattr(FleetSearch, "rate_of", served)
-    monkeypatch.setattr(FleetSearch, "judge", exact)
-    best, *_ = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES)).family(
-        SHORT_LONG, 4, (0, 1)
-    )
-    # Only policies close to the best are judged, each with its best shape.
-    assert best.shape.policy == CHUNKS
-    assert {each.policy for each in judged} == {CHUNKS, BOTH}
-    assert len(judged) <= 5
-
-
-def test_traffic_statistics_match_the_requests() -> None:
-    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
-    assert traffic.largest == 990
-    assert traffic.prompt == pytest.approx(500, rel=0.05)
-    assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
-    assert traffic.above(990) == 0
-
-
 def test_written_fleet_file_has_its_targets_and_command(tmp_path: Path) -> None:
     found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.05), 1)
     assert [each.shape.family for each in found.ranking] == [ONE_POOL]
@@ -679,6 +659,22 @@ def test_too_many_gpus_are_refused_with_the_largest_number(
     assert Schedule(source=asked.source, count=search.trials.count(most, fine=True)).count
 
 
+def test_traffic_is_measured_and_a_run_lasts_longer_than_its_target() -> None:
+    traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
+    assert traffic.largest == 990
+    assert traffic.prompt == pytest.approx(500, rel=0.05)
+    assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
+    assert traffic.above(990) == 0
+    plain, cached = (
+        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.most_each
+        for hit in (0.0, 0.8)
+    )
+    assert 3 < cached / plain < 5
+    trials = FleetSearch(question("1500x30", "ttft:5000", effort=1.0)).trials
+    for rate in (1.0, 100.0, 1e6):
+        assert min(trials.count(rate, fine=fine) for fine in (False, True)) >= 20 * rate
+
+
 def test_growing_queue_fails_though_no_request_is_late() -> None:
     # No target limits the time to first token.
     search = FleetSearch(question("1500x100", "itl:80", policies=(CHUNKS,)))
@@ -690,14 +686,6 @@ def test_growing_queue_fails_though_no_request_is_late() -> None:
         assert 0.14 < run.growth < 0.3
         assert not search.trials.is_good_enough(run)
         assert search.trials.is_good_enough(search.trials.play(shape, 0.8 * allowed, fine=fine))
-
-
-def test_prefix_hits_raise_the_compute_bound() -> None:
-    plain, cached = (
-        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.most_each
-        for hit in (0.0, 0.8)
-    )
-    assert 3 < cached / plain < 5
 
 
 def test_trace_is_sampled_as_a_whole(tmp_path: Path) -> None:
@@ -715,13 +703,6 @@ def test_trace_is_sampled_as_a_whole(tmp_path: Path) -> None:
         run = search.trials.play(FleetShape(general=2), 1.0, fine=False, whole=True)
         mean = run.all.prompt_tokens / run.all.done
         assert mean == pytest.approx(10_150, rel=0.25)
-
-
-def test_run_lasts_longer_than_its_target() -> None:
-    search = FleetSearch(question("1500x30", "ttft:5000", effort=1.0))
-    for rate in (1.0, 100.0, 1e6):
-        for fine in (False, True):
-            assert search.trials.count(rate, fine=fine) >= 20 * rate
 
 
 def test_plan_uses_a_calibration_file(tmp_path: Path) -> None:

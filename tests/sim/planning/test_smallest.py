@@ -69,8 +69,3 @@ def test_planned_fleet_serves_the_rate_with_as_few_gpus_as_possible() -> None:
     assert found.fewer.rate < rate
     sizes = [gpus for gpus, _ in found.frontier]
     assert sizes == [1, 2, 3]
-
-
-def test_size_needs_a_number_or_a_rate() -> None:
-    with pytest.raises(UsageError, match="give --gpus, or --min-gpus"):
-        plan(search_of().question)
