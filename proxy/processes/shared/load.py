@@ -20,7 +20,7 @@ from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import BREAKS, LARGE, MAX_WORKERS, ProcessSheet
-from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
+from proxy.processes.shared.shared_memory import SETTLE_S, Peer, Peers, SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.shared.worker_marks import WorkerMarks
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
 READ_INTERVAL_S = 0.002
-REMOTE_INTERVAL_S = 0.008  # without other processes on this host
+# Without other processes on this host, messages of others are read within this time.
+REMOTE_INTERVAL_S = 0.008
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
@@ -80,7 +81,7 @@ class SharedLoad:
         self._workers: dict[int, Worker] = {}
         self.marks = WorkerMarks()
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
-        self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
+        self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S - SETTLE_S
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied

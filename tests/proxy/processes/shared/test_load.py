@@ -23,7 +23,7 @@ from proxy.processes.shared.load import (
     WorkerRows,
 )
 from proxy.processes.shared.process_sheet import RING, ProcessSheet
-from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
+from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, MAX_SETTLE_S, SETTLE_S
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.proxy.core.making import (
     ask,
@@ -448,3 +448,33 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
             group.now += LOOK_INTERVAL_S
         sharing.take_in_charges(group.now)
         assert worker.requests == requests
+
+
+def test_messages_of_the_same_moment_are_read_together(
+    make_any: Callable[..., VirtualGroup],
+) -> None:
+    group = make_any(HostGroup, 1, spec("a"))
+    [sharing], [table] = group.sharings, group.tables
+    peers, now = sharing.peers, group.now
+    peers.settle_s = SETTLE_S
+    assert peers.may_have_news(now)
+    table.note_heard(now)
+    assert not peers.may_have_news(now + 0.1 * SETTLE_S)
+    table.note_heard(now + 0.5 * SETTLE_S)
+    assert not peers.may_have_news(now + 1.1 * SETTLE_S)
+    assert peers.may_have_news(now + 1.6 * SETTLE_S)
+    assert not peers.may_have_news(now + 1.7 * SETTLE_S)
+
+
+def test_messages_without_a_pause_are_read_soon(make_any: Callable[..., VirtualGroup]) -> None:
+    group = make_any(HostGroup, 1, spec("a"))
+    [sharing], [table] = group.sharings, group.tables
+    peers, now = sharing.peers, group.now
+    peers.settle_s = SETTLE_S
+    assert peers.may_have_news(now)
+    table.note_heard(now)
+    assert not peers.may_have_news(now)
+    table.note_heard(now + 0.8 * MAX_SETTLE_S)
+    assert not peers.may_have_news(now + 0.9 * MAX_SETTLE_S)
+    table.note_heard(now + MAX_SETTLE_S)
+    assert peers.may_have_news(now + 1.1 * MAX_SETTLE_S)
