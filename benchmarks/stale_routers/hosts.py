@@ -20,7 +20,7 @@ from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
 from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
-from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
+from proxy.processes.shared.shared_memory import MAX_REMOTE, SETTLE_S, SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
 from vllm_sched.sim.fleet.fleet import SimulatedFleet, make_router
 from vllm_sched.sim.fleet.simulation import RequestFlight
@@ -131,7 +131,8 @@ class Host:
         self._sharing = sharing = SharedLoad(
             self.table, 0, router.fleet, lambda: fleet.now, self._soon
         )
-        sharing._interval_s = delays.read_s
+        sharing.peers.settle_s = delays.read_s * SETTLE_S / REMOTE_INTERVAL_S
+        sharing._interval_s = delays.read_s - sharing.peers.settle_s
         sharing.sheet.write_count(LIFE, 1)
         self._queues = SharedQueues(router.queue, sharing)
         sharing.parts += (

@@ -23,15 +23,20 @@ proxy_streams_not_continued_total{why="no_worker"} 2
 def test_report_shows_ends_and_pauses(end: str, verdict: str) -> None:
     tally = Tally(kills=5)
     tally.ends[end] += 1
-    tally.pauses_s = {"a": 3.0, "b": 1.0}
-    tally.decisions = {"a": {"predicted_ttft_s": 1.5}}
+    tally.pauses_s = {"a": 3.0, "b": 1.0, "c": 4.0}
+    tally.decisions = {
+        "a": {"predicted_ttft_s": 1.5, "left_workers": ["w0"]},
+        "c": {"predicted_ttft_s": 1.0, "left_workers": ["w0", "w1"]},
+    }
     console = Console(file=io.StringIO(), width=200)
     report(console, tally, PAGE)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "5 kills, 1 streams" in text
     assert "continued 7 times; not continued: {'no_worker': '2'}" in text
-    assert "1 continued streams: p50 3.00 s" in text
+    assert "1 streams continued once: p50 3.00 s" in text
     assert "first token: p50 2.00x" in text
+    assert "1 streams continued more often: p50 4.00 s" in text
+    assert "first token: p50 4.00x" in text
     assert f"equal: {verdict}" in text
 
 

@@ -20,6 +20,7 @@ from proxy.core.model.types import RequestInfo
 # A request without a stream shows no first token: its prefill ends at this multiple of the
 # predicted time.
 SILENT_PREFILL_FACTOR = 1.25
+LARGE_PREFILL_TOKENS = 2048  # other routers should see such a prompt at once
 MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
@@ -35,6 +36,7 @@ class Fleet:
     ) -> None:
         self.roster = Roster(clock)
         self.health = WorkerHealth(self.roster, down_after, up_after)
+        self.large_changes = 0  # starts and ends of large prefills
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(
@@ -81,6 +83,8 @@ class Fleet:
         worker.prefill_tokens += prefill
         if ask.long:
             worker.long_tokens += prefill
+        if prefill >= LARGE_PREFILL_TOKENS:
+            self.large_changes += 1
         worker.decode_tokens += lease.decode_tokens
         kv_usage.charge(lease, now)
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
@@ -249,6 +253,8 @@ class Fleet:
         worker.prefill_tokens -= lease.prefill_tokens
         if lease.ask.long:
             worker.long_tokens -= lease.prefill_tokens
+        if lease.prefill_tokens >= LARGE_PREFILL_TOKENS:
+            self.large_changes += 1
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         if lease.ask.generates:
@@ -287,6 +293,8 @@ class Fleet:
             worker.prefill_tokens -= lease.prefill_tokens
             if lease.ask.long:
                 worker.long_tokens -= lease.prefill_tokens
+            if lease.prefill_tokens >= LARGE_PREFILL_TOKENS:
+                self.large_changes += 1
             worker.free_at -= worker.pace.token_s * lease.prefill_tokens
         if lease.decoding:
             worker.decoding -= lease.decoding

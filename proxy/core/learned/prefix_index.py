@@ -54,6 +54,8 @@ class PrefixIndex:
         self._ended: list[tuple[tuple[int, ...], int]] = []  # before the last call
         # Publishes records to other processes.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
+        # Records what other processes sent that begins with a block.
+        self.read_others: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         return self._sent.hashes + len(self._new) + len(self._old)
@@ -82,6 +84,8 @@ class PrefixIndex:
 
     def matches(self, hashes: tuple[int, ...]) -> Matches:
         """Return the deepest matches first."""
+        if hashes and self.read_others is not None:
+            self.read_others(hashes[0])
         sent = self._sent.matches(hashes, self._followed)
         if not (self._resident or self._new or self._old):
             return sent

@@ -22,7 +22,8 @@ STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed i
 def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
     """Have all hosts together decide whether a request exceeds its tenant's limits.
 
-    Returns None if this host decides. `done` is followed by `enter`, or by `leave`.
+    Returns None if this host decides, or may admit it. `done` is followed by `enter`, or by
+    `leave`.
     """
     tenant = ask.tenant
     if tenant is None:
@@ -35,6 +36,9 @@ def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
     ):
         return None
     tokens = _tokens(ask)
+    if ledger.remote.take(tokens):
+        ask.bill.decided, ask.bill.exceeded = tokens, None
+        return None
 
     def decided(exceeded: LimitExceeded | None) -> None:
         ask.bill.decided, ask.bill.exceeded = tokens, exceeded

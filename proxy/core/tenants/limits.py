@@ -123,6 +123,9 @@ class RemoteLimits(Protocol):
     def is_fresh(self) -> bool:
         """Whether the reported state is new."""
 
+    def take(self, tokens: int) -> bool:
+        """Admit a request from what is charged in advance; False if that is not enough."""
+
     def ask(self, tokens: int, done: Decided) -> PendingDecision | None:
         """Have a request decided; None if this host decides."""
 
@@ -188,6 +191,13 @@ class TenantUsage:
         """Take over the state that was reported for all hosts."""
         self._cells[REQUESTS], self._cells[TOKENS] = requests_full_at, tokens_full_at
         self.elsewhere = elsewhere
+
+    def charge_known(self, now: float, requests: int, tokens: int) -> None:
+        """Charge what is reported already; negative: not used yet."""
+        if self._requests is not None:
+            self._requests.charge(now, requests)
+        if self._tokens is not None:
+            self._tokens.charge(now, tokens)
 
     def enter_decided(self, exceeded: LimitExceeded | None) -> LimitExceeded | None:
         """Admit a request as decided for all hosts."""
@@ -322,8 +332,5 @@ class TenantUsage:
 
     def refund(self, now: float, tokens: int) -> None:
         """Return what was taken for a request that did not enter."""
-        if self._requests is not None:
-            self._requests.charge(now, -1)
-        if self._tokens is not None:
-            self._tokens.charge(now, -tokens)
+        self.charge_known(now, -1, -tokens)
         self._report(-1, -tokens, soon=True)

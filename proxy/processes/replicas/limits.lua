@@ -1,19 +1,21 @@
 -- Decides requests of tenants over all router processes. One key per tenant, a hash of
 --   r, t        times at which the buckets of requests and tokens will be full
---   c:PROCESS   requests in flight in a process, and when that expires
+--   c:PROCESS   requests in flight in a process, with those charged ahead, and when that expires
 --   b:PROCESS   number of its last call, what this call granted (requests, tokens), and when that
 --               is of no use any more
 --   n           time of the last call, so that times follow a clock that is set back
 -- ARGV: process, lease, then for each key
---   number of the call, requests in flight, charges (requests, tokens),
+--   number of the call, requests in flight, with those charged ahead, charges (requests, tokens),
 --   1 if the call is made again because its reply was lost; it then has no new requests,
 --   seconds to full as last known (requests, tokens),
---   limits (requests and tokens per minute, concurrency; -1: none), number of new requests,
---   and the tokens of each.
--- Returns for each key: microseconds to full (requests, tokens), requests in flight elsewhere, and
--- for each new request the exceeded limit (0: none, 1: requests, 2: tokens, 3: concurrency) and
--- the microseconds to wait.
+--   limits (requests and tokens per minute, concurrency; -1: none),
+--   what is charged ahead and not used yet (requests, tokens), what to add to that,
+--   number of new requests, and the tokens of each.
+-- Returns for each key: microseconds to full (requests, tokens), requests in flight elsewhere, what
+-- is charged ahead (requests, tokens), and for each new request the exceeded limit (0: none,
+-- 1: requests, 2: tokens, 3: concurrency) and the microseconds to wait.
 local MINUTE, ROUNDING, KEEP, KEEP_CALL = 60, 1e-6, 3600, 300
+local SHARE = 64 -- a process may have one part of so many of what is left
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local process, lease = ARGV[1], tonumber(ARGV[2])
@@ -34,6 +36,11 @@ local function wait(full, amount, limit)
   return seconds > ROUNDING and seconds or 0
 end
 
+local function share(full, limit)
+  if limit <= 0 then return math.huge end
+  return math.floor((MINUTE - math.max(full - now, 0)) * limit / MINUTE / SHARE)
+end
+
 local function micros(seconds)
   return math.floor(math.max(seconds, 0) * 1e6)
 end
@@ -43,7 +50,8 @@ for _, key in ipairs(KEYS) do
   local call, running, requests, tokens, again = take(), take(), take(), take(), take()
   local left_requests, left_tokens = take(), take()
   local per_minute, tokens_per_minute, concurrency = take(), take(), take()
-  local count = take()
+  local held_requests, held_tokens = take(), take()
+  local ahead_requests, ahead_tokens, count = take(), take(), take()
 
   local known, fields = {}, redis.call('HGETALL', key)
   for i = 1, #fields, 2 do known[fields[i]] = fields[i + 1] end
@@ -100,6 +108,18 @@ for _, key in ipairs(KEYS) do
     answer[#answer + 1] = micros(seconds)
   end
 
+  local most_requests, most_tokens = share(full_r, per_minute), share(full_t, tokens_per_minute)
+  if concurrency >= 0 then
+    most_requests = math.min(most_requests, math.floor((concurrency - running - elsewhere) / SHARE))
+  end
+  if most_requests < 1 or most_tokens < 1 then most_requests, most_tokens = 0, 0 end
+  ahead_requests = math.max(math.min(ahead_requests, most_requests - held_requests), 0)
+  ahead_tokens = math.max(math.min(ahead_tokens, most_tokens - held_tokens), 0)
+  full_r = charge(full_r, ahead_requests, per_minute)
+  full_t = charge(full_t, ahead_tokens, tokens_per_minute)
+  granted_r, granted_t = granted_r + ahead_requests, granted_t + ahead_tokens
+  running = running + ahead_requests
+
   redis.call('HSET', key, 'r', string.format('%.6f', full_r), 't', string.format('%.6f', full_t),
     'n', string.format('%.6f', now),
     'b:' .. process, string.format('%d %d %d %d', call, granted_r, granted_t, now + KEEP_CALL))
@@ -109,6 +129,8 @@ for _, key in ipairs(KEYS) do
     redis.call('HDEL', key, 'c:' .. process)
   end
   redis.call('EXPIRE', key, KEEP)
-  found[#found + 1] = {micros(full_r - now), micros(full_t - now), elsewhere, unpack(answer)}
+  found[#found + 1] = {
+    micros(full_r - now), micros(full_t - now), elsewhere, ahead_requests, ahead_tokens,
+    unpack(answer)}
 end
 return found

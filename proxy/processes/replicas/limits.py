@@ -1,7 +1,8 @@
 """Decides the limits of tenants on the Redis server, for all router processes of all hosts.
 
-Requests that arrive during a call share the next one. If the server does not answer, each host
-decides alone with an equal part of each limit, and reports later what it charged.
+Requests that arrive during a call share the next one. While a limit is far, calls also charge it in
+advance, and later requests need no call. If the server does not answer, each host decides alone
+with an equal part of each limit, and reports later what it charged.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Decided, Limit
 from proxy.processes.replicas import redis_server
+from proxy.processes.replicas.advance import MOMENT_S, Advance
 from proxy.processes.replicas.timers import EarliestTimer, ReplyDeadline
 
 if TYPE_CHECKING:
@@ -52,19 +54,21 @@ class Answer(NamedTuple):
     requests_s: float  # until the bucket is full
     tokens_s: float
     elsewhere: int  # requests in flight in other processes
+    ahead: tuple[int, int]  # requests and tokens charged in advance
     verdicts: list[tuple[Limit | None, float]]  # of the new requests, and how long to wait
 
     @classmethod
     def read(cls, found: Sequence[int], requests: int) -> Answer:
         """Read the script's answer; raise an error if it is for another number of requests."""
-        requests_us, tokens_us, elsewhere, *words = found
+        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *words = found
         if len(words) != 2 * requests:
             raise ValueError("an answer for another number of requests")
         verdicts = [
             (LIMITS[which] if which else None, wait_us * MICRO)
             for which, wait_us in zip(words[::2], words[1::2], strict=True)
         ]
-        return cls(requests_us * MICRO, tokens_us * MICRO, elsewhere, verdicts)
+        ahead = ahead_requests, ahead_tokens
+        return cls(requests_us * MICRO, tokens_us * MICRO, elsewhere, ahead, verdicts)
 
 
 class LimitRequest:
@@ -87,6 +91,7 @@ class TenantLimits:
         self.tenant = tenant
         self.waiting: list[LimitRequest] = []
         self.requests = self.tokens = 0  # charges to report
+        self.advance = Advance(limiter.clock())
         self.full_at = (0.0, 0.0)  # of both buckets, as last reported
         self.known_at = -FRESH_S
         self.unsure: Call | None = None  # a call without a reply
@@ -101,6 +106,12 @@ class TenantLimits:
         """True if another call is needed."""
         return bool(self.unsure or self.waiting or self.requests or self.tokens)
 
+    def take(self, tokens: int) -> bool:
+        if not self.advance.take(tokens):
+            return False
+        self.tenant.ledger.charge_known(self._limiter.clock(), 1, tokens)
+        return True
+
     def ask(self, tokens: int, done: Decided) -> LimitRequest | None:
         """Have the server decide a request; None if this process decides."""
         if not self._limiter.is_up:
@@ -110,11 +121,25 @@ class TenantLimits:
         self._limiter.wake(self)
         return request
 
+    def ask_ahead(self) -> tuple[int, int]:
+        """Return what to charge in advance; report what is given up."""
+        requests, tokens = self.advance.change(self._limiter.clock())
+        self.requests += min(requests, 0)
+        self.tokens += min(tokens, 0)
+        return max(requests, 0), max(tokens, 0)
+
+    def return_advance(self) -> None:
+        advance = self.advance
+        self.requests -= advance.requests
+        self.tokens -= advance.tokens
+        advance.requests = advance.tokens = 0
+
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
         """Report charges; `soon`: others wait for what is free now."""
         self.requests += requests
         self.tokens += tokens
-        self._limiter.changed(self, soon=soon)
+        delay_s = SOON_S if soon else GATHER_S
+        self._limiter.changed(self, MOMENT_S if self.advance.requests else delay_s)
 
 
 Asked: TypeAlias = tuple[TenantLimits, Call, list[LimitRequest]]
@@ -147,6 +172,7 @@ class SharedLimiter:
         self._calls = 0
         self._asked: list[Asked] | None = None  # without a reply
         self._is_due = False  # the next call is arranged
+        self._is_next_due = False  # one after the reply is needed
         self._next_at = 0.0  # not earlier
         self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
         self._lost = asyncio.Event()  # the connection
@@ -158,9 +184,10 @@ class SharedLimiter:
         self._changed[limits] = None
         self._call_soon()
 
-    def changed(self, limits: TenantLimits, *, soon: bool) -> None:
+    def changed(self, limits: TenantLimits, delay_s: float) -> None:
+        """Report the changes of a tenant within a time."""
         self._changed[limits] = None
-        self._timer.start(SOON_S if soon else GATHER_S)
+        self._timer.start(delay_s)
 
     def _arrange(self) -> None:
         """Follow the tenants of the fleet file."""
@@ -226,11 +253,12 @@ class SharedLimiter:
 
     def _call_soon(self) -> None:
         """Call the server for all requests of this turn, a moment after the last call."""
-        if self._is_due or self._asked is not None or self._connection is None:
-            return
-        self._is_due = True
-        loop = asyncio.get_running_loop()
-        loop.call_later(max(self._next_at - loop.time(), 0.0), self._call)
+        if self._asked is not None:
+            self._is_next_due = True
+        elif not self._is_due and self._connection is not None:
+            self._is_due = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(self._next_at - loop.time(), 0.0), self._call)
 
     def _call(self) -> None:
         self._is_due = False
@@ -240,12 +268,15 @@ class SharedLimiter:
         batch = list(self._changed)[:MAX_KEYS]
         for limits in batch:
             del self._changed[limits]
+        self._is_next_due = bool(self._changed)
         self._calls += 1
         asked = self._asked = []
         keys, arguments = [], [self._name, LEASE_S]
         for limits in batch:
             again = limits.unsure
+            ahead = 0, 0
             if again is None:
+                ahead = limits.ask_ahead()
                 call = Call(self._calls, limits.requests, limits.tokens)
                 waiting = limits.waiting[:MAX_REQUESTS]
                 del limits.waiting[:MAX_REQUESTS]
@@ -254,7 +285,7 @@ class SharedLimiter:
                 call, waiting = again, []
             asked.append((limits, call, waiting))
             keys.append(f"{{{self._settings.namespace}}}:tenant:{limits.tenant.name}")
-            arguments += self._arguments(limits, call, waiting, again=again is not None)
+            arguments += self._arguments(limits, call, ahead, waiting, again=again is not None)
         self._deadline.start()
         if connection.error is not None:
             self._replied(connection.error)
@@ -293,12 +324,14 @@ class SharedLimiter:
             for (limits, _, waiting), answer in zip(asked, answers, strict=True):
                 limits.unsure = None
                 self._take(limits, waiting, answer)
-                if limits.has_more:
-                    self._changed[limits] = None
+                if limits.waiting:
+                    self.wake(limits)
+                elif limits.has_more or limits.advance.requests:
+                    self.changed(limits, MOMENT_S)
         except Exception as error:  # a defect; this process must not go on with lost requests
             self._defect = error
             self._lost.set()
-        if self._changed:
+        if self._is_next_due:
             self._call_soon()
 
     def _disconnect(self) -> None:
@@ -308,19 +341,28 @@ class SharedLimiter:
             self._lost.set()
 
     def _arguments(
-        self, limits: TenantLimits, call: Call, waiting: list[LimitRequest], *, again: bool
+        self,
+        limits: TenantLimits,
+        call: Call,
+        ahead: tuple[int, int],
+        waiting: list[LimitRequest],
+        *,
+        again: bool,
     ) -> list[Any]:
         now, tenant = self.clock(), limits.tenant
         allowed = tenant.spec.limits
         most = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
         return [
             call.number,
-            tenant.ledger.running,
+            tenant.ledger.running + limits.advance.requests,
             call.requests,
             call.tokens,
             int(again),
             *(max(full_at - now, 0.0) for full_at in limits.full_at),
             *(NO_LIMIT if limit is None else limit for limit in most),
+            limits.advance.requests,
+            limits.advance.tokens,
+            *ahead,
             len(waiting),
             *(request.tokens for request in waiting),
         ]
@@ -330,6 +372,8 @@ class SharedLimiter:
         limits.known_at = now
         limits.full_at = now + answer.requests_s, now + answer.tokens_s
         ledger.apply_reported(*limits.full_at, answer.elsewhere)
+        limits.advance.add(*answer.ahead)
+        ledger.charge_known(now, -limits.advance.requests, -limits.advance.tokens)
         for request, (which, wait_s) in zip(waiting, answer.verdicts, strict=True):
             exceeded = None
             if which is not None:
@@ -356,6 +400,7 @@ class SharedLimiter:
         self._divide()
         # Those of tenants that a reload has removed are in `_changed` only.
         for limits in {**self._changed, **dict.fromkeys(self._known.values())}:
+            limits.return_advance()
             waiting, limits.waiting = limits.waiting, []
             for request in waiting:
                 if request.done is not None:

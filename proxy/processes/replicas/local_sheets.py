@@ -11,6 +11,7 @@ from proxy.processes.replicas.messages import ProcessChanges
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
     BREAKS,
+    LARGE,
     LIFE,
     NO_PLACES,
     TENANT_CHANGES,
@@ -20,7 +21,6 @@ from proxy.processes.shared.process_sheet import (
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
-from proxy.processes.shared.urgent_changes import LARGE_TOKENS
 
 if TYPE_CHECKING:
     from proxy.processes.replicas.worker_names import WorkerNames
@@ -42,8 +42,8 @@ class LocalSheet:
         self._read = self._tenants_read = self._logged = 0
         self._waiting = 0
         self._breakers: dict[str, float] = {}  # times of breakers' states
-        self._breaks = 0
-        self._loaded: dict[str, tuple[int, int]] = {}  # reported requests and prompt tokens
+        self._breaks = self._large = 0
+        self._loaded: dict[str, int] = {}  # reported requests
         self._places = NO_PLACES
         self._floors: tuple[float, ...] = ()
 
@@ -57,16 +57,14 @@ class LocalSheet:
             sheet.count(WAITING)
             or sheet.count(LIFE) != self._life
             or sheet.count(BREAKS) != self._breaks
+            or sheet.count(LARGE) != self._large
         ):
             return True
         _, rows = sheet.changed_since(self._read)
         for row in workers.names if rows is None else rows:
             name = workers.names.get(row, "")
-            (requests, _, tokens, *_), _ = sheet.read_load(row)
-            requests_before, tokens_before = self._loaded.get(name, (0, 0))
-            if abs(tokens - tokens_before) >= LARGE_TOKENS:
-                return True
-            if requests != requests_before and scarce(name, requests):
+            requests = sheet.read_requests(row)
+            if requests != self._loaded.get(name, 0) and scarce(name, requests):
                 return True
         return False
 
@@ -94,7 +92,7 @@ class LocalSheet:
 
     def _read_workers(self, changed: ProcessChanges, workers: WorkerNames, *, whole: bool) -> None:
         sheet = self._sheet
-        self._breaks = sheet.count(BREAKS)
+        self._breaks, self._large = sheet.count(BREAKS), sheet.count(LARGE)
         self._read, rows = sheet.changed_since(self._read)
         for gone in (
             self._loaded.keys() - workers.rows.keys()
@@ -105,7 +103,7 @@ class LocalSheet:
             if (name := workers.names.get(row)) is None:
                 continue
             load, _ = changed.loads[name] = sheet.read_load(row)
-            self._loaded[name] = load[0], load[2]
+            self._loaded[name] = load[0]
             at, snapshot = sheet.read_breaker(row)
             if at and at != self._breakers.get(name):
                 self._breakers[name] = at

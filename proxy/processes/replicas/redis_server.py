@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PATH = "router.shared"
 VERSION = 2  # replicas of another version use another channel
 CHECK_INTERVAL_S = 1.0
+# Replicas publish at the same moments. After a pause their messages are read together.
+READ_PAUSE_S = 0.004
 READ_ONLY = "READONLY"
 
 
@@ -117,6 +119,14 @@ class RedisConnection(asyncio.Protocol):
         self.send(*words, replied=replied)
         return await reply
 
+    def pause_reading(self, pause_s: float) -> None:
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_later(pause_s, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self.error is None:
+            self._transport.resume_reading()
+
     def _check(self, reply: Any) -> None:
         if isinstance(reply, Exception):
             self.fail(reply)
@@ -195,6 +205,8 @@ class RedisChannel:
     def publish(self, message: bytes) -> None:
         self._connection.send("PUBLISH", self._name, message)
         self._check()
+        if self._connection.error is None:
+            self._connection.pause_reading(READ_PAUSE_S)
 
     async def drain(self) -> None:
         await self._connection.ask("PING")

@@ -132,7 +132,7 @@ class RemoteSheets:
         if update.leaves:
             self._forget(member)
         if update.processes or update.gone or update.whole or update.leaves:
-            self._table.mark_updated()
+            self._table.note_heard(now)
 
     def expire(self, now: float) -> list[str]:
         """Release the charges of silent replicas; return their names."""

@@ -49,11 +49,14 @@ class PublishTimes:
     """Waits for the times at which changes are published."""
 
     def __init__(self) -> None:
-        self._woken = asyncio.Event()
+        self._is_woken = False
+        self._wait_ends: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
         """Publish an urgent change at the next time."""
-        self._woken.set()
+        self._is_woken = True
+        if self._wait_ends is not None:
+            _end(self._wait_ends)
 
     async def wait(self, *, urgent: bool) -> bool:
         """Wait for the next time; return True if small changes are due too.
@@ -61,15 +64,27 @@ class PublishTimes:
         `urgent`: there are urgent changes already.
         """
         if urgent:
-            self._woken.clear()
+            self._is_woken = False
             await asyncio.sleep(until_publish())
             return False
-        try:
-            async with asyncio.timeout(until_publish(SMALL_INTERVAL_S)):
-                await self._woken.wait()
-        except TimeoutError:
+        if not self._is_woken:
+            loop = asyncio.get_running_loop()
+            ends = self._wait_ends = loop.create_future()
+            # Unlike `asyncio.timeout`, this raises nothing.
+            timer = loop.call_later(until_publish(SMALL_INTERVAL_S), _end, ends)
+            try:
+                await ends
+            finally:
+                timer.cancel()
+                self._wait_ends = None
+        if not self._is_woken:
             return True
-        self._woken.clear()
+        self._is_woken = False
         if (left_s := until_publish(pause_s=0.0)) > FLUSH_LEAD_S:
             await asyncio.sleep(left_s)
         return False
+
+
+def _end(wait: asyncio.Future[None]) -> None:
+    if not wait.done():
+        wait.set_result(None)

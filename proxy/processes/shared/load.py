@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.process_sheet import BREAKS, MAX_WORKERS, ProcessSheet
-from proxy.processes.shared.shared_memory import Peer, Peers, SharedTable
+from proxy.processes.shared.process_sheet import BREAKS, LARGE, MAX_WORKERS, ProcessSheet
+from proxy.processes.shared.shared_memory import SETTLE_S, Peer, Peers, SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.shared.worker_marks import WorkerMarks
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
 
 READ_INTERVAL_S = 0.002
-REMOTE_INTERVAL_S = 0.008  # without other processes on this host
+# Without other processes on this host, messages of others are read within this time.
+REMOTE_INTERVAL_S = 0.008
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
@@ -80,10 +81,11 @@ class SharedLoad:
         self._workers: dict[int, Worker] = {}
         self.marks = WorkerMarks()
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
-        self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S
+        self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S - SETTLE_S
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
+        self._large = 0  # changes written
 
     def peers_of(self, make: Callable[[ProcessSheet], Peer]) -> Peers[Peer]:
         return Peers(self.table, self.process, make)
@@ -148,10 +150,13 @@ class SharedLoad:
         urgent = self.urgent
         if urgent is None or urgent.unwritten or not self.table.awaits_urgent:
             return True
+        if self._fleet.large_changes != self._large:
+            return True
         for worker in self._fleet.roster.unpublished:
             if (row := self._rows.get(worker)) is None:
                 continue
-            if urgent.is_urgent(worker, row, own_numbers(worker)) or self._has_new_breaker(worker):
+            requests = worker.requests - worker.elsewhere.requests
+            if urgent.is_urgent(worker, row, requests) or self._has_new_breaker(worker):
                 return True
         return False
 
@@ -168,13 +173,16 @@ class SharedLoad:
                 continue
             load = own_numbers(worker)
             if urgent is not None:
-                urgent.note_load(worker, row, load)
+                urgent.note_requests(worker, row, load[0])
             sheet.write_load(row, load, worker.due_at)
             if self._has_new_breaker(worker):
                 self._write_breaker(worker, row)
             sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
+        if (large := self._fleet.large_changes) != self._large:
+            self._large = large
+            sheet.write_count(LARGE, large)
         if urgent is not None:
             urgent.report()
 

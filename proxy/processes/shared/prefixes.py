@@ -2,17 +2,18 @@
 
 An entry of the log is the worker's mark with the number of hashes, and the hashes. Hosts copy logs
 unread, so a mark is the same on all hosts.
+
+A prompt of another process is recorded once a prompt with the same first block comes to this one.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from struct import unpack
 from typing import TYPE_CHECKING
 
 from proxy.core.learned.sessions import Session, Visit
-from proxy.processes.shared.process_sheet import LENGTH_BITS, LENGTH_MASK, LIFE, WORD, ProcessSheet
+from proxy.processes.shared.process_sheet import LENGTH_BITS, LENGTH_MASK, LIFE, ProcessSheet
 
 if TYPE_CHECKING:
     from proxy.core.fleet.charges import Fleet
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 TURN = 0  # then key, tokens, depths and marks, 1 if it is the only visit, the key before
 TURN_WORDS = 9
+MAX_UNREAD = 32_768  # prompts of other processes
+MAX_UNREAD_HASHES = 1_048_576
+
+
+UnreadPrompt = tuple["Worker", float, "array[int]"]
 
 
 class PrefixPeer:
@@ -31,12 +37,12 @@ class PrefixPeer:
         self.sheet = sheet
         self._life = self._read = 0
 
-    def new_entries(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def new_entries(self) -> Iterator[tuple[int, array[int]]]:
         """Return the marks and hashes since the last call."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life, self._read = life, 0
         self._read, found = self.sheet.read_log(self._read)
-        words = unpack(f"@{len(found) // WORD}Q", found)
+        words = array("Q", found)
         at = 0
         while at < len(words):
             end = at + 1 + (words[at] & LENGTH_MASK)
@@ -54,6 +60,9 @@ class SharedPrefixes:
         self._new = array("Q")
         self._taking = False
         self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
+        self._unread: dict[int, list[UnreadPrompt]] = {}  # by the first block, the oldest first
+        self._unread_prompts = self._unread_hashes = 0
+        fleet.roster.prefixes.read_others = self._record_unread
         fleet.roster.prefixes.others_record = self._note_prefix
         fleet.roster.sessions.others_record = self._note_turn
 
@@ -102,14 +111,39 @@ class SharedPrefixes:
         for mark, entry in turns:
             if (worker := self._sharing.marks.worker_of(mark)) is not None:
                 self._apply_turn(entry, worker, now)
-        self._taking = True
         for peer in self._peers:
             for mark, hashes in peer.new_entries():
                 worker = self._sharing.marks.worker_of(mark)
                 if worker is None:
                     continue
                 if len(hashes) == TURN_WORDS and hashes[0] == TURN:
-                    self._turns.append((mark, hashes))
-                else:
-                    self._fleet.roster.prefixes.record(hashes, worker.index)
+                    self._turns.append((mark, tuple(hashes)))
+                elif hashes:
+                    self._keep_unread(worker, hashes)
+        while self._unread_prompts > MAX_UNREAD or self._unread_hashes > MAX_UNREAD_HASHES:
+            self._pop_unread(next(iter(self._unread)))
+
+    def _keep_unread(self, worker: Worker, hashes: array[int]) -> None:
+        prompt = worker, worker.up_since, hashes
+        if (prompts := self._unread.get(hashes[0])) is None:
+            self._unread[hashes[0]] = [prompt]
+        else:
+            prompts.append(prompt)
+        self._unread_prompts += 1
+        self._unread_hashes += len(hashes)
+
+    def _pop_unread(self, first: int) -> list[UnreadPrompt]:
+        found = self._unread.pop(first)
+        self._unread_prompts -= len(found)
+        self._unread_hashes -= sum(len(hashes) for _, _, hashes in found)
+        return found
+
+    def _record_unread(self, first: int) -> None:
+        if first not in self._unread:
+            return
+        roster = self._fleet.roster
+        self._taking = True
+        for worker, up_since, hashes in self._pop_unread(first):
+            if worker.up_since == up_since and roster.by_index.get(worker.index) is worker:
+                roster.prefixes.record(tuple(hashes), worker.index)
         self._taking = False

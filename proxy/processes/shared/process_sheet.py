@@ -44,6 +44,7 @@ SHEET_WORDS = AT_LOG + LOG
 CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = range(9)
 RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by the word that counts their changes
 FLOORS = 9  # and the next two words: each class's position when its last request left
+LARGE = 12  # starts and ends of large prefills
 
 LOAD = Struct("@11qd")
 BREAKER = Struct("@dqdqqd")

@@ -29,16 +29,19 @@ from proxy.processes.shared.process_sheet import (
     store,
 )
 
-LOOK_INTERVAL_S = 0.05
+LOOK_INTERVAL_S = 0.1
+# Hosts publish at the same moments, so that messages of all are read together, after a short wait.
+SETTLE_S, MAX_SETTLE_S = 0.003, 0.005
+MICRO = 1e-6
 MAX_REMOTE = 64  # sheets for processes of other hosts
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
 # Then written by the supervisor: the number of remote sheets in use, of changes of reservations and
-# of remote sheets, of hosts, of updates sent, whether it awaits urgent changes, and for each worker
-# the slots reserved for other hosts.
+# of remote sheets, of hosts, of updates sent, whether it awaits urgent changes, the microsecond of
+# the last message of another host, and for each worker the slots reserved for other hosts.
 AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
 AT_RESERVATIONS, AT_UPDATES, AT_HOSTS = range(AT_REMOTE + 1, AT_REMOTE + 4)
-AT_SENT, AT_AWAITS, AT_RESERVED = range(AT_HOSTS + 1, AT_HOSTS + 4)
+AT_SENT, AT_AWAITS, AT_HEARD, AT_RESERVED = range(AT_HOSTS + 1, AT_HOSTS + 5)
 COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 
 Peer = TypeVar("Peer")
@@ -84,6 +87,15 @@ class SharedTable:
     def mark_updated(self) -> None:
         """Have processes read remote sheets and reservations."""
         self._increment(AT_UPDATES)
+
+    def note_heard(self, now: float) -> None:
+        """Have processes read remote sheets once no other message has come for a moment."""
+        self._write_common(AT_HEARD, int(now / MICRO))
+        self.mark_updated()
+
+    @property
+    def heard_at(self) -> float:
+        return self._common_count(AT_HEARD) * MICRO
 
     @property
     def hosts(self) -> int:
@@ -200,18 +212,30 @@ class Peers(Generic[Peer]):
         self._table = table
         self._all = [make(table.sheet(i)) for i in range(table.sheets) if i != process]
         self.local = self._all[: table.processes - 1]
+        self.settle_s = SETTLE_S
         self._updates, self._look_at = -1, 0.0  # of other hosts
+        self._noticed_at: float | None = None  # of updates that are not read
+        self._in_use = self.local
 
     def may_have_news(self, now: float) -> bool:
-        """Return False if all peers are on other hosts, which have sent nothing for a moment."""
+        """Return False if all peers are on other hosts, and nothing or not all of it has come."""
         if self.local:
             return True
         updates = self._table.updates
-        if updates == self._updates and now < self._look_at:
-            return False
+        if now < self._look_at:
+            if updates == self._updates:
+                return False
+            if 0.0 <= now - self._table.heard_at < self.settle_s:
+                if self._noticed_at is None:
+                    self._noticed_at = now
+                if now - self._noticed_at < MAX_SETTLE_S:
+                    return False
+        self._noticed_at = None
         self._updates, self._look_at = updates, now + LOOK_INTERVAL_S
         return True
 
     def __iter__(self) -> Iterator[Peer]:
-        remote = self._table.remote_in_use
-        return iter(self._all[: len(self.local) + remote] if remote else self.local)
+        count = len(self.local) + self._table.remote_in_use
+        if count != len(self._in_use):
+            self._in_use = self._all[:count]
+        return iter(self._in_use)

@@ -8,20 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxy.processes.shared.process_sheet import BREAKS, WAITING, ProcessSheet
+from proxy.processes.shared.process_sheet import BREAKS, LARGE, WAITING, ProcessSheet
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
     from proxy.processes.shared.shared_memory import SharedTable
 
-LARGE_TOKENS = 2048  # of prompts, on a worker
-
 
 class UrgentChanges:
-    """Compares changes with the supervisor's last update.
-
-    Some reports are of small changes: the supervisor looks closer.
-    """
+    """Compares changes with the supervisor's last update."""
 
     def __init__(
         self, table: SharedTable, sheet: ProcessSheet, report: Callable[[], object]
@@ -30,25 +25,24 @@ class UrgentChanges:
         self._table = table
         self._sheet = sheet
         self._report = report
-        self._breaks = 0
+        self._breaks = self._large = 0
         self._sent = -1  # updates
-        self._sent_loads: dict[int, tuple[int, ...]] = {}  # by row
+        self._sent_requests: dict[int, int] = {}  # by row
         self._are_new = False
 
-    def note_load(self, worker: Worker, row: int, load: tuple[int, ...]) -> None:
-        """Note the load that is written now."""
-        if self.is_urgent(worker, row, load):
+    def note_requests(self, worker: Worker, row: int, requests: int) -> None:
+        """Note this process's requests on a worker, which are written now."""
+        if self.is_urgent(worker, row, requests):
             self._are_new = True
 
-    def is_urgent(self, worker: Worker, row: int, load: tuple[int, ...]) -> bool:
-        """Compare a load with what the supervisor sent."""
+    def is_urgent(self, worker: Worker, row: int, requests: int) -> bool:
+        """Return whether a worker with few free slots has other requests than were sent."""
         if (sent := self._table.sent) != self._sent:
             self._sent = sent
-            self._sent_loads.clear()
-        if (before := self._sent_loads.get(row)) is None:
-            before = self._sent_loads[row] = self._sheet.read_load(row)[0]
-        few_free = 2 * self._table.hosts * worker.requests >= worker.most
-        return abs(load[2] - before[2]) >= LARGE_TOKENS or (few_free and load[0] != before[0])
+            self._sent_requests.clear()
+        if (before := self._sent_requests.get(row)) is None:
+            before = self._sent_requests[row] = self._sheet.read_requests(row)
+        return requests != before and 2 * self._table.hosts * worker.requests >= worker.most
 
     def report(self) -> None:
         """Report urgent changes; called after everything is written."""
@@ -56,8 +50,9 @@ class UrgentChanges:
         if not self._table.awaits_urgent:
             self._are_new = False  # the supervisor looks soon
             return
-        breaks = self._sheet.count(BREAKS)
-        if self._are_new or breaks != self._breaks or self._sheet.count(WAITING):
-            self._are_new, self._breaks = False, breaks
+        breaks, large = self._sheet.count(BREAKS), self._sheet.count(LARGE)
+        is_new = breaks != self._breaks or large != self._large
+        if self._are_new or is_new or self._sheet.count(WAITING):
+            self._are_new, self._breaks, self._large = False, breaks, large
             self._table.await_urgent(awaits=False)
             self._report()

@@ -136,6 +136,11 @@ class HostGroup(VirtualGroup):
     def place_of(self, index: int) -> tuple[SharedTable, int]:
         return self.tables[index], 0
 
+    def join(self, index: int) -> SharedLoad:
+        sharing = super().join(index)
+        sharing.peers.settle_s = 0.0  # messages of all arrive together
+        return sharing
+
     def crash(self, index: int) -> None:
         super().crash(index)
         self.replications[index].process_ended(0)

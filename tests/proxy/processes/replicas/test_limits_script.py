@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import redis as redis_library
 
@@ -23,6 +24,7 @@ class Script:
         self.client: Any = redis_library.Redis(port=server.port)
         self.client.flushall()
         self.script = self.client.register_script(SCRIPT.read_text())
+        self.ahead_requests = self.ahead_tokens = 0  # of the last call
 
     def call(
         self,
@@ -34,15 +36,22 @@ class Script:
         again: bool = False,
         left: tuple[float, float] = (0.0, 0.0),
         limits: tuple[int, int, int] = (60, 6000, -1),
+        held: tuple[int, int] = (0, 0),
+        ahead: tuple[int, int] = (0, 0),
         lease: float = 3.0,
     ) -> tuple[list[int], float, float, int]:
         """Return the exceeded limits, the seconds to full, and the requests elsewhere."""
         arguments = [
-            process, lease, number, running, *charges, int(again), *left, *limits, len(tokens),
-            *tokens,
+            process, lease, number, running, *charges, int(again), *left, *limits,
+            *held, *ahead, len(tokens), *tokens,
         ]  # fmt: skip
-        [[requests_us, tokens_us, elsewhere, *verdicts]] = self.script(keys=[KEY], args=arguments)
+        [found] = self.script(keys=[KEY], args=arguments)
+        requests_us, tokens_us, elsewhere, self.ahead_requests, self.ahead_tokens, *verdicts = found
         return verdicts[::2], requests_us / 1e6, tokens_us / 1e6, elsewhere
+
+    def full_at(self) -> Any:
+        """Return when the buckets of requests and tokens will be full."""
+        return np.array([float(time) for time in self.client.hmget(KEY, "r", "t")])
 
 
 @pytest.fixture
@@ -130,3 +139,56 @@ def test_clock_that_is_set_back_changes_no_limit(script: Script) -> None:
     script.client.hset(KEY, mapping=ahead)
     _, requests_s, tokens_s, _ = script.call()
     assert (requests_s, tokens_s) == pytest.approx((30.0, 30.0), abs=0.2)
+
+
+def test_far_limits_are_charged_in_advance(script: Script) -> None:
+    limits = (6400, 640_000, 640)
+    script.call(limits=limits, charges=(2000, 200_000))  # more than is refilled during the test
+    before = script.full_at()
+    script.call(limits=limits, ahead=(7, 500))
+    assert (script.ahead_requests, script.ahead_tokens) == (7, 500)
+    assert script.full_at() - before == pytest.approx([7 * 60 / 6400, 500 * 60 / 640_000], abs=1e-5)
+    assert script.call(process="q", limits=limits)[3] == 7  # they count as requests in flight
+    script.call(limits=limits, charges=(-3, -200), running=4)
+    assert script.full_at() - before == pytest.approx([4 * 60 / 6400, 300 * 60 / 640_000], abs=1e-5)
+    assert script.call(process="q", limits=limits)[3] == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "charged", "expected"),
+    [
+        ((6400, -1, -1), (0, 0), (100, 9000)),
+        ((6400, -1, -1), (3200, 0), (50, 9000)),
+        ((6400, -1, -1), (6400 - 63, 0), (0, 0)),
+        ((6400, -1, -1), (9000, 0), (0, 0)),
+        ((-1, 640_000, -1), (0, 0), (1000, 9000)),
+        ((-1, 64_000, -1), (0, 0), (1000, 1000)),
+        ((-1, -1, 640), (0, 0), (10, 9000)),
+        ((6400, 64_000, 640), (0, 64_000), (0, 0)),
+        ((6400, 64_000, 63), (0, 0), (0, 0)),
+    ],
+)
+def test_advance_is_a_small_part_of_what_is_left_of_each_limit(
+    script: Script,
+    limits: tuple[int, int, int],
+    charged: tuple[int, int],
+    expected: tuple[int, int],
+) -> None:
+    script.call(limits=limits, charges=charged, ahead=(1000, 9000))
+    assert (script.ahead_requests, script.ahead_tokens) == pytest.approx(expected, abs=1)
+
+
+def test_advance_includes_what_is_not_used_yet(script: Script) -> None:
+    limits = (6400, 640_000, -1)
+    script.call(limits=limits, ahead=(1000, 9000), held=(60, 8000))
+    assert (script.ahead_requests, script.ahead_tokens) == (40, 2000)
+    script.call(limits=limits, ahead=(1000, 9000), held=(100, 20_000))
+    assert (script.ahead_requests, script.ahead_tokens) == (0, 0)
+
+
+def test_advance_of_a_call_without_a_reply_is_returned(script: Script) -> None:
+    limits = (6400, 640_000, -1)
+    script.call(100, number=7, limits=limits, ahead=(50, 5000))
+    script.call(number=7, again=True, limits=limits)
+    _, requests_s, tokens_s, _ = script.call(number=8, limits=limits)
+    assert (requests_s, tokens_s) == pytest.approx((0.0, 0.0), abs=1e-3)

@@ -6,8 +6,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,11 @@ import trustme
 import uvloop
 
 from proxy.config.shared import SharedConfig
-from proxy.core.tenants.limits import LimitExceeded, Limits, RemoteLimits
-from proxy.core.tenants.tenants import Tenants, TenantSpec
+from proxy.core.tenants.limits import LimitExceeded
 from proxy.errors import ProxyError
 from proxy.processes.replicas import limits
-from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.redis_server import check, open_channel, server_errors
-from proxy.processes.shared.shared_memory import SharedTable
+from tests.proxy.processes.replicas.limiting import limiting, per_minute
 from tests.proxy.wire.site import eventually
 from tests.redis_server import RedisServer
 from vllm_sched.workers.launch import free_port
@@ -43,25 +41,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         server.close()
 
 
-@asynccontextmanager
-async def limiting(
-    settings: SharedConfig, per_minute: int, password: str | None = None
-) -> AsyncIterator[tuple[SharedLimiter, RemoteLimits]]:
-    """Let the server decide the requests of a tenant."""
-    tenants, table = Tenants(), SharedTable.make(1)
-    tenants.replace([TenantSpec("t", limits=Limits(requests_per_minute=per_minute))], {})
-    clock = asyncio.get_running_loop().time
-    limiter = SharedLimiter(settings, password, tenants, table, clock)
-    task = asyncio.create_task(limiter.run())
-    await eventually(lambda: limiter.is_up)
-    [tenant] = tenants
-    assert tenant.ledger.remote is not None
-    yield limiter, tenant.ledger.remote
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    table.close()
-
-
 async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     """Send a message through the channel, and have the server decide a request."""
     settings = settings.model_copy(update={"timeout_s": 60.0})  # for a busy machine
@@ -74,7 +53,7 @@ async def exchange(settings: SharedConfig, password: str | None = None) -> None:
         channels[0].publish(b"hello")
         await eventually(lambda: received == [b"hello"] * 2)
     decided: list[LimitExceeded | None] = []
-    async with limiting(settings, 1, password) as (_, remote):
+    async with limiting(settings, per_minute(1), password) as (_, remote):
         for _ in range(2):
             assert remote.ask(10, decided.append) is not None
         await eventually(lambda: len(decided) == 2)
@@ -91,7 +70,7 @@ def test_charges_are_reported_on_the_event_loop_of_the_router(
 
     async def run() -> None:
         clock = asyncio.get_running_loop().time
-        async with limiting(SharedConfig(url=server.url), 10_000) as (_, remote):
+        async with limiting(SharedConfig(url=server.url), per_minute(10_000)) as (_, remote):
             for number in range(2000):
                 remote.charge(1, 0, soon=bool(number % 3))
                 if number % 5 == 0:
@@ -178,7 +157,7 @@ async def test_server_that_becomes_a_replica_is_left_for_the_primary(start: Star
     settings = SharedConfig(url=server.url)
     admin = redis_library.Redis(port=server.port)
     async with (
-        limiting(settings, 9) as (limiter, remote),
+        limiting(settings, per_minute(9)) as (limiter, remote),
         open_channel(settings, None, lambda _: None) as channel,
     ):
         connections = {client["id"] for client in admin.client_list()}

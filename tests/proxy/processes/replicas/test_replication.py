@@ -19,9 +19,8 @@ from proxy.processes.replicas.messages import Update, encode
 from proxy.processes.replicas.remote_sheets import LEASE_S
 from proxy.processes.replicas.replication import Replication
 from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, SMALL_INTERVAL_S
-from proxy.processes.shared.process_sheet import BREAKS, LIFE, WAITING
+from proxy.processes.shared.process_sheet import BREAKS, LARGE, LIFE, WAITING
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
-from proxy.processes.shared.urgent_changes import LARGE_TOKENS
 from tests.proxy.processes.replicas.test_remote_sheets import LOAD, known
 from tests.proxy.processes.router_group import DEADLINE_S
 from tests.proxy.wire.site import eventually
@@ -185,7 +184,8 @@ def test_host_that_starts_without_the_server_takes_the_configured_part() -> None
     ("requests", "tokens", "word", "at_once"),
     [
         (1, 100, None, False),
-        (1, LARGE_TOKENS, None, True),
+        (1, 100_000, None, False),
+        (1, 100, LARGE, True),
         (2, 100, None, True),  # of eight slots for two hosts
         (1, 100, WAITING, True),
         (1, 100, BREAKS, True),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from proxy.core.fleet.charges import LARGE_PREFILL_TOKENS
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Decision, Lease
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.worker_load import WorkerLoad
@@ -22,8 +23,8 @@ from proxy.processes.shared.load import (
     WorkerRows,
 )
 from proxy.processes.shared.process_sheet import RING, ProcessSheet
-from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
-from proxy.processes.shared.urgent_changes import LARGE_TOKENS, UrgentChanges
+from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, MAX_SETTLE_S, SETTLE_S
+from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.proxy.core.making import (
     ask,
     idle,
@@ -61,14 +62,14 @@ def test_urgent_changes_are_reported_after_they_are_written(
         sharing.table, sharing.sheet, lambda: seen.append(sharing.sheet.read_load(row)[0][2])
     )
     sharing.table.await_urgent(awaits=True)
-    group.submit(0, prompt=LARGE_TOKENS)
-    assert seen == [LARGE_TOKENS]
+    group.submit(0, prompt=LARGE_PREFILL_TOKENS)
+    assert seen == [LARGE_PREFILL_TOKENS]
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda group: group.routers[0].submit(ask(LARGE_TOKENS), group.now),
+        lambda group: group.routers[0].submit(ask(LARGE_PREFILL_TOKENS), group.now),
         lambda group: group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now),
         lambda group: group.routers[0].queue.elsewhere.report_change(),
         lambda group: group.sharings[0].table.await_urgent(awaits=False),
@@ -89,6 +90,33 @@ def test_urgent_changes_are_found_before_they_are_written(
     group.end_turn()
     sharing.table.await_urgent(awaits=True)
     assert not sharing.has_urgent()
+
+
+def test_starts_and_ends_of_large_prompts_are_urgent(
+    make_processes: Callable[..., VirtualGroup],
+) -> None:
+    group = make_processes(1, spec("a"))
+    router, sharing = group.routers[0], group.sharings[0]
+    sharing.urgent = UrgentChanges(sharing.table, sharing.sheet, lambda: None)
+
+    def is_urgent() -> bool:
+        found = sharing.has_urgent()
+        group.end_turn()
+        sharing.table.await_urgent(awaits=True)
+        return found
+
+    assert is_urgent()  # the first turn
+    small = [router.submit(ask(LARGE_PREFILL_TOKENS - 1), group.now) for _ in range(20)]
+    assert not is_urgent()
+    large = [placed(router.submit(ask(LARGE_PREFILL_TOKENS), group.now)) for _ in range(2)]
+    assert is_urgent()
+    router.leases.record_first_token(large[0], group.now)
+    assert is_urgent()
+    for lease in (placed(small[0]), large[0]):
+        router.leases.finish(lease, group.now, Outcome.DONE)
+        assert not is_urgent()
+    router.leases.finish(large[1], group.now, Outcome.CLIENT_GONE)
+    assert is_urgent()
 
 
 def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGroup]) -> None:
@@ -420,3 +448,33 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
             group.now += LOOK_INTERVAL_S
         sharing.take_in_charges(group.now)
         assert worker.requests == requests
+
+
+def test_messages_of_the_same_moment_are_read_together(
+    make_any: Callable[..., VirtualGroup],
+) -> None:
+    group = make_any(HostGroup, 1, spec("a"))
+    [sharing], [table] = group.sharings, group.tables
+    peers, now = sharing.peers, group.now
+    peers.settle_s = SETTLE_S
+    assert peers.may_have_news(now)
+    table.note_heard(now)
+    assert not peers.may_have_news(now + 0.1 * SETTLE_S)
+    table.note_heard(now + 0.5 * SETTLE_S)
+    assert not peers.may_have_news(now + 1.1 * SETTLE_S)
+    assert peers.may_have_news(now + 1.6 * SETTLE_S)
+    assert not peers.may_have_news(now + 1.7 * SETTLE_S)
+
+
+def test_messages_without_a_pause_are_read_soon(make_any: Callable[..., VirtualGroup]) -> None:
+    group = make_any(HostGroup, 1, spec("a"))
+    [sharing], [table] = group.sharings, group.tables
+    peers, now = sharing.peers, group.now
+    peers.settle_s = SETTLE_S
+    assert peers.may_have_news(now)
+    table.note_heard(now)
+    assert not peers.may_have_news(now)
+    table.note_heard(now + 0.8 * MAX_SETTLE_S)
+    assert not peers.may_have_news(now + 0.9 * MAX_SETTLE_S)
+    table.note_heard(now + MAX_SETTLE_S)
+    assert peers.may_have_news(now + 1.1 * MAX_SETTLE_S)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
+
 from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.learned.sessions import Turn
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome
+from proxy.processes.shared import prefixes as shared_prefixes
 from proxy.processes.shared.process_sheet import LOG, WORD
 from proxy.processes.shared.shared_memory import SharedTable
 from tests.proxy.core.making import ask, placed, spec
@@ -91,6 +94,52 @@ def test_log_of_a_restarted_process_is_read_from_the_start(make_group: MakeGroup
     prefix = tuple(range(500, 520))
     first = submit(group, 0, prefix)
     assert submit(group, 1, prefix) == first
+
+
+def known_prefix(group: VirtualGroup, index: int, prefix: tuple[int, ...]) -> bool:
+    """Return whether a process knows who has a prompt."""
+    return bool(group.routers[index].fleet.roster.prefixes.matches(prefix))
+
+
+def test_prompts_of_others_are_recorded_once_they_are_asked_for(make_group: MakeGroup) -> None:
+    group = make_group(2, *WORKERS)
+    for first in (100, 200):
+        for end in (1, 2):
+            submit(group, 0, (first, first + 1, first + 1 + end))
+    group.read_all()
+    prefixes = group.routers[1].fleet.roster.prefixes
+    assert len(prefixes) == 0
+    assert not known_prefix(group, 1, (300,))
+    assert known_prefix(group, 1, (100, 101, 103))
+    assert len(prefixes) == 4
+    assert prefixes.matches((100, 101, 102))[0][0] == 3
+    group.read_all()
+    assert group.sharings[1].sheet.read_log(0)[0] == 0
+
+
+@pytest.mark.plain("replaces a part")
+@pytest.mark.parametrize(("name", "most"), [("MAX_UNREAD", 2), ("MAX_UNREAD_HASHES", 6)])
+def test_oldest_unread_prompts_are_dropped(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(shared_prefixes, name, most)
+    group = make_group(2, *WORKERS)
+    for first in (100, 200, 300):
+        submit(group, 0, (first, first + 1, first + 2))
+        group.read_all()
+    assert [known_prefix(group, 1, (first,)) for first in (100, 200, 300)] == [False, True, True]
+    submit(group, 0, (400, 401))  # what was recorded does not count
+    submit(group, 0, (500, 501))
+    group.read_all()
+    assert known_prefix(group, 1, (400,))
+
+
+def test_unread_prompts_of_a_restarted_worker_are_dropped(make_group: MakeGroup) -> None:
+    group = make_group(2, *WORKERS)
+    name = submit(group, 0, (100, 101))
+    group.read_all()
+    group.worker(1, name).up_since += 1.0
+    assert not known_prefix(group, 1, (100, 101))
 
 
 def test_handed_over_prefix_is_shared_after_the_first_token(make_all: MakeGroup) -> None:

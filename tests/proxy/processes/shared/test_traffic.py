@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from proxy.core.model.role import Role
+from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
 from proxy.processes.shared.traffic import EXCHANGE_INTERVAL_S
 from tests.proxy.core.making import MODEL, ask, placed, spec
 from tests.proxy.processes.virtual_group import VirtualGroup
@@ -28,7 +29,7 @@ def test_traffic_rates_are_shared(make_all: MakeGroup) -> None:
             submit(group, index, long=False)
         submit(group, index, long=True)
     for _ in range(2):  # the first readers see the last writers in the second round
-        group.now += EXCHANGE_INTERVAL_S
+        group.now += max(EXCHANGE_INTERVAL_S, LOOK_INTERVAL_S)
         group.read_all()
     traffics = [router.placer.traffic_of(MODEL) for router in group.routers]
     rates = [traffic.shorts_per_s(group.now) for traffic in traffics]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.processes.shared.process_sheet import BREAKS, WAITING, ProcessSheet
+from proxy.processes.shared.process_sheet import BREAKS, LARGE, WAITING, ProcessSheet
 from proxy.processes.shared.shared_memory import SharedTable
-from proxy.processes.shared.urgent_changes import LARGE_TOKENS, UrgentChanges
+from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.proxy.core.making import spec
 
 ROW = 3
@@ -28,11 +28,11 @@ class Process:
     def _report(self) -> None:
         self.reports += 1
 
-    def write(self, requests: int, tokens: int) -> int:
+    def write(self, requests: int, tokens: int = 0) -> int:
         """Write a load as at the end of a turn; return the number of reports so far."""
         load = requests, requests, tokens, 0, 0, 0, 0, 0, 0, 0, 0
         self._worker.requests = requests
-        self._urgent.note_load(self._worker, ROW, load)
+        self._urgent.note_requests(self._worker, ROW, requests)
         self.sheet.write_load(ROW, load, 0.0)
         self._urgent.report()
         return self.reports
@@ -46,39 +46,45 @@ def process() -> Iterator[Process]:
     table.close()
 
 
-def test_small_changes_are_urgent_together(process: Process) -> None:
-    assert process.write(0, LARGE_TOKENS - 1) == 0
-    assert process.write(0, LARGE_TOKENS) == 1
+def test_prompts_are_urgent_if_they_are_large(process: Process) -> None:
+    assert process.write(1, 100_000) == 0
+    process.sheet.write_count(LARGE, 1)
+    assert process.write(1, 100_000) == 1
+    process.table.await_urgent(awaits=True)
+    assert process.write(1, 100_000) == 1
 
 
-def test_change_is_compared_with_the_last_update(process: Process) -> None:
-    assert process.write(0, LARGE_TOKENS - 1) == 0
+def test_requests_are_compared_with_the_last_update(process: Process) -> None:
+    assert process.write(1) == 0
     process.table.note_sent()
-    assert process.write(0, 2 * LARGE_TOKENS - 2) == 0
-    assert process.write(0, 2 * LARGE_TOKENS - 1) == 1
+    assert process.write(2) == 1
+    process.table.await_urgent(awaits=True)
+    process.table.note_sent()
+    assert process.write(2) == 1
+    assert process.write(3) == 2
 
 
 def test_supervisor_is_woken_once(process: Process) -> None:
-    assert process.write(0, LARGE_TOKENS) == 1
-    assert process.write(0, 3 * LARGE_TOKENS) == 1  # it has not slept since
+    assert process.write(2) == 1
+    assert process.write(3) == 1  # it has not slept since
     process.table.await_urgent(awaits=True)
-    assert process.write(0, 3 * LARGE_TOKENS + 1) == 2
+    assert process.write(4) == 2
 
 
 def test_requests_are_urgent_where_slots_are_scarce(process: Process) -> None:
-    assert process.write(1, 0) == 0
-    assert process.write(2, 0) == 1
+    assert process.write(1) == 0
+    assert process.write(2) == 1
 
 
 def test_half_of_the_slots_is_enough_for_two_hosts(process: Process) -> None:
     process.table.write_hosts(2)
-    assert process.write(1, 0) == 1
+    assert process.write(1) == 1
 
 
 @pytest.mark.parametrize("word", [BREAKS, WAITING])
 def test_breakers_and_waiting_requests_are_urgent(process: Process, word: int) -> None:
-    assert process.write(0, 1) == 0
+    assert process.write(0) == 0
     process.sheet.write_count(word, 1)
-    assert process.write(0, 1) == 1
+    assert process.write(0) == 1
     process.table.await_urgent(awaits=True)
-    assert process.write(0, 1) == (2 if word == WAITING else 1)
+    assert process.write(0) == (2 if word == WAITING else 1)
