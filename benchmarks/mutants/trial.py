@@ -77,7 +77,7 @@ def _pytest(tree: Path, tests: Sequence[str]) -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     files = dict.fromkeys(each.partition("::")[0] for each in tests)
-    status = pytest.main([*OPTIONS, *files], [SelectedTests(tests)])
+    status = pytest.main([*OPTIONS, f"--rootdir={tree}", *files], [SelectedTests(tests)])
     sys.stdout.flush()
     return int(status)
 
