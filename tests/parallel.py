@@ -1,8 +1,8 @@
 """Parallel tests: `--processes N` forks this process after all tests are collected.
 
 Collection takes half a minute of CPU time, once for all processes. Each process reads the numbers
-of groups of tests from a pipe, and sends its reports through another pipe. Tests marked `engine` or
-`browser` run afterwards in fewer processes; tests with a common engine run in the same process.
+of small groups of tests from a pipe, and sends its reports through another pipe. Tests marked
+`engine` or `browser` run afterwards in this process, alone on the machine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice, zip_longest
 from typing import Any
 
 import pytest
 
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
-LARGE = ("engine", "browser")
-LARGE_PROCESSES = 2
+ALONE = ("engine", "browser")
 NUMBER = struct.Struct("I")
 INTERRUPTED_S = 5.0  # for a process to end after an interrupt
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -50,30 +49,22 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the small tests, then those with engines and browsers."""
+    """Run the parallel tests, then the others one by one."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    large = [item for item in session.items if any(map(item.get_closest_marker, LARGE))]
-    excluded = set(large)
-    small = [item for item in session.items if item not in excluded]
-    run_all(session, small, small_groups, count)
-    run_all(session, large, large_groups, min(count, LARGE_PROCESSES))
-    return True
-
-
-def run_all(
-    session: pytest.Session,
-    items: list[pytest.Item],
-    grouped: Callable[[Sequence[pytest.Item]], Iterable[Group]],
-    count: int,
-) -> None:
-    """Run tests in `count` processes."""
-    while items:
-        reported = run(session, list(grouped(items)), count)
+    alone = [item for item in session.items if any(map(item.get_closest_marker, ALONE))]
+    excluded = set(alone)
+    shared = [item for item in session.items if item not in excluded]
+    while shared:
+        reported = run(session, list(groups(shared)), count)
         # A process that died leaves the rest of its group.
-        items = [item for item in items if item.nodeid not in reported]
+        shared = [item for item in shared if item.nodeid not in reported]
         assert reported, "processes die outside of tests; see their output"
+    for item, following in zip_longest(alone, alone[1:]):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        stop_if_requested(session)
+    return True
 
 
 def stop_if_requested(session: pytest.Session) -> None:
@@ -84,37 +75,11 @@ def stop_if_requested(session: pytest.Session) -> None:
         raise session.Interrupted(session.shouldstop)
 
 
-def small_groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
+def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
     """Yield groups of tests, each of one file."""
     for _, tests in groupby(items, lambda item: item.path):
         while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
-
-
-def large_groups(items: Sequence[pytest.Item]) -> list[Group]:
-    """Return groups of tests that share no fixture that outlives a test, the largest first."""
-    found: list[tuple[set[object], Group]] = []
-    for item in items:
-        fixtures, group, apart = shared_fixtures(item), [], []
-        for one in found:
-            if fixtures.isdisjoint(one[0]):
-                apart.append(one)
-            else:
-                fixtures |= one[0]
-                group += one[1]
-        found = [*apart, (fixtures, [*group, item])]
-    places = {item: place for place, item in enumerate(items)}  # merged groups are out of order
-    in_order = (sorted(group, key=places.__getitem__) for _, group in found)
-    return sorted(in_order, key=len, reverse=True)
-
-
-def shared_fixtures(item: pytest.Item) -> set[object]:
-    """Return the fixtures of a test that outlive it, apart from pytest's own."""
-    assert isinstance(item, pytest.Function)
-    definitions = item._fixtureinfo.name2fixturedefs.values()
-    return {
-        one for several in definitions for one in several if one.scope != "function" and one.baseid
-    }
 
 
 def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set[str]:

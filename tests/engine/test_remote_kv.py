@@ -97,7 +97,9 @@ class RemoteKv(AnyPolicies):
         free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.serves_decodes = self.arranges and free_blocks > len(self.scheduler.running)
         self.pauses_decodes = self.may_pause or not self.serves_decodes
-        received = self.scheduler.finished_recving_kv_req_ids - self.turned_away
+        # A leg with a failed load holds no KV: policies may hold it like any prefill.
+        failed = self.scheduler.failed_recving_kv_req_ids
+        received = self.scheduler.finished_recving_kv_req_ids - failed - self.turned_away
         ready = [r for r in self.scheduler.kv_holding_waiting if r.request_id in received]
         super()._schedule()
         self._check_ready(ready)
