@@ -28,7 +28,6 @@ class CompileError(ProxyError):
 
 
 def compiled_sources() -> list[Path]:
-    """Return the modules to compile."""
     plain = {PACKAGE / module for module in PLAIN}
     found = (path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
     return sorted(path for path in found if path.stem != "__init__" and path not in plain)

@@ -46,5 +46,4 @@ class BatchesConfig(Block):
 
     @property
     def are_on(self) -> bool:
-        """Whether the API is on."""
         return self.path is not None or self.database is not None

@@ -29,7 +29,6 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The worker's URL."""
         return f"{self.scheme}://{self._host}:{self.port}"
 
     @property

@@ -27,7 +27,6 @@ class PendingQuestion:
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop_waiting_for(self, index: int) -> None:
-        """Stop waiting for a process."""
         self.missing.discard(index)
         if not self.missing:
             self.complete.set()
@@ -61,7 +60,6 @@ class PendingQuestions:
         return {child.index: answers[child.index] for child in children if child.index in answers}
 
     def record_answer(self, index: int, number: int, found: object) -> None:
-        """Record an answer."""
         if (pending := self._pending.get(number)) is not None:
             pending.answers[index] = found
             pending.stop_waiting_for(index)

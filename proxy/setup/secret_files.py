@@ -42,7 +42,6 @@ def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def admin_key(router: RouterConfig) -> str | Problem | None:
-    """Return the key of the admin API."""
     admin = router.admin
     if (file := admin.key_file) is not None:
         where = "router.admin.key_file"

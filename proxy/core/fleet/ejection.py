@@ -87,7 +87,6 @@ class Ejections:
         self.live_changed()
 
     def breaker_changed(self, worker: Worker, now: float) -> None:
-        """Note a change of a breaker."""
         resting, listener = self.resting, self.listener
         rested = worker in resting
         rests = not worker.breaker.closed and self._workers.get(worker.name) is worker

@@ -157,6 +157,5 @@ class Lease:
 
     @property
     def running_leg(self) -> Lease:
-        """The running leg."""
         first = self.prefill
         return self if first is None or first.released else first

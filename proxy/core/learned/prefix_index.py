@@ -279,7 +279,6 @@ def _forget(tokens: dict[int, dict[int, int]], block: int, worker: int) -> None:
 
 
 def workers_of_deepest(matches: Matches, most: int) -> list[int]:
-    """Return workers of the deepest match."""
     holders = matches[0][1] if matches else 0
     named: list[int] = []
     while holders and len(named) < most:

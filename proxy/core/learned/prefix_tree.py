@@ -34,7 +34,6 @@ class PrefixNode:
         return front
 
     def tokens_before(self, at: int) -> int:
-        """Return the tokens before a block."""
         begin = COVERED[self.begin]
         return self.tokens * (COVERED[at] - begin) // (COVERED[self.end] - begin)
 

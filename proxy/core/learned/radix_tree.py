@@ -128,7 +128,6 @@ class RadixTree:
         root.older.newer = root.older = node
 
     def _remove(self, node: RadixNode) -> None:
-        """Remove a leaf."""
         del node.above.below[node.hashes[0]]
         node.older.newer, node.newer.older = node.newer, node.older
         self.hashes -= len(node.hashes)

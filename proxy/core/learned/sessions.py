@@ -132,7 +132,6 @@ class Sessions:
         return self._sessions.get(key)
 
     def get_or_create(self, key: int, now: float) -> Session:
-        """Return or create a session."""
         sessions = self._sessions
         found = sessions.get(key)
         if found is None:

@@ -137,7 +137,6 @@ class RequestInfo:
 
     @property
     def expected_tokens(self) -> int:
-        """Return all expected tokens."""
         output = self.expected_output if self.output_tokens is None else self.output_tokens
         return self.prompt_tokens + output * self.samples
 

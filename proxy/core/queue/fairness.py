@@ -64,14 +64,12 @@ def charge_output(settings: FairnessSettings, ask: RequestInfo, tokens: float) -
 
 
 def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
-    """Correct the charge for a prompt."""
     tokens = max(tokens, -ask.bill.paid)
     tenant.charge(tokens, ask.rank, free=ask.bill.free)
     ask.bill.paid += tokens
 
 
 def refund_prefill(tenant: Tenant, ask: RequestInfo) -> None:
-    """Refund a lost prefill."""
     tenant.charge(-ask.bill.paid, ask.rank, free=ask.bill.free)
     ask.bill.paid = 0.0
 

@@ -315,7 +315,6 @@ class TenantUsage:
             self._report(0, tokens)
 
     def keep_place(self) -> None:
-        """Keep the place for a retry."""
         self._held = 1
 
     def release_place(self) -> None:

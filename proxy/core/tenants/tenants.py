@@ -111,7 +111,6 @@ class Tenant:
         return self.spec.name
 
     def notify_watches(self) -> None:
-        """Notify the watches."""
         for watch in self.watches:
             watch.changed.add(self)
 

@@ -154,7 +154,6 @@ class ProcessSheet:
         return at, (closed, busy, until, failures, openings, tried_at, _why(flags >> 2))
 
     def has_charges(self, row: int) -> bool:
-        """Return True if a worker has charges."""
         return any(self.read_load(row)[0][:-2])  # totals, the last numbers, only grow
 
     def wipe(self, row: int) -> None:

@@ -75,7 +75,6 @@ def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -
 
 
 def has_live_worker(roster: Roster) -> bool:
-    """Return True if a worker is live."""
     return any(worker.is_live for worker in roster)
 
 

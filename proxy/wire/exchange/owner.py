@@ -43,7 +43,6 @@ class AttemptOwner:
         self.suspect: TwoLegExchange | None = None
 
     def set_state(self, state: ExchangeState) -> None:
-        """Change the state."""
         if not may_follow(self.state, state):
             raise RuntimeError(f"no transition from {self.state} to {state}")
         self.state = state
@@ -75,5 +74,4 @@ class AttemptOwner:
         raise NotImplementedError
 
     def forget_body(self) -> None:
-        """Free the body."""
         raise NotImplementedError

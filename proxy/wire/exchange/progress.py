@@ -24,7 +24,6 @@ BAD_REQUEST, BAD_GATEWAY = 400, 502
 def writer_for(
     owner: AttemptOwner, head: ResponseHead, cached_tokens: int | None = None
 ) -> ResponseWriter:
-    """Return a writer for a response."""
     request, ask = owner.request, owner.ask
     changed = None if ask is None else ask.fields
     return ResponseWriter(
@@ -59,7 +58,6 @@ def record_first_bytes(
 
 
 def count_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: int) -> None:
-    """Count tokens of the response."""
     record, wire = owner.record, owner.wire
     if lease is not None:
         if record.first_token_at is None:

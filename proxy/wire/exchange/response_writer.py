@@ -156,7 +156,6 @@ class ResponseWriter:
 
     @property
     def changes_usage(self) -> bool:
-        """True if the usage changes."""
         return self._cached is not None or self._hides
 
     @property
@@ -178,7 +177,6 @@ class ResponseWriter:
         return b"%x\r\n%b\r\n%b" % (len(event), event, self.end) if self._chunked else event
 
     def usage(self) -> Usage | None:
-        """Return the reported usage."""
         if self._stream is not None:
             return self._stream.usage()
         return usage_in(self._tail) if self._tail else None
@@ -207,7 +205,6 @@ class ResponseWriter:
 
 
 def response_id_in(data: bytes) -> str | None:
-    """Return the id of a stored response."""
     found = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
     return found[1].decode("latin-1") if found else None
 
