@@ -14,7 +14,7 @@ DATA_PATH := tests/proxy tests/faults tests/fuzz/test_http.py tests/fuzz/test_bo
 # Of these, the tests that take long and run no compiled module, or few lines of one beside databases and processes.
 PLAIN_ONLY := config batches/storage batches/test_killed.py batches/test_replicas.py health/test_worker_metrics.py \
 	journal/test_engine_state.py journal/test_subscriber.py metrics/test_exposition.py net processes/replicas \
-	processes/test_minute.py processes/test_supervisor.py processes/test_tls.py telemetry/test_logs_seen.py
+	processes/test_supervisor.py processes/test_tls.py telemetry/test_logs_seen.py
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 # Hundreds of processes import the same modules; without bytecode each compiles them again.
