@@ -6,7 +6,7 @@ Two real vLLM workers run the tiny model. The router reaches the HTTP port and t
 through a relay process. SIGKILL ends a relay with all its connections, and new ones are refused
 until it runs again: the router sees the death of a worker. The engine itself stays, because a start
 takes most of a minute; it aborts its requests. The next kill comes at a random moment after the
-router uses both workers again.
+router uses both workers again, and reads both journals.
 
 Each greedy stream must have the text, reason and usage that it had without kills.
 """
@@ -41,6 +41,7 @@ from vllm_sched.workers.launch import free_port
 WORDS: Final = ("one", "two", "three", "four", "quick", "brown", "fox")
 NAMES: Final = "w0", "w1"
 DOWN_S: Final = 0.2  # between a kill and the relay's next start
+READ_AGAIN_S: Final = 2.5  # until the router has the journal of a new relay
 READY_TIMEOUT_S: Final = 60.0
 EQUAL, DIFFERENT, FAILED = "equal", "different", "ended with an error"
 READY: Final = re.compile(
@@ -211,7 +212,7 @@ async def kill(
     try:
         while tally.kills < given.kills and time.monotonic() < until:
             await wait_both_usable(port)
-            await asyncio.sleep(rng.uniform(0, 2 * given.every))
+            await asyncio.sleep(READ_AGAIN_S + rng.uniform(0, 2 * given.every))
             which = rng.randrange(len(relays))
             relays[which].kill()
             await relays[which].wait()
@@ -298,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="killed_streams", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=15.0, help="at most")
-    parser.add_argument("--every", type=float, default=1.5, help="mean seconds until a kill")
+    parser.add_argument(
+        "--every", type=float, default=1.5, help="mean seconds, besides the wait, until a kill"
+    )
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="of a response")
