@@ -322,7 +322,7 @@ async def _burst_keeps_worker_limits(port: int, fakes: Fakes) -> None:
     counts = at_once()
     opening.set()
     assert await burst == {200: 30}
-    assert all(LIMIT <= count <= LIMIT + 2 for count in counts), counts
+    assert all(LIMIT <= count <= LIMIT + 3 for count in counts), counts  # three routers
 
 
 async def _is_whole(client: Client) -> bool:
