@@ -85,7 +85,6 @@ class SharedLoad:
         self._reading = self._scheduled = False
         self._next = self._next_full_read = 0.0
         self._reservations = 0  # changes applied
-        self._large = 0  # changes written
 
     def peers_of(self, make: Callable[[ProcessSheet], Peer]) -> Peers[Peer]:
         return Peers(self.table, self.process, make)
@@ -150,7 +149,7 @@ class SharedLoad:
         urgent = self.urgent
         if urgent is None or urgent.unwritten or not self.table.awaits_urgent:
             return True
-        if self._fleet.large_changes != self._large:
+        if self._fleet.large_changes != self.sheet.count(LARGE):
             return True
         for worker in self._fleet.roster.unpublished:
             if (row := self._rows.get(worker)) is None:
@@ -180,8 +179,7 @@ class SharedLoad:
             sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
-        if (large := self._fleet.large_changes) != self._large:
-            self._large = large
+        if (large := self._fleet.large_changes) != sheet.count(LARGE):
             sheet.write_count(LARGE, large)
         if urgent is not None:
             urgent.report()
