@@ -171,8 +171,7 @@ class SharedLimiter:
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
         self._asked: list[Asked] | None = None  # without a reply
-        self._is_due = False  # the next call is arranged
-        self._is_next_due = False  # one after the reply is needed
+        self._is_due = False  # the next call is arranged, or follows the reply
         self._next_at = 0.0  # not earlier
         self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
         self._lost = asyncio.Event()  # the connection
@@ -226,7 +225,8 @@ class SharedLimiter:
                 if self._defect is not None:
                     raise self._defect
         finally:
-            self._asked = None
+            if self._asked is not None:
+                self._asked, self._is_due = None, False
             self._disconnect()
 
     def _to_report(self) -> list[TenantLimits]:
@@ -253,10 +253,10 @@ class SharedLimiter:
 
     def _call_soon(self) -> None:
         """Call the server for all requests of this turn, a moment after the last call."""
-        if self._asked is not None:
-            self._is_next_due = True
-        elif not self._is_due and self._connection is not None:
-            self._is_due = True
+        if self._is_due or self._connection is None:
+            return
+        self._is_due = True
+        if self._asked is None:
             loop = asyncio.get_running_loop()
             loop.call_later(max(self._next_at - loop.time(), 0.0), self._call)
 
@@ -268,7 +268,7 @@ class SharedLimiter:
         batch = list(self._changed)[:MAX_KEYS]
         for limits in batch:
             del self._changed[limits]
-        self._is_next_due = bool(self._changed)
+        self._is_due = bool(self._changed)
         self._calls += 1
         asked = self._asked = []
         keys, arguments = [], [self._name, LEASE_S]
@@ -302,7 +302,7 @@ class SharedLimiter:
     def _replied(self, reply: Any) -> None:
         if (asked := self._asked) is None:
             return
-        self._asked = None
+        is_due, self._asked, self._is_due = self._is_due, None, False
         try:
             if isinstance(reply, Exception):
                 raise reply
@@ -331,7 +331,7 @@ class SharedLimiter:
         except Exception as error:  # a defect; this process must not go on with lost requests
             self._defect = error
             self._lost.set()
-        if self._is_next_due:
+        if is_due:
             self._call_soon()
 
     def _disconnect(self) -> None:
