@@ -22,6 +22,7 @@ import re
 import sys
 import tempfile
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,8 +41,7 @@ from vllm_sched.workers.launch import free_port
 
 WORDS: Final = ("one", "two", "three", "four", "quick", "brown", "fox")
 NAMES: Final = "w0", "w1"
-DOWN_S: Final = 0.2  # between a kill and the relay's next start
-READ_AGAIN_S: Final = 2.5  # until the router has the journal of a new relay
+DOWN_S: Final = 0.5  # between a kill and the relay's next start; the router notes the end
 READY_TIMEOUT_S: Final = 60.0
 EQUAL, DIFFERENT, FAILED = "equal", "different", "ended with an error"
 READY: Final = re.compile(
@@ -69,28 +69,30 @@ class Streamed:
 
     answer: tuple[str, str | None, int]  # text, reason, output tokens
     pause_s: float
+    paused_until: float
     error: str = ""
 
 
 @dataclass
 class Tally:
     ends: Counter[str] = field(default_factory=Counter)
-    pauses_s: dict[str, float] = field(default_factory=dict)  # by request id
-    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)  # of continued streams
+    streams: dict[str, Streamed] = field(default_factory=dict)  # that ended well, by request id
+    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)  # of all requests
     errors: Counter[str] = field(default_factory=Counter)
-    kills: int = 0
+    kills: list[float] = field(default_factory=list)  # when
     over: bool = False
 
 
-def engines_file(ports: Sequence[Ports], admin: int) -> str:
+def engines_file(ports: Sequence[Ports], admin: int, *, caches: bool) -> str:
     """Return the fleet file that starts both workers, on a processor each if there are two."""
+    args = [*ARGS] if caches else [*ARGS, "--no-enable-prefix-caching"]
     cpus = cycle(sorted(os.sched_getaffinity(0)))
     workers = [
         {
             "name": name,
             "url": f"http://127.0.0.1:{each.server}",
             "journal": f"tcp://127.0.0.1:{each.journal}",
-            "launch": {"args": [*ARGS], "policies": {}, "cpus": [cpu]},
+            "launch": {"args": args, "policies": {}, "cpus": [cpu]},
         }
         for name, each, cpu in zip(NAMES, ports, cpus, strict=False)
     ]
@@ -131,11 +133,11 @@ async def wait_both_usable(port: int) -> None:
         await asyncio.sleep(0.1)
 
 
-def make_prompts(rng: random.Random, number: int) -> list[dict[str, Any]]:
+def make_prompts(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the fields of requests that continue exactly, each second one a chat."""
-    found = []
-    for each in range(number):
-        words = " ".join(rng.choices(WORDS, k=rng.randrange(1, 300)))
+    rng, found = random.Random(given.seed), []
+    for each in range(given.prompts):
+        words = " ".join(rng.choices(WORDS, k=rng.randrange(1, given.words)))
         fields: dict[str, Any] = {"prompt": words}
         if each % 2:
             fields = {"messages": [{"role": "user", "content": words}]}
@@ -152,7 +154,7 @@ async def stream(
     """Send a greedy stream."""
     chat = "messages" in fields
     create: Any = client.chat.completions.create if chat else client.completions.create
-    text, reason, used, last_at, pause_s = "", None, 0, 0.0, 0.0
+    text, reason, used, last_at, pause_s, until = "", None, 0, 0.0, 0.0, 0.0
     try:
         async for event in await create(
             model=MODEL, max_tokens=tokens, temperature=0, stream=True,
@@ -160,7 +162,8 @@ async def stream(
             **fields,
         ):  # fmt: skip
             now = time.monotonic()
-            pause_s = max(pause_s, now - last_at) if last_at else 0.0
+            if last_at and now - last_at > pause_s:
+                pause_s, until = now - last_at, now
             last_at = now
             if event.usage is not None:
                 used = event.usage.completion_tokens
@@ -168,8 +171,8 @@ async def stream(
                 text += (choice.delta.content if chat else choice.text) or ""
                 reason = choice.finish_reason or reason
     except openai.OpenAIError as error:
-        return Streamed((text, reason, used), pause_s, str(error))
-    return Streamed((text, reason, used), pause_s)
+        return Streamed((text, reason, used), pause_s, until, str(error))
+    return Streamed((text, reason, used), pause_s, until)
 
 
 async def play(
@@ -190,12 +193,12 @@ async def play(
             tally.errors[found.error] += 1
             continue
         tally.ends[EQUAL if found.answer == whole[which].answer else DIFFERENT] += 1
-        tally.pauses_s[request_id] = found.pause_s
+        tally.streams[request_id] = found
 
 
 async def note_decisions(admin: int, tally: Tally) -> None:
-    rows = await fetch(f"http://127.0.0.1:{admin}/admin/decisions?limit=1000")
-    tally.decisions |= {row["id"]: row for row in json.loads(rows) if row["left_workers"]}
+    rows = await fetch(f"http://127.0.0.1:{admin}/admin/decisions?limit=200")
+    tally.decisions |= {row["id"]: row for row in json.loads(rows)}
 
 
 async def kill(
@@ -210,13 +213,13 @@ async def kill(
     rng = random.Random(given.seed)
     until = time.monotonic() + 60 * given.minutes
     try:
-        while tally.kills < given.kills and time.monotonic() < until:
+        while len(tally.kills) < given.kills and time.monotonic() < until:
             await wait_both_usable(port)
-            await asyncio.sleep(READ_AGAIN_S + rng.uniform(0, 2 * given.every))
+            await asyncio.sleep(rng.uniform(0, 2 * given.every))
             which = rng.randrange(len(relays))
             relays[which].kill()
+            tally.kills.append(time.monotonic())
             await relays[which].wait()
-            tally.kills += 1
             await asyncio.sleep(DOWN_S)
             relays[which] = await start_relay(ports[which])
             await note_decisions(admin, tally)
@@ -227,12 +230,13 @@ async def kill(
 async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
     """Return what the clients saw, and the router's metrics."""
     ports, port, admin, up_admin = [Ports(), Ports()], free_port(), free_port(), free_port()
-    prompts, tally = make_prompts(random.Random(given.seed), given.prompts), Tally()
+    prompts, tally = make_prompts(given), Tally()
+    engines = engines_file(ports, up_admin, caches=not given.no_caches)
     relays = [await start_relay(each) for each in ports]
     try:
         with tempfile.TemporaryDirectory() as name:
             async with (
-                running(Path(name), "up", engines_file(ports, up_admin), up_admin),
+                running(Path(name), "up", engines, up_admin),
                 running(Path(name), "router", router_file(ports, port, admin), admin),
                 openai.AsyncOpenAI(
                     base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
@@ -263,33 +267,67 @@ async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
             await relay.wait()
 
 
-def quantiles(values: Sequence[float], unit: str, factor: float) -> str:
+def quantiles(values: Sequence[float], unit: str) -> str:
     if not values:
         return "none"
     return ", ".join(
-        f"p{percent} {percentile(values, percent) * factor:.2f}{unit}"
-        for percent in (50, 90, 99, 100)
+        f"p{percent} {percentile(values, percent):.2f}{unit}" for percent in (50, 90, 99, 100)
     )
+
+
+def kill_of(tally: Tally, name: str) -> int:
+    """Return the number of the last kill before a stream's longest pause ended."""
+    return bisect(tally.kills, tally.streams[name].paused_until)
+
+
+def since_kill(tally: Tally, name: str) -> float:
+    """Return the part of a stream's longest pause that came after the kill."""
+    stream = tally.streams[name]
+    killed_at = tally.kills[kill_of(tally, name) - 1]
+    return min(stream.pause_s, stream.paused_until - killed_at)
+
+
+def predicted_together(tally: Tally) -> dict[int, float]:
+    """Return for each kill the predicted time until all moved streams are prefilled.
+
+    The engine prefills them in the same steps, and a prediction contains only the earlier ones.
+    """
+    longest: dict[int, float] = {}
+    for name, row in tally.decisions.items():
+        if name in tally.streams and row["left_workers"]:
+            kill = kill_of(tally, name)
+            longest[kill] = max(longest.get(kill, 0.0), row["predicted_ttft_s"] or 0.0)
+    return longest
 
 
 def report(console: Console, tally: Tally, page: str) -> None:
     continued = sum(map(int, CONTINUED.findall(page)))
-    console.print(f"{tally.kills} kills, {sum(tally.ends.values())} streams: {dict(tally.ends)}")
+    console.print(
+        f"{len(tally.kills)} kills, {sum(tally.ends.values())} streams: {dict(tally.ends)}"
+    )
     console.print(f"continued {continued} times; not continued: {dict(LOST.findall(page))}")
     for error, number in tally.errors.most_common():
         console.print(f"{number} ended with: {error}")
-    others = [pause for name, pause in tally.pauses_s.items() if name not in tally.decisions]
+    together = predicted_together(tally)
+    rows = {name: row for name, row in tally.decisions.items() if name in tally.streams}
     for title, moves in (("once", [1]), ("more often", range(2, 1000))):
-        rows = [
-            (tally.pauses_s[name], row["predicted_ttft_s"])
-            for name, row in tally.decisions.items()
-            if name in tally.pauses_s and len(row["left_workers"]) in moves
-        ]
-        pauses = quantiles([pause for pause, _ in rows], " s", 1)
-        shares = quantiles([pause / predicted for pause, predicted in rows if predicted], "x", 1)
-        console.print(f"longest pause of {len(rows)} streams continued {title}: {pauses}")
-        console.print(f"... over the predicted time to the first token: {shares}")
-    console.print(f"longest pause of {len(others)} other streams: {quantiles(others, ' s', 1)}")
+        names = [name for name, row in rows.items() if len(row["left_workers"]) in moves]
+        pauses = [since_kill(tally, name) for name in names]
+        console.print(
+            f"pause of {len(names)} streams continued {title}, from the kill: "
+            + quantiles(pauses, " s")
+        )
+        own = [rows[name]["predicted_ttft_s"] for name in names]
+        of_all = [together[kill_of(tally, name)] for name in names]
+        for what, predicted in (("its own", own), ("all that moved with it", of_all)):
+            shares = [pause / each for pause, each in zip(pauses, predicted, strict=True) if each]
+            console.print(f"... over the predicted prefill of {what}: {quantiles(shares, 'x')}")
+    others = [name for name, row in rows.items() if not row["left_workers"]]
+    longest = [tally.streams[name].pause_s for name in others]
+    console.print(f"longest pause of {len(others)} other streams: {quantiles(longest, ' s')}")
+    whole = [rows[name] for name in others if rows[name]["predicted_ttft_s"]]
+    shares = [row["ttft_s"] / row["predicted_ttft_s"] for row in whole]
+    console.print(f"... their first token over the predicted prefill: {quantiles(shares, 'x')}")
     missed = tally.ends[DIFFERENT]
     console.print(f"every stream that ended is equal: {'MISSED' if missed else 'met'}")
 
@@ -304,7 +342,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--words", type=int, default=300, help="of a prompt, at most")
     parser.add_argument("--tokens", type=int, default=200, help="of a response")
+    parser.add_argument(
+        "--no-caches", action="store_true", help="engines compute each prompt, cached or not"
+    )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(argv)
     tally, page = asyncio.run(measure(given))

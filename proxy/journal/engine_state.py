@@ -7,6 +7,7 @@ snapshot arrives.
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from typing import Final, Protocol
 
 from proxy.journal.messages import JournalStep, Position
@@ -18,6 +19,7 @@ MAX_KEPT_STEPS: Final = 1000
 # Ends after which a stream may go on from another worker. An engine that stops aborts all.
 FAILURES: Final = ("abort", "error")
 MAX_FAILED: Final = 512
+MAX_COMPLETED: Final = 16  # of which the client may not have the last text yet
 MAX_OWN_NAMES: Final = 1024
 
 
@@ -65,11 +67,13 @@ class EngineJournal:
         self._streams: dict[str, list[int]] = {}  # numbers by possible X-Request-Id
         self._own_names: dict[str, bytes] = {}  # of requests that have not arrived
         self._failed: deque[JournalRequest] = deque(maxlen=MAX_FAILED)
+        self._completed: deque[JournalRequest] = deque(maxlen=MAX_COMPLETED)
 
     def streams(self, request_id: str) -> list[JournalRequest]:
         """Return the requests with this X-Request-Id: several if it has more sequences.
 
-        They are running, or have failed lately.
+        They are running, or have ended lately. A completed one is without its last token, because
+        an engine that continues it must generate something.
         """
         found: dict[int, list[JournalRequest]] = {}
         for number in self._streams.get(request_id, ()):
@@ -77,7 +81,8 @@ class EngineJournal:
             found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
         if found:
             return found[min(found)]
-        return [r for r in self._failed if request_id in request_ids(r.request_id)][-1:]
+        ended = chain(self._failed, self._completed)
+        return [r for r in ended if request_id in request_ids(r.request_id)][-1:]
 
     def expect(self, request_id: str, name: bytes) -> None:
         """Name a request at its arrival; the engine reports names up to a second later."""
@@ -220,6 +225,8 @@ class EngineJournal:
         if kept and request.complete:
             self._failed.append(request)
         else:
+            if request.tokens:
+                self._completed.append(request.without_last_token())
             request.drop_tokens()
         for request_id in request_ids(request.request_id):
             numbers = self._streams[request_id]

@@ -34,6 +34,13 @@ class JournalRequest:
             if len(self.tokens) > limit:
                 self.drop_tokens()
 
+    def without_last_token(self) -> JournalRequest:
+        """Return a copy that has ended."""
+        copy = JournalRequest(self.request_id, self.prompt_tokens, running=False)
+        copy.complete = True
+        copy.tokens = self.tokens[:-1]
+        return copy
+
     def drop_tokens(self) -> None:
         self.complete = False
         self.tokens = array(TOKEN_TYPE)

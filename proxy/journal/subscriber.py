@@ -18,6 +18,7 @@ from typing import Final
 
 import zmq
 
+from proxy.journal.connection_monitor import ConnectionMonitor
 from proxy.journal.engine_state import EngineJournal
 from proxy.journal.messages import (
     RUN_BYTES,
@@ -87,6 +88,7 @@ class JournalSubscriber:
             raise
         self._fd: int = self._socket.FD
         self._loop.add_reader(self._fd, self.read)
+        self._monitor = ConnectionMonitor(self._socket, self._note_opened, self._note_ended)
         self._request_snapshot(clock())
 
     def _open(self) -> None:
@@ -122,8 +124,18 @@ class JournalSubscriber:
     def close(self) -> None:
         """Disconnect; may be called again."""
         if not self._socket.closed:
+            self._monitor.close()
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
+
+    def _note_opened(self) -> None:
+        """Ask for a snapshot soon: the steps before the connection are missing."""
+        self._ask_at = min(self._ask_at, self._asked_at + FIRST_PAUSE_S)
+
+    def _note_ended(self) -> None:
+        self.read()  # what arrived before
+        if self.up:
+            self._lose("the connection ended")
 
     def check_silence(self, now: float) -> None:
         """Note silence, and ask for a snapshot if one is needed."""
@@ -131,18 +143,22 @@ class JournalSubscriber:
             self.read()  # the loop may have been busy
         late = now - self._current_at > SILENCE_S
         if late and not self._logged_late:
-            self._logged_late = True
             self._log_late()
         if late or not self.journal.exact:
             self._request_snapshot(now)
 
     def _log_late(self) -> None:
         if self.up:
-            self.up = False
             what = "message" if self.journal.exact else "snapshot"
-            logger.warning("%s is lost: no %s for %.0f s", self._name, what, SILENCE_S)
+            self._lose(f"no {what} for {SILENCE_S:.0f} s")
         else:  # the engine may still be loading
+            self._logged_late = True
             logger.info("%s is not read yet: no snapshot for %.0f s", self._name, SILENCE_S)
+
+    def _lose(self, why: str) -> None:
+        self.up = False
+        self._logged_late = True
+        logger.warning("%s is lost: %s", self._name, why)
 
     def _request_snapshot(self, now: float) -> None:
         """Subscribe to a snapshot, unless that was done a short time ago."""

@@ -108,12 +108,9 @@ class ChunkBudget(Policy):
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
         if settings.chunk is not None:
-            limit = MixedStepLimit(chunk=settings.chunk)
-        else:
-            limit = MixedStepLimit(
-                step_s=settings.itl_ms / 1000 / FLUID_MARGIN, min_chunk=settings.min_chunk
-            )
-        return FluidEffects(mixed_steps=limit)
+            return FluidEffects(mixed_steps=MixedStepLimit(chunk=settings.chunk))
+        step_s = settings.itl_ms / 1000 / FLUID_MARGIN
+        return FluidEffects(mixed_steps=MixedStepLimit(step_s=step_s, min_chunk=settings.min_chunk))
 
     def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
         if (gap_s := targets_in(wishes).each_s) is not None:
@@ -248,7 +245,4 @@ class ChunkBudget(Policy):
 
     def counters(self) -> Mapping[str, float]:
         """Return the steps beyond their limit, and the steps that used the decodes' lead."""
-        return {
-            "long_steps": float(self._long_steps),
-            "slack_steps": float(self._slack_steps),
-        }
+        return {"long_steps": float(self._long_steps), "slack_steps": float(self._slack_steps)}

@@ -65,8 +65,7 @@ class LanesSettings(Settings):
     former: ClassVar[Mapping[str, str]] = {
         "reserve_kv": "leave it out; batch leaves a tenth of the KV cache free",
         "recent_s": "leave it out; batch_share applies for 5 s after the last other request",
-        "urgent_max_wait_s": "leave it out; after 10 s an urgent request takes turns with overdue"
-        " requests",
+        "urgent_max_wait_s": "leave it out; after 10 s an urgent request takes turns with overdue",
     }
 
 
@@ -132,11 +131,9 @@ class Lanes(Policy):
         return NORMAL if not request.priority else URGENT if request.priority < 0 else BATCH
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        self._step = step
-        self._waiting = lanes
+        self._step, self._waiting = step, lanes
         self._overdue.begin_step()
-        self._free_slots = step.free_slots
-        self._kv_free = step.kv_free
+        self._free_slots, self._kv_free = step.free_slots, step.kv_free
         if len(self._running.requests) > step.running:
             self._running.keep({r.request_id for r in (*step.prefills, *step.decoding)})
         counts = self._running.counts
@@ -176,8 +173,7 @@ class Lanes(Policy):
         return PLACES[lane] + left_s / (1.0 + left_s)
 
     def admitted(self, request: RequestView) -> None:
-        name = request.request_id
-        lane = self.lane(request)
+        name, lane = request.request_id, self.lane(request)
         # With remote KV, a request decodes at once.
         if lane != BATCH and request.num_tokens - request.num_computed_tokens > 1:
             self._others_in_prefill = True

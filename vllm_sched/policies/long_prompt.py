@@ -45,40 +45,25 @@ QUIET_S: Final = 1.0
 
 
 class LongPromptSettings(Settings):
-    long_prefill_token_threshold: int = Field(
-        0,
-        ge=0,
-        description="tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len,"
-        " at least max_num_batched_tokens; lower it if prompts that fit a step still delay chats",
-    )
-    max_long_partial_prefills: int = Field(
-        1,
-        ge=1,
-        description="long prompts in prefill at once; raise it if longs should progress together"
-        " rather than one after the other",
-    )
-    itl_ms: float = Field(
-        100.0,
-        gt=0,
-        description="gap between two tokens above which chunks of long prompts may lose twice as"
-        " much time to become smaller; lower it if streams stutter",
-    )
-    max_wait_s: float = Field(
-        60.0,
-        gt=0,
-        description="wait after which a long prompt enters beyond max_long_partial_prefills;"
-        " lower it if longs starve",
-    )
+    long_prefill_token_threshold: int = Field(0, ge=0)
+    """tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len, at least
+    max_num_batched_tokens; lower it if prompts that fit a step still delay chats"""
+    max_long_partial_prefills: int = Field(1, ge=1)
+    """long prompts in prefill at once; raise it if longs should progress together rather than one
+    after the other"""
+    itl_ms: float = Field(100.0, gt=0)
+    """gap between two tokens above which chunks of long prompts may lose twice as much time to
+    become smaller; lower it if streams stutter"""
+    max_wait_s: float = Field(60.0, gt=0)
+    """wait after which a long prompt enters beyond max_long_partial_prefills; lower it if longs
+    starve"""
     # Former settings.
-    max_num_partial_prefills: int | None = Field(
-        None, ge=1, description="former; 1 turns the policy off"
-    )
-    long_prefill_share: float | Literal["auto"] = Field(
-        "auto", description="former; share of a step's budget for long prompts"
-    )
-    long_step_stretch: float | None = Field(
-        None, ge=2.0, le=1000.0, description="former; without effect"
-    )
+    max_num_partial_prefills: int | None = Field(None, ge=1)
+    """former; 1 turns the policy off"""
+    long_prefill_share: float | Literal["auto"] = "auto"
+    """former; share of a step's budget for long prompts"""
+    long_step_stretch: float | None = Field(None, ge=2.0, le=1000.0)
+    """former; without effect"""
     former: ClassVar[Mapping[str, str]] = {
         "max_num_partial_prefills": "short prompts are no longer limited; 1 turns the policy off"
         " (name no policy instead), other values limit overdue long prompts",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.journal.engine_state import MAX_OWN_NAMES, EngineJournal
+from proxy.journal.engine_state import MAX_COMPLETED, MAX_OWN_NAMES, EngineJournal
 from proxy.journal.messages import Position
 from tests.proxy.journal.simulated_engine import (
     SimulatedEngine,
@@ -224,8 +224,25 @@ def test_likely_reading_of_an_id_comes_first() -> None:
     assert [r.request_id for r in journal.streams("job-1")] == ["chatcmpl-job-1-00000001"]
 
 
-@pytest.mark.parametrize(("reason", "left"), [("abort", [[7]]), ("error", [[7]]), ("stop", [])])
-def test_tokens_of_failed_requests_are_kept_for_a_while(reason: str, left: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("reason", "left"), [("abort", [[7, 8]]), ("error", [[7, 8]]), ("stop", [[7]])]
+)
+def test_tokens_of_ended_requests_are_kept_for_a_while(reason: str, left: list[list[int]]) -> None:
+    """The client of a completed one may not have its last text yet."""
     journal = journal_with("chatcmpl-a-00000000")
-    journal.apply_step(*step(1, numbers=[1], tokens=[7], ended=[[1, reason]], forgotten=[1]))
+    journal.apply_step(*step(1, numbers=[1], tokens=[7]))
+    journal.apply_step(*step(2, numbers=[1], tokens=[8], ended=[[1, reason]], forgotten=[1]))
     assert tokens_of(journal, "a") == left
+    (found,) = journal.streams("a")
+    assert found.complete
+
+
+def test_few_completed_requests_keep_their_tokens() -> None:
+    count = MAX_COMPLETED + 1
+    journal = journal_with(*(f"chatcmpl-r{number}-{number:08}" for number in range(count)))
+    numbers = [*range(1, count + 1)]
+    ended = [[number, "length"] for number in numbers]
+    journal.apply_step(*step(1, numbers=numbers, tokens=numbers, ended=ended))
+    found = [bool(journal.streams(f"r{number}")) for number in range(count)]
+    assert found == [False] + [True] * MAX_COMPLETED
+    assert not any(request.tokens for request in journal.requests.values())

@@ -16,6 +16,7 @@ import zmq
 from proxy.journal.messages import Position
 from proxy.journal.subscriber import (
     CALM_S,
+    FIRST_PAUSE_S,
     MAX_PAUSE_S,
     SIGNATURE_LOG_S,
     SILENCE_S,
@@ -233,14 +234,18 @@ async def test_restarted_engine_is_recognised(site: JournalSite) -> None:
     assert site.journal.gaps == 0
 
 
-async def test_engine_that_comes_back_on_its_port_is_read_again() -> None:
+async def test_engine_that_comes_back_on_its_port_is_read_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with publishing() as publisher:
         endpoint = publisher.endpoint
         site = JournalSite(publisher)
         await site.connected()
     try:
+        await eventually(lambda: not site.subscriber.up)
+        assert caplog.messages[-1].endswith("is lost: the connection ended")
         site.look(SILENCE_S + 1)
-        assert not site.subscriber.up
+        assert len(caplog.messages) == 1
         with publishing(endpoint) as site.publisher:
             site.engine = SimulatedEngine(Random(3))
             site.engine.step()
@@ -249,6 +254,25 @@ async def test_engine_that_comes_back_on_its_port_is_read_again() -> None:
             assert site.journal.run == site.engine.run
             site.step(5)
             await site.until(lambda: site.is_current)
+    finally:
+        site.close()
+
+
+async def test_new_connection_has_a_snapshot_soon() -> None:
+    """Also one of many that end: only too many gaps on one connection make the pauses longer."""
+    with publishing() as publisher:
+        endpoint = publisher.endpoint
+        site = JournalSite(publisher)
+        await site.connected()
+    try:
+        for _ in range(4):
+            await eventually(lambda: not site.subscriber.up)
+            with publishing(endpoint) as site.publisher:
+                site.step()
+                site.journal.mark_incomplete()
+                await eventually(lambda: site.subscriber._ask_at <= site.now + FIRST_PAUSE_S)
+                site.look(FIRST_PAUSE_S)
+                await site.until(lambda: site.is_current)
     finally:
         site.close()
 
