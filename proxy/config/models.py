@@ -30,8 +30,8 @@ def _require_workers(
     return workers
 
 
-def _processes(number: int | str) -> int | str:
-    if number != "auto" and not (isinstance(number, int) and 1 <= number <= MAX_PROCESSES):
+def _processes(number: object) -> object:
+    if number != "auto" and not (type(number) is int and 1 <= number <= MAX_PROCESSES):
         raise ValueError(f"must be a number from 1 to {MAX_PROCESSES}, or auto")
     return number
 
@@ -138,7 +138,7 @@ class RouterConfig(Block):
     """Maximum size in bytes of one request header"""
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that requests have to finish after the router is told to stop"""
-    processes: Annotated[int | str, AfterValidator(_processes)] = 1
+    processes: Annotated[int | str, BeforeValidator(_processes)] = 1
     """Number of router processes that serve the port together. auto: one per processor that the
     router may use, 8 at most"""
     drain_notice_s: Annotated[float, Field(ge=0)] = 0.0
