@@ -59,7 +59,7 @@ class FakeEngines:
         except PeerGoneError:
             return
 
-    def tokens(self, _: Worker, request_id: str) -> list[int] | None:
+    def tokens(self, _: Worker, request_id: str, __: float) -> list[int] | None:
         return self.published.get(request_id)
 
 

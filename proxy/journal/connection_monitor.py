@@ -20,7 +20,10 @@ class ConnectionMonitor:
         opened: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
-        self._callbacks = {zmq.EVENT_HANDSHAKE_SUCCEEDED: opened, zmq.EVENT_DISCONNECTED: ended}
+        self._callbacks: dict[int, Callable[[], None]] = {
+            zmq.EVENT_HANDSHAKE_SUCCEEDED: opened,
+            zmq.EVENT_DISCONNECTED: ended,
+        }
         self._monitored = socket
         self._loop = asyncio.get_running_loop()
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

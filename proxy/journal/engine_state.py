@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import chain
+from math import inf
 from typing import Final, Protocol
 
 from proxy.journal.messages import JournalStep, Position
@@ -61,6 +62,7 @@ class EngineJournal:
         self.gaps = 0
         self.requests: dict[int, JournalRequest] = {}  # by the engine's number
         self.listener: CacheListener | None = None
+        self.now = 0.0  # set before messages are applied
         self.max_tokens = max_tokens
         self._max_kept_steps = max_kept_steps
         self._kept: deque[tuple[Position, JournalStep]] = deque(maxlen=max_kept_steps)
@@ -69,11 +71,12 @@ class EngineJournal:
         self._failed: deque[JournalRequest] = deque(maxlen=MAX_FAILED)
         self._completed: deque[JournalRequest] = deque(maxlen=MAX_COMPLETED)
 
-    def streams(self, request_id: str) -> list[JournalRequest]:
+    def streams(self, request_id: str, since: float = -inf) -> list[JournalRequest]:
         """Return the requests with this X-Request-Id: several if it has more sequences.
 
-        They are running, or have ended lately. A completed one is without its last token, because
-        an engine that continues it must generate something.
+        They are running, or have ended lately, but not before `since`: clients may use an ID again.
+        A completed one is without its last token, because an engine that continues it must generate
+        something.
         """
         found: dict[int, list[JournalRequest]] = {}
         for number in self._streams.get(request_id, ()):
@@ -82,7 +85,11 @@ class EngineJournal:
         if found:
             return found[min(found)]
         ended = chain(self._failed, self._completed)
-        return [r for r in ended if request_id in request_ids(r.request_id)][-1:]
+        return [
+            request
+            for request in ended
+            if request.ended_at >= since and request_id in request_ids(request.request_id)
+        ][-1:]
 
     def expect(self, request_id: str, name: bytes) -> None:
         """Name a request at its arrival; the engine reports names up to a second later."""
@@ -222,6 +229,7 @@ class EngineJournal:
         if not request.running:
             return
         request.running = False
+        request.ended_at = self.now
         if kept and request.complete:
             self._failed.append(request)
         else:

@@ -50,12 +50,15 @@ class Journals:
         for subscriber in self._subscribers.get(worker, ()):
             subscriber.name(ask.id, name)
 
-    def stream_tokens(self, worker: Worker, request_id: str) -> Sequence[int] | None:
-        """Return all output tokens of a running stream with one sequence, if they are known."""
+    def stream_tokens(self, worker: Worker, request_id: str, since: float) -> Sequence[int] | None:
+        """Return the output tokens of a stream with one sequence, if they are known.
+
+        `since`: when the worker got the request.
+        """
         found = []
         for subscriber in self._subscribers.get(worker, ()):
             subscriber.read()
-            found += subscriber.journal.streams(request_id)
+            found += subscriber.journal.streams(request_id, since)
         return found[0].tokens if len(found) == 1 and found[0].complete else None
 
     def set_key(self, key: bytes | None) -> None:

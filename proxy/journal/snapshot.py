@@ -14,7 +14,16 @@ TOKEN_TYPE: Final = "I"  # noqa: S105 - of an array
 class JournalRequest:
     """A request in an engine's journal; `request_id` is the engine's own id."""
 
-    __slots__ = ("complete", "name", "prompt_tokens", "request_id", "resident", "running", "tokens")
+    __slots__ = (
+        "complete",
+        "ended_at",
+        "name",
+        "prompt_tokens",
+        "request_id",
+        "resident",
+        "running",
+        "tokens",
+    )
 
     def __init__(
         self, request_id: str, prompt_tokens: int, resident: int = 0, *, running: bool = True
@@ -24,6 +33,7 @@ class JournalRequest:
         self.name = b""
         self.resident = resident
         self.running = running
+        self.ended_at = 0.0
         self.complete = running  # `tokens` has every output token
         self.tokens: array[int] = array(TOKEN_TYPE)
 
@@ -37,7 +47,7 @@ class JournalRequest:
     def without_last_token(self) -> JournalRequest:
         """Return a copy that has ended."""
         copy = JournalRequest(self.request_id, self.prompt_tokens, running=False)
-        copy.complete = True
+        copy.complete, copy.ended_at = True, self.ended_at
         copy.tokens = self.tokens[:-1]
         return copy
 

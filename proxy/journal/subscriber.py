@@ -199,7 +199,7 @@ class JournalSubscriber:
         self._plan_read()
 
     def _handle_message(self, frames: list[bytes]) -> None:
-        now = self._clock()
+        now = self.journal.now = self._clock()
         if self.key is not None and not is_signed(frames, self.key):
             self._note_bad_signature(now)
             return

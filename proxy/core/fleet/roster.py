@@ -34,7 +34,7 @@ class Roster:
         self.prefixes = PrefixIndex()
         self.sessions = Sessions()
         # Returns the output tokens of a running stream, by its X-Request-Id.
-        self.stream_tokens: Callable[[Worker, str], Sequence[int] | None] | None = None
+        self.stream_tokens: Callable[[Worker, str, float], Sequence[int] | None] | None = None
         # Names a placed request in its worker's journal.
         self.name_prefix: Callable[[Worker, RequestInfo], None] | None = None
         self.by_index: dict[int, Worker] = {}

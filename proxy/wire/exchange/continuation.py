@@ -89,7 +89,7 @@ def find_tokens(
         return Obstacle(NO_TOKENS)
     if request.head.id and owner.wire.has_same_id(request):  # two streams of one name in a journal
         return Obstacle(NO_TOKENS)
-    tokens = tokens_of(lease.worker, request.id.decode("latin-1"))
+    tokens = tokens_of(lease.worker, request.id.decode("latin-1"), lease.charged_at)
     return Obstacle(NO_TOKENS) if tokens is None else tokens
 
 

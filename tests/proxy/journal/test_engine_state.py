@@ -231,10 +231,12 @@ def test_tokens_of_ended_requests_are_kept_for_a_while(reason: str, left: list[l
     """The client of a completed one may not have its last text yet."""
     journal = journal_with("chatcmpl-a-00000000")
     journal.apply_step(*step(1, numbers=[1], tokens=[7]))
+    journal.now = 5.0
     journal.apply_step(*step(2, numbers=[1], tokens=[8], ended=[[1, reason]], forgotten=[1]))
     assert tokens_of(journal, "a") == left
-    (found,) = journal.streams("a")
+    (found,) = journal.streams("a", since=5.0)
     assert found.complete
+    assert journal.streams("a", since=5.1) == []  # the client has used the ID again
 
 
 def test_few_completed_requests_keep_their_tokens() -> None:

@@ -408,9 +408,9 @@ async def test_tokens_of_a_removed_workers_streams_are_known_until_they_end(
     assert other.index != worker.index
     number = engine.arrive("chatcmpl-x-00000001", 256, b"")
     engine.write(number, 5)
-    await eventually(lambda: list(reader.journals.stream_tokens(worker, "x") or ()) == [5])
+    await eventually(lambda: list(reader.journals.stream_tokens(worker, "x", 0.0) or ()) == [5])
     assert reader.held("ab") == {}
     worker.requests = 0
     reader.roster.pass_to_successor(worker)
     reader.journals.update(time.monotonic())
-    assert reader.journals.stream_tokens(worker, "x") is None
+    assert reader.journals.stream_tokens(worker, "x", 0.0) is None

@@ -119,8 +119,9 @@ class Engines:
         whole = {"id": "c", "object": "chunk", "created": 1, "model": "tiny", "choices": [choice]}
         return f"data: {json.dumps(whole, ensure_ascii=False)}\n\n".encode()
 
-    def tokens(self, worker: Worker, request_id: str) -> list[int] | None:
+    def tokens(self, worker: Worker, request_id: str, since: float) -> list[int] | None:
         assert worker.can_continue
+        assert since > 0
         return self.published.get(request_id)
 
     def request(self, *headers: bytes, **fields: Any) -> bytes:
