@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import chain
 from math import inf
+from operator import itemgetter
 from typing import Final, Protocol
 
 from proxy.journal.messages import JournalStep, Position
@@ -84,12 +85,12 @@ class EngineJournal:
             found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
         if found:
             return found[min(found)]
-        ended = chain(self._failed, self._completed)
-        return [
-            request
-            for request in ended
+        ended = [
+            (request_ids(request.request_id).index(request_id), -request.ended_at, request)
+            for request in chain(self._failed, self._completed)
             if request.ended_at >= since and request_id in request_ids(request.request_id)
-        ][-1:]
+        ]
+        return [min(ended, key=itemgetter(0, 1))[2]] if ended else []
 
     def expect(self, request_id: str, name: bytes) -> None:
         """Name a request at its arrival; the engine reports names up to a second later."""

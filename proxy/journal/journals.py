@@ -53,11 +53,11 @@ class Journals:
     def stream_tokens(self, worker: Worker, request_id: str, since: float) -> Sequence[int] | None:
         """Return the output tokens of a stream with one sequence, if they are known.
 
-        `since`: when the worker got the request.
+        `since`: when the worker got the request; infinite: only if it is running.
         """
         found = []
         for subscriber in self._subscribers.get(worker, ()):
-            subscriber.read()
+            subscriber.read_all()
             found += subscriber.journal.streams(request_id, since)
         return found[0].tokens if len(found) == 1 and found[0].complete else None
 

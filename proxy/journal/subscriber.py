@@ -83,12 +83,12 @@ class JournalSubscriber:
         self._socket = context.socket(zmq.XSUB)
         try:
             self._open()
+            self._monitor = ConnectionMonitor(self._socket, self._note_opened, self._note_ended)
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
         self._fd: int = self._socket.FD
         self._loop.add_reader(self._fd, self.read)
-        self._monitor = ConnectionMonitor(self._socket, self._note_opened, self._note_ended)
         self._request_snapshot(clock())
 
     def _open(self) -> None:
@@ -133,7 +133,8 @@ class JournalSubscriber:
         self._ask_at = min(self._ask_at, self._asked_at + FIRST_PAUSE_S)
 
     def _note_ended(self) -> None:
-        self.read()  # what arrived before
+        self.read_all()
+        self._snapshot = None
         if self.up:
             self._lose("the connection ended")
 
@@ -184,19 +185,29 @@ class JournalSubscriber:
             self._planned = self._loop.call_soon(self.read)
 
     def read(self) -> None:
-        """Read what has arrived."""
+        """Read what has arrived, in parts."""
         if self._planned is not None:
             self._planned.cancel()
             self._planned = None
+        if self._read_part():
+            self._plan_read()
+
+    def read_all(self) -> None:
+        """Read what has arrived, at once."""
+        while self._read_part():
+            pass
+
+    def _read_part(self) -> bool:
+        """Read some messages; return whether there may be more."""
         if self._socket.closed:
-            return
+            return False
         for _ in range(MAX_MESSAGES_PER_WAKEUP):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             self._handle_message(frames)
-        self._plan_read()
+        return True
 
     def _handle_message(self, frames: list[bytes]) -> None:
         now = self.journal.now = self._clock()

@@ -72,9 +72,12 @@ class Obstacle:
 
 
 def find_tokens(
-    owner: AttemptOwner, lease: Lease, response: ResponseWriter
+    owner: AttemptOwner, lease: Lease, response: ResponseWriter, since: float
 ) -> Sequence[int] | Obstacle:
-    """Return the tokens of a stream, or why it can't be continued. Nothing changes."""
+    """Return the tokens of a stream, or why it can't be continued. Nothing changes.
+
+    Its request is running, or has ended since then.
+    """
     sent, request = owner.sent_text, owner.request
     if sent is None or not request.body:
         return Obstacle(NO_TOKENS)
@@ -89,7 +92,7 @@ def find_tokens(
         return Obstacle(NO_TOKENS)
     if request.head.id and owner.wire.has_same_id(request):  # two streams of one name in a journal
         return Obstacle(NO_TOKENS)
-    tokens = tokens_of(lease.worker, request.id.decode("latin-1"), lease.charged_at)
+    tokens = tokens_of(lease.worker, request.id.decode("latin-1"), since)
     return Obstacle(NO_TOKENS) if tokens is None else tokens
 
 
@@ -153,7 +156,7 @@ def move_stream(
     sent = owner.sent_text
     if sent is None or lease is None:
         return False
-    found = find_tokens(owner, lease, response)
+    found = find_tokens(owner, lease, response, lease.charged_at)
     if isinstance(found, Obstacle) and found.reason == NO_TOKENS and may_regenerate(owner, sent):
         found = ()
     if not isinstance(found, Obstacle):

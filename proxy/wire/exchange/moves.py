@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from proxy.core.model.types import Outcome
@@ -55,7 +56,7 @@ def move(owner: AttemptOwner, now: float, lease: Lease, response: ResponseWriter
     else:
         if owner.sent_text is None:
             return NOT_KEPT
-        tokens = find_tokens(owner, lease, response)
+        tokens = find_tokens(owner, lease, response, since=inf)
         if isinstance(tokens, Obstacle):
             return tokens.reason
         if not placer.may_move(ask, now, continued(attempts)):

@@ -239,6 +239,28 @@ def test_tokens_of_ended_requests_are_kept_for_a_while(reason: str, left: list[l
     assert journal.streams("a", since=5.1) == []  # the client has used the ID again
 
 
+def test_the_last_ended_request_of_an_id_counts() -> None:
+    journal = journal_with("chatcmpl-a-00000000")
+    journal.apply_step(*step(1, numbers=[1], tokens=[7]))
+    ended = [[1, "stop"]]
+    again = [[2, "chatcmpl-a-00000001", 5]]
+    journal.apply_step(*step(2, numbers=[1], tokens=[8], ended=ended, forgotten=[1], arrived=again))
+    journal.apply_step(*step(3, numbers=[2], tokens=[90]))
+    journal.now = 7.0
+    journal.apply_step(*step(4, ended=[[2, "abort"]], forgotten=[2]))
+    assert tokens_of(journal, "a") == [[90]]
+
+
+def test_likely_reading_of_an_ended_id_comes_first() -> None:
+    journal = journal_with("chatcmpl-a-00000000", "chatcmpl-a-1-00000001")
+    journal.apply_step(*step(1, numbers=[1, 2], tokens=[7, 8]))
+    journal.apply_step(*step(2, numbers=[1, 2], tokens=[17, 18]))
+    journal.apply_step(*step(3, ended=[[1, "abort"]], forgotten=[1]))
+    journal.now = 7.0
+    journal.apply_step(*step(4, ended=[[2, "stop"]], forgotten=[2]))
+    assert tokens_of(journal, "a") == [[7, 17]]
+
+
 def test_few_completed_requests_keep_their_tokens() -> None:
     count = MAX_COMPLETED + 1
     journal = journal_with(*(f"chatcmpl-r{number}-{number:08}" for number in range(count)))

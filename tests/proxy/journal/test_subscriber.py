@@ -17,6 +17,7 @@ from proxy.journal.messages import Position
 from proxy.journal.subscriber import (
     CALM_S,
     FIRST_PAUSE_S,
+    MAX_MESSAGES_PER_WAKEUP,
     MAX_PAUSE_S,
     SIGNATURE_LOG_S,
     SILENCE_S,
@@ -256,6 +257,29 @@ async def test_engine_that_comes_back_on_its_port_is_read_again(
             await site.until(lambda: site.is_current)
     finally:
         site.close()
+
+
+async def test_messages_from_before_the_end_do_not_bring_a_connection_back() -> None:
+    with publishing() as publisher, reading(publisher) as site:
+        await site.connected()
+        site.step(5 * MAX_MESSAGES_PER_WAKEUP)
+        # Without the loop, so that the end is known before the messages are read.
+        publisher.socket.close(linger=POLL_MS)
+        assert site.subscriber._monitor._socket.poll(POLL_MS)
+        site.subscriber._monitor._read()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert site.journal.number == site.engine.number
+        assert not site.subscriber.up
+
+
+async def test_all_messages_are_read_at_once_if_wanted(site: JournalSite) -> None:
+    await site.connected()
+    site.step(5 * MAX_MESSAGES_PER_WAKEUP)
+    site.publisher.socket.close(linger=POLL_MS)
+    assert site.subscriber._monitor._socket.poll(POLL_MS)
+    site.subscriber.read_all()
+    assert site.journal.number == site.engine.number
 
 
 async def test_new_connection_has_a_snapshot_soon() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 import pytest
 
-from proxy.core.request.continuable import FIELD, NO_WORKER, NOT_KEPT, WAITS
+from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, NOT_KEPT, WAITS
 from proxy.wire.exchange import moves
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.exchange.engines import TWO, Engines, journaled
@@ -112,6 +113,7 @@ REMAINING: dict[str, tuple[int, dict[str, int]]] = {
     "no journal here": (0, {NOT_KEPT: 3}),
     "no journal elsewhere": (0, {NO_WORKER: 3}),
     "the other worker is full": (1, {NO_WORKER: 2}),
+    "its engine has completed it": (0, {NO_TOKENS: 3}),
 }
 
 
@@ -123,6 +125,8 @@ async def test_what_cannot_move_ends_on_the_drained_worker(start: Start, case: s
     if case == "no journal here":
         for exchange in site.wire.exchanges:
             exchange.sent_text = None  # type: ignore[attr-defined]
+    if case == "its engine has completed it":  # only failures need the tokens then
+        site.fleet.roster.stream_tokens = lambda *found: None if found[-1] == inf else [0]
     if case == "no journal elsewhere":
         site.worker("w1").reports_prefixes = False
     assert await drain(site, "w0", 0.2) == REMAINING[case]
