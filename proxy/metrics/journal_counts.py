@@ -16,7 +16,7 @@ UP = Family(
 GAPS = Family(
     "proxy_journal_gaps",
     "counter",
-    "Times that a message of the journal was missed or malformed, so that a snapshot was needed.",
+    "Times that a snapshot was needed: a message was missed or malformed, or the journal was lost.",
     ("worker",),
 )
 BAD_SIGNATURES = Family(
