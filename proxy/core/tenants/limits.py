@@ -173,6 +173,7 @@ class TenantUsage:
         """Apply one of some equal parts of each limit; other hosts have the others."""
         if parts != self._parts:
             self._parts = parts
+            self.elsewhere = 0  # other hosts have their own parts
             self.set_limits(self._limits)
 
     @property

@@ -1,5 +1,6 @@
 -- Decides requests of tenants over all router processes. One key per tenant, a hash of
 --   r, t        times at which the buckets of requests and tokens will be full
+--   br, bt      the part of r and t that processes knew when they called first
 --   c:PROCESS   requests in flight in a process, with those charged ahead, and when that expires
 --   b:PROCESS   number of its last call, what this call granted (requests, tokens), and when that
 --               is of no use any more
@@ -30,6 +31,14 @@ local function charge(full, amount, limit)
   return math.max(full, now) + amount * MINUTE / limit
 end
 
+-- Adds what a process knew of the time before the server had data, unless another one knew it too.
+local function restore(full, base, left)
+  local before = math.max(base, now)
+  local after = math.max(before, now + left)
+  if after == before then return full, base end
+  return math.max(full, now) + after - before, after
+end
+
 local function wait(full, amount, limit)
   if limit <= 0 then return 0 end
   local seconds = math.max(full - now, 0) + math.min(amount * MINUTE / limit, MINUTE) - MINUTE
@@ -55,11 +64,12 @@ for _, key in ipairs(KEYS) do
 
   local known, fields = {}, redis.call('HGETALL', key)
   for i = 1, #fields, 2 do known[fields[i]] = fields[i + 1] end
-  local full_r, full_t = tonumber(known.r or 0), tonumber(known.t or 0)
-  local back = tonumber(known.n or 0) - now
-  if back > 0 then full_r, full_t = full_r - back, full_t - back end
+  local back = math.max(tonumber(known.n or 0) - now, 0)
+  local full_r, full_t = tonumber(known.r or 0) - back, tonumber(known.t or 0) - back
+  local base_r, base_t = tonumber(known.br or 0) - back, tonumber(known.bt or 0) - back
   if not known['b:' .. process] then -- the server has lost its data, or the process is new
-    full_r, full_t = math.max(full_r, now + left_requests), math.max(full_t, now + left_tokens)
+    full_r, base_r = restore(full_r, base_r, left_requests)
+    full_t, base_t = restore(full_t, base_t, left_tokens)
   end
   local elsewhere = 0
   for field, value in pairs(known) do
@@ -121,8 +131,10 @@ for _, key in ipairs(KEYS) do
   running = running + ahead_requests
 
   redis.call('HSET', key, 'r', string.format('%.6f', full_r), 't', string.format('%.6f', full_t),
+    'br', string.format('%.6f', base_r), 'bt', string.format('%.6f', base_t),
     'n', string.format('%.6f', now),
-    'b:' .. process, string.format('%d %d %d %d', call, granted_r, granted_t, now + KEEP_CALL))
+    'b:' .. process, string.format('%d %d %d %d', call, granted_r, granted_t,
+      math.max(now, full_r, full_t) + KEEP_CALL))
   if running > 0 then
     redis.call('HSET', key, 'c:' .. process, string.format('%d %.6f', running, now + lease))
   else

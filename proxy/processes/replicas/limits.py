@@ -2,7 +2,8 @@
 
 Requests that arrive during a call share the next one. While a limit is far, calls also charge it in
 advance, and later requests need no call. If the server does not answer, each host decides alone
-with an equal part of each limit, and reports later what it charged.
+with an equal part of each limit, and reports what it charged when the server is back. It goes on to
+decide alone until all others have reported too: the server may have lost its data.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -35,6 +37,8 @@ SOON_S, GATHER_S = 0.002, 0.02  # charges wait as long for a call, if others wai
 FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
 MAX_KEYS, MAX_REQUESTS = 50, 1000  # of a call: tenants, and new requests of each
 DOWN_PAUSE_S = 0.2  # between two calls while the server is away
+# In which all processes have noticed a loss of the connection, and have reported again.
+SETTLE_S = 2 * BEAT_S
 MICRO = 1e-6
 NO_LIMIT = -1
 LIMITS = {1: Limit.REQUESTS, 2: Limit.TOKENS, 3: Limit.CONCURRENCY}
@@ -171,6 +175,7 @@ class SharedLimiter:
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
         self._asked: list[Asked] | None = None  # without a reply
+        self._trusted_at = 0.0  # before, the server may not know the charges of others
         self._is_due = False  # the next call is arranged, or follows the reply
         self._next_at = 0.0  # not earlier
         self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
@@ -230,11 +235,13 @@ class SharedLimiter:
             self._disconnect()
 
     def _to_report(self) -> list[TenantLimits]:
-        """Return the tenants whose requests in flight expire without a call."""
+        """Return the tenants that the server must know: it may have lost its data."""
+        now = self.clock()
         return [
             limits
             for tenant, limits in self._known.items()
-            if tenant.ledger.is_limited and (tenant.ledger.running or limits.has_more)
+            if tenant.ledger.is_limited
+            and (tenant.ledger.running or limits.has_more or max(limits.full_at) > now)
         ]
 
     async def _connect(self) -> None:
@@ -276,7 +283,8 @@ class SharedLimiter:
             again = limits.unsure
             ahead = 0, 0
             if again is None:
-                ahead = limits.ask_ahead()
+                if self.is_up:
+                    ahead = limits.ask_ahead()
                 call = Call(self._calls, limits.requests, limits.tokens)
                 waiting = limits.waiting[:MAX_REQUESTS]
                 del limits.waiting[:MAX_REQUESTS]
@@ -369,11 +377,12 @@ class SharedLimiter:
 
     def _take(self, limits: TenantLimits, waiting: list[LimitRequest], answer: Answer) -> None:
         now, ledger = self.clock(), limits.tenant.ledger
-        limits.known_at = now
         limits.full_at = now + answer.requests_s, now + answer.tokens_s
-        ledger.apply_reported(*limits.full_at, answer.elsewhere)
-        limits.advance.add(*answer.ahead)
-        ledger.charge_known(now, -limits.advance.requests, -limits.advance.tokens)
+        if self.is_up:
+            limits.known_at = now
+            ledger.apply_reported(*limits.full_at, answer.elsewhere)
+            limits.advance.add(*answer.ahead)
+            ledger.charge_known(now, -limits.advance.requests, -limits.advance.tokens)
         for request, (which, wait_s) in zip(waiting, answer.verdicts, strict=True):
             exceeded = None
             if which is not None:
@@ -397,6 +406,7 @@ class SharedLimiter:
                 self._table.hosts,
             )
         self.is_up = False
+        self._trusted_at = inf
         self._divide()
         # Those of tenants that a reload has removed are in `_changed` only.
         for limits in {**self._changed, **dict.fromkeys(self._known.values())}:
@@ -408,7 +418,9 @@ class SharedLimiter:
                     request.done(ledger.decide(self.clock(), request.tokens))
 
     def _note_up(self) -> None:
-        if not self.is_up:
+        if self._trusted_at == inf:
+            self._trusted_at = self.clock() + SETTLE_S
+        if not self.is_up and self.clock() >= self._trusted_at:
             logger.info("router.shared: connected; tenant limits are decided on the server")
             self.is_up = True
             self._divide()

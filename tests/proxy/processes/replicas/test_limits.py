@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -36,8 +36,10 @@ class Process:
         exceeded: LimitExceeded | None = None
         if not self.limits.take(TOKENS):
             decided: asyncio.Future[LimitExceeded | None] = asyncio.Future()
-            assert self.limits.ask(TOKENS, decided.set_result) is not None
-            exceeded = await decided
+            if self.limits.ask(TOKENS, decided.set_result) is None:
+                exceeded = self.ledger.decide(self.limiter.clock(), TOKENS)
+            else:
+                exceeded = await decided
         if self.ledger.enter_decided(exceeded) is None:
             self.admitted += 1
             return True
@@ -169,6 +171,64 @@ async def test_advance_is_given_up_without_the_server(
     left, _ = process.ledger.remaining(process.limiter.clock())
     assert left is not None
     assert left[1] >= MANY - 41
+
+
+@pytest.fixture
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Start a server for one test, which makes it lose its data."""
+    redis = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield redis
+    redis.close()
+
+
+async def restart(redis: RedisServer, processes: list[Process]) -> None:
+    """Restart the server without its data; return when all processes use it again."""
+    redis.kill()
+    redis.start()
+    await eventually(lambda: not any(process.limiter.is_up for process in processes))
+    await eventually(lambda: all(process.limiter.is_up for process in processes))
+
+
+async def test_concurrency_holds_when_the_server_loses_its_data(
+    stack: AsyncExitStack, restarted: RedisServer
+) -> None:
+    """Only one of the processes gets new requests."""
+    processes = await processes_of(stack, restarted, Limits(concurrency=10), 3)
+    for process in processes:
+        process.limiter._table.write_hosts(3)
+        assert await process.send()
+        assert await process.send()
+        assert await process.send()
+
+    async def send() -> None:
+        while True:
+            await processes[0].send()
+            await asyncio.sleep(0.01)
+
+    sender = asyncio.create_task(send())
+    await restart(restarted, processes)
+    await eventually(lambda: processes[0].ledger.elsewhere == 6)
+    await asyncio.sleep(0.1)
+    sender.cancel()
+    assert sum(process.ledger.running for process in processes) == 10
+
+
+async def test_spent_limits_hold_when_the_server_loses_its_data(
+    stack: AsyncExitStack, restarted: RedisServer
+) -> None:
+    """The process that has spent them has no requests any more."""
+    one, other = processes = await processes_of(stack, restarted, per_minute(60))
+    began = time.monotonic()
+    for process in processes:
+        process.limiter._table.write_hosts(2)
+    while await one.send():
+        one.ledger.leave(one.limiter.clock(), TOKENS, TOKENS)
+    await one.settle()
+    await restart(restarted, processes)
+    while await other.send():
+        other.ledger.leave(other.limiter.clock(), TOKENS, TOKENS)
+    later = time.monotonic() - began  # one request a second
+    assert 60 <= one.admitted + other.admitted <= 60 + later + 1
 
 
 def test_advance_is_twice_what_comes_in_a_moment() -> None:

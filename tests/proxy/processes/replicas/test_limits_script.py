@@ -118,10 +118,18 @@ def test_server_without_its_data_continues_from_what_each_process_knows(script: 
         ("new", (0.0, 0.0), (0.0, 0.0)),
         ("p", (30.0, 20.0), (30.0, 20.0)),
         ("q", (50.0, 10.0), (50.0, 20.0)),
+        ("r", (50.0, 20.0), (50.0, 20.0)),
         ("p", (60.0, 60.0), (50.0, 20.0)),  # only the first call of a process counts
     ):
         _, requests_s, tokens_s, _ = script.call(process=process, left=left)
         assert (requests_s, tokens_s) == pytest.approx(expected, abs=0.1)
+
+
+def test_charges_before_and_after_a_loss_of_data_add_up(script: Script) -> None:
+    script.call(*[10] * 30, process="p")
+    assert script.call(process="q", left=(40.0, 1.0))[1] == pytest.approx(70.0, abs=0.2)
+    assert script.call(process="r", left=(45.0, 1.0))[1] == pytest.approx(75.0, abs=0.2)
+    assert script.call(process="q", left=(99.0, 99.0))[1] == pytest.approx(75.0, abs=0.2)
 
 
 def test_calls_of_ended_processes_are_forgotten(script: Script) -> None:
