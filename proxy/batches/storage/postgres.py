@@ -223,7 +223,7 @@ class PostgresBackend:
     def close(self) -> None:
         if self._connection is None:
             return
-        with suppress(psycopg.Error), self._connection:
+        with suppress(psycopg.Error), self._connection, self._connection.transaction():
             self.execute("DELETE FROM replicas WHERE id = ?", (self._id,))
             self.execute(RELEASE, ([self._id],))
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -171,6 +172,26 @@ def test_leader_that_hangs_is_replaced(url: str, monkeypatch: pytest.MonkeyPatch
     second.save([result(batch, 1)])
     second.close()
     first.close()
+
+
+def test_replica_that_is_killed_while_it_leaves_is_dead(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines have no owner later, or an owner that can be found dead."""
+    leaving, other = [PostgresBackend(url) for _ in range(2)]
+    leaving.renew_part()
+    execute = leaving.execute
+
+    def fails(sql: str, values: Any = ()) -> Any:
+        if sql is backend_module.RELEASE:
+            leaving.connection.close()
+        return execute(sql, values)
+
+    monkeypatch.setattr(leaving, "execute", fails)
+    leaving.close()
+    owners = [owner for (owner,) in other.execute("SELECT id FROM replicas").fetchall()]
+    assert leaving._id in owners
+    other.close()
 
 
 @pytest.mark.parametrize(
