@@ -171,6 +171,7 @@ def make_request(
     arrival: float | None = None,
     hashed: bool = True,
     adapter: int = 0,
+    salt: str | None = None,
     grammar: Future[Any] | None = None,
     block: int = BLOCK,
 ) -> Request:
@@ -197,6 +198,7 @@ def make_request(
         priority=priority,
         block_hasher=hasher(block) if hashed else None,
         lora_request=LoRARequest(f"adapter{adapter}", adapter, "/none") if adapter else None,
+        cache_salt=salt,
     )
     if grammar is not None:
         assert request.structured_output_request is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,21 @@ from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.journal import known_requests
 from vllm_sched.engine.journal.journal import Journal, StepMessage
 from vllm_sched.engine.journal.scheduler import journal_of
+
+
+class CachedTokens(Sequence[int]):
+    """A request's tokens, other numbers for each adapter and salt: they share no blocks."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        adapter = request.lora_request.lora_int_id if request.lora_request else 0
+        self._first = 1_000_000 * (10 * adapter + sum(map(ord, request.cache_salt or "")))
+
+    def __len__(self) -> int:
+        return len(self._request._all_token_ids)
+
+    def __getitem__(self, which: Any) -> Any:
+        return [self._first + token for token in self._request._all_token_ids[which]]
 
 
 class Journaled:
@@ -46,7 +62,7 @@ class Journaled:
 
     def add(self, tokens: Any, output: int = 4, **options: Any) -> Any:
         request = make_request(tokens, output=output, **options)
-        self.tokens[request.request_id] = request._all_token_ids
+        self.tokens[request.request_id] = CachedTokens(request)
         self.journal.record_arrival(request)
         self.scheduler.add_request(request)
         return request
@@ -201,6 +217,13 @@ SCENES: dict[str, dict[str, Any]] = {
     "long_prompt": {"policies": {"long_prompt": {}}},
     "synchronous": {"scheduler_cls": SyncPolicyScheduler},
     "two groups": {"groups": (full_attention(), full_attention())},
+    "adapters": {"max_loras": 3},
+    "salts": {},
+}
+# Of the requests in a scene.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "adapters": [{"adapter": number} for number in range(3)],
+    "salts": [{"salt": salt} for salt in (None, "a", "b")],
 }
 
 
@@ -215,7 +238,7 @@ def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
         budget=rng.choice([64, 200]),
         max_num_seqs=rng.choice([4, 16]),
     )
-    most = 50 * BLOCK
+    most, options = 50 * BLOCK, OPTIONS.get(scene, [{}])
     prompts = [[rng.randrange(5, 999) for _ in range(rng.randrange(10, 300))] for _ in range(4)]
     predictions = preempted = evicted = 0
     for _ in range(250):
@@ -224,7 +247,7 @@ def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
             shared = prompt[: rng.choice([len(prompt), rng.randrange(len(prompt))])]
             prompt = shared + [rng.randrange(5, 999) for _ in range(rng.randrange(1, 200))]
             prompts = [*prompts[-11:], prompt[:most]]
-            bench.add(prompt[:most], output=rng.randrange(1, 40))
+            bench.add(prompt[:most], output=rng.randrange(1, 40), **rng.choice(options))
         if rng.random() < 0.03 and bench.scheduler.running:
             one = rng.choice(bench.scheduler.running)
             bench.scheduler.finish_requests(one.request_id, RequestStatus.FINISHED_ABORTED)
@@ -232,7 +255,7 @@ def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
         for request in bench.scheduler.requests.values():
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 predictions += 1
-                assert bench.reader.cached(request._all_token_ids) == bench.hit(request)
+                assert bench.reader.cached(CachedTokens(request)) == bench.hit(request)
         if (message := bench.step()) is not None:
             preempted += len(message.preempted)
             evicted += len(message.evicted)
@@ -244,8 +267,9 @@ def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
     late.load(bench.journal.snapshot())
     assert late.blocks <= bench.reader.blocks
     assert late.ids == bench.reader.ids
-    for prompt in prompts:
-        assert late.cached(prompt) == bench.hit(make_request(prompt))
+    for prompt, some in product(prompts, options):
+        request = make_request(prompt, **some)
+        assert late.cached(CachedTokens(request)) == bench.hit(request)
     running = {request.request_id for request in bench.scheduler.requests.values()}
     assert {name: late.output[name] for name in running} == {
         name: bench.reader.output[name] for name in running
