@@ -259,9 +259,14 @@ async def worker_of_response(
     client: Client, fakes: dict[str, FakeWorker], *headers: bytes, **fields: str
 ) -> str:
     """Send a request to the Responses API; return the name of its worker."""
-    counts = {name: len(fake.served) for name, fake in fakes.items()}
     body = {"model": "tiny", "input": "hi", "max_output_tokens": 5, **fields}
     data = request(json.dumps(body).encode(), *headers, path="/v1/responses")
+    return await worker_of(client, fakes, data)
+
+
+async def worker_of(client: Client, fakes: dict[str, FakeWorker], data: bytes) -> str:
+    """Send a request; return the name of its worker."""
+    counts = {name: len(fake.served) for name, fake in fakes.items()}
     assert (await client.ask(data)).status == 200
     [worker] = [name for name, fake in fakes.items() if len(fake.served) > counts[name]]
     return worker

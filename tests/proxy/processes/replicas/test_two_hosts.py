@@ -31,11 +31,12 @@ from tests.proxy.processes.router_group import (
     samples,
     stored_response,
     until,
+    worker_of,
     worker_of_response,
 )
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.raw_client import Answer, BrokenError, Client, chat
+from tests.proxy.wire.raw_client import Answer, BrokenError, Client, chat, get
 from tests.proxy.wire.site import eventually
 from tests.redis_server import RedisServer
 
@@ -58,6 +59,7 @@ async def test_stored_response_is_found_from_any_host(hosts: Hosts, fakes: Fakes
         owner = await worker_of_response(first, fakes, FREE)
         await asyncio.sleep(0.2)
         assert await worker_of_response(second, fakes, FREE, previous_response_id=name) == owner
+        assert await worker_of(second, fakes, get(f"/v1/responses/{name}", FREE)) == owner
 
 
 async def test_drain_holds_on_all_hosts(hosts: Hosts, fakes: Fakes) -> None:
