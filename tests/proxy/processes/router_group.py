@@ -261,10 +261,10 @@ async def worker_of_response(
     """Send a request to the Responses API; return the name of its worker."""
     body = {"model": "tiny", "input": "hi", "max_output_tokens": 5, **fields}
     data = request(json.dumps(body).encode(), *headers, path="/v1/responses")
-    return await worker_of(client, fakes, data)
+    return await worker_that_serves(client, fakes, data)
 
 
-async def worker_of(client: Client, fakes: dict[str, FakeWorker], data: bytes) -> str:
+async def worker_that_serves(client: Client, fakes: dict[str, FakeWorker], data: bytes) -> str:
     """Send a request; return the name of its worker."""
     counts = {name: len(fake.served) for name, fake in fakes.items()}
     assert (await client.ask(data)).status == 200

@@ -31,8 +31,8 @@ from tests.proxy.processes.router_group import (
     samples,
     stored_response,
     until,
-    worker_of,
     worker_of_response,
+    worker_that_serves,
 )
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -59,7 +59,7 @@ async def test_stored_response_is_found_from_any_host(hosts: Hosts, fakes: Fakes
         owner = await worker_of_response(first, fakes, FREE)
         await asyncio.sleep(0.2)
         assert await worker_of_response(second, fakes, FREE, previous_response_id=name) == owner
-        assert await worker_of(second, fakes, get(f"/v1/responses/{name}", FREE)) == owner
+        assert await worker_that_serves(second, fakes, get(f"/v1/responses/{name}", FREE)) == owner
 
 
 async def test_drain_holds_on_all_hosts(hosts: Hosts, fakes: Fakes) -> None:
