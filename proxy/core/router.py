@@ -98,7 +98,6 @@ class Router:
         return refusal and self.placer.count_refusal("", refusal)
 
     def charge_refused_read(self, tenant: Tenant | None, now: float) -> None:
-        """Charge a tenant for a refused `read`."""
         if tenant is not None:
             billing.charge_refused(tenant, now)
 

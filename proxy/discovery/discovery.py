@@ -60,7 +60,6 @@ class Discovery:
 
     @property
     def pools(self) -> tuple[DiscoveredPool, ...]:
-        """All discovered pools."""
         return tuple(self._sources)
 
     def counts(self) -> list[tuple[str, bool, int]]:

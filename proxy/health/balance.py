@@ -88,7 +88,6 @@ class Balance:
         self._seen: dict[str, SideLoad] = {}
 
     def sample(self, now: float) -> None:
-        """Take a sample."""
         for model, prefills, decodes in self._sides():
             seen = self._seen.setdefault(model, SideLoad(now))
             step = seen.step(now)

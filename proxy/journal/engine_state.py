@@ -75,9 +75,8 @@ class EngineJournal:
     def streams(self, request_id: str, since: float = -inf) -> list[JournalRequest]:
         """Return the requests with this X-Request-Id: several if it has more sequences.
 
-        They are running, or have ended lately, but not before `since`: clients may use an ID again.
-        A completed one is without its last token, because an engine that continues it must generate
-        something.
+        They run, or ended lately and after `since`: clients may use an ID again. A completed one is
+        without its last token, which another engine generates.
         """
         found: dict[int, list[JournalRequest]] = {}
         for number in self._streams.get(request_id, ()):

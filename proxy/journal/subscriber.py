@@ -49,6 +49,25 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 3000, 10_000
 FIRST_RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 
 
+class SnapshotPauses:
+    """The pauses between requests for a snapshot, longer if they follow each other."""
+
+    def __init__(self) -> None:
+        self.ends_at = -inf
+        self._began_at = -inf
+        self._pause_s = FIRST_PAUSE_S
+
+    def begin(self, now: float) -> None:
+        calm = now - self._began_at > CALM_S
+        self._pause_s = FIRST_PAUSE_S if calm else min(2 * self._pause_s, MAX_PAUSE_S)
+        self._began_at = now
+        self.ends_at = now + self._pause_s * random.uniform(0.5, 1.0)
+
+    def shorten(self) -> None:
+        """Make this pause a first one."""
+        self.ends_at = min(self.ends_at, self._began_at + FIRST_PAUSE_S)
+
+
 class JournalSubscriber:
     """Keeps the replica of one engine current; call `check_silence` several times a second."""
 
@@ -71,9 +90,7 @@ class JournalSubscriber:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._current_at = clock()  # last time when the replica had all messages
-        self._asked_at = -inf
-        self._ask_at = -inf
-        self._pause_s = FIRST_PAUSE_S
+        self._pauses = SnapshotPauses()
         self._snapshot_topic: bytes | None = None
         self._snapshot: SnapshotReader | None = None  # arrived, and not read completely
         self._planned: asyncio.Handle | None = None  # the next call of `read`
@@ -130,7 +147,7 @@ class JournalSubscriber:
 
     def _note_opened(self) -> None:
         """Ask for a snapshot soon: the steps before the connection are missing."""
-        self._ask_at = min(self._ask_at, self._asked_at + FIRST_PAUSE_S)
+        self._pauses.shorten()
 
     def _note_ended(self) -> None:
         self.read_all()
@@ -163,12 +180,9 @@ class JournalSubscriber:
 
     def _request_snapshot(self, now: float) -> None:
         """Subscribe to a snapshot, unless that was done a short time ago."""
-        if now < self._ask_at or self._snapshot is not None:
+        if now < self._pauses.ends_at or self._snapshot is not None:
             return
-        calm = now - self._asked_at > CALM_S
-        self._pause_s = FIRST_PAUSE_S if calm else min(2 * self._pause_s, MAX_PAUSE_S)
-        self._asked_at = now
-        self._ask_at = now + self._pause_s * random.uniform(0.5, 1.0)
+        self._pauses.begin(now)
         self._unsubscribe()
         self._snapshot_topic = b"snapshot/" + secrets.token_hex(8).encode()
         self._send(SUBSCRIBE + self._snapshot_topic)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from benchmarks.killed_streams import Ports, Tally, report, start_relay
+from benchmarks.killed_streams import Ports, Streamed, Tally, report, start_relay
 
 PAGE = """\
 proxy_continued_streams_total{worker="w0"} 3
@@ -21,22 +21,30 @@ proxy_streams_not_continued_total{why="no_worker"} 2
 
 @pytest.mark.parametrize(("end", "verdict"), [("equal", "met"), ("different", "MISSED")])
 def test_report_shows_ends_and_pauses(end: str, verdict: str) -> None:
-    tally = Tally(kills=5)
+    tally = Tally(kills=[10.0, 20.0])
     tally.ends[end] += 1
-    tally.pauses_s = {"a": 3.0, "b": 1.0, "c": 4.0}
+    pauses = {"a": (3.5, 13.0), "b": (0.5, 9.0), "c": (4.5, 24.0), "d": (2.0, 12.0)}
+    tally.streams = {
+        name: Streamed(("", "stop", 1), pause_s, until) for name, (pause_s, until) in pauses.items()
+    }
     tally.decisions = {
         "a": {"predicted_ttft_s": 1.5, "left_workers": ["w0"]},
+        "b": {"predicted_ttft_s": 1.0, "left_workers": [], "ttft_s": 1.25},
         "c": {"predicted_ttft_s": 1.0, "left_workers": ["w0", "w1"]},
+        "d": {"predicted_ttft_s": 2.0, "left_workers": ["w0"]},
     }
     console = Console(file=io.StringIO(), width=200)
     report(console, tally, PAGE)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "5 kills, 1 streams" in text
+    assert "2 kills, 1 streams" in text
     assert "continued 7 times; not continued: {'no_worker': '2'}" in text
-    assert "1 streams continued once: p50 3.00 s" in text
-    assert "first token: p50 2.00x" in text
-    assert "1 streams continued more often: p50 4.00 s" in text
-    assert "first token: p50 4.00x" in text
+    assert "2 streams continued once, from the kill: p50 2.50 s" in text
+    assert "of its own: p50 1.50x" in text  # 3 / 1.5 and 2 / 2
+    assert "that moved with it: p50 1.25x" in text  # 3 / 2 and 2 / 2
+    assert "1 streams continued more often, from the kill: p50 4.00 s" in text
+    assert "of its own: p50 4.00x" in text
+    assert "1 other streams: p50 0.50 s" in text
+    assert "their first token over the predicted prefill: p50 1.25x" in text
     assert f"equal: {verdict}" in text
 
 

@@ -194,7 +194,6 @@ class Worker:
 
     @property
     def lacks_model(self) -> bool:
-        """Return whether its model list lacks its model."""
         return self.spec.model not in self.models
 
     @property

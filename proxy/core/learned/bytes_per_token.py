@@ -62,7 +62,6 @@ class LearnedSizes:
         return self.fixed * prompts + self.per_byte * text + self.per_tool * tools
 
     def error(self, text: int, tools: int = 0) -> float:
-        """Return the possible error."""
         size = self.per_byte * text + self.per_tool * tools
         var = self.fixed_var + (2.0 * self.both_var + self.byte_var * text) * text
         var = max(var + self.tool_var * tools * tools, 0.0)  # rounding

@@ -132,7 +132,6 @@ class RequestInfo:
 
     @property
     def needs_engine(self) -> bool:
-        """Return whether an engine works on it."""
         return self.generates or self.prompt_tokens > 0
 
     @property

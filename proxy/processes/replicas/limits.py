@@ -1,9 +1,9 @@
 """Decides the limits of tenants on the Redis server, for all router processes of all hosts.
 
 Requests that arrive during a call share the next one. While a limit is far, calls also charge it in
-advance, and later requests need no call. If the server does not answer, each host decides alone
-with an equal part of each limit, and reports what it charged when the server is back. It goes on to
-decide alone until all others have reported too: the server may have lost its data.
+advance. If the server does not answer, each host decides alone with an equal part of each limit. It
+reports its charges when the server is back, and decides alone until all others have reported too:
+the server may have lost its data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOON_S, GATHER_S = 0.002, 0.02  # charges wait as long for a call, if others wai
 FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
 MAX_KEYS, MAX_REQUESTS = 50, 1000  # of a call: tenants, and new requests of each
 DOWN_PAUSE_S = 0.2  # between two calls while the server is away
-# In which all processes have noticed a loss of the connection, and have reported again.
+# Until all processes have noticed a lost connection and reported again.
 SETTLE_S = 2 * BEAT_S
 MICRO = 1e-6
 NO_LIMIT = -1
@@ -161,7 +161,6 @@ class SharedLimiter:
         clock: Callable[[], float],
     ) -> None:
         self.clock = clock
-        self.is_up = False
         self._settings = settings
         redis_server.check(settings)  # the import takes longer than a call may
         self._password = password
@@ -175,7 +174,7 @@ class SharedLimiter:
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
         self._asked: list[Asked] | None = None  # without a reply
-        self._trusted_at = 0.0  # before, the server may not know the charges of others
+        self._trusted_at: float | None = 0.0  # until then the server may lack charges; None: is up
         self._is_due = False  # the next call is arranged, or follows the reply
         self._next_at = 0.0  # not earlier
         self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
@@ -183,6 +182,11 @@ class SharedLimiter:
         self._defect: Exception | None = None
         self._timer = EarliestTimer(self._call_soon)
         self._arrange()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the server decides."""
+        return self._trusted_at is None
 
     def wake(self, limits: TenantLimits) -> None:
         self._changed[limits] = None
@@ -405,7 +409,6 @@ class SharedLimiter:
                 reason,
                 self._table.hosts,
             )
-        self.is_up = False
         self._trusted_at = inf
         self._divide()
         # Those of tenants that a reload has removed are in `_changed` only.
@@ -418,9 +421,10 @@ class SharedLimiter:
                     request.done(ledger.decide(self.clock(), request.tokens))
 
     def _note_up(self) -> None:
+        now = self.clock()
         if self._trusted_at == inf:
-            self._trusted_at = self.clock() + SETTLE_S
-        if not self.is_up and self.clock() >= self._trusted_at:
+            self._trusted_at = now + SETTLE_S
+        if self._trusted_at is not None and now >= self._trusted_at:
             logger.info("router.shared: connected; tenant limits are decided on the server")
-            self.is_up = True
+            self._trusted_at = None
             self._divide()

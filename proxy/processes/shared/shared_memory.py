@@ -181,7 +181,6 @@ class SharedTable:
         return None
 
     def tenant_marks(self) -> dict[int, int]:
-        """Return the marks of all tenants by row."""
         marks = self.memory[self._common : self._common + MAX_TENANTS * WORD]
         if marks != self._marks:
             self._marks = marks

@@ -63,7 +63,6 @@ def wants_openmetrics(head: RequestHead) -> bool:
 
 
 def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -> bytes:
-    """Return a metrics page."""
     return answer(
         200,
         body,

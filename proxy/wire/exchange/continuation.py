@@ -74,10 +74,7 @@ class Obstacle:
 def find_tokens(
     owner: AttemptOwner, lease: Lease, response: ResponseWriter, since: float
 ) -> Sequence[int] | Obstacle:
-    """Return the tokens of a stream, or why it can't be continued. Nothing changes.
-
-    Its request is running, or has ended since then.
-    """
+    """Return the tokens of a stream that runs, or has ended since then, or why there are none."""
     sent, request = owner.sent_text, owner.request
     if sent is None or not request.body:
         return Obstacle(NO_TOKENS)

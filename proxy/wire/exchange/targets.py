@@ -67,7 +67,6 @@ def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> Re
 
 
 def body_with_targets(owner: AttemptOwner, now: float) -> bytes:
-    """Return the body with the targets."""
     ask, body = owner.ask, owner.request.body
     if not owner.wire.settings.pass_targets or ask is None or not ask.takes_arguments:
         return body
