@@ -2,10 +2,12 @@
 
     python -m benchmarks.replicas cost [--routers 1 2 4] [--rounds 5]
     python -m benchmarks.replicas quality [--routers 1 2 4]
+    python -m benchmarks.replicas latency
 
 `cost`: processor time per request. `quality`: how far shares of two equal tenants differ, by how
 much a tenant exceeds its limit, how many requests too many a worker has, and the first tokens of
-short requests beside long ones. Everything runs on this machine.
+short requests beside long ones. `latency`: the time until the server has decided a request of a
+tenant near its limit. Everything runs on this machine.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.replicas import cost, quality
+from benchmarks.replicas import cost, latency, quality
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="replicas", description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["cost", "quality"])
+    parser.add_argument("part", choices=["cost", "quality", "latency"])
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, help="per window; default: 3, of quality 20")
@@ -29,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         if given.part == "cost":
             cost.main(Path(folder), given.routers, given.rounds, given.seconds or 3.0)
+        elif given.part == "latency":
+            latency.main(Path(folder), given.seconds or 5.0)
         else:
             quality.main(Path(folder), given.routers, given.seconds or 20.0)
     return 0

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 SCRIPT = Path(__file__).with_suffix(".lua")
 BEAT_S = 1.0  # between two reports of requests in flight
 LEASE_S = 3.0  # after which a silent process has no requests in flight
-PACE_S = 0.0007  # between two calls; requests that arrive in the meantime share one
 SOON_S, GATHER_S = 0.002, 0.02  # charges wait as long for a call, if others wait for them or not
 FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
 MAX_KEYS, MAX_REQUESTS = 50, 1000  # of a call: tenants, and new requests of each
@@ -176,7 +175,6 @@ class SharedLimiter:
         self._asked: list[Asked] | None = None  # without a reply
         self._trusted_at: float | None = 0.0  # until then the server may lack charges; None: is up
         self._is_due = False  # the next call is arranged, or follows the reply
-        self._next_at = 0.0  # not earlier
         self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
         self._lost = asyncio.Event()  # the connection
         self._defect: Exception | None = None
@@ -263,13 +261,12 @@ class SharedLimiter:
             self._note_down(error)
 
     def _call_soon(self) -> None:
-        """Call the server for all requests of this turn, a moment after the last call."""
+        """Call the server for all requests of this turn, after the last reply."""
         if self._is_due or self._connection is None:
             return
         self._is_due = True
         if self._asked is None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(max(self._next_at - loop.time(), 0.0), self._call)
+            asyncio.get_running_loop().call_soon(self._call)
 
     def _call(self) -> None:
         self._is_due = False
@@ -330,7 +327,6 @@ class SharedLimiter:
             self._disconnect()
             self._note_down(error)
             return
-        self._next_at = asyncio.get_running_loop().time() + PACE_S
         self._note_up()
         try:
             for (limits, _, waiting), answer in zip(asked, answers, strict=True):
