@@ -28,6 +28,7 @@ def test_targets_of_the_journal_are_printed(
     monkeypatch.setattr(journal_cost, "measure", lambda *_: journal_cost.Cost(1e-3, 1e-5, 1, 1e-3))
     monkeypatch.setattr("sys.argv", ["journal_cost", "--rounds", "1"])
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("gc.disable", lambda: None)  # the tests after this one need it
     journal_cost.main()
     printed = capsys.readouterr().out
     assert "1% of a step: met" in printed

@@ -337,6 +337,8 @@ async def port_closed(port: int) -> None:
                 (await Client.connect(port)).close()
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:  # in the moment of closing
+                pass
             await asyncio.sleep(0.01)
 
 
