@@ -99,6 +99,14 @@ def server(redis: RedisServer) -> Server:
     return found
 
 
+@pytest.fixture
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Start a server for one test, which kills it."""
+    redis = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield redis
+    redis.close()
+
+
 async def processes_of(
     stack: AsyncExitStack, redis: RedisServer, limits: Limits, count: int = 2
 ) -> list[Process]:
@@ -158,27 +166,17 @@ async def test_unused_advance_is_returned(
 
 
 async def test_advance_is_given_up_without_the_server(
-    stack: AsyncExitStack, tmp_path_factory: pytest.TempPathFactory
+    stack: AsyncExitStack, own_redis: RedisServer
 ) -> None:
-    redis = RedisServer(tmp_path_factory.mktemp("redis"))
-    stack.callback(redis.close)
-    [process] = await processes_of(stack, redis, per_minute(MANY), 1)
+    [process] = await processes_of(stack, own_redis, per_minute(MANY), 1)
     await process.send_at_once(40)
     assert process.limits.advance.requests
-    redis.kill()
+    own_redis.kill()
     await eventually(lambda: not process.limiter.is_up)
     assert not process.limits.take(TOKENS)
     left, _ = process.ledger.remaining(process.limiter.clock())
     assert left is not None
     assert left[1] >= MANY - 41
-
-
-@pytest.fixture
-def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Start a server for one test, which makes it lose its data."""
-    redis = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield redis
-    redis.close()
 
 
 async def restart(redis: RedisServer, processes: list[Process]) -> None:
@@ -190,10 +188,10 @@ async def restart(redis: RedisServer, processes: list[Process]) -> None:
 
 
 async def test_concurrency_holds_when_the_server_loses_its_data(
-    stack: AsyncExitStack, restarted: RedisServer
+    stack: AsyncExitStack, own_redis: RedisServer
 ) -> None:
     """Only one of the processes gets new requests."""
-    processes = await processes_of(stack, restarted, Limits(concurrency=10), 3)
+    processes = await processes_of(stack, own_redis, Limits(concurrency=10), 3)
     for process in processes:
         process.limiter._table.write_hosts(3)
         assert await process.send()
@@ -206,7 +204,7 @@ async def test_concurrency_holds_when_the_server_loses_its_data(
             await asyncio.sleep(0.01)
 
     sender = asyncio.create_task(send())
-    await restart(restarted, processes)
+    await restart(own_redis, processes)
     await eventually(lambda: processes[0].ledger.elsewhere == 6)
     await asyncio.sleep(0.1)
     sender.cancel()
@@ -214,17 +212,17 @@ async def test_concurrency_holds_when_the_server_loses_its_data(
 
 
 async def test_spent_limits_hold_when_the_server_loses_its_data(
-    stack: AsyncExitStack, restarted: RedisServer
+    stack: AsyncExitStack, own_redis: RedisServer
 ) -> None:
     """The process that has spent them has no requests any more."""
-    one, other = processes = await processes_of(stack, restarted, per_minute(60))
+    one, other = processes = await processes_of(stack, own_redis, per_minute(60))
     began = time.monotonic()
     for process in processes:
         process.limiter._table.write_hosts(2)
     while await one.send():
         one.ledger.leave(one.limiter.clock(), TOKENS, TOKENS)
     await one.settle()
-    await restart(restarted, processes)
+    await restart(own_redis, processes)
     while await other.send():
         other.ledger.leave(other.limiter.clock(), TOKENS, TOKENS)
     later = time.monotonic() - began  # one request a second
