@@ -306,12 +306,11 @@ class Router:
             return None
         return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
 
-    def may_retry(self, lease: Lease, now: float, *, continues: bool = False) -> bool:
+    def may_retry(self, lease: Lease, now: float, attempts: Attempts) -> bool:
         """Return whether a request would be retried if the current leg failed."""
-        leg, before = lease.running_leg, lease.attempts
-        tried = before.tried | {leg.worker}
+        leg = lease.running_leg
         free = leg is not lease  # a prefill: see `submit`
-        attempts = replace(before, tried=tried, continues=before.continues or continues)
+        attempts = replace(attempts, tried=attempts.tried | {leg.worker})
         if not free and attempts.failures >= self.settings.max_attempts:
             return False
         if not candidates.may_take(self._roster, lease.ask, now, attempts):
