@@ -105,9 +105,9 @@ def find_output(
     if may_use_text(owner):
         found = find_text(owner)
     sent = owner.sent_text
-    if isinstance(found, Obstacle) and regenerates and sent and may_regenerate(owner, sent):
-        return ()
-    return found
+    if not isinstance(found, Obstacle) or sent is None or not regenerates:
+        return found
+    return () if may_regenerate(owner, sent) else found
 
 
 def others_take_tokens(owner: AttemptOwner, lease: Lease) -> bool:
