@@ -143,10 +143,10 @@ class RemoteSheets:
                 member.is_silent = member.is_lost = True
                 for index in member.processes:
                     self._clear(member, index)
-                self._table.mark_updated()
+                self._table.updates += 1
             if now - member.heard_at > FORGET_S:
                 self._forget(member)
-                self._table.mark_updated()
+                self._table.updates += 1
         return silent
 
     @property
@@ -161,7 +161,7 @@ class RemoteSheets:
                     sheet = self._table.sheet(process.index)
                     sheet.wipe(self._workers.rows[name])
                     self._write_worker(process, name, member.offset)
-        self._table.mark_updated()
+        self._table.updates += 1
 
     @property
     def waits(self) -> bool:
@@ -190,7 +190,7 @@ class RemoteSheets:
         if process is None and self._free:
             process = member.processes[index] = RemoteProcess(self._free.pop())
             in_use = process.index - self._table.processes + 1
-            self._table.use_remote(max(in_use, self._table.remote_in_use))
+            self._table.remote_in_use = max(in_use, self._table.remote_in_use)
         return process
 
     def _make_room(self, newcomer: Member) -> None:

@@ -87,7 +87,7 @@ class Replication:
         self._reservations = Reservations(self.name)
         self._configured = replicas  # parts without the server, at least
         self._hosts = replicas  # that shared the workers when the server was last reached
-        table.write_hosts(replicas)
+        table.hosts = replicas
         self._connected_at, self._ran_at = -inf, clock()
         self._joined = False
         self._number = 0
@@ -166,11 +166,11 @@ class Replication:
         try:
             while True:
                 self._publish(channel, small=small)
-                self._table.await_urgent(awaits=True)  # before the last look
+                self._table.awaits_urgent = True  # before the last look
                 try:
                     small = await self._times.wait(urgent=self._has_urgent())
                 finally:
-                    self._table.await_urgent(awaits=False)
+                    self._table.awaits_urgent = False
         except asyncio.CancelledError:
             self._number += 1
             with suppress(Exception):  # the server may be gone too
@@ -257,7 +257,7 @@ class Replication:
             update.folded, update.folded_names = self.sheets.folded, self.sheets.folded_names
         self._notices.write(update)
         self._number += 1
-        self._table.note_sent()
+        self._table.sent += 1
         self._last_sent, self._owes_answer = now, False
         self._gone = []
         if self._note_requests(update):  # before others take what is reported as free
@@ -340,7 +340,7 @@ class Replication:
             self._hosts = len(alive) + 1
             acknowledged = self._reservations.acknowledge(alive)
             names = None if names is None else names | acknowledged
-            self._table.write_hosts(max(self._hosts, self._configured))
+            self._table.hosts = max(self._hosts, self._configured)
         limits = self.workers.limits
         if names is None or before != (self._joined, self._hosts):
             names = set(limits)

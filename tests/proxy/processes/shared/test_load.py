@@ -61,9 +61,13 @@ def test_urgent_changes_are_reported_after_they_are_written(
     sharing.urgent = UrgentChanges(
         sharing.table, sharing.sheet, lambda: seen.append(sharing.sheet.read_load(row)[0][2])
     )
-    sharing.table.await_urgent(awaits=True)
+    sharing.table.awaits_urgent = True
     group.submit(0, prompt=LARGE_PREFILL_TOKENS)
     assert seen == [LARGE_PREFILL_TOKENS]
+
+
+def wake_supervisor(group: VirtualGroup) -> None:
+    group.tables[0].awaits_urgent = False
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_urgent_changes_are_reported_after_they_are_written(
         lambda group: group.routers[0].submit(ask(LARGE_PREFILL_TOKENS), group.now),
         lambda group: group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now),
         lambda group: group.routers[0].queue.elsewhere.report_change(),
-        lambda group: group.sharings[0].table.await_urgent(awaits=False),
+        wake_supervisor,
     ],
 )
 def test_urgent_changes_are_found_before_they_are_written(
@@ -81,14 +85,14 @@ def test_urgent_changes_are_found_before_they_are_written(
     group = make_processes(1, spec("a"))
     sharing = group.sharings[0]
     sharing.urgent = UrgentChanges(sharing.table, sharing.sheet, lambda: None)
-    sharing.table.await_urgent(awaits=True)
+    sharing.table.awaits_urgent = True
     group.end_turn()
     placed(group.routers[0].submit(ask(), group.now))
     assert not sharing.has_urgent()
     change(group)
     assert sharing.has_urgent()
     group.end_turn()
-    sharing.table.await_urgent(awaits=True)
+    sharing.table.awaits_urgent = True
     assert not sharing.has_urgent()
 
 
@@ -102,7 +106,7 @@ def test_starts_and_ends_of_large_prompts_are_urgent(
     def is_urgent() -> bool:
         found = sharing.has_urgent()
         group.end_turn()
-        sharing.table.await_urgent(awaits=True)
+        sharing.table.awaits_urgent = True
         return found
 
     assert is_urgent()  # the first turn
@@ -432,7 +436,7 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
     [sharing], [table] = group.sharings, group.tables
     worker, row = group.worker(0, "a"), sharing.row(group.worker(0, "a"))
     assert row is not None
-    table.use_remote(1)
+    table.remote_in_use = 1
     other = table.sheet(1)
     for requests in (1, 2):
         sharing.take_in_charges(group.now)
@@ -442,7 +446,7 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
         sharing.take_in_charges(group.now)
         assert worker.requests == requests - 1
         if requests == 1:
-            table.mark_updated()
+            table.updates += 1
             group.now += 1.1 * REMOTE_INTERVAL_S
         else:
             group.now += LOOK_INTERVAL_S
