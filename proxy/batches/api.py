@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import orjson
@@ -267,11 +267,8 @@ class BatchApiRequest:
 
     async def _collection(self, noun: str) -> bytes:
         if self._request.head.method == "POST":
-            making: dict[str, Callable[[], Awaitable[Json]]] = {
-                "files": self._create_file,
-                "batches": self._create_batch,
-            }
-            return orjson.dumps(await making[noun]())
+            create = self._create_file if noun == "files" else self._create_batch
+            return orjson.dumps(await create())
         store = self._api.store
         page, purpose = request_parsing.parse_page(self._request, of_files=noun == "files")
         if noun == "files":

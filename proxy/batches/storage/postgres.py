@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from proxy.batches.storage.backend import Part, Row
 from proxy.batches.storage.rows import new_id, placeholders
-from proxy.batches.storage.schema import SCHEMA, VERSION, postgres_tables
+from proxy.batches.storage.schema import SCHEMA, UNSAVED, VERSION, postgres_tables
 from proxy.batches.types import DiskError, StoreFullError
 from proxy.config.redact import without_password
 from proxy.errors import ProxyError
@@ -55,7 +55,6 @@ SET tcp_user_timeout = 15000;
 SELECT set_config('synchronous_commit', 'on', false)
     WHERE current_setting('synchronous_commit') = 'off'
 """
-UNSAVED = "NOT EXISTS (SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)"
 CLAIM = f"""
 WITH free AS MATERIALIZED (
     SELECT number, size FROM lines AS l WHERE batch = ? AND owner IS NULL AND {UNSAVED}

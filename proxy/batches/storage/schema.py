@@ -35,6 +35,8 @@ CLIENT_BYTES = {
     "lines": "<custom_id> + <custom_id> + <model>",  # custom_id is also in an index
     "results": "length({row}.content)",
 }
+# The condition on `lines AS l` that a line has no result.
+UNSAVED = "NOT EXISTS (SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)"
 OWN_TENANT, BATCH_TENANT = "{row}.tenant", "(SELECT tenant FROM batches WHERE id = {row}.batch)"
 ROW_TENANT = {
     "files": OWN_TENANT,

@@ -19,16 +19,14 @@ from proxy.batches.storage.disk import (
 )
 from proxy.batches.storage.lock import FolderLock
 from proxy.batches.storage.rows import placeholders
-from proxy.batches.storage.schema import TABLES, VERSION, sqlite_usage
+from proxy.batches.storage.schema import TABLES, UNSAVED, VERSION, sqlite_usage
 from proxy.batches.types import DiskError, StoreFullError
 
 BUSY_S = 30.0  # wait for a lock of another process
 MAX_PAGES = 1000  # returned to the disk in one step, so that other operations do not wait
 NEXT_LINES = (
-    "SELECT number, custom_id, model, start, size FROM lines AS l "
-    "WHERE batch = ? AND number > ? AND NOT EXISTS "
-    "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
-    "ORDER BY number LIMIT ?"
+    "SELECT number, custom_id, model, start, size FROM lines AS l "  # noqa: S608
+    f"WHERE batch = ? AND number > ? AND {UNSAVED} ORDER BY number LIMIT ?"
 )
 Got = TypeVar("Got")
 

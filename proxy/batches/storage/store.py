@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from sys import maxsize
 from typing import Any
 
 from proxy.batches.storage.database import frees_room
@@ -23,6 +22,7 @@ from proxy.batches.storage.rows import (
     placeholders,
     row_of,
 )
+from proxy.batches.storage.schema import UNSAVED
 from proxy.batches.types import (
     ACTIVE,
     OUTPUT,
@@ -144,8 +144,6 @@ class Store(FileStore):
             for name, value in changes.items():
                 setattr(found[0], name, value)
             self._move(found[0], status, now)
-            if status is Status.FAILED:
-                self.backend.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
         return True
 
     def jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
@@ -204,35 +202,25 @@ class Store(FileStore):
         if not code:
             return None
         with self.backend.writing():
-            left = self._lines_left(batch, after, MAX_LINES)
+            left = self._lines_left(batch, after)
             self._save(error_result(job, code, message) for job in left)
         return left[-1].number if len(left) == MAX_LINES else None
 
     def end(self, batch_id: str, status: Status, now: float) -> None:
-        """End a batch.
-
-        Stores error results for lines that did not run, and creates the output files.
-        """
-        code, message = ENDS[status]
+        """End a batch whose lines are deleted, and create the output files."""
         with self.backend.writing():
-            (batch,) = self._batches("id = ?", (batch_id,))
-            left = self._lines_left(batch) if code else ()
-            self._save(error_result(job, code, message) for job in left)
             (batch,) = self._batches("id = ?", (batch_id,))
             batch.output = self._create_result_file(batch, now, ok=True)
             batch.error = self._create_result_file(batch, now, ok=False)
             if status is Status.COMPLETED:
                 batch.at[Status.FINALIZING] = now
             self._move(batch, status, now)
-            self.backend.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
-    def _lines_left(self, batch: Batch, after: int = 0, limit: int = maxsize) -> list[LineJob]:
+    def _lines_left(self, batch: Batch, after: int) -> list[LineJob]:
         rows = self.backend.execute(
-            "SELECT number, custom_id, model FROM lines AS l "
-            "WHERE batch = ? AND number > ? AND NOT EXISTS "
-            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
-            "ORDER BY number LIMIT ?",
-            (batch.id, after, limit),
+            "SELECT number, custom_id, model FROM lines AS l "  # noqa: S608
+            f"WHERE batch = ? AND number > ? AND {UNSAVED} ORDER BY number LIMIT ?",
+            (batch.id, after, MAX_LINES),
         )
         return [
             LineJob(batch.id, number, custom_id, model, b"")

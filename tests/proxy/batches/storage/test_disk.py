@@ -27,7 +27,7 @@ from proxy.batches.types import DiskError, File, Status, StoreFullError
 from tests.present import present
 from tests.proxy.batches.conftest import OpenHarness
 from tests.proxy.batches.harness import CHAT, BatchHarness, lines
-from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, result
+from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, ended, result
 from tests.proxy.batches.test_api import form, post
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import get, request
@@ -285,12 +285,11 @@ def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
     batch = batch_of(store, 200)
     body = b'"%b"' % (b"x" * 50_000)
     store.save([result(batch, number, body=body) for number in range(1, 201)])
-    store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
+    output = ended(store, batch).output
     fill(small_disk)
     with pytest.raises(StoreFullError):
         store.add_file("t", "in", "batch", bytes(100_000), NOW)
-    file = present(store.file("t", ended.output or ""))
+    file = present(store.file("t", output or ""))
     last: int | None = 0
     while last is not None:
         last = store.empty_file(file, last)

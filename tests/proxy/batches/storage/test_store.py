@@ -13,6 +13,7 @@ import orjson
 import psycopg
 import pytest
 
+from proxy.batches.maintenance import end_batch
 from proxy.batches.storage import database as database_module
 from proxy.batches.storage import files as file_store
 from proxy.batches.storage import sqlite as sqlite_module
@@ -90,9 +91,9 @@ def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") ->
     return LineResult(batch.id, number, f"c{number}", f"q{number}", status, body)
 
 
-def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED) -> Batch:
+def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED, now: float = NOW) -> Batch:
     """End a batch; return it."""
-    store.end(batch.id, status, NOW)
+    list(end_batch(store, batch, status, lambda: now))
     return present(store.batch(batch.tenant, batch.id))
 
 
@@ -191,7 +192,7 @@ def test_input_of_an_active_batch_cannot_be_deleted(store: Store) -> None:
     batch = batch_of(store, 1)
     with pytest.raises(InUseError):
         store.delete_file("t", batch.input)
-    store.end(batch.id, Status.CANCELLED, NOW)
+    ended(store, batch, Status.CANCELLED)
     assert store.delete_file("t", batch.input)
 
 
@@ -200,7 +201,7 @@ def test_cancel_changes_only_active_batches(store: Store) -> None:
     cancelled = present(store.cancel("t", batch.id, NOW))
     assert cancelled.status is Status.CANCELLING
     assert not store.begin(batch, 1, NOW)  # a validation that ends later has no effect
-    store.end(batch.id, Status.CANCELLED, NOW)
+    ended(store, batch, Status.CANCELLED)
     again = present(store.cancel("t", batch.id, NOW + 1))
     assert (again.status, again.at["cancelled"]) == (Status.CANCELLED, NOW)
 
@@ -239,7 +240,7 @@ def test_response_body_is_kept_on_one_line(store: Store) -> None:
 def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
     expired, running = batch_of(store, 1), batch_of(store, 1, expires=NOW + 2 * KEEP_S)
     store.save([result(expired, 1)])
-    store.end(expired.id, Status.COMPLETED, NOW + 50)
+    ended(store, expired, now=NOW + 50)
     purge(store, NOW + KEEP_S)
     assert store.batch("t", expired.id) is not None
     purge(store, NOW + KEEP_S + 61)
