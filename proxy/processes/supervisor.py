@@ -34,7 +34,6 @@ from proxy.processes.ipc_messages import (
     ConfigReloaded,
     Drain,
     IpcAnswer,
-    IpcNoAnswer,
     IpcQuestion,
     Joined,
     Lead,
@@ -70,8 +69,6 @@ MAX_UNSENT_BYTES = 8 << 20  # unread bytes after which a process gets no more ch
 
 
 class Supervisor:
-    """Starts, watches and connects the router processes."""
-
     def __init__(
         self,
         config: FleetConfig,
@@ -310,10 +307,8 @@ class Supervisor:
                 task = asyncio.create_task(self._ask(child, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case IpcAnswer(number, found):
-                self._questions.record_answer(child.index, number, found)
-            case IpcNoAnswer(number):
-                self._questions.record_no_answer(child.index, number)
+            case IpcAnswer():
+                self._questions.record(child.index, message)
 
     def _forward(self, child: Child, message: WorkersChanged) -> None:
         """Forward changes of workers, unless the process has too much unread."""

@@ -19,7 +19,6 @@ from proxy.processes.ipc_messages import (
     Begin,
     Drain,
     IpcAnswer,
-    IpcNoAnswer,
     IpcQuestion,
     Message,
     Stop,
@@ -90,7 +89,7 @@ async def test_failed_question_does_not_end_the_process(
     assert "ZeroDivisionError" in caplog.text
     assert not server.ended.is_set()
     assert not server.failed
-    assert await sent.get() == IpcNoAnswer(1)
+    assert await sent.get() == IpcAnswer(1, failed=True)
     server.handle(IpcQuestion(2, "page"))
     answer = await sent.get()
     assert isinstance(answer, IpcAnswer)
@@ -108,7 +107,7 @@ async def test_unpicklable_answer_does_not_end_the_process() -> None:
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(ask(), None, finished())
     server.handle(IpcQuestion(1, "decisions", (1, ANY)))
-    assert await asyncio.wait_for(received.get(), 5.0) == IpcNoAnswer(1)
+    assert await asyncio.wait_for(received.get(), 5.0) == IpcAnswer(1, failed=True)
     assert not server.ended.is_set()
     for channel in (here, there):
         channel.close()
