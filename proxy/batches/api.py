@@ -91,7 +91,6 @@ class BatchApi:
         return FILES if match[1] == "files" else BATCHES
 
     def begin(self, client: Client, request: Request) -> BatchApiRequest:
-        """Create the handler of a request for one of these routes."""
         return BatchApiRequest(self, client, request)
 
 
@@ -181,7 +180,6 @@ class BatchApiRequest:
         self._stop()
 
     def end_for_shutdown(self, now: float) -> None:
-        """End the request because the router shuts down."""
         self._stop()
         if self._begun:
             self._count(503, Reason.DRAINING)

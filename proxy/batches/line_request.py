@@ -72,7 +72,6 @@ class LineRequest:
             self._reader.pieces = []
 
     def end_response(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
-        """Handle the end of a complete response."""
         self._exchange = None
         self._over(self)
 

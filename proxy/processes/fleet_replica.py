@@ -161,7 +161,6 @@ class FleetReplica:
     # Followers
 
     def apply(self, changes: WorkersChanged) -> None:
-        """Apply the leader's changes."""
         gone = set(changes.gone)
         if changes.all:
             gone |= {worker.name for worker in self._fleet.roster}

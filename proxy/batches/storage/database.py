@@ -50,7 +50,6 @@ class Database:
         self.backend.close()
 
     def shrink(self) -> bool:
-        """Return some free space to the disk; return True if there is more."""
         return self.backend.shrink()
 
     def _used(self) -> dict[str, int]:

@@ -49,7 +49,6 @@ class SqliteBackend:
 
     @property
     def is_in_place(self) -> bool:
-        """True if the open database is still the folder's database."""
         return self._place is not None and place_of(self._path) == self._place
 
     def execute(self, sql: str, values: Row = ()) -> sqlite3.Cursor:

@@ -104,7 +104,6 @@ class Store(FileStore):
     # Lines
 
     def input(self, batch: Batch, at: int, size: int) -> bytes:
-        """Read part of a batch's input file."""
         return self._content(batch.input, at, size)
 
     def forget_lines(self, batch: Batch) -> bool:
@@ -190,7 +189,6 @@ class Store(FileStore):
             )
 
     def is_complete(self, batch: Batch) -> bool:
-        """Return True if each line has a result."""
         return any(x.completed + x.failed >= x.total for x in self._batches("id = ?", (batch.id,)))
 
     def fail_lines(self, batch: Batch, status: Status, after: int) -> int | None:

@@ -26,8 +26,7 @@ class ReplicaChannel(Protocol):
     """A publish/subscribe channel. Each message reaches every replica, including its sender."""
 
     @property
-    def error(self) -> Exception | None:
-        """Why the channel cannot be used any more."""
+    def error(self) -> Exception | None: ...
 
     def publish(self, message: bytes) -> None: ...
 
@@ -103,7 +102,6 @@ class RedisConnection(asyncio.Protocol):
         self._transport.write(self._pack(words))
 
     async def ask(self, *words: Any) -> Any:
-        """Send a command; return its reply."""
         if self.error is not None:
             raise self.error
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -132,7 +130,6 @@ class RedisConnection(asyncio.Protocol):
             self.fail(reply)
 
     def fail(self, error: Exception) -> None:
-        """Close the connection."""
         if self.error is None:
             self.error = error
             self._transport.close()
@@ -183,8 +180,6 @@ async def connect(
 
 
 class RedisChannel:
-    """A channel of the server."""
-
     def __init__(self, connection: RedisConnection, name: str, settings: SharedConfig) -> None:
         self._connection = connection
         self._name = name
@@ -226,7 +221,6 @@ class RedisChannel:
 async def open_channel(
     settings: SharedConfig, password: str | None, received: Callable[[bytes], None]
 ) -> AsyncIterator[ReplicaChannel]:
-    """Connect to the channel of a fleet."""
     name = f"{settings.namespace}:{VERSION}:replicas"
     async with asyncio.timeout(settings.timeout_s):
         connection = await connect(settings, password, name, received)

@@ -108,7 +108,6 @@ class RemoteSheets:
         return any(member.is_lost for member in self.alive(now))
 
     def apply(self, update: Update, now: float) -> None:
-        """Apply an update of another replica."""
         member = self.members.get(update.member)
         if member is None:
             member = self.members[update.member] = Member(update.member, now)
@@ -165,7 +164,6 @@ class RemoteSheets:
 
     @property
     def waits(self) -> bool:
-        """True if requests wait on other hosts."""
         return any(
             process.waiting
             for member in self.members.values()

@@ -61,8 +61,6 @@ OpenChannel = Callable[
 
 
 class Replication:
-    """Makes this host one of several replicas."""
-
     def __init__(
         self,
         table: SharedTable,
@@ -133,7 +131,6 @@ class Replication:
 
     @property
     def counts(self) -> ReplicaCounts:
-        """The state for the metrics page."""
         now = self._clock()
         alive = self.sheets.alive(now)
         age_s = max((now - member.heard_at for member in alive), default=0.0)
@@ -151,7 +148,6 @@ class Replication:
             await asyncio.sleep(PUBLISH_INTERVAL_S)
 
     async def run(self) -> None:
-        """Exchange updates until cancelled."""
         while True:
             try:
                 async with self._open_channel(self._receive) as channel:
@@ -217,7 +213,6 @@ class Replication:
         return now
 
     def is_due(self, now: float) -> bool:
-        """Return True if an update must be sent now."""
         return now - self._last_sent >= SMALL_INTERVAL_S - MIN_PAUSE_S or self._has_urgent()
 
     def _has_urgent(self) -> bool:
@@ -290,7 +285,6 @@ class Replication:
             self.handle(update, now)
 
     def _note_echo(self, now: float) -> None:
-        """Note that a message of this replica came back."""
         self._echo_at = now
         if not self.connected:
             self.connected, self._connected_at = True, now

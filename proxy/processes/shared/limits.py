@@ -42,8 +42,6 @@ NONE: Sums = (0.0,) * 2 * len(Rank)
 
 
 class LimitsPeer:
-    """The rows of another process."""
-
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self.life = self.changes = 0
@@ -79,8 +77,6 @@ class SharedUsage:
 
 
 class SharedLimits:
-    """Shares the limits and charges of all tenants."""
-
     def __init__(
         self, tenants: Tenants, turns: ShareCounters, table: SharedTable, sharing: SharedLoad
     ) -> None:

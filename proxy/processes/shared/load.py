@@ -322,7 +322,6 @@ class WorkerRows:
         self._left = {row: now for row in range(self._unused) if row not in rows}
 
     def release(self, worker: Worker) -> None:
-        """Release the row of a removed worker."""
         if (assigned := self._assigned.pop(worker, None)) is not None:
             self._left[assigned[0]] = self._clock()
 

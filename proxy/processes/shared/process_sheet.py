@@ -110,8 +110,6 @@ def changed_places(before: bytes, now: bytes) -> Iterator[tuple[PlaceKind, int]]
 
 
 class ProcessSheet:
-    """One process's part of the memory."""
-
     def __init__(self, memory: mmap.mmap, process: int) -> None:
         self._memory = memory
         self._start = process * SHEET_WORDS * WORD
@@ -138,7 +136,6 @@ class ProcessSheet:
         return requests
 
     def write_breaker(self, row: int, at: float, snapshot: BreakerSnapshot) -> None:
-        """Write a breaker's state and its time."""
         closed, busy, until, failures, openings, tried_at, why = snapshot
         flags = closed | busy << 1 | _number_of(why) << 2
         place = self._rows + row * ROW_BYTES + AT_BREAKER
@@ -163,7 +160,6 @@ class ProcessSheet:
 
     @property
     def changes(self) -> int:
-        """The number of changes since the start."""
         return self.count(CHANGES)
 
     def mark_changed(self, row: int, ring: int = CHANGES) -> None:

@@ -59,8 +59,6 @@ class SharedNumber:
 
 
 class SharedTable:
-    """The shared memory."""
-
     hosts = SharedNumber(0)  # that serve the fleet, as last known
     remote_in_use = SharedNumber(1)  # remote sheets that have been used
     reservation_changes = SharedNumber(2)
@@ -98,7 +96,6 @@ class SharedTable:
         self.updates += 1
 
     def reserve(self, row: int, slots: int) -> None:
-        """Reserve a worker's slots for other hosts."""
         if slots != self.reserved(row):
             store(self.memory, self._place_of_slots(row), ONE_COUNT.pack(slots))
             self.reservation_changes += 1
