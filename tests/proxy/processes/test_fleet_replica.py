@@ -235,7 +235,7 @@ def test_more_workers_than_rows_are_logged(
     pair: tuple[Process, Process], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, other = pair
-    monkeypatch.setattr(sharing_module.WorkerRows, "row_of", lambda *_: None)
+    monkeypatch.setattr(sharing_module.WorkerRows, "take", lambda *_: None)
     leader.up("a")
     with caplog.at_level(logging.ERROR):
         assert send_changes(leader, other)

@@ -387,35 +387,27 @@ def test_row_of_a_removed_worker_is_kept_until_its_last_request(
 def test_rows_are_reused_when_no_process_uses_them(
     make_processes: Callable[..., VirtualGroup],
 ) -> None:
-    group = make_processes(2, spec("a"), spec("b"), spec("c"))
-    a, b, c = members(group.routers[0].fleet)
+    group = make_processes(2, spec("a"))
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=2)
-    first = rows.row_of(a)
-    assert first == (0, group.now)
-    assert rows.row_of(b) == (1, group.now)
-    assert rows.row_of(a) == first
-    assert rows.row_of(c) is None
-    rows.release(a)
-    assert rows.row_of(c) is None
+    assert [rows.take() for _ in range(3)] == [0, 1, None]
+    rows.release(0)
+    assert rows.take() is None
     group.sharings[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
     group.now += ROW_REUSE_AFTER_S
-    assert rows.row_of(c) is None
+    assert rows.take() is None
     group.sharings[1].sheet.write_load(0, WorkerLoad(), 0.0)
-    assert rows.row_of(c) == (0, group.now)
+    assert rows.take() == 0
 
 
 def test_new_leader_continues_the_assignment_of_rows(
     make_all: Callable[..., VirtualGroup],
 ) -> None:
-    group = make_all(2, *(spec(name) for name in "abcd"))
-    a, b, c, d = members(group.routers[0].fleet)
+    group = make_all(2, spec("a"))
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=4)
-    rows.adopt({a: (2, 0.5), b: (0, 0.7)})
-    assert rows.row_of(a) == (2, 0.5)
-    assert rows.row_of(c) == (3, group.now)
-    assert rows.row_of(d) is None
+    rows.adopt({2, 0})
+    assert [rows.take() for _ in range(2)] == [3, None]
     group.now += ROW_REUSE_AFTER_S
-    assert rows.row_of(d) == (1, group.now)
+    assert rows.take() == 1
 
 
 def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup]) -> None:
