@@ -7,7 +7,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from proxy.errors import ProxyError
 
@@ -20,18 +20,6 @@ CHECK_INTERVAL_S = 1.0
 # Replicas publish at the same moments. After a pause their messages are read together.
 READ_PAUSE_S = 0.004
 READ_ONLY = "READONLY"
-
-
-class ReplicaChannel(Protocol):
-    """A publish/subscribe channel. Each message reaches every replica, including its sender."""
-
-    @property
-    def error(self) -> Exception | None: ...
-
-    def publish(self, message: bytes) -> None: ...
-
-    async def drain(self) -> None:
-        """Wait until the server has what was published."""
 
 
 def check(settings: SharedConfig) -> None:
@@ -180,6 +168,8 @@ async def connect(
 
 
 class RedisChannel:
+    """A publish/subscribe channel. Each message reaches every replica, including its sender."""
+
     def __init__(self, connection: RedisConnection, name: str, settings: SharedConfig) -> None:
         self._connection = connection
         self._name = name
@@ -204,6 +194,7 @@ class RedisChannel:
             self._connection.pause_reading(READ_PAUSE_S)
 
     async def drain(self) -> None:
+        """Wait until the server has what was published."""
         await self._connection.ask("PING")
 
     def _check(self) -> None:
@@ -220,7 +211,7 @@ class RedisChannel:
 @asynccontextmanager
 async def open_channel(
     settings: SharedConfig, password: str | None, received: Callable[[bytes], None]
-) -> AsyncIterator[ReplicaChannel]:
+) -> AsyncIterator[RedisChannel]:
     name = f"{settings.namespace}:{VERSION}:replicas"
     async with asyncio.timeout(settings.timeout_s):
         connection = await connect(settings, password, name, received)

@@ -56,7 +56,7 @@ RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
 WARNING_INTERVAL_S = 60.0  # between two warnings of unreadable messages
 OpenChannel = Callable[
-    [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.ReplicaChannel]
+    [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.RedisChannel]
 ]
 
 
@@ -156,7 +156,7 @@ class Replication:
                 self._note_error(error)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
+    async def _exchange(self, channel: redis_server.RedisChannel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
         small = True  # changes are due too
         try:
@@ -190,7 +190,7 @@ class Replication:
         self._expire(now)
         self._reserve(now)
 
-    def _publish(self, channel: redis_server.ReplicaChannel, *, small: bool) -> None:
+    def _publish(self, channel: redis_server.RedisChannel, *, small: bool) -> None:
         now = self._now()
         if channel.error is not None:
             raise channel.error
