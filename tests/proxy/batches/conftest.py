@@ -18,7 +18,6 @@ __all__ = ["Start", "pytest_asyncio_loop_factories", "start"]
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """Start a server for all tests."""
     server = PostgresServer()
     yield server
     server.close()
@@ -26,7 +25,6 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def url(postgres: PostgresServer) -> str:
-    """Return the URL of a new database."""
     return postgres.new_database()
 
 

@@ -48,7 +48,6 @@ class BatchHarness:
         return time.time() + self.ahead
 
     async def open(self) -> None:
-        """Start."""
         self.batches = Batches(self.site.wire, self.settings, self.wall)
         await self.batches.start()
         url = f"http://127.0.0.1:{self.site.port}/v1"
@@ -63,7 +62,6 @@ class BatchHarness:
         await self.batches.stop()
 
     async def reopen(self) -> None:
-        """Restart."""
         await self.close()
         await self.open()
 
@@ -79,7 +77,6 @@ class BatchHarness:
         return file.id
 
     async def begin(self, lines: Iterable[object], **more: Any) -> Batch:
-        """Upload lines and create a batch from them."""
         file = await self.upload(lines)
         window: Any = more.pop("window", "24h")
         return await self.client.batches.create(
@@ -112,7 +109,6 @@ class BatchHarness:
 
 
 def line(custom_id: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
-    """Return an input line."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | fields
 
@@ -128,13 +124,11 @@ def content_of(lines: Iterable[object]) -> bytes:
 
 
 def texts(calls: Sequence[Call]) -> list[str]:
-    """Return the prompts of calls."""
     return [call.json()["messages"][0]["content"] for call in calls]
 
 
 @contextmanager
 def busy(keeper: StoreThread) -> Iterator[None]:
-    """Block the store's thread."""
     over = threading.Event()
     keeper._thread.submit(over.wait, 60)
     try:

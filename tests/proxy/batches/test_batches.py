@@ -83,7 +83,6 @@ async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> Non
 
 
 async def number_of(harness: BatchHarness, query: str) -> int:
-    """Return the number that a query of the store finds."""
     return await harness.batches.keeper(lambda store: store.backend.execute(query).fetchone()[0])
 
 
@@ -299,7 +298,6 @@ async def test_failed_purge_is_retried(
 
 
 async def results_after_purge(harness: BatchHarness) -> int:
-    """Purge; return the number of results left."""
     for _ in range(4):  # a batch, files, and their space
         harness.batches.lane.purge_soon()  # as a reload does
         await harness.batches.lane.turn()

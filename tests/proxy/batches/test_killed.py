@@ -22,7 +22,6 @@ COUNT = 24
 
 
 async def start_group(folder: Path) -> RouterGroup:
-    """Start a router with batches in this folder."""
     batches = f", batches: {{path: {folder / 'kept'}, concurrency: 2}}"
     return await asyncio.to_thread(RouterGroup, folder, ["a"], router=batches)
 
@@ -35,7 +34,6 @@ def client_of(group: RouterGroup) -> AsyncOpenAI:
 
 
 async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
-    """Wait until a batch has ended or has this number of completed lines."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:

@@ -40,7 +40,6 @@ def maintenance() -> Maintenance:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """Open a store."""
     store = Store(SqliteBackend(tmp_path), KEEP_S)
     yield store
     store.close()
@@ -48,13 +47,11 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def slices_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set slices to ten lines."""
     monkeypatch.setattr(lines_module, "SLICE_LINES", 10)
     monkeypatch.setattr(store_module, "MAX_LINES", 10)
 
 
 def batch_of(name: str, tenant: str, file: str = "f") -> Batch:
-    """Return a batch."""
     return Batch(name, tenant, CHAT, file, "1m", Status.VALIDATING, NOW, NOW + 60)
 
 
@@ -129,7 +126,6 @@ async def test_failed_work_is_removed(maintenance: Maintenance) -> None:
 
 
 def new_batch(store: Store, count: int) -> Batch:
-    """Add a batch with this number of lines."""
     file = store.add_file("t", "in", "batch", content_of(lines(count)), NOW)
     batch = batch_of("batch_1", "t", file.id)
     store.add_batch(batch)
@@ -137,7 +133,6 @@ def new_batch(store: Store, count: int) -> Batch:
 
 
 def count_of(store: Store, table: str) -> int:
-    """Return the number of rows of a table."""
     found: int = store.backend.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
     return found
 

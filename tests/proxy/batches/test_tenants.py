@@ -30,7 +30,6 @@ KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob")}
 
 
 def set_tenants(harness: BatchHarness, *specs: TenantSpec) -> None:
-    """Set the tenants and their keys."""
     keys = {sha256(KEYS[spec.name].encode()).digest(): spec.name for spec in specs}
     harness.site.router.tenants.replace(specs, keys)
 
@@ -56,12 +55,10 @@ async def harness(start_harness: StartHarness) -> BatchHarness:
 
 
 def limit_ann(harness: BatchHarness, **limits: int) -> None:
-    """Limit the first tenant."""
     set_tenants(harness, TenantSpec("ann", limits=Limits(**limits)), TenantSpec("bob"))
 
 
 def ask_as_ann(harness: BatchHarness) -> Awaitable[Answer]:
-    """Send an interactive request of the first tenant."""
     return harness.site.ask(chat("hi", bearer(KEYS["ann"])), within=30)
 
 
@@ -72,7 +69,6 @@ async def check_counts(harness: BatchHarness, batch: openai.types.Batch, complet
 
 
 def client_of(harness: BatchHarness, name: str) -> AsyncOpenAI:
-    """Return the client of another tenant."""
     return harness.client.with_options(api_key=KEYS.get(name, name))
 
 

@@ -117,15 +117,12 @@ class RouterGroup:
 
     @property
     def leader(self) -> int:
-        """The index of the leader."""
         return int(self.wait_for_line(" leads").split(" leads")[0].rsplit(" ", 1)[1])
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the supervisor."""
         self.process.send_signal(number)
 
     def close(self) -> None:
-        """End all processes."""
         pids = list(self.pids.values())
         if self.process.poll() is None:
             self.process.kill()
@@ -142,7 +139,6 @@ class RouterGroup:
     # Workers, clients and operators
 
     async def start_workers(self) -> dict[str, FakeWorker]:
-        """Start the workers."""
         fakes = {name: FakeWorker(name) for name in self.ports}
         for name, fake in fakes.items():
             fake.port = self.ports[name]
@@ -168,7 +164,6 @@ class RouterGroup:
         return found
 
     async def one_of_each(self) -> list[Client]:
-        """Return a client for every process."""
         return [*(await self.connect_to_each()).values()]
 
     async def admin_request(self, path: str, method: str = "GET", **more: Any) -> Any:
@@ -181,18 +176,15 @@ class RouterGroup:
             return await answer.json()
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """Return the workers of the admin API by name."""
         return {worker["name"]: worker for worker in await self.admin_request("/workers")}
 
     async def wait_until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
-        """Wait until a condition on the workers holds."""
         give_up = time.monotonic() + DEADLINE_S
         while not condition(found := await self.workers()):
             assert time.monotonic() < give_up, found
             await asyncio.sleep(POLL_S)
 
     async def wait_for_requests(self, count: int) -> None:
-        """Wait until the workers have this number of requests."""
         await self.wait_until(
             lambda workers: sum(worker["requests"] for worker in workers.values()) == count
         )
@@ -244,7 +236,6 @@ async def worker_of(client: Client) -> str:
 
 
 async def id_prefix_of(client: Client) -> bytes:
-    """Return the prefix of a process's request IDs."""
     answer = await client.ask(get("/health"))
     return answer.one(b"x-request-id").rpartition(b"-")[0]
 
@@ -265,7 +256,6 @@ async def worker_of_response(
 
 
 async def worker_that_serves(client: Client, fakes: dict[str, FakeWorker], data: bytes) -> str:
-    """Send a request; return the name of its worker."""
     counts = {name: len(fake.served) for name, fake in fakes.items()}
     assert (await client.ask(data)).status == 200
     [worker] = [name for name, fake in fakes.items() if len(fake.served) > counts[name]]
@@ -273,7 +263,6 @@ async def worker_that_serves(client: Client, fakes: dict[str, FakeWorker], data:
 
 
 async def samples(client: Client) -> dict[str, float]:
-    """Return the samples of the metrics page."""
     answer = await client.ask(get("/metrics"))
     assert answer.status == 200
     lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
@@ -281,5 +270,4 @@ async def samples(client: Client) -> dict[str, float]:
 
 
 def total(found: dict[str, float], name: str) -> float:
-    """Return the sum of all series of a metric."""
     return sum(value for series, value in found.items() if series.partition("{")[0] == name)

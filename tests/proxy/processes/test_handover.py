@@ -21,7 +21,6 @@ class HandoverGroup(RouterGroup):
     """A router before a prefill worker and a decode worker."""
 
     def write(self, *workers: str, routing: str = "{disaggregate_above: 1}") -> None:
-        """Write the fleet file."""
         lines = "".join(
             f"  - {{name: {name}, role: {ROLES[name]}, "
             f"url: 'http://127.0.0.1:{self.ports[name]}'}}\n"

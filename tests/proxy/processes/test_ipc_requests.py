@@ -20,8 +20,6 @@ from tests.proxy.wire.site import eventually
 
 
 class RecordingChildren:
-    """Processes that record their messages."""
-
     def __init__(self, *indices: int) -> None:
         self.messages: list[tuple[int, Any]] = []
         self.children = [self._child(index) for index in indices]

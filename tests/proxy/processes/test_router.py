@@ -57,12 +57,10 @@ async def fakes(group: RouterGroup) -> AsyncIterator[Fakes]:
 
 
 async def send_requests(client: Client, count: int) -> list[int]:
-    """Send requests one after the other; return their statuses."""
     return [(await client.ask(chat())).status for _ in range(count)]
 
 
 async def wait_for_served(fakes: Fakes, count: int) -> None:
-    """Wait until workers have got this number of requests."""
     await eventually(
         lambda: sum(len(fake.served) for fake in fakes.values()) >= count, within=DEADLINE_S
     )
@@ -356,8 +354,6 @@ async def test_process_with_sigterm_finishes_requests_and_is_replaced(
 
 
 class LiveView:
-    """The state of a status page."""
-
     def __init__(self) -> None:
         self.fields: list[str] = []
         self.rows: dict[int, dict[str, object]] = {}
@@ -377,7 +373,6 @@ class LiveView:
                         break
 
     def take(self, data: dict[str, list[list[int]]]) -> None:
-        """Apply an event."""
         if "fields" in data:  # a full state
             self.fields, self.rows = [*map(str, data["fields"])], {}
         for row in data["rows"]:
@@ -386,7 +381,6 @@ class LiveView:
 
     @property
     def running(self) -> int:
-        """The number of requests at workers."""
         return sum(row["ended"] is None and bool(row["worker"]) for row in self.rows.values())
 
 

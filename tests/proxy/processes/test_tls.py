@@ -32,8 +32,6 @@ WORKERS = "workers: [{name: a, url: 'http://127.0.0.1:1'}]\n"
 
 
 class TlsGroup(RouterGroup):
-    """A group whose port uses TLS."""
-
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder / "certificates")
         self.files = self.authority.port("router")
@@ -48,14 +46,12 @@ class TlsGroup(RouterGroup):
         self.file.write_text(self.file.read_text().replace("admin: {", admin))
 
     async def admin_statuses(self) -> list[int]:
-        """Return the statuses of the admin API with and without its key."""
         async with httpx.AsyncClient(verify=self.authority.client()) as client:
             url = f"{self.admin}/admin/workers"
             keys: list[dict[str, str]] = [{"Authorization": f"Bearer {KEY}"}, {}]
             return [(await client.get(url, headers=headers)).status_code for headers in keys]
 
     def serial(self) -> int:
-        """Return the serial number of the certificate file."""
         return x509.load_pem_x509_certificate(self.files.cert_file.read_bytes()).serial_number
 
     async def wait_for_serial(self, serial: int) -> None:

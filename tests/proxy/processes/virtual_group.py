@@ -50,7 +50,6 @@ class VirtualGroup:
         return self.now
 
     def run_later(self, callback: Callable[[], None]) -> None:
-        """Run a callback at the end of the turn."""
         self.callbacks.append(callback)
 
     def place_of(self, index: int) -> tuple[SharedTable, int]:
@@ -67,7 +66,6 @@ class VirtualGroup:
         table.clear(process)
 
     def join(self, index: int) -> SharedLoad:
-        """Let a process share its load."""
         router = self.routers[index]
         fleet = router.fleet
         table, process = self.place_of(index)
@@ -109,18 +107,15 @@ class VirtualGroup:
             sharing.take_in_charges(self.now)
 
     def submit(self, index: int, **fields: int) -> Lease:
-        """Place a request in a process."""
         lease = placed(self.routers[index].submit(ask(**fields), self.now))
         self.end_turn()
         return lease
 
     def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
-        """Finish a request."""
         self.routers[index].leases.finish(lease, self.now, outcome)
         self.end_turn()
 
     def worker(self, index: int, name: str) -> Worker:
-        """Return a worker in one process."""
         return worker_of(self.routers[index], name)
 
 

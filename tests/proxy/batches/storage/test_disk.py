@@ -69,7 +69,6 @@ class FailingDisk:
 
     @contextmanager
     def fail(self, error: BaseException, *statements: str) -> Iterator[None]:
-        """Fail these statements for a while."""
         self.error, self.statements = error, statements
         try:
             yield
@@ -77,7 +76,6 @@ class FailingDisk:
             self.statements = ()
 
     def connection(self) -> type[sqlite3.Connection]:
-        """Return a connection class that may fail."""
         disk = self
 
         class Connection(sqlite3.Connection):
@@ -114,19 +112,16 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock_of(harness: BatchHarness) -> FolderLock:
-    """Return the lock of a router's folder."""
     backend = harness.batches.keeper._open_store().backend
     assert isinstance(backend, SqliteBackend)
     return backend._lock
 
 
 def delete(file_id: str) -> bytes:
-    """Return the bytes of a request that deletes a file."""
     return request(b"", path=f"/v1/files/{file_id}", method="DELETE")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Return warnings and errors of batches."""
     return [
         record
         for record in caplog.records
@@ -254,7 +249,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Fill a disk."""
     with (folder / "filler").open("ab", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -364,7 +358,6 @@ def test_system_errors_become_disk_errors(
 
 
 async def wait_for_pause(harness: BatchHarness) -> None:
-    """Wait until the missing folder is noticed."""
     await eventually(lambda: harness.batches.lane.counts.paused)
     assert "removed or replaced" in harness.batches.lane.paused
     assert str(harness.path) in harness.batches.lane.paused

@@ -52,20 +52,17 @@ def database(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture
 def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
-    """Open a store."""
     store = Store(PostgresBackend(database) if database else SqliteBackend(tmp_path), KEEP_S)
     yield store
     store.close()
 
 
 def purge(store: Store, now: float) -> None:
-    """Purge everything that has expired."""
     while store.purge(now):
         pass
 
 
 def rows(store: Store) -> dict[str, int]:
-    """Return the numbers of rows by table."""
     tables = ("files", "batches", "lines", "results")
     count = "SELECT count(*) FROM {}"
     return {name: store.backend.execute(count.format(name)).fetchone()[0] for name in tables}
@@ -87,12 +84,10 @@ def batch_of(store: Store, count: int, tenant: str = "t", expires: float = NOW +
 
 
 def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") -> LineResult:
-    """Return a line's result."""
     return LineResult(batch.id, number, f"c{number}", f"q{number}", status, body)
 
 
 def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED, now: float = NOW) -> Batch:
-    """End a batch; return it."""
     list(end_batch(store, batch, status, lambda: now))
     return present(store.batch(batch.tenant, batch.id))
 

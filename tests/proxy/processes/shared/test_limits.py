@@ -26,7 +26,6 @@ MakeGroup = Callable[..., VirtualGroup]
 def group_of(
     make_group: MakeGroup, *tenants: TenantSpec, max_requests: int | None = None, size: int = 2
 ) -> VirtualGroup:
-    """Return a group with these tenants."""
     group = make_group(size, spec("a", most=max_requests))
     for router in group.routers:
         router.tenants.replace(tenants, {})
@@ -34,7 +33,6 @@ def group_of(
 
 
 def tenant(group: VirtualGroup, index: int, name: str = "t") -> Tenant:
-    """Return a tenant in one process."""
     found = group.routers[index].tenants.get(name)
     assert found is not None
     return found

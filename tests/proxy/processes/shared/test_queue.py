@@ -23,7 +23,6 @@ MakeGroup = Callable[..., VirtualGroup]
 def wait(
     group: VirtualGroup, index: int, *, rank: Rank = Rank.STANDARD, long: bool = False
 ) -> Ticket:
-    """Queue a request."""
     info = ask(long=long)
     info.rank = rank
     ticket = waits(group.routers[index].submit(info, group.now))
@@ -73,7 +72,6 @@ def submit(group: VirtualGroup, index: int, name: str, **fields: int) -> Lease |
 
 
 def add_two_tenants(group: VirtualGroup) -> None:
-    """Add two tenants, and occupy a place."""
     for router in group.routers:
         router.tenants.replace([TenantSpec("crowd"), TenantSpec("single")], {})
     group.submit(0)

@@ -16,7 +16,6 @@ MakeGroup = Callable[..., VirtualGroup]
 
 
 def submit(group: VirtualGroup, index: int, *, long: bool) -> None:
-    """Place a request."""
     router = group.routers[index]
     placed(router.submit(ask(20_000 if long else 100, long=long), group.now))
     group.end_turn()
