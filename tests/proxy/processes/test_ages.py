@@ -23,9 +23,7 @@ def start_load(
     """Return a load of tenants, named by rank and suffix; the first process runs 8 requests."""
     group = make_all(size, spec("a", most=8), fairness=AGES, queue_wait_s=1e6)
     names = sorted({name for _, name in waiting})
-    specs = [TenantSpec(name, Rank[name.partition(" ")[0]]) for name in names]
-    for router in group.routers:
-        router.tenants.replace(specs, {})
+    group.set_tenants(*(TenantSpec(name, Rank[name.partition(" ")[0]]) for name in names))
     load = TenantLoad(group, waiting)
     for _ in range(8):
         load.serve(0, group.submit(0))

@@ -74,7 +74,7 @@ def wake_supervisor(group: VirtualGroup) -> None:
     "change",
     [
         lambda group: group.routers[0].submit(ask(LARGE_PREFILL_TOKENS), group.now),
-        lambda group: group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now),
+        lambda group: group.open_breaker(0, "a"),
         lambda group: group.routers[0].queue.elsewhere.report_change(),
         wake_supervisor,
     ],
@@ -151,8 +151,7 @@ def test_restarted_process_sees_existing_load_and_breakers(
 ) -> None:
     group = make_group(2, spec("a"), spec("b"))
     group.submit(0)
-    for _ in range(3):
-        group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now)
+    group.open_breaker(0, "a")
     group.end_turn()
     group.restart(1)
     assert [worker.requests for worker in group.routers[1].fleet.roster] == [1, 0]
@@ -162,8 +161,7 @@ def test_restarted_process_sees_existing_load_and_breakers(
 def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     group = make_all(3, spec("a"), spec("b"))
     bad = group.worker(0, "a")
-    for _ in range(3):
-        group.routers[0].fleet.health.record_failure(bad, group.now)
+    group.open_breaker(0, "a")
     group.end_turn()
     for index in (1, 2):
         assert group.submit(index).worker.name == "b"
@@ -185,8 +183,7 @@ def test_crash_seen_by_all_processes_counts_as_one_opening(
 ) -> None:
     group = make_all(3, spec("a"))
     for index in range(3):
-        for _ in range(3):
-            group.routers[index].fleet.health.record_failure(group.worker(index, "a"), group.now)
+        group.open_breaker(index, "a")
     group.end_turn()
     group.read_all()
     assert [group.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
@@ -198,10 +195,7 @@ def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     group = make_all(3, *map(spec, "abcd"))
     pool = ("m", False)
     for name, process in (("a", 0), ("b", 1), ("c", 2)):
-        for _ in range(3):
-            group.routers[process].fleet.health.record_failure(
-                group.worker(process, name), group.now
-            )
+        group.open_breaker(process, name)
         group.end_turn()
         group.read_all()
     for index, router in enumerate(group.routers):
@@ -412,8 +406,7 @@ def test_new_leader_continues_the_assignment_of_rows(
 
 def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup]) -> None:
     group = make_all(2, spec("a"), spec("b"))
-    for _ in range(3):
-        group.routers[1].fleet.health.record_failure(group.worker(1, "a"), group.now)
+    group.open_breaker(1, "a")
     group.end_turn()
     group.now += ROW_REUSE_AFTER_S
     newcomer = group.routers[0].fleet.roster.add(spec("c"))

@@ -57,8 +57,7 @@ def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
         group.end_turn()
         group.finish(number % 3, lease)
         for _ in range(2):  # tokens, then the turn
-            group.now += 1.0
-            group.read_all()
+            group.read_all(after_s=1.0)
         assert lease.decision.turn == (Turn.STAYED if number else Turn.NEW)
         known = [router.fleet.roster.sessions.get(7) for router in group.routers]
         assert len({(s.depth, s.mark, s.visited) for s in known if s is not None}) == 1
@@ -76,8 +75,7 @@ def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGrou
         group.end_turn()
         group.finish(number % 3, lease)
         for _ in range(2):
-            group.now += 1.0
-            group.read_all()
+            group.read_all(after_s=1.0)
         assert lease.session is not None
         keys.append(lease.session.key)
         for each in group.routers:

@@ -72,8 +72,7 @@ def submit(group: VirtualGroup, index: int, name: str, **fields: int) -> Lease |
 
 
 def add_two_tenants(group: VirtualGroup) -> None:
-    for router in group.routers:
-        router.tenants.replace([TenantSpec("crowd"), TenantSpec("single")], {})
+    group.set_tenants(TenantSpec("crowd"), TenantSpec("single"))
     group.submit(0)
 
 
@@ -135,9 +134,9 @@ def test_no_key_decides_between_tenants_in_two_processes(
     """Their counters are equal."""
     group = make_group(2, spec("a", most=1))
     running, names = group.submit(0), ("crowd", "single")
+    group.set_tenants(*map(TenantSpec, names))
     for index, name in enumerate(names):
         router = group.routers[index]
-        router.tenants.replace([TenantSpec(name) for name in names], {})
         info = ask()
         info.tenant = router.tenants.get(name)
         key = group.now + (0.0 if name == urgent else 5.0)
