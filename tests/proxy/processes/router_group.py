@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,9 @@ class RouterGroup:
         notice_s: float = 0.0,
         more: str = "",
         router: str = "",
+        routing: str = "{policy: least_loaded}",
         ports: dict[str, int] | None = None,
+        fields: dict[str, str] | None = None,
     ) -> None:
         self.ports = ports or {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
@@ -50,6 +52,8 @@ class RouterGroup:
         self.drain_s, self.notice_s = drain_s, notice_s
         self.more = more  # appended to the fleet file
         self.router = router  # more of its block `router`
+        self.routing = routing
+        self.fields = fields or {}  # of workers, by name
         self.write(*workers)
         self.clients: list[Client] = []
         self.lines: list[str] = []
@@ -66,15 +70,16 @@ class RouterGroup:
         self.port = int(line.split("/v1")[0].rsplit(":", 1)[1])
         self.admin = line.split("admin ")[1].split()[0]
 
-    def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
+    def write(self, *workers: str, routing: str = "") -> None:
         """Write the fleet file for some of the workers."""
         lines = "".join(
-            f"  - {{name: {name}, url: 'http://127.0.0.1:{self.ports[name]}', max_requests: 4}}\n"
+            f"  - {{name: {name}, url: 'http://127.0.0.1:{self.ports[name]}', "
+            f"{self.fields.get(name, 'max_requests: 4')}}}\n"
             for name in workers
         )
         port, admin = self.listens
         self.file.write_text(
-            f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
+            f"model: tiny\nworkers:\n{lines}routing: {routing or self.routing}\n"
             f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
             f"drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
             f"probe: {{interval_s: 0.1}}{self.router}}}\n{self.more}"
@@ -203,6 +208,20 @@ class RouterGroup:
                 used |= {await worker_of(client)} - {""}
                 await asyncio.sleep(POLL_S)
             client.close()
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, workers: Sequence[str], **settings: Any
+) -> AsyncIterator[tuple[RouterGroup, dict[str, FakeWorker]]]:
+    """Run a router and its workers within the block."""
+    group = await asyncio.to_thread(RouterGroup, folder, workers, **settings)
+    fakes = await group.start_workers()
+    try:
+        yield group, fakes
+    finally:
+        await asyncio.to_thread(group.close)
+        await leave(fakes, group)
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, leave
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, serving
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import BrokenError, Client, chat
 
@@ -29,9 +29,7 @@ async def check_limits(group: RouterGroup, name: bytes, client: Client) -> None:
 
 async def test_limits_hold_in_both_processes(tmp_path: Path) -> None:
     limits = ", timeouts: {request_s: 3, client_idle_s: 1}"
-    group = RouterGroup(tmp_path, ["a"], router=limits)
-    fakes = await group.start_workers()
-    try:
+    async with serving(tmp_path, ["a"], router=limits) as (group, fakes):
         await group.wait_until_up()
         fakes["a"].always(scripts.stall)
         await group.admin_request("/logs", "PUT", json={"requests": True})
@@ -39,6 +37,3 @@ async def test_limits_hold_in_both_processes(tmp_path: Path) -> None:
         assert len(clients) == 2
         await asyncio.gather(*(check_limits(group, *pair) for pair in clients.items()))
         await group.wait_until(lambda workers: workers["a"]["requests"] == 0)
-    finally:
-        await asyncio.to_thread(group.close)
-        await leave(fakes, group)
