@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from proxy.batches import scheduler
 from tests.proxy.batches.harness import OPEN, BatchHarness
 from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.wire.conftest import Start, pytest_asyncio_loop_factories, start
@@ -40,6 +41,12 @@ def new_database(request: pytest.FixtureRequest) -> str | None:
         return None
     server: PostgresServer = request.getfixturevalue("postgres")
     return server.new_database()
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let batches that paused after an error go on soon."""
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
 
 
 class OpenHarness(Protocol):

@@ -85,8 +85,7 @@ class BatchHarness:
 
     async def begin_held(self, count: int) -> tuple[Batch, asyncio.Event]:
         """Begin a batch whose lines are at the worker until the returned event is set."""
-        opening = asyncio.Event()
-        self.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+        opening = self.site.fake.hold(scripts.answer(200, b'"well"'))
         batch = await self.begin(lines(count))
         await self.site.fake.got(count)
         return batch, opening

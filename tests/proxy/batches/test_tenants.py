@@ -136,8 +136,7 @@ async def test_lines_use_at_most_half_of_requests_per_minute(harness: BatchHarne
 
 async def test_lines_use_at_most_half_of_the_concurrency(harness: BatchHarness) -> None:
     limit_ann(harness, concurrency=4)
-    opening = asyncio.Event()
-    harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    opening = harness.site.fake.hold(scripts.obey("w0"))
     batch = await harness.begin(lines(6))
     await harness.site.fake.got(2)
     await harness.batches.lane.turn()

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from proxy.batches import scheduler
 from proxy.batches.storage import disk
 from proxy.batches.storage import sqlite as sqlite_module
 from proxy.batches.storage.lock import FolderLock
@@ -33,6 +32,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import get, request
 from tests.proxy.wire.site import eventually
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 # SQLite's error (code, message), the status for clients, and the remedy in the log.
 FULL = (sqlite3.SQLITE_FULL, "database or disk is full")
 ERRORS = {
@@ -104,11 +104,6 @@ async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> B
     """Start a router on the failing disk."""
     assert failing_disk.statements == ()
     return harness
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
 
 
 def lock_of(harness: BatchHarness) -> FolderLock:

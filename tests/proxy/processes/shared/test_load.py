@@ -22,13 +22,12 @@ from proxy.processes.shared.load import (
     ROW_REUSE_AFTER_S,
     WorkerRows,
 )
-from proxy.processes.shared.process_sheet import RING, ProcessSheet
+from proxy.processes.shared.process_sheet import ProcessSheet
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, MAX_SETTLE_S, SETTLE_S
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.proxy.core.making import (
     ask,
     idle,
-    members,
     placed,
     refused,
     spec,
@@ -332,18 +331,6 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
     first = FIRST_ATTEMPT
     assert group.routers[1].placer.place(info, group.now, first, explain=False, late=True) is None
     assert info.whole == ""
-
-
-def test_full_ring_of_changes_causes_a_full_read(make_all: Callable[..., VirtualGroup]) -> None:
-    group = make_all(2, spec("a"), spec("b"))
-    lease = group.submit(0)
-    group.read_all()
-    for _ in range(RING):
-        group.sharings[0].sheet.mark_changed(1)
-    group.finish(0, lease)
-    group.sharings[0].sheet.mark_changed(1)
-    group.read_all()
-    assert idle(members(group.routers[1].fleet))
 
 
 def test_unpublished_change_is_found_by_a_full_read(
