@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from proxy.batches.storage.backend import Part, Row
+from proxy.batches.storage.backend import Backend, Part, Row
 from proxy.batches.storage.disk import (
     DATABASE,
     SETTING,
@@ -31,10 +31,8 @@ NEXT_LINES = (
 Got = TypeVar("Got")
 
 
-class SqliteBackend:
+class SqliteBackend(Backend):
     """The database of a folder. The process with the folder's lock runs the batches."""
-
-    is_shared = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,9 +65,6 @@ class SqliteBackend:
     def writing(self) -> Iterator[None]:
         with self.errors(), transaction(self.connection):
             yield
-
-    def claiming(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def errors(self) -> AbstractContextManager[None]:
         return disk_errors(self._path)
@@ -116,9 +111,6 @@ class SqliteBackend:
 
     def release_lines(self, batch: str, numbers: Sequence[int]) -> None:
         """Do nothing: there are no claims."""
-
-    def claimed_lines(self) -> list[tuple[str, int]]:
-        return []
 
     def contents(self, file_id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read parts of a file.
