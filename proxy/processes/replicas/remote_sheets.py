@@ -20,7 +20,6 @@ from proxy.processes.replicas.messages import (
     Load,
     ProcessChanges,
     Settled,
-    Shares,
     Update,
     Usage,
 )
@@ -28,6 +27,7 @@ from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
     BREAKS,
     LIFE,
+    NO_SHARES,
     TENANT_CHANGES,
     WAITING,
     QueueFront,
@@ -288,9 +288,9 @@ class RemoteSheets:
                 continue  # of a host that has not forgotten it yet
             before = self.history.setdefault(name, {})
             for mark, shares in settled.items():
-                a, b, c = map(max, shares, before.get(mark, NO_SHARES))
-                if (a, b, c) != before.get(mark, NO_SHARES):
-                    before[mark] = a, b, c
+                known = before.get(mark, NO_SHARES)
+                if (larger := tuple(map(max, shares, known))) != known:
+                    before[mark] = larger
                     marks.add(mark)
         charges = sum(map(len, self.history.values()))
         while len(self.history) > MAX_HISTORY or charges > MAX_CHARGES:
@@ -301,8 +301,7 @@ class RemoteSheets:
             settled = self.history.pop(oldest)
             charges -= len(settled)
             for mark, shares in settled.items():
-                d, e, f = map(add, shares, self.folded.get(mark, NO_SHARES))
-                self.folded[mark] = d, e, f
+                self.folded[mark] = tuple(map(add, shares, self.folded.get(mark, NO_SHARES)))
         self._write_history(marks)
 
     def _learn_folded(self, folded: Settled, names: list[str]) -> None:
@@ -319,13 +318,12 @@ class RemoteSheets:
         for mark in marks:
             if (row := self._table.tenant_row(mark)) is not None:
                 ended = (*self.history.values(), self.folded)
-                known = [settled.get(mark, NO_SHARES) for settled in ended]
-                a, b, c = map(sum, zip(*known, strict=True))
-                sheet.write_usage(row, TenantRow(settled=(a, b, c)))
+                known = [charges.get(mark, NO_SHARES) for charges in ended]
+                settled = tuple(map(sum, zip(*known, strict=True)))
+                sheet.write_usage(row, TenantRow(settled=settled))
                 sheet.mark_changed(row, TENANT_CHANGES)
 
 
-NO_SHARES: Shares = (0.0, 0.0, 0.0)
 NO_USAGE: Usage = TenantRow()
 
 
