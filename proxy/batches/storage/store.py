@@ -22,9 +22,8 @@ from proxy.batches.storage.rows import (
     placeholders,
     row_of,
 )
-from proxy.batches.storage.schema import UNSAVED
+from proxy.batches.storage.schema import IS_ACTIVE, UNSAVED
 from proxy.batches.types import (
-    ACTIVE,
     OUTPUT,
     Batch,
     File,
@@ -55,9 +54,8 @@ class Store(FileStore):
         with self.backend.writing():
             self._check_bytes(batch.tenant, 0)
             (active,) = self.backend.execute(
-                f"SELECT count(*) FROM batches WHERE tenant = ? AND status "  # noqa: S608
-                f"IN ({placeholders(ACTIVE)})",
-                (batch.tenant, *ACTIVE),
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND {IS_ACTIVE}",  # noqa: S608
+                (batch.tenant,),
             ).fetchone()
             if active >= self.bounds.active_each:
                 raise TenantLimitError(
@@ -86,7 +84,7 @@ class Store(FileStore):
         return batch
 
     def active(self) -> list[Batch]:
-        return self._batches(f"status IN ({placeholders(ACTIVE)}) ORDER BY rowid", ACTIVE)
+        return self._batches(f"{IS_ACTIVE} ORDER BY rowid")
 
     def _move(self, batch: Batch, status: Status, now: float) -> None:
         batch.status = status
@@ -171,9 +169,8 @@ class Store(FileStore):
         with self.backend.writing():
             ids = list({result.batch for result in results})
             rows = self.backend.execute(
-                f"SELECT id FROM batches WHERE id IN ({placeholders(ids)}) "  # noqa: S608
-                f"AND status IN ({placeholders(ACTIVE)})",
-                (*ids, *ACTIVE),
+                f"SELECT id FROM batches WHERE id IN ({placeholders(ids)}) AND {IS_ACTIVE}",  # noqa: S608
+                ids,
             )
             active = {batch_id for (batch_id,) in rows.fetchall()}
             self._save(result for result in results if result.batch in active)
@@ -248,9 +245,7 @@ class Store(FileStore):
         """
         since = now - self.keep_s
         with self.backend.writing():
-            over = self._batches(
-                f"status NOT IN ({placeholders(ACTIVE)}) AND expires < ? LIMIT 1", (*ACTIVE, since)
-            )
+            over = self._batches(f"NOT {IS_ACTIVE} AND expires < ? LIMIT 1", (since,))
             if over:
                 self._forget(over[0])
                 return True
