@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from tests.proxy.core.making import spec
 from tests.proxy.processes.tenant_load import TenantLoad
-from tests.proxy.processes.virtual_group import VirtualGroup
+from tests.proxy.processes.virtual_group import MakeGroup
 
-MakeGroup = Callable[..., VirtualGroup]
 INTERACTIVE, STANDARD, BATCH = Rank
 AGES = FairnessSettings(standard_age_s=1.0, batch_age_s=3.0)
 

@@ -134,6 +134,9 @@ class VirtualGroup:
             self.routers[index].fleet.health.record_failure(self.worker(index, name), self.now)
 
 
+MakeGroup = Callable[..., VirtualGroup]  # what the fixtures return
+
+
 class HostGroup(VirtualGroup):
     """Routers on hosts of their own; messages arrive at once, at the end of a turn."""
 

@@ -18,9 +18,7 @@ from proxy.processes.shared.limits import FULL_READ_INTERVAL_S, READ_INTERVAL_S
 from proxy.processes.shared.process_sheet import ProcessSheet, TenantRow
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.tenant_load import TenantLoad
-from tests.proxy.processes.virtual_group import VirtualGroup
-
-MakeGroup = Callable[..., VirtualGroup]
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def group_of(

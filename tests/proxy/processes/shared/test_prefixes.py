@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -15,9 +14,8 @@ from proxy.processes.shared import prefixes as shared_prefixes
 from proxy.processes.shared.process_sheet import LOG, WORD
 from proxy.processes.shared.shared_memory import SharedTable
 from tests.proxy.core.making import ask, placed, spec
-from tests.proxy.processes.virtual_group import VirtualGroup
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
-MakeGroup = Callable[..., VirtualGroup]
 WORKERS = tuple(spec(f"w{i}") for i in range(5))
 
 

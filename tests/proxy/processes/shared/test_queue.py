@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from proxy.batches.spare_capacity import has_spare_capacity
@@ -15,9 +13,7 @@ from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared.queue import HOLD_S
 from tests.present import present
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
-from tests.proxy.processes.virtual_group import VirtualGroup
-
-MakeGroup = Callable[..., VirtualGroup]
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def wait(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from proxy.core.model.role import Role
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
 from proxy.processes.shared.traffic import EXCHANGE_INTERVAL_S
 from tests.proxy.core.making import MODEL, ask, placed, spec
-from tests.proxy.processes.virtual_group import VirtualGroup
-
-MakeGroup = Callable[..., VirtualGroup]
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def submit(group: VirtualGroup, index: int, *, long: bool) -> None:

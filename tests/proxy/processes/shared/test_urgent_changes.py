@@ -71,14 +71,12 @@ def test_supervisor_is_woken_once(process: Process) -> None:
     assert process.write(4) == 2
 
 
-def test_requests_are_urgent_where_slots_are_scarce(process: Process) -> None:
-    assert process.write(1) == 0
-    assert process.write(2) == 1
-
-
-def test_half_of_the_slots_is_enough_for_two_hosts(process: Process) -> None:
-    process.table.hosts = 2
-    assert process.write(1) == 1
+@pytest.mark.parametrize(("hosts", "reports"), [(1, [0, 1]), (2, [1, 1])])
+def test_requests_are_urgent_where_slots_are_scarce(
+    process: Process, hosts: int, reports: list[int]
+) -> None:
+    process.table.hosts = hosts
+    assert [process.write(requests) for requests in (1, 2)] == reports
 
 
 @pytest.mark.parametrize("word", [BREAKS, WAITING])
