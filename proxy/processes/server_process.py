@@ -165,7 +165,7 @@ class ServerProcess:
             case Drain():
                 self.drain()
             case Stop():
-                self._run_in_background(self._stop())
+                self._run_in_background(self._end_with(self.app.stop()))
             case IpcQuestion():
                 self._run_in_background(self._send_answer(message))
             case IpcAnswer(number, found):
@@ -174,7 +174,7 @@ class ServerProcess:
                     answer.set_result(found)
 
     def drain(self) -> None:
-        self._run_in_background(self._drain())
+        self._run_in_background(self._end_with(self.app.drain()))
 
     def drain_without_supervisor(self) -> None:
         """Drain because the supervisor is gone; release the ports at once for the next one."""
@@ -309,12 +309,8 @@ class ServerProcess:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._queues.came.wait(), self._idle_s)
 
-    async def _drain(self) -> None:
-        await self.app.drain()
-        self.ended.set()
-
-    async def _stop(self) -> None:
-        await self.app.stop()
+    async def _end_with(self, ending: Coroutine[Any, Any, None]) -> None:
+        await ending
         self.ended.set()
 
     def _run_in_background(self, work: Coroutine[Any, Any, object]) -> None:

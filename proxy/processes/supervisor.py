@@ -149,8 +149,13 @@ class Supervisor:
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        task.add_done_callback(_log_failure)
         self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the supervisor failed: %s", error, exc_info=error)
 
     async def _take_ports(self) -> None:
         router = self._config.router
@@ -304,9 +309,7 @@ class Supervisor:
             case IpcQuestion():
                 if message.what == "logs":
                     self._remember_log_settings(message)
-                task = asyncio.create_task(self._ask(child, message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._run_in_background(self._ask(child, message))
             case IpcAnswer():
                 self._questions.record(child.index, message)
 
@@ -363,11 +366,6 @@ class Supervisor:
         children = [child for child in self._children.values() if child.serving]
         children.sort(key=lambda child: (child is not self._leader, child.index))
         return await self._questions.ask(question, children)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a task of the supervisor failed: %s", error, exc_info=error)
 
 
 def _describe_exit(status: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from hashlib import sha256
 from typing import Any
 
 import openai
@@ -30,8 +29,7 @@ KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob")}
 
 
 def set_tenants(harness: BatchHarness, *specs: TenantSpec) -> None:
-    keys = {sha256(KEYS[spec.name].encode()).digest(): spec.name for spec in specs}
-    harness.site.router.tenants.replace(specs, keys)
+    harness.site.set_tenants(*specs, **{spec.name: KEYS[spec.name] for spec in specs})
 
 
 @pytest.fixture
@@ -188,7 +186,7 @@ async def test_uploads_count_as_requests_per_minute(harness: BatchHarness) -> No
     with pytest.raises(openai.RateLimitError, match=r"\(RPM\): Limit 3"):
         await harness.upload(["{}"])
     assert len([file async for file in harness.client.files.list()]) == 3
-    ann = present(harness.site.router.tenants.get("ann"))
+    ann = harness.site.tenant("ann")
     assert ann.ledger.running == 0
     assert ann.totals.limited == {"requests_per_minute": 1}
 
