@@ -179,15 +179,10 @@ class BatchApiRequest:
         self._count(CLIENT_GONE)
         self._stop()
 
-    def end_for_shutdown(self, now: float) -> None:
+    def end_for_shutdown(self, now: float) -> None:  # noqa: ARG002
         self._stop()
-        if self._begun:
-            self._count(503, Reason.DRAINING)
-            self._client.break_off()
-            return
-        self._write(refuse(refusals.draining(), self._request, keep_alive=False))
-        self._count(503, Reason.DRAINING)
-        self._client.end_response(now, keep_alive=False)
+        self._keep_alive = False
+        self._refuse(refusals.draining())
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -216,17 +211,13 @@ class BatchApiRequest:
             self._refuse(RefusedRequestError(500, message).refusal)
         else:
             if body is not None:
-                self._end(
-                    200, answer(200, body, headers=self._headers, keep_alive=self._is_kept_alive)
-                )
+                headers = [(b"X-Request-Id", self._request.id)]
+                data = answer(200, body, headers=headers, keep_alive=self._is_kept_alive)
+                self._end(200, data)
 
     @property
     def _is_kept_alive(self) -> bool:
         return self._keep_alive and not self._api.wire.leaving
-
-    @property
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"X-Request-Id", self._request.id)]
 
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
