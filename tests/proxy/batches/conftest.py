@@ -9,7 +9,10 @@ from typing import Any, Protocol
 import pytest
 
 from proxy.batches import scheduler
-from tests.proxy.batches.harness import OPEN, BatchHarness
+from proxy.batches.storage.postgres import PostgresBackend
+from proxy.batches.storage.sqlite import SqliteBackend
+from proxy.batches.storage.store import Store
+from tests.proxy.batches.harness import KEEP_S, OPEN, BatchHarness
 from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.wire.conftest import Start, pytest_asyncio_loop_factories, start
 from tests.proxy.wire.site import Fake
@@ -33,6 +36,13 @@ def url(postgres: PostgresServer) -> str:
 def database(request: pytest.FixtureRequest) -> str | None:
     """Run a test with SQLite; see `BOTH`."""
     return new_database(request)
+
+
+@pytest.fixture
+def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
+    store = Store(PostgresBackend(database) if database else SqliteBackend(tmp_path), KEEP_S)
+    yield store
+    store.close()
 
 
 def new_database(request: pytest.FixtureRequest) -> str | None:

@@ -26,6 +26,7 @@ DEADLINE_S = 30.0
 CHAT = "/v1/chat/completions"
 OPEN = {"idle_s": 1e9, "client_idle_s": 1e9}  # connections stay open when tests skip days
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the system's certificates take 30 ms to load
+NOW, KEEP_S = 1_000_000.0, 1000.0  # of tests of the store alone
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,18 +12,16 @@ from proxy.batches import validate as lines_module
 from proxy.batches.maintenance import Maintenance, Slices, end_batch, validate_input
 from proxy.batches.storage import store as store_module
 from proxy.batches.storage.rows import ListPage
-from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, Status, StoreFullError
 from proxy.core.tenants.tenants import TenantSpec
 from tests.present import present
 from tests.proxy.batches.conftest import OpenHarness
-from tests.proxy.batches.harness import CHAT, content_of, lines
+from tests.proxy.batches.harness import CHAT, NOW, content_of, lines
+from tests.proxy.batches.storage.test_store import rows
 from tests.proxy.batches.test_tenants import KEYS, set_tenants
 from tests.proxy.wire import scripts
-
-NOW, KEEP_S = 1_000_000.0, 1000.0
 
 
 @pytest.fixture
@@ -36,13 +33,6 @@ def maintenance() -> Maintenance:
         return function(cast("Store", leading), *args)
 
     return Maintenance(cast(StoreThread, run_now))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(SqliteBackend(tmp_path), KEEP_S)
-    yield store
-    store.close()
 
 
 @pytest.fixture
@@ -132,18 +122,13 @@ def new_batch(store: Store, count: int) -> Batch:
     return batch
 
 
-def count_of(store: Store, table: str) -> int:
-    found: int = store.backend.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
-    return found
-
-
 @pytest.mark.usefixtures("slices_of_ten")
 def test_interrupted_validation_restarts(store: Store) -> None:
     batch = new_batch(store, 25)
     interrupted = validate_input(store, batch, 100, lambda: NOW)
     for _ in range(2):
         next(interrupted)
-    assert count_of(store, "lines") == 20
+    assert rows(store)["lines"] == 20
     slices = list(validate_input(store, batch, 100, lambda: NOW))
     assert len(slices) == 2 + 2, "two slices delete earlier lines, two read"
     [started] = store.batches("t", ListPage(1, None))
@@ -159,7 +144,7 @@ def test_input_with_too_many_lines_leaves_no_lines(store: Store) -> None:
     [refused] = store.batches("t", ListPage(1, None))
     assert refused.status is Status.FAILED
     assert [problem.code for problem in refused.complaints] == ["too_many_lines"]
-    assert count_of(store, "lines") == 0
+    assert rows(store)["lines"] == 0
 
 
 def test_missing_input_file_fails_the_batch(store: Store) -> None:
@@ -190,7 +175,7 @@ def test_interrupted_end_of_a_batch_continues(
     list(end_batch(store, batch, Status.EXPIRED, lambda: NOW))
     [ended] = store.batches("t", ListPage(1, None))
     assert (ended.status, ended.failed, ended.completed) == (Status.EXPIRED, 10, 0)
-    assert (count_of(store, "lines"), count_of(store, "results")) == (0, 10)
+    assert (rows(store)["lines"], rows(store)["results"]) == (0, 10)
 
 
 async def test_lines_run_while_another_tenants_input_is_validated(

@@ -301,10 +301,14 @@ def test_batch_on_a_full_disk_can_be_cancelled(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE])
 def test_reserve_is_used_by_deletes_and_restored(
-    failing_disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    failing_disk: FailingDisk,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
 ) -> None:
     monkeypatch.setattr(disk, "SHORT_BYTES", 0)
-    store, reserve = Store(SqliteBackend(tmp_path), KEEP_S), tmp_path / "reserve"
+    reserve = tmp_path / "reserve"
     file = store.add_file("t", "in", "batch", b"{}", NOW)
     assert reserve.stat().st_size == disk.RESERVE_BYTES
     failing_disk.fails = lambda: reserve.stat().st_size > 0
@@ -315,19 +319,16 @@ def test_reserve_is_used_by_deletes_and_restored(
         assert store.delete_file("t", file.id)
     assert store.file("t", file.id) is None
     assert reserve.stat().st_size == disk.RESERVE_BYTES
-    store.close()
 
 
 def test_upload_needs_space_for_log_and_database(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(SqliteBackend(tmp_path), KEEP_S)
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(disk, "disk_usage", lambda _: free._replace(free=1_999_999))
     with pytest.raises(StoreFullError, match="is full"):
         store.add_file("t", "in", "batch", bytes(1_000_000), NOW)
     assert store.add_file("t", "in", "batch", bytes(999_999), NOW)
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from proxy.batches.storage import files as file_store
 from proxy.batches.storage import sqlite as sqlite_module
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.files import PIECE_BYTES
-from proxy.batches.storage.postgres import PostgresBackend
 from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.schema import ROW_BYTES
 from proxy.batches.storage.sqlite import SqliteBackend
@@ -37,24 +35,14 @@ from proxy.batches.types import (
 from proxy.errors import ProxyError
 from tests.present import present
 from tests.proxy.batches.conftest import new_database
-from tests.proxy.batches.harness import CHAT
+from tests.proxy.batches.harness import CHAT, KEEP_S, NOW
 from tests.proxy.batches.postgres import SQLITE
-
-NOW = 1_000_000.0
-KEEP_S = 1000.0
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest) -> str | None:
     """Run tests with both databases, except those of `SQLITE`."""
     return new_database(request)
-
-
-@pytest.fixture
-def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
-    store = Store(PostgresBackend(database) if database else SqliteBackend(tmp_path), KEEP_S)
-    yield store
-    store.close()
 
 
 def purge(store: Store, now: float) -> None:
