@@ -16,8 +16,6 @@ NO_TRAFFIC = TrafficRow()
 
 
 class TrafficPeer:
-    """Another process's traffic."""
-
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self._life = 0
@@ -38,8 +36,6 @@ class TrafficPeer:
 
 
 class SharedTraffic:
-    """Shares the traffic of all models."""
-
     def __init__(self, router: Router, sharing: SharedLoad) -> None:
         self._router = router
         self._sheet = sharing.sheet
