@@ -167,7 +167,6 @@ class WorkerConfig(Block):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of the worker's URL."""
         if self.url is None:
             return None
         parts = urlsplit(self.url)
@@ -250,7 +249,6 @@ class PoolConfig(Block):
 
     @property
     def scheme(self) -> str:
-        """URL scheme of the pool's workers."""
         return "http" if self.tls is None else "https"
 
     def worker(
@@ -260,7 +258,6 @@ class PoolConfig(Block):
         api_key: str | None = None,
         journal: tuple[str, ...] = (),
     ) -> WorkerConfig:
-        """Return the configuration of one worker of the pool."""
         alike = self.model_dump(include=set(WorkerConfig.model_fields) - {"name", "url"})
         own = {"name": name, "url": url, "api_key": api_key, "journal": journal}
         return WorkerConfig(**alike | own)

@@ -48,8 +48,6 @@ ERRED = Outcome.ERRED
 
 
 class Router:
-    """Reads requests, queues them, and retries them."""
-
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.fleet = fleet
         self.sizer = Sizer()

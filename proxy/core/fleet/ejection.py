@@ -22,8 +22,6 @@ Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
-    """Receives changes of breakers and pools."""
-
     def breaker_opened(self, worker: Worker, now: float) -> None:
         """Note an opened breaker."""
 
@@ -135,7 +133,6 @@ class Ejections:
             self._update_panic(key)
 
     def _update_panic(self, key: Key) -> None:
-        """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:
             same = (worker for worker in self._workers.values() if key_of(worker) == key)

@@ -91,7 +91,6 @@ class KvLinks:
 
     @property
     def has_failures(self) -> bool:
-        """Return whether any link has failures."""
         return bool(self._strikes)
 
     def is_barred(self, prefill: Worker, decode: Worker | None, now: float) -> bool:

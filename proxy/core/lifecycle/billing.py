@@ -99,7 +99,6 @@ def charge_refused(tenant: Tenant, now: float) -> None:
 
 
 def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
-    """Admit a request without a worker, or refuse it."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
         tenant.notify_watches()

@@ -19,8 +19,6 @@ DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # faster than enum look-u
 
 
 class LeaseBook:
-    """The legs of placed requests, from the first token to the release."""
-
     def __init__(self, placer: Placer, sizer: Sizer) -> None:
         self._fleet = placer.fleet
         self._placer = placer
@@ -53,7 +51,6 @@ class LeaseBook:
             )
 
     def end_prefill(self, lease: Lease, now: float, usage: Usage | None) -> None:
-        """Note that the prefill leg is done."""
         first, halves = lease.prefill, lease.decision.handover
         if first is None or halves is None or first.released:
             return
@@ -214,7 +211,6 @@ class LeaseBook:
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        """Return whether another worker could prefill."""
         ask, first = lease.ask, lease.prefill
         pool = self._roster.pool(ask.model)
         tried = frozenset(() if first is None else (first.worker,))

@@ -31,8 +31,6 @@ MAX_MOVE_WAIT_S = 0.5
 
 
 class Placer:
-    """Places requests, and counts the decisions."""
-
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
         self.fleet = fleet
