@@ -49,19 +49,6 @@ def _is_live(worker: Worker) -> bool:
 class Ejections:
     """The open breakers and panicking pools of a fleet."""
 
-    __slots__ = (
-        "_clock",
-        "_live",
-        "_moved",
-        "_out",
-        "_workers",
-        "listener",
-        "panics",
-        "resting",
-        "started",
-        "threshold",
-    )
-
     def __init__(
         self,
         workers: Mapping[str, Worker],

@@ -23,8 +23,6 @@ class Segment:
 
 
 class SortedBuckets:
-    __slots__ = ("_segments",)
-
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 

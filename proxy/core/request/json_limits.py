@@ -30,8 +30,6 @@ class JsonMask:
     Made on demand; that may take longer than parsing.
     """
 
-    __slots__ = ("_made", "text")
-
     def __init__(self, text: bytes) -> None:
         self.text = text
         self._made: bytes | None = None
