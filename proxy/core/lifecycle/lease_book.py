@@ -89,13 +89,11 @@ class LeaseBook:
         return True
 
     def _choose_other_decode(self, lease: Lease, now: float, within_s: float) -> Worker | None:
-        workers = self._roster.pool(lease.ask.model).all
-        other = handover_cost.choose_other_decode(workers, lease, now, self._placer.links, within_s)
-        while other is not None and self._roster.is_filled_elsewhere(other, now):
-            other = handover_cost.choose_other_decode(
-                workers, lease, now, self._placer.links, within_s
-            )
-        return other
+        workers, links = self._roster.pool(lease.ask.model).all, self._placer.links
+        while True:
+            other = handover_cost.choose_other_decode(workers, lease, now, links, within_s)
+            if other is None or not self._roster.is_filled_elsewhere(other, now):
+                return other
 
     def _record_prefix(self, lease: Lease) -> None:
         """Record the prefix on the decode worker.

@@ -50,13 +50,6 @@ def masked(text: bytes) -> bytes:
     return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 
-def exceeded_bound(body: bytes) -> str:
-    """Return the bound that a JSON text exceeds, or ""."""
-    if len(body) <= LARGE_BODY_BYTES or not may_exceed(body):
-        return ""
-    return excess(JsonMask(body))
-
-
 def may_exceed(body: bytes) -> bool:
     """Return whether a text with its strings exceeds a bound."""
     some = _sample(body)
