@@ -191,7 +191,13 @@ def _problems(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[
 
 def check_tls(config: FleetConfig, source: str) -> None:
     """Load all TLS files of a fleet file; raise `ConfigError` if any can't be used."""
-    if problems := list(tls_problems(PartialConfig.from_config(config))):
+    draft = PartialConfig(
+        router=config.router,
+        worker_tls=config.worker_tls,
+        legible_workers=dict(enumerate(config.workers)),
+        pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
+    )
+    if problems := list(tls_problems(draft)):
         raise ConfigError(source, problems)
     for worker in config.workers:
         to_worker(config.tls_of(worker))  # so that no request waits for the files

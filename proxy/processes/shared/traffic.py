@@ -66,4 +66,4 @@ class SharedTraffic:
             for peer in self._peers:
                 traffic_row = peer.grown(at)
                 if traffic_row != NO_TRAFFIC:
-                    self._router.placer.traffic_of(model).record_remote(now, *traffic_row)
+                    self._router.placer.traffic[model].record_remote(now, *traffic_row)

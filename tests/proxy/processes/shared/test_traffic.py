@@ -25,7 +25,7 @@ def test_traffic_rates_are_shared(make_all: MakeGroup) -> None:
         submit(group, index, long=True)
     for _ in range(2):  # the first readers see the last writers in the second round
         group.read_all(after_s=max(EXCHANGE_INTERVAL_S, LOOK_INTERVAL_S))
-    traffics = [router.placer.traffic_of(MODEL) for router in group.routers]
+    traffics = [router.placer.traffic[MODEL] for router in group.routers]
     rates = [traffic.shorts_per_s(group.now) for traffic in traffics]
     shares = [traffic.long_share(group.now) for traffic in traffics]
     assert rates == pytest.approx([15 / 20] * 3, rel=0.02)
@@ -43,5 +43,5 @@ def test_restarted_process_counts_from_zero(make_processes: MakeGroup) -> None:
         submit(group, 0, long=False)
     for _ in range(2):
         group.read_all(after_s=EXCHANGE_INTERVAL_S)
-    seen = group.routers[1].placer.traffic_of(MODEL).shorts_per_s(group.now)
+    seen = group.routers[1].placer.traffic[MODEL].shorts_per_s(group.now)
     assert seen == pytest.approx(7 / 20, rel=0.1)
