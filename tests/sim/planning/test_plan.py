@@ -23,6 +23,7 @@ from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult
+from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning import exact_check
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import (
@@ -39,7 +40,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
-from vllm_sched.sim.planning.plan import machine_of, plan
+from vllm_sched.sim.planning.plan import plan
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
@@ -58,7 +59,7 @@ def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
         "source": find(workload),
-        "machine": replace(machine_of("h100-8b"), time=LINEAR_8B, transfer=link),
+        "machine": replace(of_profile("h100-8b"), time=LINEAR_8B, transfer=link),
         "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.2, "draws": 3,
     }  # fmt: skip
     return PlanQuestion(**settings | given)
@@ -376,7 +377,7 @@ def test_rate_beyond_the_gpus_is_refused_with_the_number_needed() -> None:
     ("asked", "gpus", "message"),
     [
         (
-            question("300x60", "ttft:500", machine=machine_of("h100-70b-tp4")), 3,
+            question("300x60", "ttft:500", machine=of_profile("h100-70b-tp4")), 3,
             "--gpus 3: a worker of h100-70b-tp4 takes 4; give 4",
         ),
         (
@@ -559,7 +560,7 @@ def test_shapes_of_unequal_workers_fit_the_gpus(
     ids=str,
 )
 def test_every_shape_is_a_valid_fleet_file(shape: FleetShape, tmp_path: Path) -> None:
-    machine = machine_of("h100-70b-tp4")
+    machine = of_profile("h100-70b-tp4")
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(shape.to_fleet("m", machine)))
     config = read(path)
@@ -661,7 +662,7 @@ def test_too_many_gpus_are_refused_with_the_largest_number(
 
 def test_traffic_is_measured_and_a_run_lasts_longer_than_its_target() -> None:
     traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
-    assert traffic.largest == 990
+    assert traffic.totals[-1] == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
     assert traffic.above(990) == 0
@@ -709,7 +710,7 @@ def test_plan_uses_a_calibration_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     time = {"decode_fixed_s": 0.02, "prefill_fixed_s": 0.02, "prefill_s": 1e-4}
     path.write_text(json.dumps({"step_time": time, "kv_tokens": 50_000}))
-    machine = machine_of(str(path))
+    machine = of_profile(str(path))
     assert (machine.gpus, machine.kv_tokens, machine.time.prefill_s) == (1, 50_000, 1e-4)
     asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.05), machine=machine)
     found = plan(asked, 1)

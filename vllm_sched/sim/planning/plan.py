@@ -82,18 +82,12 @@ class FleetPlan:
         return served.shape.gpus(*self.question.machines)
 
 
-def machine_of(
-    profile: str, bandwidth: float | None = None, mixed_s: float | None = None
-) -> WorkerModel:
-    return with_assumed(of_profile(profile), bandwidth, mixed_s)
-
-
 def machines_of(
     profiles: Sequence[str], bandwidth: float | None = None, mixed_s: float | None = None
 ) -> list[WorkerModel]:
     """Return the machines of profiles; `model=M,system=S` names one for each tp and dtype."""
     names = dict.fromkeys(name for each in profiles for name in named_by(each))
-    return [machine_of(name, bandwidth, mixed_s) for name in names]
+    return [with_assumed(of_profile(name), bandwidth, mixed_s) for name in names]
 
 
 class ProgressParts:

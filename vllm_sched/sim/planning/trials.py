@@ -36,7 +36,6 @@ UNLIMITED_TOKENS = 1 << 60  # tokens
 class TrafficStats:
     prompt: float  # mean
     output: float  # mean
-    largest: int  # prompt + output
     prompts: tuple[int, ...]  # sorted
     totals: tuple[int, ...]  # prompt + output, sorted
     most_each: float  # requests/s that one worker can compute with a perfect cache
@@ -51,7 +50,6 @@ class TrafficStats:
         return cls(
             sum(each.prompt_tokens for each in sample) / len(sample),
             sum(each.output_tokens for each in sample) / len(sample),
-            totals[-1],
             tuple(sorted(each.prompt_tokens for each in sample)),
             tuple(totals),
             len(sample) / seconds if seconds > 0 else math.inf,
