@@ -28,6 +28,7 @@ from vllm_sched.sim.planning.machine_choice import (
     rate_on,
 )
 from vllm_sched.sim.planning.plan import machines_of, plan
+from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.search import FleetSearch
 
 if TYPE_CHECKING:
@@ -43,10 +44,6 @@ FP8 = replace(MACHINE, profile="fp8", flags=("--quantization=fp8",))
 
 def quick(**given: Any) -> Any:
     return question("1500x60", "ttft:500 tpot:40", effort=0.05, draws=2, **given)
-
-
-def silent(_what: str, _share: float) -> None:
-    """Ignore progress."""
 
 
 def test_machine_with_the_highest_rate_is_planned() -> None:
@@ -86,7 +83,7 @@ def test_pairs_are_of_the_best_precision(families: tuple[str, ...]) -> None:
     def coarse(search: FleetSearch) -> float:
         return rates[search.question.machine.profile]
 
-    found = compare_machines(asked, machines, coarse, highest, silent)
+    found = compare_machines(asked, machines, coarse, highest, PlanProgress())
     pairs = [
         (each.question.prefill_machine.profile, each.question.machine.profile)
         for each in found

@@ -41,6 +41,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     shapes,
 )
 from vllm_sched.sim.planning.plan import plan
+from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
@@ -113,7 +114,7 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 def test_policy_can_replace_a_second_pool() -> None:
     asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
-    best = FleetSearch(asked).family(ONE_POOL, 2, (0, 1))[0]
+    best = FleetSearch(asked).family(ONE_POOL, 2)[0]
     assert best.shape.policy == LONG_PROMPT
 
 
@@ -170,11 +171,11 @@ def test_search_for_one_more_worker_requires_a_higher_rate(rated: Rated) -> None
     best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
     rates = {(2, 1): 9.9, (1, 2): 12.0}
     rated.rate_of = lambda shape: rates[shape.prefill, shape.decode]
-    found = present(search.with_one_more(best, (0.0, 1.0)))
+    found = present(search.with_one_more(best))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
     assert [(each.prefill, each.decode) for each in rated.tried[:2]] == [(2, 1), (1, 2)]
     rates[1, 2] = 10.0
-    assert search.with_one_more(best, (0.0, 1.0)) is None
+    assert search.with_one_more(best) is None
 
 
 def test_best_policy_is_chosen(rated: Rated) -> None:
@@ -182,7 +183,7 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     # The rate falls with the size of the long pool.
     rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(SHORT_LONG, 4, (0, 1))
+    best, *_ = search.family(SHORT_LONG, 4)
     # Only policies close to the best are judged, each with its best shape.
     assert best.shape.policy == CHUNKS
     assert {each.policy for each in rated.judged} == {CHUNKS, BOTH}
@@ -195,7 +196,7 @@ def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
     rated.rate_of = lambda _: 10.0 * 1.015 ** next(after)
     rated.judge = lambda _: 10.0
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(ONE_POOL, 2, (0, 1))
+    best, *_ = search.family(ONE_POOL, 2)
     assert best.shape.policy == DEFAULT
 
 
@@ -437,7 +438,8 @@ def test_exact_run_uses_fresh_requests_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[str, float]] = []
-    search = FleetSearch(question("300x60", "ttft:500"), lambda *what: seen.append(what))
+    progress = PlanProgress(lambda *what: seen.append(what))
+    search = FleetSearch(question("300x60", "ttft:500"), progress)
     draws: list[int] = []
     schedule = PlanQuestion.schedule
 
@@ -446,8 +448,8 @@ def test_exact_run_uses_fresh_requests_and_reports_progress(
         return schedule(asked, rate, count, draw)
 
     monkeypatch.setattr(PlanQuestion, "schedule", drawn)
-    search.report("before", 0.7)
-    run = exact_check.play_exactly(search, FleetShape(general=1), 10.0)
+    with progress.part(0.7, 0.8):
+        run = exact_check.play_exactly(search, FleetShape(general=1), 10.0)
     assert run.all.done == 300
     assert draws == [search.question.draws + 1]  # neither a search draw nor a judging draw
     assert {share for _, share in seen} == {0.7}
