@@ -259,11 +259,11 @@ def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
         console.print_text(f"{name}: {words}", "")
     for name, concurrency in sweep.knees(CONCURRENCY).items():
-        points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
+        tokens = sweep.figures(CONCURRENCY, "tokens")[name]
         if concurrency is not None:
             words = f"more than {concurrency:g} concurrent requests gain less than a tenth"
-        elif any(p.tokens for p in points):
-            most = max(p.load for p in points)
+        elif any(any(values) for values in tokens.values()):
+            most = max(tokens)
             words = f"throughput still grows at {most:g} concurrent requests, the most measured"
         else:
             words = "no request completed"
