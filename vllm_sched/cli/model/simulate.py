@@ -129,8 +129,6 @@ def add_link(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class SimulationRun:
-    """A finished simulation and its cost."""
-
     played: PlayedFleet
     fleet: SimulatedFleet
     wall_s: float
@@ -170,11 +168,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     print_tables(result, console)
     _print_result(console, result, run)
     save_and_draw(result, args, console)
-    if args.plot:
-        with writing(args.plot):
-            drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
-        for path in drawn:
-            console.print_text(f"drew {path}")
+    console.save(args.plot, partial(draw_steps_of, run.fleet, run.played.duration), "drew")
     if args.trace:
         from vllm_sched.sim.fleet.perfetto import write
 
@@ -276,7 +270,7 @@ def is_coarse(engine: str, schedule: Schedule) -> bool:
     return engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
 
 
-def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:
+def draw_steps_of(fleet: SimulatedFleet, played_until: float, folder: Path) -> list[Path]:
     """Draw the steps of the first workers with a trace; return the files."""
     from vllm_sched.bench.plots.steps import draw_steps, steps_of
     from vllm_sched.bench.plots.style import files
@@ -334,7 +328,6 @@ def _warnings(
     schedule: Schedule,
     cut: int,
 ) -> list[str]:
-    """Return warnings on options that the simulation could not follow."""
     found = schedule.falls_short
     if cut:
         found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
