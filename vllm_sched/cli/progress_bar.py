@@ -32,7 +32,6 @@ class ProgressLines:
         self._latest = time.monotonic()
 
     def print_line(self, text: str) -> None:
-        """Print a line now."""
         self._latest = time.monotonic()
         if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
             return

@@ -74,7 +74,6 @@ class ProgressReporter:
         self._step = ""
 
     def step(self, text: str) -> None:
-        """Report the begin of a step."""
         self._step = text
         if self._status:
             self._status.update(text)

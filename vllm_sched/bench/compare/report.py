@@ -184,7 +184,6 @@ def show(value: float | None, unit: str) -> str:
 
 
 def show_ratio(ratio: float | None) -> str:
-    """Format a ratio to three digits."""
     if ratio is None:
         return "-"
     return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.3f}x"

@@ -101,7 +101,6 @@ def read_milliseconds(entry: dict[str, Any], key: str, most: float = float_info.
 
 
 def pieces_of(names: Any, prompt: int, block_tokens: int) -> tuple[Piece, ...]:
-    """Return the pieces of a prompt's `hash_ids`."""
     if names is None:
         return ()
     if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):

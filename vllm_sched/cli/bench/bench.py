@@ -131,7 +131,6 @@ def print_result(result: BenchResult, played: PlayedRun, console: Output) -> Non
 
 
 def print_tables(result: BenchResult, console: Output) -> None:
-    """Print the figures of requests, and those of sessions if there are any."""
     console.print(table(result.classes(), result.targets))
     if figures := result.session_figures():
         console.print(session_table(figures))

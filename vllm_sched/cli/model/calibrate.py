@@ -247,7 +247,6 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
 
 
 def picture(source: StepSource, found: Calibration) -> Chart:
-    """Return a chart of measured against fitted steps, with the held-out ones."""
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
     ends = [(at, at) for at in (min(times), max(times))]

@@ -112,7 +112,6 @@ def _machines(found: FleetPlan) -> Table:
 
 
 def _frontier(found: FleetPlan) -> Table:
-    """Return the rates of fleets of several sizes."""
     layout = plain_table((), ("GPUs", "req./s", "per GPU"), padding=TIGHT)
     layout.add_column("fleet")
     for gpus, served in found.frontier:

@@ -196,7 +196,6 @@ def _find(known: _Known, gpus: int) -> None:
 
 
 def _find_others(known: _Known, gpus: int) -> None:
-    """Find fleets of other sizes."""
     search, plain, progress = known.search, known.plain, known.search.progress
     workers, each = plain.shape.workers, search.question.machine.gpus
     with progress.part(EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE):

@@ -17,7 +17,6 @@ class PlanProgress:
         self._tell = tell
 
     def note(self, what: str) -> None:
-        """Report an activity."""
         if self._tell is not None:
             self._tell(what, self.done)
 

@@ -260,7 +260,6 @@ class FleetSearch:
         return list(best.values())
 
     def with_one_fewer(self, served: ServedRate) -> ServedRate | None:
-        """Return the rate of the same kind of fleet with one worker fewer."""
         return next(iter(self._rate_of_size(served, -1, 0.0)), None)
 
     def with_one_more(self, served: ServedRate) -> ServedRate | None:
