@@ -15,7 +15,7 @@ from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens, add_goodput
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
+from vllm_sched.cli.model.plan_report import chart_of, show, simulate_options
 from vllm_sched.cli.model.simulate import add_link
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cli.progress_bar import progress
@@ -119,7 +119,7 @@ def run_plan(args: argparse.Namespace) -> int:
             tell=tell,
         )
     show(console, found, args)
-    command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
+    command = shlex.join(["vllm-sched", *args.argv])
     traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
     fleet = partial(write, found, model=args.model, command=command, traffic=traffic)
     console.save(args.save, fleet)
@@ -146,26 +146,3 @@ def _check(args: argparse.Namespace) -> None:
         require_vllm()
         # vLLM's warnings on this machine do not apply to the simulated one.
         logging.getLogger("vllm").setLevel(logging.ERROR)
-
-
-def _plan_options(args: argparse.Namespace) -> list[str]:
-    said = [f"--workload={args.workload}"]
-    said.append("--min-gpus" if args.min_gpus else f"--gpus={args.gpus}")
-    if len(args.profile) == 1:
-        said.append(f"--profile={args.profile[0]}")
-    said += [
-        f"--{name.replace('_', '-')}={value:g}"
-        for name in ("request_rate", "burstiness", "prefix_hit", "bandwidth", "mixed_ms")
-        if (value := getattr(args, name)) is not None
-    ]
-    said += length_options(args)
-    if args.seed:
-        said.append(f"--seed={args.seed}")
-    said += [f"--{name}" for name in ("exact", "quick") if getattr(args, name)]
-    if len(args.profile) > 1:
-        said += ["--profile", *args.profile]
-    if tuple(args.policies) != POLICIES:
-        said += ["--policies", *args.policies]
-    if args.model:
-        said.append(f"--model={args.model}")
-    return [*said, "--goodput", *args.goodput]
