@@ -7,7 +7,7 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
-from vllm_sched.bench.compare.compare import ProgressReporter
+from vllm_sched.bench.compare.compare import ProgressReporter, running
 from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
@@ -148,7 +148,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     console = Output()
     try:
         with ProgressReporter(console) as narrator:
-            source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
+            source, seen = asyncio.run(_measure(args, narrator))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
@@ -181,13 +181,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 async def _measure(
-    args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
+    args: argparse.Namespace, narrator: ProgressReporter
 ) -> tuple[StepSource, MeasuredSteps]:
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
-            step("starting a worker (about a minute)")
-            worker = await stack.enter_async_context(_worker(args))
+            worker = _worker(args)
+            await stack.enter_async_context(running([worker], narrator))
             url = worker.url
         found = await stack.enter_async_context(meter(url, args.seed))
         plan = CalibrationPlan.from_limits(
@@ -196,8 +196,8 @@ async def _measure(
             max_model_len=found.max_model_len,
             seed=args.seed,
         )
-        step("measuring (some minutes)")
-        seen = await found.measure(plan, detail)
+        narrator.step("measuring (some minutes)")
+        seen = await found.measure(plan, narrator.detail)
         source = StepSource(
             args.model or found.model,
             args.url or "here",
