@@ -21,6 +21,7 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.fleet import note_missing_limits, note_narrow_workers, read
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines import exact_engine
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import of_profile
@@ -394,9 +395,9 @@ def test_unusable_question_is_refused(asked: PlanQuestion, gpus: int | None, mes
 
 
 def test_exact_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_check, "find_spec", lambda _name: None)
+    monkeypatch.setattr(exact_engine, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="vLLM is not installed"):
-        exact_check.require_vllm()
+        plan(question("300x60", "ttft:500"), 2, exact=True)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.models import to_si
 from vllm_sched.sim.planning import plan as planning
-from vllm_sched.sim.planning.exact_check import require_vllm
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
 from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, QUICK_EFFORT, PlanQuestion
@@ -143,6 +142,5 @@ def _check(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )
     if args.exact:
-        require_vllm()
         # vLLM's warnings on this machine do not apply to the simulated one.
         logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +34,7 @@ from vllm_sched.cli.output import Output, require_folders, writing
 from vllm_sched.cli.progress_bar import progress, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.exact_engine import ExactEngine, require_vllm
 from vllm_sched.sim.engines.policy_effects import declared_effects
 from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, to_si, worker_models
@@ -211,12 +210,7 @@ def _checked(
 def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
     """Return a function that makes engines; with `each_token`, fluid engines report every gap."""
     if name == EXACT:
-        if find_spec("vllm") is None:
-            raise UsageError(
-                "--engine exact needs vLLM's own schedulers, and vLLM is not installed; install "
-                "it (pip install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' without a GPU), or use "
-                "--engine fluid"
-            )
+        require_vllm("--engine exact", "use --engine fluid")
         return partial(ExactEngine, traced=traced)
     from vllm_sched.sim.engines.fluid_engine import FluidEngine
 

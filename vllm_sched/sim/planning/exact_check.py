@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_sched.errors import UsageError
@@ -27,18 +26,6 @@ class ExactProof(NamedTuple):
     share: float  # in time
     longest: float  # share of the longest prompts, in time or tolerably late
     requests: int
-
-
-def has_vllm() -> bool:
-    return find_spec("vllm") is not None
-
-
-def require_vllm() -> None:
-    if not has_vllm():
-        raise UsageError(
-            "--exact: the exact engine steps vLLM's own schedulers, and vLLM is not installed; "
-            "install it (pip install 'vllm-sched[vllm]') or leave --exact out"
-        )
 
 
 def rank_exactly(

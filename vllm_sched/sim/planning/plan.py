@@ -15,9 +15,10 @@ from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.cost.profiles import named_by
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines.exact_engine import require_vllm
 from vllm_sched.sim.fleet.models import of_profile, with_assumed
 from vllm_sched.sim.planning.capacity_bound import Capacity
-from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly, require_vllm
+from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
 from vllm_sched.sim.planning.machine_choice import (
     Candidate,
@@ -133,7 +134,7 @@ def plan(
         raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
     progress = PlanProgress(tell)
     if exact:
-        require_vllm()
+        require_vllm("--exact", "leave --exact out")
     if gpus is not None:
         machines = _fitting_machines(machines or [question.machine], gpus)
     compared = COMPARED if len(machines) > 1 else 0.0
