@@ -33,8 +33,6 @@ class ProgressLines:
 
     def print_line(self, text: str) -> None:
         self._latest = time.monotonic()
-        if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
-            return
         # A closed pipe must not end a measurement.
         with suppress(OSError, ValueError):
             print(f"{self._head}{text}", file=sys.stderr, flush=True)
