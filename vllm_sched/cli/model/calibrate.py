@@ -173,8 +173,6 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.args and args.url:
         raise UsageError("--arg is for a worker started here; leave it out, or give --model")
-    if args.url and not args.url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {args.url}: must be http://HOST:PORT")
     if args.plot:
         check_chart(args.plot)
     require_folders(args.save, args.plot)

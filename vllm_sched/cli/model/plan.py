@@ -113,7 +113,7 @@ def run_plan(args: argparse.Namespace) -> int:
             question,
             args.gpus,
             machines=machines,
-            rate=args.request_rate,
+            rate=args.request_rate or 0.0,
             exact=args.exact,
             tell=tell,
         )

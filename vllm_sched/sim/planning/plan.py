@@ -121,7 +121,7 @@ def plan(
     gpus: int | None = None,
     *,
     machines: Sequence[WorkerModel] = (),
-    rate: float | None = None,
+    rate: float = 0.0,
     exact: bool = False,
     tell: Tell | None = None,
 ) -> FleetPlan:
@@ -130,8 +130,6 @@ def plan(
     It has `gpus` GPUs, or as few as serve `rate`. Of several machines the best is taken. Ctrl-C
     returns the best fleet so far, if there is one.
     """
-    if not question.targets:
-        raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
     progress = PlanProgress(tell)
     if exact:
         require_vllm("--exact", "leave --exact out")
@@ -142,8 +140,6 @@ def plan(
         candidates, chosen = _choose(question, machines, gpus, rate, progress)
     begin, sized = compared, gpus is None
     if gpus is None:
-        if rate is None:
-            raise UsageError("give --gpus, or --min-gpus with a --request-rate")
         begin = SIZED
         with progress.part(compared, SIZED):
             chosen, gpus = _smallest(chosen, rate, progress)
@@ -155,11 +151,10 @@ def plan(
                 found.append(_Known(FleetSearch(each.question, progress)))
                 _find(found[-1], gpus)
             known = _best(found)
-            while sized and rate is not None and known.plain.rate < rate:
+            while sized and known.plain.rate < rate:
                 gpus += known.search.question.machine.gpus  # not all that serve it were judged
                 _find(known, gpus)
-        if rate is not None:
-            _check_rate(rate, known, gpus)
+        _check_rate(rate, known, gpus)
         if exact:
             with progress.part(SEARCH_DONE, EXACT_DONE):
                 known.exactly = rank_exactly(known.search, known.plainly, known.proofs)
@@ -252,7 +247,7 @@ def _choose(
     question: PlanQuestion,
     machines: Sequence[WorkerModel],
     gpus: int | None,
-    rate: float | None,
+    rate: float,
     progress: PlanProgress,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return all machines as candidates, if there are several, and those to plan in full."""
@@ -261,10 +256,8 @@ def _choose(
         return [], [Candidate(replace(question, machine=machine))]
     if gpus is not None:
         coarse, best_of = rate_on(gpus), highest
-    elif rate is not None:
-        coarse, best_of = partial(fewest_gpus, rate=rate), fewest
     else:
-        raise UsageError("give --gpus, or --min-gpus with a --request-rate")
+        coarse, best_of = partial(fewest_gpus, rate=rate), fewest
     candidates = compare_machines(question, machines, coarse, best_of, progress)
     chosen = best_of(candidates)
     if not chosen:

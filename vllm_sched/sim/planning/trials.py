@@ -93,8 +93,6 @@ class FleetTrials:
         prompt_machine = question.prompt_machine
         some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
         sample = list(islice(question.shapes(), some))
-        if not sample:
-            raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
         self.traffic = traffic = TrafficStats.from_sample(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.
