@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -237,8 +236,7 @@ def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
             stop.set()
             loop.remove_signal_handler(signal.SIGINT)
 
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-            loop.add_signal_handler(signal.SIGINT, interrupt)
+        loop.add_signal_handler(signal.SIGINT, interrupt)
         return await work(stop)
 
     return uvloop.run(run())
