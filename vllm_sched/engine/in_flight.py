@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.engine.parallel.dp_group import DpGroup
+from vllm_sched.engine.trace import StepNote
 from vllm_sched.policies.types import StepResult
 
 # vLLM has two steps in flight, or one per pipeline stage.
@@ -39,6 +40,21 @@ class StepStarted(NamedTuple):
     @property
     def shape(self) -> StepShape:
         return StepShape.from_chunks(list(self.chunks.values()), self.decodes, self.context_tokens)
+
+    def note(self, start: float, end: float) -> StepNote:
+        """Return the step for the trace."""
+        return StepNote(
+            self.number,
+            start,
+            end,
+            self.budget,
+            self.output.num_scheduled_tokens,
+            {request_id: chunk.context for request_id, chunk in self.chunks.items()},
+            self.running,
+            self.waiting,
+            self.output.preempted_req_ids or (),
+            self.output.finished_req_ids,
+        )
 
 
 class StepDone(NamedTuple):
