@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import BLOCK, SIMULATED, answer, make_request, make_scheduler
-from tests.engine.test_state_machine import BUDGET, SHARED, AnyPolicies, policy_sets, run
+from tests.engine.test_state_machine import BUDGET, SHARED, Machine, policy_sets, run
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 
 HANDS_OVER = {"kv_connector": "SimulatedConnector", "kv_connector_module_path": SIMULATED}
@@ -24,7 +24,7 @@ MAX_BLOCKS = 60  # of the longest prompt
 GOOD, BLOCKS, REQUEST = "good", "blocks", "request"  # how a load ends
 
 
-class RemoteKv(AnyPolicies):
+class RemoteKv(Machine):
     """Any policies, with requests whose KV comes from prefill workers or goes to decode workers."""
 
     @initialize(
