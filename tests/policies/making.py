@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import answer, make_request, make_scheduler, until
@@ -111,6 +112,13 @@ class Bench:
 
     def abort(self, *names: str) -> None:
         self.scheduler.finish_requests([*names], RequestStatus.FINISHED_ABORTED)
+
+    def receive(self, *names: str) -> None:
+        """Report that the KV of these requests has come from other workers."""
+        output = SchedulerOutput.make_empty()
+        result = answer(self.scheduler, output)
+        result.kv_connector_output = KVConnectorOutput(finished_recving={*names})
+        self.scheduler.update_from_output(output, result)
 
     def preempt(self, request: Any) -> None:
         self.scheduler.running.remove(request)
