@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunk_budget": {"itl_ms": 15.0},
 }
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "prefill_first": [{}, {"pause_decodes": False}],
     "long_prompt": [{}, {"long_prefill_share": 0.1}, {"max_long_partial_prefills": 2}],
     "rotation": [{}, {"chunk": 0}, {"chunk": 200}],
     "chunk_budget": [{}, {"chunk": 16}, {"chunk": 150}],

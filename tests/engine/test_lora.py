@@ -30,7 +30,7 @@ SETS = [*([name] for name in SINGLE), *PAIRS, *LARGEST]
 # Settings that leave running requests out of a step more often than the defaults do.
 EAGER: dict[str, list[dict[str, Any]]] = {
     "static_batching": [{}, {"size": 3}],
-    "prefill_first": [{}, {"pause_decodes": False}, {"max_pause_s": 0.2}],
+    "prefill_first": [{}, {"max_pause_s": 0.2}],
     "lanes": [{}, {"batch_share": 0.05}],
     "long_prompt": [{}, {"max_long_partial_prefills": 2}, {"long_prefill_token_threshold": 100}],
     "deferred_prefill": [{}, {"departures": 2}],

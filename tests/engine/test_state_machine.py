@@ -39,9 +39,7 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "static_batching": st.fixed_dictionaries(
         {"size": st.sampled_from([0, 2]), "max_wait_s": st.just(MAX_WAIT)}
     ),
-    "prefill_first": st.fixed_dictionaries(
-        {"pause_decodes": st.booleans(), "max_pause_s": st.sampled_from([0.03, 5.0])}
-    ),
+    "prefill_first": st.fixed_dictionaries({"max_pause_s": st.sampled_from([0.03, 5.0])}),
     "lanes": st.fixed_dictionaries(
         {
             "reserve_slots": st.sampled_from([0.0, 0.5]),

@@ -456,14 +456,6 @@ def test_two_pausing_policies_keep_the_bound_of_one(pausing: str) -> None:
     assert 1.9 < max(gaps) <= 2.0 + 0.21
 
 
-def test_leading_prefills_count_the_pause_of_another_policy(pausing: str) -> None:
-    leading = {"pause_decodes": False, "max_pause_s": 5.0}
-    bench = Bench({"prefill_first": leading, pausing: {"max_pause_s": 1.0}})
-    bench.play(add("old", 10, output=500), 2, add("new", 250))
-    assert bench.step(6.0) == {"new": 64}
-    assert bench.step() == {"new": 63, "old": 1}
-
-
 # Bounds
 
 

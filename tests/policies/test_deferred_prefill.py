@@ -327,11 +327,7 @@ def test_itl_target_splits_a_batch(
 # Which costs a batch has
 
 
-@pytest.mark.parametrize(
-    ("others", "pause"),
-    [({}, False), (PAUSES, True), ({"prefill_first": {"pause_decodes": False}}, False)],
-    ids=str,
-)
+@pytest.mark.parametrize(("others", "pause"), [({}, False), (PAUSES, True)], ids=str)
 def test_policy_finds_whether_decodes_pause(
     others: dict[str, dict[str, object]], pause: bool
 ) -> None:
