@@ -49,11 +49,9 @@ class Bench:
         **more: Any,
     ) -> Any:
         """Add a request that arrives now; `wishes` are its `vllm_xargs`, like its lane."""
-        request = make_request(tokens, name=name, **more)
         if lane is not None:
             wishes = {"lane": lane}
-        assert request.sampling_params is not None
-        request.sampling_params.extra_args = None if wishes is None else dict(wishes)
+        request = make_request(tokens, name=name, extra_args=wishes, **more)
         self.scheduler.add_request(request)
         return request
 
