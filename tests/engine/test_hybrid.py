@@ -79,11 +79,9 @@ class Engine(Bench):
         self._last: dict[str, int] = {}
 
     def new(self, tokens: int, name: str, **more: Any) -> None:
-        """Add a request without hashes."""
         self.add(name, tokens, hashed=False, arrival=self.now, **more)
 
     def run_decodes(self, count: int) -> None:
-        """Start `count` long-running decodes."""
         for number in range(count):
             self.new(20, f"decode {number}", output=4000)
         running = self.scheduler.running

@@ -43,7 +43,6 @@ class RemoteKv(Machine):
         priority: bool,
         on_failure: str,
     ) -> None:
-        """Make the scheduler."""
         self.connector = {**HANDS_OVER, "kv_load_failure_policy": on_failure}
         self.receiving: dict[str, int] = {}  # the first block that is loaded
         self.sending: dict[str, Any] = {}  # requests that finished and keep their blocks
@@ -82,7 +81,6 @@ class RemoteKv(Machine):
     @precondition(lambda self: getattr(self, "sending", None))
     @rule()
     def send(self) -> None:
-        """Let the decode workers have fetched all blocks."""
         self.ends |= dict.fromkeys(self.sending, GOOD)
 
     @rule()

@@ -48,13 +48,11 @@ class Engine(Bench):
         self.begun: dict[str, float] = {}  # time of the first step of each
 
     def new(self, tokens: int, output: int = 4, priority: int = 0) -> str:
-        """Add a request; return its name."""
         name = next(self.names)
         self.add(name, tokens, output=output, priority=priority, hashed=False)
         return name
 
     def scheduled(self, output: SchedulerOutput, seconds: float) -> float:
-        """Record which requests begin."""
         for name in output.num_scheduled_tokens:
             self.begun.setdefault(name, self.now)
         return seconds

@@ -59,7 +59,6 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def held(registry: CollectorRegistry) -> float:
-    """Return the number of held requests."""
     return sum(values(registry, "requests_held").values())
 
 

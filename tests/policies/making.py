@@ -65,7 +65,6 @@ class Bench:
         self.step()
 
     def step(self, seconds: float = 0.01) -> dict[str, int]:
-        """Run one step of this duration."""
         output = self.scheduler.schedule()
         result = answer(self.scheduler, output)
         seconds = self.scheduled(output, seconds)

@@ -99,7 +99,6 @@ class Run(Bench):
 
 
 def jitter(seed: int, spread: float) -> Callable[[], float]:
-    """Return factors around one."""
     rng = random.Random(seed)
     return lambda: rng.lognormvariate(0.0, spread)
 

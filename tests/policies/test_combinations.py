@@ -20,8 +20,6 @@ EVERY = ["lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget"]
 
 
 class PausingSettings(Settings):
-    """The longest pause."""
-
     max_pause_s: float = 4.0
 
 

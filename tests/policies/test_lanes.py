@@ -289,7 +289,6 @@ class Flooded(Bench):
         super().__init__(laned(**settings), max_num_seqs=slots, priority=priority)
 
     def step(self, seconds: float = 0.05) -> dict[str, int]:
-        """Run a step, after the arrivals."""
         while len(self.scheduler.waiting) < self.waiting:
             self.count += 1
             lane = self.lanes[self.count % len(self.lanes)]

@@ -22,8 +22,6 @@ MAX_GAP_S: Final = 1.0
 
 
 class StepStarted(NamedTuple):
-    """A step that was scheduled."""
-
     output: SchedulerOutput
     number: int
     scheduled_at: float
@@ -58,8 +56,6 @@ class StepStarted(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """A step with a result."""
-
     step: StepStarted
     start: float  # when the engine began it
     end: float
@@ -67,8 +63,6 @@ class StepDone(NamedTuple):
 
 
 class InFlight:
-    """The steps without a result yet."""
-
     def __init__(self, dp_group: DpGroup | None = None) -> None:
         self._dp_group = dp_group
         self._steps: deque[StepStarted] = deque(maxlen=MAX_IN_FLIGHT)

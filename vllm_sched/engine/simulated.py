@@ -73,8 +73,6 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to serve."""
-
     id: str
     prompt_tokens: int
     output_tokens: int
@@ -87,8 +85,6 @@ class NewRequest:
 
 
 class RequestResult(NamedTuple):
-    """The result of a step for a request."""
-
     id: str
     tokens: int
     finished: bool
@@ -282,7 +278,6 @@ class SimulatedEngine:
         return begun
 
     def report_transfers(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
-        """Report received and sent KV."""
         scheduler = self.scheduler
         scheduler.now = now
         output = SchedulerOutput.make_empty()

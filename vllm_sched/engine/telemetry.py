@@ -59,8 +59,6 @@ class StepReport(NamedTuple):
 
 
 class SchedulerStats:
-    """What telemetry knows of one scheduler."""
-
     def __init__(
         self,
         written: metrics.Metrics | None,

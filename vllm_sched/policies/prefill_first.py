@@ -72,7 +72,6 @@ class PrefillFirst(Policy):
         return {"decodes_paused": float(self._pausing)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the paused steps, and the pauses that reached their limit."""
         return {
             "paused_steps": float(self._paused_steps),
             "starvation_releases": float(self._releases),

@@ -14,8 +14,6 @@ from vllm_sched.policies.types import Step
 
 
 class StepBudget:
-    """Computes the limits of a step."""
-
     def __init__(
         self,
         scheduler: Scheduler,
