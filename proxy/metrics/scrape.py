@@ -306,8 +306,8 @@ def _counts(page: MetricsPage, metrics: Metrics) -> None:
 def _continuations(page: MetricsPage, metrics: Metrics) -> None:
     continued, lost = metrics.continuations, metrics.lost_streams
     if journals := list(metrics.journals()):  # from zero, so that the first one is an increase
-        continued = dict.fromkeys((each.worker for each in journals), 0) | continued
-        lost = dict.fromkeys(REASONS, 0) | lost
+        continued = Counter({**dict.fromkeys((each.worker for each in journals), 0), **continued})
+        lost = Counter({**dict.fromkeys(REASONS, 0), **lost})
     page.values(CONTINUED, (((worker,), count) for worker, count in continued.items()))
     page.values(NOT_CONTINUED, (((why,), count) for why, count in lost.items()))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from proxy.metrics.exposition import OTHER, Family, MetricsPage
-from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histogram
+from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histograms
 
 if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant, Tenants
@@ -66,8 +66,8 @@ class TenantCounts:
         self._tenants = tenants
         self._names: set[str] = set()
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self._ttft: dict[Key, Histogram] = {}
-        self._waits: dict[Key, Histogram] = {}
+        self._ttft: Histograms[Key] = Histograms(TTFT_BOUNDS)
+        self._waits: Histograms[Key] = Histograms(WAIT_BOUNDS)
 
     def name(self, name: str) -> str:
         """Return a tenant's name as all families show it."""
@@ -81,14 +81,10 @@ class TenantCounts:
     def count(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
         name, rank = self.name(tenant.name), tenant.spec.rank.name.lower()
         self._requests[name, rank, status] += 1
-        key = name, rank
-        waits = self._waits.get(key)
-        if waits is None:
-            waits = self._waits[key] = Histogram(WAIT_BOUNDS)
-            self._ttft[key] = Histogram(TTFT_BOUNDS)
-        waits.observe(queue_s)
+        self._waits[name, rank].observe(queue_s)
+        ttft = self._ttft[name, rank]  # also without an observation, as a divisor of shares
         if ttft_s is not None:
-            self._ttft[key].observe(ttft_s)
+            ttft.observe(ttft_s)
 
     def show(self, page: MetricsPage) -> None:
         if not self._tenants.totals:
