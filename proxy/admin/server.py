@@ -31,7 +31,6 @@ NO_FILES_PAUSE_S = 1.0  # pause of accepting without open files
 
 
 def max_connections() -> int:
-    """Return how many admin connections may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -39,8 +38,6 @@ def max_connections() -> int:
 
 
 class AdminServer:
-    """The admin server, on a socket that listens."""
-
     def __init__(
         self,
         app: FastAPI,

@@ -85,7 +85,6 @@ class Discovery:
                     self._drained.add(worker)
 
     async def run(self) -> None:
-        """Run all sources until cancelled."""
         try:
             while True:
                 self._update_tasks()
@@ -235,7 +234,6 @@ class Discovery:
 
 
 def source(discovery: DiscoveryConfig, pool: PoolConfig) -> AddressSource:
-    """Return the source of a pool's endpoints."""
     if pool.dns is not None:
         return DnsSource(discovery.dns_every_s, pool)
     from proxy.discovery.kubernetes import KubernetesSource  # the client library is 10 MB

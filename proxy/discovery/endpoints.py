@@ -113,7 +113,6 @@ def _port(numbers: Mapping[str, object], wanted: int | str | None) -> int | None
 
 
 def by_address(pool: str, host: str) -> str:
-    """Return a worker name from its address."""
     return f"{pool}-{host.replace(':', '-')}"
 
 

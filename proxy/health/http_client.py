@@ -73,8 +73,6 @@ class HttpClient:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection to a worker."""
-
     def __init__(self, tls: object) -> None:
         self.tls = tls
         self._parser = ResponseParser()

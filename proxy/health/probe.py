@@ -48,7 +48,6 @@ class Prober:
         self.clock = clock
 
     async def run(self) -> None:
-        """Probe until cancelled."""
         watches: dict[Worker, asyncio.Task[None]] = {}
         try:
             while True:
@@ -95,7 +94,6 @@ class WorkerProbe:
         return self._fleet.roster.get(self._worker.name) is self._worker
 
     async def probe(self) -> None:
-        """Probe the worker and report to the fleet."""
         why = None
         try:
             models, gauges = await self._fetch()

@@ -80,8 +80,6 @@ HARMLESS = (LegError, TlsError, aiohttp.ClientError, TimeoutError, OSError, Valu
 
 
 class Warmup:
-    """Connects the pairs of a fleet."""
-
     def __init__(
         self,
         router: Router,
@@ -101,7 +99,6 @@ class Warmup:
         router.placer.links.are_made = connector.connects
 
     async def run(self) -> None:
-        """Connect new pairs until cancelled."""
         if not self._connector.connects:
             return
         tasks: dict[tuple[Worker, Worker], asyncio.Task[None]] = {}

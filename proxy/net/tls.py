@@ -47,7 +47,6 @@ class ServedContext:
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:
-    """Return a context for a port; raise `TlsError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if config.client_ca_file is not None:

@@ -62,8 +62,6 @@ class Viewer:
 
 
 class LiveView:
-    """The data of the last minute and its viewers."""
-
     def __init__(
         self,
         metrics: Metrics,

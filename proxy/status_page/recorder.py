@@ -227,7 +227,6 @@ class LiveRecorder:
         return times
 
     def ms(self, at: float | None) -> int | None:
-        """Convert a time to milliseconds after zero."""
         return None if at is None else round((at - self._zero) * 1000)
 
 

@@ -164,8 +164,6 @@ class Logs:
 
 
 class LogHandler(logging.Handler):
-    """Passes Python's log records to the writer."""
-
     def __init__(self, logs: Logs, mark: str) -> None:
         super().__init__()
         self._logs = logs
@@ -233,7 +231,6 @@ def _unread(seen: ObservedRequest) -> dict[str, Any]:
 
 
 def outcome(status: int) -> str:
-    """Return how a request ended, in a word."""
     if status < BAD_REQUEST:
         return "done"
     if status == CLIENT_GONE:
@@ -242,7 +239,6 @@ def outcome(status: int) -> str:
 
 
 def ms_between(start: float | None, end: float | None) -> float | None:
-    """Return the milliseconds between two times, or None."""
     return None if start is None or end is None else milliseconds(end - start)
 
 
