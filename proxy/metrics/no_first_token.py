@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from proxy.core.model.types import NONE
-from proxy.metrics.exposition import OTHER, Family, MetricsPage
+from proxy.metrics.exposition import OTHER, MetricsPage, histogram
 from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, Histogram, Histograms, forget
 
 if TYPE_CHECKING:
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 MAX_SERIES = 1000
 CLEANUP_INTERVAL_S = 60.0
 
-LEFT = Family(
+LEFT = histogram(
     "proxy_left_seconds",
-    "histogram",
     "Waiting time of clients that left before their response began, by the worker that they "
     "waited for; for a hand-over, the worker of the current leg.",
     ("worker", "pool", "model", "class", "stream"),
 )
-WHOLE = Family(
+WHOLE = histogram(
     "proxy_whole_answer_seconds",
-    "histogram",
     "Time from arrival to the end of the response, for responses that are not streamed.",
     ("pool", "model", "class"),
 )

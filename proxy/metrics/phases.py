@@ -7,15 +7,14 @@ decode cannot be told apart.
 
 from __future__ import annotations
 
-from proxy.metrics.exposition import Family, MetricsPage
+from proxy.metrics.exposition import MetricsPage, histogram
 from proxy.metrics.histogram import PHASE_BOUNDS, Histograms
 
 QUEUE, RETRY, PREFILL = "queue", "retry", "prefill"
 PREFILL_LEG, TRANSFER, DECODE = "prefill_leg", "transfer", "decode"
 
-PHASES = Family(
+PHASES = histogram(
     "proxy_phase_seconds",
-    "histogram",
     "Phases of requests whose first token was seen; every such request has a `queue` phase.",
     ("pool", "model", "class", "phase"),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from proxy.metrics.exposition import OTHER, Family, MetricsPage
+from proxy.metrics.exposition import OTHER, MetricsPage, counter, gauge, histogram
 from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histograms
 
 if TYPE_CHECKING:
@@ -17,42 +17,32 @@ if TYPE_CHECKING:
 
 MAX_TENANTS = 100
 
-REQUESTS = Family(
+REQUESTS = counter(
     "proxy_tenant_requests",
-    "counter",
     "Finished requests of a tenant, by status.",
     ("tenant", "class", "status"),
 )
-TOKENS = Family(
+TOKENS = counter(
     "proxy_tenant_tokens",
-    "counter",
     "Tokens of a tenant's prompts and responses, counted by workers or estimated.",
     ("tenant", "kind"),
 )
-LIMITED = Family(
-    "proxy_tenant_limited",
-    "counter",
-    "Requests that reached a limit of their tenant.",
-    ("tenant", "limit"),
+LIMITED = counter(
+    "proxy_tenant_limited", "Requests that reached a limit of their tenant.", ("tenant", "limit")
 )
-INFLIGHT = Family(
+INFLIGHT = gauge(
     "proxy_tenant_inflight_requests",
-    "gauge",
     "Requests of a tenant in flight, including queued requests.",
     ("tenant",),
 )
-WAITING = Family(
-    "proxy_tenant_queue_requests", "gauge", "Requests of a tenant in the queue.", ("tenant",)
-)
-TTFT = Family(
+WAITING = gauge("proxy_tenant_queue_requests", "Requests of a tenant in the queue.", ("tenant",))
+TTFT = histogram(
     "proxy_tenant_ttft_seconds",
-    "histogram",
     "Time from a request's arrival to its first token, by tenant.",
     ("tenant", "class"),
 )
-WAITS = Family(
+WAITS = histogram(
     "proxy_tenant_queue_wait_seconds",
-    "histogram",
     "Time of a tenant's requests in the router's queue.",
     ("tenant", "class"),
 )
