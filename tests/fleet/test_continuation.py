@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,9 +14,8 @@ from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
 from tests.fleet.relay import Relay, relaying
-from tests.fleet.test_journal import wait_shown
 from tests.fleet.test_router import PORTS, Router, routing
-from tests.fleet.test_worker import Workers, client_of
+from tests.fleet.test_worker import Workers, client_of, page
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +33,7 @@ def cut_fleet(
         relays = [
             stack.enter_context(relaying(worker.url or "")) for worker in pushing_fleet.workers
         ]
-        workers: list[dict[str, object]] = [
+        workers = [
             {"name": worker.name, "url": relay.url, "journal": [*worker.journal]}
             for worker, relay in zip(pushing_fleet.workers, relays, strict=True)
         ]
@@ -49,7 +46,7 @@ def cut_fleet(
             )
         )
         for worker in pushing_fleet.workers:
-            wait_shown(router, f'proxy_journal_up{{worker="{worker.name}"}} 1')
+            router.wait_shown(f'proxy_journal_up{{worker="{worker.name}"}} 1')
         yield router, relays
 
 
@@ -112,8 +109,7 @@ async def streamed_message(
 
 def counted(router: Router, name: str) -> float:
     """Return the sum of a metric."""
-    with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = page(router).splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
@@ -128,13 +124,6 @@ def requests(rng: random.Random, count: int) -> Iterator[tuple[bool, dict[str, A
         if number % 3 == 0:
             fields["extra_body"] = {"repetition_penalty": 1.2, "min_tokens": 40}
         yield chat, fields
-
-
-def asked(router: Router, path: str, method: str = "GET") -> Any:
-    """Return the response of the admin API."""
-    request = urllib.request.Request(f"{router.admin}/admin/{path}", method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
 
 
 async def test_cut_streams_equal_whole_ones(cut_fleet: tuple[Router, list[Relay]]) -> None:
@@ -198,12 +187,12 @@ async def test_streams_of_drained_workers_equal_whole_ones(
     moved = []
 
     def drain() -> None:
-        busy = [each["name"] for each in asked(router, "workers") if each["requests"]]
+        busy = [each["name"] for each in router.api("workers") if each["requests"]]
         for name in busy:
-            drained = asked(router, f"workers/{name}/drain?now=true", "POST")
+            drained = router.api(f"workers/{name}/drain?now=true", "POST")
             moved.append(drained["moved"])
             assert drained["remaining"] == {}
-            asked(router, f"workers/{name}/undrain", "POST")
+            router.api(f"workers/{name}/undrain", "POST")
 
     names = "proxy_streams_not_continued_total", "proxy_breaker_openings_total"
     before = [counted(router, name) for name in names]

@@ -23,7 +23,7 @@ from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.wire.handover.two_legs import REFUSED_PREFILL
 from tests.fleet.conftest import PREFILL
 from tests.fleet.relay import second_address
-from tests.fleet.test_handover import ABOVE, Ends, listed, wait_connected
+from tests.fleet.test_handover import Ends, handing_over, listed
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.rare_cases import excused_queries, query_for
 from tests.prometheus.scene import fake
@@ -288,7 +288,6 @@ async def test_every_reason_is_caused_and_visible_in_prometheus(
     for folder in folders:
         folder.mkdir()
     batches = {"batches": {"path": str(tmp_path / "batches")}}
-    rules: Json = {"disaggregate_above": ABOVE}
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with AsyncExitStack() as stack:
         for name, worker in ends.items():  # the router sees each as two workers
@@ -296,13 +295,8 @@ async def test_every_reason_is_caused_and_visible_in_prometheus(
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         first = pool(urls, "general", *urls)
         one = stack.enter_context(routing(folders[0], first, {}))
-        two = stack.enter_context(
-            routing(
-                folders[1], sides, rules,
-                transfer="nixl", tenants=tenants, router={**PORTS, **batches},
-            )
-        )  # fmt: skip
-        wait_connected(two)
+        blocks = {"tenants": tenants, "router": {**PORTS, **batches}}
+        two = stack.enter_context(handing_over(folders[1], sides, **blocks))
         stage, pair = Stage(one, session, folders[0]), Stage(two, session, folders[1])
         await by_rules(stage, urls)
         await by_size(stage, urls)

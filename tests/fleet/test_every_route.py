@@ -106,7 +106,7 @@ def embeds() -> Iterator[Worker]:
 def router(workers: dict[str, Worker], embeds: Worker, tmp_path: Path) -> Iterator[Router]:
     """Run a router with a generating and an embedding worker."""
     program("prometheus")
-    fleet: list[dict[str, object]] = [
+    fleet = [
         {"name": "writes", "url": workers["default"].url},
         {"name": EMBEDS, "url": embeds.url, "model": EMBEDS},
     ]

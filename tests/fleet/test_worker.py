@@ -8,7 +8,7 @@ import re
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from openai import AsyncOpenAI
@@ -23,11 +23,18 @@ MAX_ATTEMPTS = 5
 LONG_TOKENS = 10_000
 
 
+class Server(Protocol):
+    """A worker or a router."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @asynccontextmanager
-async def client_of(worker: Worker) -> AsyncIterator[AsyncOpenAI]:
-    """Return a client of a worker, without retries."""
+async def client_of(server: Server) -> AsyncIterator[AsyncOpenAI]:
+    """Return a client without retries."""
     async with AsyncOpenAI(
-        base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
     ) as client:
         yield client
 
@@ -58,9 +65,9 @@ async def complete(
     )
 
 
-def page(worker: Worker) -> str:
-    """Return the worker's /metrics."""
-    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as answer:
+def page(server: Server) -> str:
+    """Return its /metrics."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
 
 
