@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -29,6 +29,7 @@ from tests.prometheus.rare_cases import excused_queries, query_for
 from tests.prometheus.scene import fake
 from tests.prometheus.server import Prometheus, retry_until_empty
 from tests.prometheus.tools import program
+from tests.proxy.running import answer_of
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import Client, bearer, chat, get, request
 from vllm_sched.workers.launch import free_port
@@ -113,11 +114,7 @@ class Stage:
 
     async def ask(self, data: bytes) -> int:
         """Send a request; return the status."""
-        client = await Client.connect(self.port)
-        try:
-            return (await client.ask(data, within=DEADLINE_S)).status
-        finally:
-            client.close()
+        return (await answer_of(self.port, data, DEADLINE_S)).status
 
     @asynccontextmanager
     async def held(self, *requests: bytes) -> AsyncIterator[None]:
@@ -132,12 +129,9 @@ class Stage:
     @asynccontextmanager
     async def sent(self, data: bytes) -> AsyncIterator[Client]:
         """Send a request, and disconnect at the end."""
-        client = await Client.connect(self.port)
-        try:
+        with closing(await Client.connect(self.port)) as client:
             await client.send(data)
             yield client
-        finally:
-            client.close()
 
     async def _workers(self) -> list[Json]:
         async with self._session.get(f"{self._admin}/workers") as answer:

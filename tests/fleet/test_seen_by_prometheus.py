@@ -118,7 +118,7 @@ class RealScene(Scene):
             long = f"{number} {again} " + "long " * 3000
             sends.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
         sends.append(self.send(self.split, chat(model="nobody's")))
-        sends.append(self.silent.leave(self.split))
+        sends.append(self.leave_queue())
         for path in ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             sends.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))

@@ -19,7 +19,7 @@ from proxy.admin.status_routes import page_file
 from proxy.setup.app import App
 from proxy.status_page.live import MAX_VIEWERS
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.running import ask, running, serving, wait_until_up, write_fleet
+from tests.proxy.running import answer_of, ask, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Answer, Client, chat, get
@@ -162,12 +162,8 @@ async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[
 async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
     """Request a stream with this request ID."""
     async with at_once:
-        client = await Client.connect(app.wire.port)
-        try:
-            data = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
-            return await client.ask(data, within=2 * DEADLINE_S)
-        finally:
-            client.close()
+        data = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
+        return await answer_of(app.wire.port, data, 2 * DEADLINE_S)
 
 
 async def test_stuck_viewers_delay_no_one_and_buffer_nothing(
