@@ -13,7 +13,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,9 @@ class Backoff:
 class KubernetesSource:
     """Endpoints of a pool from the Kubernetes API."""
 
-    def __init__(
-        self,
-        settings: KubernetesConfig,
-        pool: PoolConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, settings: KubernetesConfig, pool: PoolConfig) -> None:
         self._settings = settings
         self._pool = pool
-        self._clock = clock
         self._backoff = Backoff()
         self._context: tuple[int, ssl.SSLContext] | None = None  # with the file's modification time
         namespace = settings.namespace or _text(NAMESPACE_FILE) or "default"
@@ -97,8 +91,8 @@ class KubernetesSource:
     async def _round(self, session: aiohttp.ClientSession, listener: EndpointListener) -> None:
         slices, version = await self._list(session)
         listener.update(read_slices(slices.values(), self._pool))
-        until = self._clock() + self._settings.resync_s * random.uniform(0.9, 1.0)
-        while self._clock() < until:
+        until = time.monotonic() + self._settings.resync_s * random.uniform(0.9, 1.0)
+        while time.monotonic() < until:
             version = await self._watch(session, slices, version, listener)
             listener.update(read_slices(slices.values(), self._pool))
 
@@ -136,7 +130,7 @@ class KubernetesSource:
             "timeoutSeconds": str(lasts),
         }
         timeout = aiohttp.ClientTimeout(total=lasts + WATCH_GRACE_S, sock_connect=REQUEST_TIMEOUT_S)
-        enough = self._clock() + lasts / 2
+        enough = time.monotonic() + lasts / 2
         try:
             async with session.get(
                 self._url, params=query, headers=self._headers(), timeout=timeout
@@ -146,11 +140,11 @@ class KubernetesSource:
                     version = self._apply(orjson.loads(line), slices)
                     listener.update(read_slices(slices.values(), self._pool))
         except aiohttp.ClientError as error:
-            if self._clock() < enough:
+            if time.monotonic() < enough:
                 raise
             raise GoneError(str(error)) from None  # a late disconnect is normal
         finally:
-            if lasted := self._clock() >= enough:
+            if lasted := time.monotonic() >= enough:
                 self._backoff.reset()
         if not lasted:
             raise ApiError("the API server ended the watch early")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.config.redact import HIDDEN, is_secret
-from proxy.metrics.recent import MAX_TEXT
+from proxy.metrics.recent import text
 from proxy.metrics.registry import BATCH, CLIENT_GONE, class_of
 from proxy.telemetry.log_writer import LogWriter
 
@@ -244,10 +244,6 @@ def ms_between(start: float | None, end: float | None) -> float | None:
 
 def milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 2)
-
-
-def text(value: str) -> str:
-    return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def one_line(value: str) -> str:

@@ -39,12 +39,7 @@ Span = tuple[str, int, int, int, int, dict[str, Any]]  # name, id, parent, start
 class Tracing:
     """Begins traces and exports the spans of finished requests."""
 
-    def __init__(
-        self,
-        config: TracingConfig,
-        exporter: SpanExporter | None = None,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, config: TracingConfig, chance: Callable[[], float] = random.random) -> None:
         try:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -54,7 +49,7 @@ class Tracing:
         self._share = config.sample
         self._chance = chance
         self._resource = Resource.create({"service.name": config.service})
-        self._processor = BatchSpanProcessor(exporter or _exporter(config.endpoint))
+        self._processor = BatchSpanProcessor(_exporter(config.endpoint))
 
     def begin(self, traceparent: bytes | None) -> Trace:
         """Return a new trace, or continue the client's."""
