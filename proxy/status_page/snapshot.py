@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
@@ -127,22 +127,18 @@ class LiveState:
 
     def _counts(self) -> Iterator[tuple[Key, int]]:
         metrics = self._metrics
-        decisions: Counter[str] = Counter()
-        for (_, reason), count in metrics.router.placer.decisions.items():
-            decisions[reason.value] += count
-        turns: Counter[str] = Counter()
-        for (_, turn), count in metrics.router.fleet.roster.sessions.turns.items():
-            turns[turn] += count
-        retries: Counter[str] = Counter()
-        for (_, why), count in metrics.retries.items():
-            retries[why] += count
-        for kind, table in (
-            ("decision", decisions),
-            ("handover", metrics.handovers.ends),
-            ("turn", turns),
-            ("retry", retries),
-        ):
-            for name, count in table.items():
+        for outcome, count in metrics.handovers.ends.items():
+            yield ("handover", outcome), count
+        tables: tuple[tuple[str, Mapping[tuple[str, Any], int]], ...] = (
+            ("decision", metrics.router.placer.decisions),
+            ("turn", metrics.router.fleet.roster.sessions.turns),
+            ("retry", metrics.retries),
+        )
+        for kind, table in tables:
+            total: Counter[str] = Counter()
+            for (_, name), count in table.items():
+                total[name] += count
+            for name, count in total.items():
                 yield (kind, name), count
         yield ("answered", ""), sum(counter.count for counter in metrics.requests.values())
         for tenant in islice(metrics.router.tenants, MAX_TENANTS):
