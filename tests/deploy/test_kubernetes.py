@@ -38,7 +38,7 @@ from tests.deploy.rendered import (
     templates,
     with_components,
 )
-from tests.prometheus.tools import ALERTS, groups, promtool
+from tests.prometheus.tools import ALERTS, check_case, groups
 from vllm_sched.cli.fleet.fleet import read
 
 # The oldest supported version, and the newest with schemas.
@@ -445,11 +445,7 @@ def test_full_decode_pool_is_scaled_up(tmp_path: Path) -> None:
         "eval_time": "1m",
         "exp_samples": [{"labels": "{}", "value": pool}],
     }
-    case = {"interval": "1m", "input_series": each_full, "promql_expr_test": [validate]}
-    file = tmp_path / "cases.yml"
-    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
-    done = promtool("test", "rules", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_case(tmp_path, {"input_series": each_full, "promql_expr_test": [validate]})
     # The autoscaler tolerates a tenth above the threshold.
     assert pool / float(query["threshold"]) > 1.1 * pool
 

@@ -26,6 +26,15 @@ def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedPr
     )
 
 
+def check_case(folder: Path, case: dict[str, Any]) -> None:
+    """Run a test case of promtool's, with intervals of a minute."""
+    file = folder / "cases.yml"
+    tests = [{"interval": "1m", **case}]
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": tests}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @functools.cache
 def groups(name: str) -> list[dict[str, Any]]:
     document = yaml.load((PROMETHEUS / name).read_text(), yaml.CSafeLoader)
