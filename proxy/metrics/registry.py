@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.route_table import BY_NAME
@@ -59,29 +60,18 @@ CLIENT_GONE = 499  # nginx's code for a client disconnect; used in metrics only
 FAULTY = 400
 
 
+@dataclass(slots=True)
 class Series:
     """Requests that share all labels, and the histograms that they feed."""
 
-    __slots__ = ("count", "duration", "model", "phases", "predicted", "tpot", "ttft", "wait")
-
-    def __init__(
-        self,
-        model: str,
-        ttft: Histogram,
-        predicted: Histogram,
-        tpot: Histogram,
-        duration: Histogram,
-        wait: Histogram,
-        phases: Phases,
-    ) -> None:
-        self.count = 0
-        self.model = model  # the label of all families
-        self.ttft = ttft
-        self.predicted = predicted
-        self.tpot = tpot
-        self.duration = duration
-        self.wait = wait
-        self.phases = phases
+    model: str  # the label of all families
+    ttft: Histogram
+    predicted: Histogram
+    tpot: Histogram
+    duration: Histogram
+    wait: Histogram
+    phases: Phases
+    count: int = 0
 
 
 def class_of(ask: RequestInfo | None) -> str:
@@ -217,25 +207,22 @@ class Metrics:
         model = self.model_label(model)
         route = route if route in BY_NAME else OTHER
         key = route, model, worker, pool, str(reason), status, size
-        if (series := self.requests.get(key)) is not None:
-            return series
-        if len(self.requests) >= MAX_SERIES and self._cleanup_due():
-            self._drop_removed_workers()
-        if len(self.requests) >= MAX_SERIES:
-            worker = OTHER if worker != NONE else NONE
-            key = route, model, worker, pool, str(reason), status, size
-            if (series := self.requests.get(key)) is not None:
-                return series
-        series = Series(
-            model,
-            self.ttft[pool, model, size],
-            self.predicted[pool, model, size],
-            self.tpot[pool, model, size],
-            self.durations[pool, route, size],
-            self.waits[pool, model, size],
-            self.phases.setdefault((pool, model, size), Phases()),
-        )
-        self.requests[key] = series
+        if key not in self.requests and len(self.requests) >= MAX_SERIES:
+            if self._cleanup_due():
+                self._drop_removed_workers()
+            if len(self.requests) >= MAX_SERIES:
+                worker = OTHER if worker != NONE else NONE
+                key = route, model, worker, pool, str(reason), status, size
+        if (series := self.requests.get(key)) is None:
+            series = self.requests[key] = Series(
+                model,
+                self.ttft[pool, model, size],
+                self.predicted[pool, model, size],
+                self.tpot[pool, model, size],
+                self.durations[pool, route, size],
+                self.waits[pool, model, size],
+                self.phases.setdefault((pool, model, size), Phases()),
+            )
         return series
 
     def _cleanup_due(self) -> bool:
