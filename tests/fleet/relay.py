@@ -90,13 +90,6 @@ def relaying(url: str) -> Iterator[Relay]:
             relay.shutdown()
 
 
-@contextmanager
-def second_address(url: str) -> Iterator[str]:
-    """Return a second URL of a server."""
-    with relaying(url) as relay:
-        yield relay.url
-
-
 def main() -> None:
     """Relay each `PORT:TO` of the command line until the process is killed."""
     for pair in sys.argv[1:]:

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, starting
-from tests.fleet.relay import second_address
+from tests.fleet.relay import relaying
 from tests.fleet.test_handover import (
     ABOVE,
     Ends,
@@ -78,10 +78,10 @@ def stores(
     """Run a router with one worker in both roles."""
     worker, transfer = storing
     worker.wait_ready()
-    with second_address(worker.url) as other:
+    with relaying(worker.url) as relay:
         entries = [
             {"name": PREFILL, "role": "prefill", "url": worker.url},
-            {"name": DECODE, "role": "decode", "url": other},
+            {"name": DECODE, "role": "decode", "url": relay.url},
         ]
         rules, block = {"disaggregate_above": ABOVE}, transfer.model_dump(exclude_unset=True)
         folder = tmp_path_factory.mktemp("stores")

@@ -1,8 +1,8 @@
 """Every panel, rule and alert has data of real workers in a real Prometheus.
 
 Queries about faults and about single policies that these workers lack are tested with fakes in
-tests/prometheus/test_live.py; here they are excused. test_every_route.py and test_every_reason.py
-test each route and each reason.
+tests/prometheus/test_live.py, as each reason; here they are excused. test_every_route.py tests
+each route.
 """
 
 from __future__ import annotations
