@@ -27,10 +27,8 @@ import orjson
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 from proxy.errors import ProxyError
-from proxy.health.http_client import HttpClient, ProbeResponseError
 from proxy.health.probe_client import ProbeClient, ProbeError
 from proxy.health.worker_metrics import values
-from proxy.net.tls import TlsError
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Connector, Pair, PrefillResult, Side
 
@@ -47,7 +45,6 @@ TRIES, PAUSE_S, LEG_TIMEOUT_S = 3, 1.0, 20.0
 # Between its legs, a try that is cut leaves blocks on the prefill worker until their lease ends.
 FINISH_S = 3.0
 ROUTE = "completions"
-MAX_RESPONSE_BYTES = 8 << 20
 KEY_REQUIRED = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
 DONE, FAILED, BARE = "done", "failed", "bare"
 NO_KEY = "no_key"
@@ -251,28 +248,28 @@ async def _cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _fetched(worker: Worker) -> float | None:
+def _client(worker: Worker) -> ProbeClient:
     spec = worker.spec
-    with closing(ProbeClient(spec.url, spec.api_key, LEG_TIMEOUT_S, spec.tls)) as questions:
+    return ProbeClient(spec.url, spec.api_key, LEG_TIMEOUT_S, spec.tls)
+
+
+async def _fetched(worker: Worker) -> float | None:
+    with closing(_client(worker)) as client:
         try:
-            counts = [*values(await questions.metrics(), FETCHED)]
+            counts = [*values(await client.metrics(), FETCHED)]
         except ProbeError:
             return None
     return sum(counts) if counts else None
 
 
 async def _post(worker: Worker, body: bytes, request_id: bytes) -> dict[str, Any]:
-    spec = worker.spec
     try:
-        with closing(HttpClient(spec.url, spec.api_key, spec.tls)) as client:
-            async with asyncio.timeout(LEG_TIMEOUT_S):
-                status, text = await client.post(
-                    "/v1/completions", body, request_id, MAX_RESPONSE_BYTES
-                )
+        with closing(_client(worker)) as client:
+            status, text = await client.post("/v1/completions", body, request_id)
         found = orjson.loads(text) if status == HTTPStatus.OK else None
-    except (ProbeResponseError, TlsError, OSError, ValueError) as error:
-        raise LegError(f"{worker.name}: {str(error) or type(error).__name__}") from None
-    if status in KEY_REQUIRED and not spec.api_key:
+    except (ProbeError, ValueError) as error:
+        raise LegError(f"{worker.name}: {error}") from None
+    if status in KEY_REQUIRED and not worker.spec.api_key:
         raise NoKeyError(f"{worker.name} requires a key (status {status})")
     if status != HTTPStatus.OK:
         raise LegError(f"{worker.name}: status {status}")
