@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from proxy.config import FleetConfig
+from proxy.config import FleetConfig, parse
 from proxy.core.model.role import Role
 from proxy.metrics import scrape
 from proxy.metrics.exposition import Family
@@ -39,7 +39,6 @@ from tests.deploy.rendered import (
     with_components,
 )
 from tests.prometheus.tools import ALERTS, check_case, groups
-from vllm_sched.cli.fleet.fleet import read
 
 # The oldest supported version, and the newest with schemas.
 VERSIONS = ("1.30.0", kubernetes_validate.latest_version())
@@ -49,15 +48,14 @@ PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
 
 
-def fleet(name: str, tmp_path: Path) -> FleetConfig:
+@functools.cache
+def fleet(name: str) -> FleetConfig:
     (configured,) = (
         each
         for each in kinds(overlay(name), "ConfigMap")
         if each["metadata"]["name"].startswith("router-fleet-")
     )
-    path = tmp_path / "fleet.yaml"
-    path.write_text(configured["data"]["fleet.yaml"])
-    return read(path)
+    return parse(configured["data"]["fleet.yaml"], name)
 
 
 def router(name: str) -> tuple[Json, Json]:
@@ -214,8 +212,8 @@ def test_selectors_match_pods_and_ports_exist(name: str) -> None:
 
 
 @each_overlay
-def test_discovery_selectors_name_existing_services(name: str, tmp_path: Path) -> None:
-    discovery = fleet(name, tmp_path).discovery
+def test_discovery_selectors_name_existing_services(name: str) -> None:
+    discovery = fleet(name).discovery
     assert discovery is not None
     looked_for = set()
     for pool in discovery.pools:
@@ -229,8 +227,8 @@ def test_discovery_selectors_name_existing_services(name: str, tmp_path: Path) -
 
 
 @each_overlay
-def test_fleet_file_matches_the_workers(name: str, tmp_path: Path) -> None:
-    config = fleet(name, tmp_path)
+def test_fleet_file_matches_the_workers(name: str) -> None:
+    config = fleet(name)
     assert config.discovery is not None
     for pool in config.discovery.pools:
         service = named(overlay(name), "Service", str(pool.selector).partition("=")[2])
@@ -248,9 +246,9 @@ def test_fleet_file_matches_the_workers(name: str, tmp_path: Path) -> None:
 
 
 @each_overlay
-def test_router_listens_on_the_declared_ports(name: str, tmp_path: Path) -> None:
+def test_router_listens_on_the_declared_ports(name: str) -> None:
     template, container = router(name)
-    config = fleet(name, tmp_path)
+    config = fleet(name)
     assert config.router.host == "0.0.0.0"  # noqa: S104 - compared
     assert ports(template) == {"http": config.router.port}
     # The admin API controls the fleet, so only port forwarding reaches it.
@@ -264,9 +262,9 @@ def test_router_listens_on_the_declared_ports(name: str, tmp_path: Path) -> None
 
 
 @each_overlay
-def test_tenant_keys_come_from_a_secret(name: str, tmp_path: Path) -> None:
+def test_tenant_keys_come_from_a_secret(name: str) -> None:
     template, container = router(name)
-    config = fleet(name, tmp_path)
+    config = fleet(name)
     assert not config.router.allow_anonymous
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "keys")
     (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "keys")
@@ -303,9 +301,9 @@ def test_probes_use_existing_endpoints(name: str) -> None:
 
 
 @each_overlay
-def test_termination_grace_period_exceeds_the_drain_time(name: str, tmp_path: Path) -> None:
+def test_termination_grace_period_exceeds_the_drain_time(name: str) -> None:
     template, container = router(name)
-    takes = sleeps(container) + fleet(name, tmp_path).router.drain_s
+    takes = sleeps(container) + fleet(name).router.drain_s
     assert takes < template["spec"]["terminationGracePeriodSeconds"]
     # A draining router refuses Prometheus' connections, which must not raise an alert.
     minutes = int(ALERTS["RouterDown"]["for"].removesuffix("m"))
@@ -407,7 +405,7 @@ def test_scaling_queries_use_existing_metrics(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
-def test_scaling_threshold_is_below_max_requests(name: str, tmp_path: Path) -> None:
+def test_scaling_threshold_is_below_max_requests(name: str) -> None:
     # Requests in the router's queue are charged to no worker, so a threshold at or above
     # max_requests would never be exceeded.
     thresholds: dict[str, float] = {}
@@ -417,7 +415,7 @@ def test_scaling_threshold_is_below_max_requests(name: str, tmp_path: Path) -> N
             if "proxy_worker_inflight_requests" in query:
                 (role,) = re.findall(r'role="(\w+)"', query)
                 thresholds[role] = float(trigger["metadata"]["threshold"])
-    discovery = fleet(COMPONENTS[name], tmp_path).discovery
+    discovery = fleet(COMPONENTS[name]).discovery
     assert discovery is not None
     for pool in discovery.pools:
         if pool.max_requests is not None:
