@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
 from proxy.discovery.dns import DnsSource
-from proxy.discovery.endpoints import EndpointListener, Endpoints
+from proxy.discovery.endpoints import Endpoints
 from proxy.discovery.reconcile import DiscoveredPool
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CHECK_INTERVAL_S = 0.5  # of pools, and of workers that are kept without being f
 class AddressSource(Protocol):
     """A source of a pool's endpoints, such as DNS."""
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         """Update the listener until cancelled."""
 
 

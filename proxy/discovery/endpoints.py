@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from proxy.config import PoolConfig
 
@@ -42,16 +42,6 @@ class Endpoint:
 
 
 Endpoints = Mapping[str, Endpoint]  # by name
-
-
-class EndpointListener(Protocol):
-    """Receives the endpoints of one pool."""
-
-    def update(self, endpoints: Endpoints) -> None:
-        """Replace the pool's endpoints."""
-
-    def fail(self, why: str) -> None:
-        """Note that the source does not work."""
 
 
 def read_slices(slices: Iterable[Mapping[str, Any]], pool: PoolConfig) -> Endpoints:

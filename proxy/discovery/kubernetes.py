@@ -22,7 +22,8 @@ import aiohttp
 import orjson
 
 from proxy.config import KubernetesConfig, PoolConfig
-from proxy.discovery.endpoints import EndpointListener, read_slices
+from proxy.discovery.endpoints import read_slices
+from proxy.discovery.reconcile import DiscoveredPool
 from proxy.errors import ProxyError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -70,7 +71,7 @@ class KubernetesSource:
         base = settings.url or in_cluster()
         self._url = f"{base}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         while True:
             try:
                 async with self._session() as session:
@@ -88,7 +89,7 @@ class KubernetesSource:
                 listener.fail(f"invalid response of the API server: {error!r}")
             await asyncio.sleep(self._backoff.pause())
 
-    async def _round(self, session: aiohttp.ClientSession, listener: EndpointListener) -> None:
+    async def _round(self, session: aiohttp.ClientSession, listener: DiscoveredPool) -> None:
         slices, version = await self._list(session)
         listener.update(read_slices(slices.values(), self._pool))
         until = time.monotonic() + self._settings.resync_s * random.uniform(0.9, 1.0)
@@ -118,7 +119,7 @@ class KubernetesSource:
         session: aiohttp.ClientSession,
         slices: Slices,
         version: str,
-        listener: EndpointListener,
+        listener: DiscoveredPool,
     ) -> str:
         """Apply changes until the server ends the watch; return the last version."""
         lasts = math.ceil(self._settings.watch_s * random.uniform(0.8, 1.0))

@@ -6,7 +6,6 @@ SQLite reports a page limit as a full disk.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from proxy.batches.service import Batches
 from proxy.batches.storage.store import Store
@@ -37,16 +36,6 @@ StoreThread.__call__ = on_full_disk
 """
 # Logged each time that batches pause for a full disk.
 FULL_DISK_LINE = "batches: paused: the disk of"
-
-
-class Disk(Protocol):
-    """A disk that can be filled and cleared."""
-
-    async def fill(self) -> None:
-        """Leave no room for new data."""
-
-    async def clear(self) -> None:
-        """Make room."""
 
 
 class LocalDisk:
@@ -85,6 +74,9 @@ class ProcessDisk:
     async def clear(self) -> None:
         """Make room."""
         self._flag.unlink(missing_ok=True)
+
+
+Disk = LocalDisk | ProcessDisk
 
 
 def _limit(store: Store, pages: int) -> None:

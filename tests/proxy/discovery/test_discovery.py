@@ -19,9 +19,9 @@ from proxy.core.router import Router, RouterSettings
 from proxy.discovery import discovery as module
 from proxy.discovery.discovery import Discovery, source
 from proxy.discovery.dns import DnsSource
-from proxy.discovery.endpoints import Endpoint, EndpointListener
+from proxy.discovery.endpoints import Endpoint
 from proxy.discovery.kubernetes import KubernetesSource
-from proxy.discovery.reconcile import keys_of
+from proxy.discovery.reconcile import DiscoveredPool, keys_of
 from proxy.errors import ProxyError
 from proxy.setup.settings import specs, worker_spec
 from tests.present import present
@@ -46,7 +46,7 @@ class FakeSource:
         self.pool = pool
         self.runs = 0
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         assert listener is not None
         self.runs += 1
         await asyncio.Event().wait()
@@ -333,7 +333,7 @@ async def test_failed_source_is_restarted(site: DiscoverySite) -> None:
     first = site.sources[0]
     run = first.run
 
-    async def fail_once(listener: EndpointListener) -> None:
+    async def fail_once(listener: DiscoveredPool) -> None:
         first.run = run  # type: ignore[method-assign]
         raise RuntimeError(str(listener))
 
