@@ -129,7 +129,7 @@ def record_requests(app: App, requests: int) -> None:
 async def test_viewer_that_does_not_read_is_dropped(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.admin.status_routes.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("proxy.admin.connection.TIMEOUT_S", 0.3)
     client = await Client.connect(
         int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
     )
@@ -169,8 +169,9 @@ async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
 async def test_stuck_viewers_delay_no_one_and_buffer_nothing(
     app: App, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("status_page.live", "admin.status_routes"):  # slow viewers are not dropped
-        monkeypatch.setattr(f"proxy.{module}.READ_TIMEOUT_S", 600.0)
+    # Slow viewers are not dropped.
+    monkeypatch.setattr("proxy.status_page.live.READ_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("proxy.admin.connection.TIMEOUT_S", 600.0)
     admin = int(app.admin_url.rsplit(":", 1)[1])
     stuck_clients = [await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(2)]
     for client in stuck_clients:
