@@ -13,13 +13,14 @@ import os
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http import HttpProcessingError
 
 from proxy.config import KubernetesConfig, PoolConfig
 from proxy.discovery.endpoints import read_slices
@@ -83,7 +84,7 @@ class KubernetesSource:
                 listener.fail(str(error))
             except TimeoutError:
                 listener.fail("the API server does not respond in time")
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
                 listener.fail(f"the API server: {_short(error) or type(error).__name__}")
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 listener.fail(f"invalid response of the API server: {error!r}")
@@ -137,7 +138,7 @@ class KubernetesSource:
                 self._url, params=query, headers=self._headers(), timeout=timeout
             ) as answer:
                 await _refuse_errors(answer)
-                async for line in _lines(answer.content):
+                async for line in answer.content:
                     version = self._apply(orjson.loads(line), slices)
                     listener.update(read_slices(slices.values(), self._pool))
         except aiohttp.ClientError as error:
@@ -165,7 +166,9 @@ class KubernetesSource:
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls()), cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(ssl=self._tls()),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=MAX_EVENT_BYTES // 2,  # aiohttp's lines are up to twice as long
         )
 
     def _tls(self) -> ssl.SSLContext | bool:
@@ -193,20 +196,6 @@ def in_cluster() -> str:
             "https://host:port of the API server, or http://host:port of a `kubectl proxy`"
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    rest = bytearray()
-    async for chunk in content.iter_any():
-        rest += chunk
-        if b"\n" in chunk:
-            *lines, last = bytes(rest).split(b"\n")
-            rest = bytearray(last)
-            for line in lines:
-                if line.strip():
-                    yield line
-        elif len(rest) > MAX_EVENT_BYTES:
-            raise ApiError(f"an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 async def _refuse_errors(answer: aiohttp.ClientResponse) -> None:
