@@ -22,10 +22,11 @@ import aiohttp
 import orjson
 from aiohttp.http import HttpProcessingError
 
-from proxy.config import KubernetesConfig, PoolConfig
+from proxy.config import KubernetesConfig, PoolConfig, WorkerTlsConfig
 from proxy.discovery.endpoints import read_slices
 from proxy.discovery.reconcile import DiscoveredPool
 from proxy.errors import ProxyError
+from proxy.net.tls import TlsError, to_worker
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 REQUEST_TIMEOUT_S = 10.0  # for a page of a list
@@ -67,7 +68,6 @@ class KubernetesSource:
         self._settings = settings
         self._pool = pool
         self._backoff = Backoff()
-        self._context: tuple[int, ssl.SSLContext] | None = None  # with the file's modification time
         namespace = settings.namespace or _text(NAMESPACE_FILE) or "default"
         base = settings.url or in_cluster()
         self._url = f"{base}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
@@ -80,7 +80,7 @@ class KubernetesSource:
                 continue
             except GoneError:
                 pass
-            except ApiError as error:
+            except (ApiError, TlsError) as error:
                 listener.fail(str(error))
             except TimeoutError:
                 listener.fail("the API server does not respond in time")
@@ -173,13 +173,7 @@ class KubernetesSource:
 
     def _tls(self) -> ssl.SSLContext | bool:
         ca = self._settings.ca_file
-        try:
-            changed = ca.stat().st_mtime_ns
-        except FileNotFoundError:
-            return True
-        if self._context is None or self._context[0] != changed:
-            self._context = changed, ssl.create_default_context(cafile=ca)
-        return self._context[1]
+        return to_worker(WorkerTlsConfig(ca_file=ca) if ca.exists() else None) or True
 
     def _headers(self) -> dict[str, str]:
         # Read each time: Kubernetes replaces service account tokens within the hour.

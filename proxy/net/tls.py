@@ -130,7 +130,7 @@ MAX_CONTEXTS = 1000
 
 
 def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
-    """Return the context for a worker, None for plain HTTP; raise `TlsError`.
+    """Return the context for a worker or an API server, None for plain HTTP; raise `TlsError`.
 
     If changed files can't be used, the previous context stays.
     """
@@ -145,7 +145,7 @@ def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
     except TlsError as error:
         if known is None:
             raise
-        logger.warning("TLS to workers: %s; the previous files stay in use", error)
+        logger.warning("TLS: %s; the previous files stay in use", error)
         context = known[1]
     if len(_known) >= MAX_CONTEXTS:
         _known.clear()
