@@ -25,7 +25,6 @@ BOARDS: tuple[Board, ...] = (fleet.BOARD, engine.BOARD, handover.BOARD)
 
 
 def written(board: Board) -> str:
-    """Return the JSON file of a dashboard."""
     return json.dumps(to_json(board), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -59,7 +58,6 @@ def differing(root: Path = ROOT) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m grafana.build", description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a file differs"

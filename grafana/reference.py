@@ -35,13 +35,11 @@ A worker's own `/metrics` has these next to vLLM's metrics if it was started wit
 
 
 def written() -> str:
-    """Return the content of the page."""
     engine = declared.engine_families()
     return HEAD + table(declared.router_families()) + ENGINE + table(engine)
 
 
 def table(families: Iterable[Family]) -> str:
-    """Return a Markdown table."""
     rows = "".join(
         f"| `{each.sample_name}` | {each.kind} | {labels(each)} | {each.help} |\n"
         for each in families
@@ -50,5 +48,4 @@ def table(families: Iterable[Family]) -> str:
 
 
 def labels(family: Family) -> str:
-    """Return a metric's labels."""
     return ", ".join(f"`{each}`" for each in family.labels)

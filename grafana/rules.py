@@ -14,7 +14,6 @@ HEAD = """\
 
 
 def written() -> str:
-    """Return the content of the file."""
     groups = [
         group
         for name in ("rules.yml", "alerts.yml")

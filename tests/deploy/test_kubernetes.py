@@ -59,7 +59,6 @@ def fleet(name: str) -> FleetConfig:
 
 
 def router(name: str) -> tuple[Json, Json]:
-    """Return the router's pod template and its container."""
     template = named(overlay(name), "Deployment", "router")["spec"]["template"]
     (container,) = template["spec"]["containers"]
     return template, container
@@ -98,7 +97,6 @@ def validator(kind: str, api_version: str, version: str) -> Draft202012Validator
 
 
 def validate(resource: Json, *versions: str) -> None:
-    """Validate an object or a custom resource."""
     own = custom.contained_objects(resource) if resource["kind"] in custom.KINDS else (resource,)
     for one in own:
         for version in versions:

@@ -57,7 +57,6 @@ class ClientLoad:
     _over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, clients: int) -> None:
-        """Run this number of clients until `end`."""
         self.playing += [
             asyncio.create_task(self.play(n, self._over.is_set)) for n in range(clients)
         ]

@@ -31,7 +31,6 @@ class RelayHandler(socketserver.BaseRequestHandler):
             back.join()
 
     def pass_back(self, there: socket.socket) -> None:
-        """Relay the server's data."""
         pass_on(there, self.request, self.server.note_data)
 
 
@@ -81,7 +80,6 @@ def pass_on(
 
 @contextmanager
 def relaying(url: str) -> Iterator[Relay]:
-    """Run a relay to a server."""
     with Relay(int(url.rsplit(":", 1)[1])) as relay:
         Thread(target=relay.serve_forever, args=(0.05,), daemon=True).start()
         try:

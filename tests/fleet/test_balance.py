@@ -31,7 +31,6 @@ LOADS = {
 
 @asynccontextmanager
 async def under_load(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
-    """Keep the requests of a load running."""
     at_once, size, output = LOADS[name]
 
     async def one_after_the_other(number: int) -> None:
@@ -52,7 +51,6 @@ async def under_load(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
 
 
 async def explained(fleet: Path, admin: str) -> str:
-    """Return the output of `vllm-sched explain --live`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vllm_sched.cli.main", "explain", str(fleet), "--live", admin,
         stdout=asyncio.subprocess.PIPE,

@@ -91,14 +91,12 @@ def stores(
 
 @pytest.fixture(params=["pushes", "stores"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """Return either pair."""
     found: Pair = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture
 def alone(workers: Workers) -> Worker:
-    """Return a worker without hand-overs."""
     return workers["default"]
 
 
@@ -152,7 +150,6 @@ async def test_responses_with_own_ids_are_handed_over(pair: Pair, alone: Worker)
 
 
 def response(text: str) -> dict[str, Any]:
-    """Return the arguments of a response request."""
     return {"model": "tiny", "input": text, "max_output_tokens": 8, "temperature": 0}
 
 

@@ -51,7 +51,6 @@ NEAR = 1e-3
 def router(
     ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Router]:
-    """Run the router with both workers."""
     assert all(worker.healthy() for worker in ends.values())
     with handing_over(tmp_path_factory.mktemp("handover"), listed(fleet)) as running:
         yield running
@@ -74,7 +73,6 @@ def handing_over(
 
 
 def listed(fleet: FleetConfig) -> list[dict[str, object]]:
-    """Return the workers' entries for a router's file."""
     return [
         {"name": worker.name, "role": worker.role, "url": worker.url} for worker in fleet.workers
     ]

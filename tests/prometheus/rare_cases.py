@@ -241,7 +241,6 @@ class RareCases:
             assert await self._ask("split", chat(LONG, model="again", stream=True)) == 200
 
     async def _refuse(self) -> None:
-        """Send requests that are refused."""
         ids = json.dumps({"model": "crowd", "prompt": [1] * 20_000, "max_tokens": 2}).encode()
         assert await self._ask("split", request(ids, path="/v1/completions")) == 400
         assert await self._ask("split", request(b"{")) == 400
@@ -304,7 +303,6 @@ class RareCases:
         assert await self._ask("rules", chat(model="ends")[:-1]) == 408
 
     async def _ask(self, router: str, data: bytes) -> int:
-        """Send a request; return its status."""
         return (await answer_of(self._ports[router], data, START_TIMEOUT_S)).status
 
     async def _hang(self, stack: AsyncExitStack, router: str, data: bytes) -> None:

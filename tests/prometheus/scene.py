@@ -72,7 +72,6 @@ class Scene(ABC):
         await self.prometheus.begin(stack, targets)
 
     async def send(self, port: int, data: bytes, *, leave_after_s: float | None = None) -> None:
-        """Send a request, and leave early if given."""
         if leave_after_s is None:
             await answer_of(port, data, ANSWER_TIMEOUT_S)
             return

@@ -16,7 +16,6 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 
 
 def program(name: str) -> str:
-    """Return a program's path; see `fetched`."""
     return str(Path(fetched("prometheus")) / name)
 
 

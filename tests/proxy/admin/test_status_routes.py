@@ -160,7 +160,6 @@ async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[
 
 
 async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
-    """Request a stream with this request ID."""
     async with at_once:
         data = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
         return await answer_of(app.wire.port, data, 2 * DEADLINE_S)

@@ -54,14 +54,11 @@ class FakeSource:
 
 @dataclass
 class DiscoverySite:
-    """A fleet and its discovery."""
-
     fleet: Fleet = field(default_factory=lambda: Fleet(down_after=1, up_after=1))
     sources: list[FakeSource] = field(default_factory=list)
     discovery: Discovery = field(init=False)
 
     def start(self, text: str = POOLS) -> None:
-        """Start with a fleet file."""
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
             self.fleet.roster.add(spec)
@@ -101,7 +98,6 @@ class DiscoverySite:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the discovery within the block."""
         task = asyncio.create_task(self.discovery.run())
         try:
             yield

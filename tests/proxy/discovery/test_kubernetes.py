@@ -54,7 +54,6 @@ async def listener(api: ApiServer) -> AsyncIterator[RecordingListener]:
 async def watching(
     api: ApiServer, listener: RecordingListener, **settings: Any
 ) -> AsyncIterator[None]:
-    """Run a source within the block."""
     options = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
     pool = PoolConfig(name="short", selector="pool=short")
     task = asyncio.create_task(KubernetesSource(KubernetesConfig(**options), pool).run(listener))

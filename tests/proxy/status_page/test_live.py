@@ -24,8 +24,6 @@ from tests.proxy.wire.site import eventually
 
 
 class ManualLiveView(LiveView):
-    """A live view without its own loop."""
-
     async def _run(self) -> None:
         pass
 
