@@ -25,8 +25,6 @@ MAX_MISSES = 3
 
 
 class DnsSource:
-    """Endpoints of a pool from DNS: one per address."""
-
     def __init__(self, every_s: float, pool: PoolConfig) -> None:
         self._every_s = every_s
         self._pool = pool

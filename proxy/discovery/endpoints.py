@@ -17,8 +17,6 @@ IPV4_FIRST = {"IPv4": 0, "IPv6": 1}
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A discovered worker."""
-
     name: str
     host: str
     port: int

@@ -62,8 +62,6 @@ class Backoff:
 
 
 class KubernetesSource:
-    """Endpoints of a pool from the Kubernetes API."""
-
     def __init__(self, settings: KubernetesConfig, pool: PoolConfig) -> None:
         self._settings = settings
         self._pool = pool

@@ -75,7 +75,6 @@ class SideLoad:
         return share / self.weight if share else 0.0
 
     def draw(self, name: str, step: float, values: list[float]) -> None:
-        """Move a mean towards the mean of new values."""
         before = getattr(self, name)
         setattr(self, name, before + step * (_mean(values) - before))
 

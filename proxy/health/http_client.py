@@ -93,7 +93,6 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, request: bytes, max_bytes: int) -> Answer | None:
@@ -115,7 +114,6 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data that was requested."""
         if self._answer is None:
             self.close()
             return

@@ -72,8 +72,6 @@ class Prober:
 
 
 class WorkerProbe:
-    """The probes of one worker."""
-
     def __init__(self, prober: Prober, worker: Worker) -> None:
         self._prober = prober
         self._fleet = prober.fleet

@@ -48,7 +48,6 @@ class NoFirstToken:
     def observe_disconnect(
         self, worker: str, pool: str, model: str, size: str, seconds: float, *, stream: bool
     ) -> None:
-        """Observe a client that left without a token."""
         key = worker, pool, model, size, "true" if stream else "false"
         found = self.left.get(key) or self._new(key)
         found.observe(seconds)
@@ -57,7 +56,6 @@ class NoFirstToken:
             self.whole[pool, model, size]
 
     def observe_unstreamed(self, pool: str, model: str, size: str, seconds: float) -> None:
-        """Observe a response that was not streamed."""
         self.whole[pool, model, size].observe(seconds)
 
     def forget_models(self, gone: set[str]) -> None:

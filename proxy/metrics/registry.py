@@ -84,8 +84,6 @@ def class_of(ask: RequestInfo | None) -> str:
 
 
 class Metrics:
-    """The counters of one router process."""
-
     def __init__(self, router: Router) -> None:
         self.router = router
         self.recent = RecentRequests()

@@ -55,8 +55,6 @@ class CachedLookup(NamedTuple):
 
 
 class PendingLookup(NamedTuple):
-    """A look-up that has not finished."""
-
     began: float
     answer: Future[Addresses]
 

@@ -37,8 +37,6 @@ Span = tuple[str, int, int, int, int, dict[str, Any]]  # name, id, parent, start
 
 
 class Tracing:
-    """Begins traces and exports the spans of finished requests."""
-
     def __init__(self, config: TracingConfig, chance: Callable[[], float] = random.random) -> None:
         try:
             from opentelemetry.sdk.resources import Resource
