@@ -63,11 +63,6 @@ class AdminServer:
         self._server = _Server(config)
 
     @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
-
-    @property
     def connections(self) -> int:
         """Open connections, including TLS handshakes."""
         return len(self._server.listener.connections)

@@ -212,7 +212,7 @@ class Warmup:
         fields = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
         # If the first token ended the sequence, there would be no blocks to fetch.
         body = orjson.dumps({**fields, "ignore_eos": True})
-        ask = _make_request_info(prefill.model)
+        ask = RequestInfo("warmup", ROUTE, prefill.model, 0, 1, 0, 1, 1)
         first = prefill_body(connector, pair, ask, body)
         taken = connector.taken(pair, await _post(prefill, first, request_id))
         if taken.params is None and connector.needs_params:
@@ -284,7 +284,3 @@ def _start_times(prefill: Worker, decode: Worker) -> tuple[float, float]:
 
 def _side(worker: Worker) -> Side:
     return Side(worker.name, urlsplit(worker.url).hostname or "")
-
-
-def _make_request_info(model: str) -> RequestInfo:
-    return RequestInfo("warmup", ROUTE, model, 0, 1, 0, 1, 1)

@@ -83,10 +83,6 @@ class LiveView:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    @property
-    def watched(self) -> bool:
-        return bool(self._viewers)
-
     def join(self) -> Viewer | None:
         """Open a page; return None if too many are open."""
         if len(self._viewers) >= MAX_VIEWERS or self._closed:

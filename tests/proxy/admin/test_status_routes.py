@@ -116,7 +116,7 @@ async def test_events_are_refused_to_other_sites_and_too_many_viewers(
         assert (await answer.json())["error"]["code"] == "too_many_viewers"
     for viewer in viewers:
         viewer.close()
-    await eventually(lambda: not app.live.watched, within=DEADLINE_S)
+    await eventually(lambda: not app.live._viewers, within=DEADLINE_S)
 
 
 def record_requests(app: App, requests: int) -> None:
@@ -134,9 +134,9 @@ async def test_viewer_that_does_not_read_is_dropped(
         int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
     )
     await client.send(get("/admin/live"))
-    await eventually(lambda: app.live.watched, within=DEADLINE_S)
+    await eventually(lambda: app.live._viewers, within=DEADLINE_S)
     give_up = app.wire.clock() + DEADLINE_S
-    while app.live.watched:  # until all buffers are full
+    while app.live._viewers:  # until all buffers are full
         assert app.wire.clock() < give_up
         record_requests(app, 2000)
         await app.live.send_updates()
