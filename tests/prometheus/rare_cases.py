@@ -165,15 +165,11 @@ class RareCases:
         model = fake.model
         if model == "shut":
             return self._prefill_script(fake) if role == "prefill" else self._decode_script(fake)
-        if model == "turn":
-            return scripts.obey(model)
-        if model == "again":
-            return respond_slowly
-        if model == "fails":
-            return self._fail_once
-        if model == "slow":
-            return self._hang_on_second
-        return scripts.stall
+        others: dict[str, Script] = {
+            "turn": scripts.obey("turn"), "again": respond_slowly, "fails": self._fail_once,
+            "slow": self._hang_on_second,
+        }  # fmt: skip
+        return others.get(model, scripts.stall)
 
     async def _fail_once(self, call: Call) -> None:
         served = sum(len(self._fakes[name].served) for name in ("fails-0", "fails-1"))
