@@ -187,25 +187,6 @@ async def streamed(
     return ids, events[-1].usage
 
 
-async def test_chat_is_handed_over(router: Router, ends: Ends) -> None:
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "please tell me more about that. " * 60}],
-        "max_tokens": 12,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
-    }
-    async with router.client() as client:
-        routed = await client.chat.completions.create(**body)
-        assert handed_over(router) == [True]
-    async with client_of(ends[PREFILL]) as client:
-        plain = await client.chat.completions.create(**body)
-    assert routed.choices[0].message.content == plain.choices[0].message.content
-    assert routed.usage is not None
-    assert plain.usage is not None
-    assert routed.usage.prompt_tokens == plain.usage.prompt_tokens
-
-
 async def test_client_disconnect_in_the_prefill_leg_frees_the_worker(
     router: Router, ends: Ends
 ) -> None:
