@@ -119,4 +119,4 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
     worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)
     if saved:
         apart = worker.kv_apart - SHARING_LEARNING_RATE * worker.kv_spare / saved
-        worker.kv_apart = min(max(apart, 0.0), 1.0)
+        worker.kv_apart = max(apart, 0.0)
