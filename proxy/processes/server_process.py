@@ -41,13 +41,9 @@ from proxy.processes.ipc_messages import (
 from proxy.processes.ports import bind
 from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.ticks import FlushTimer
-from proxy.processes.shared.limits import SharedLimits
-from proxy.processes.shared.load import SharedLoad
-from proxy.processes.shared.prefixes import SharedPrefixes
-from proxy.processes.shared.process_sheet import ALIVE, LIFE
-from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.process_sheet import ALIVE
 from proxy.processes.shared.shared_memory import SharedTable
-from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.sharing import share_router
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.signals import reload
 from proxy.setup.app import App
@@ -79,22 +75,15 @@ class ServerProcess:
         self.app.live.collect_all = self.minute
         self.app.logs.change_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
-        fleet, clock = self.app.fleet, time.monotonic
-        shared, router = SharedTable(table, begin.processes), self.app.router
+        clock, router = time.monotonic, self.app.router
+        shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
         if begin.processes == 1:
             soon = FlushTimer(lambda: self._sharing.has_urgent()).start  # noqa: PLW0108 -- made next
-        self._sharing = SharedLoad(shared, index, fleet, clock, soon)
-        self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
-        self._queues = SharedQueues(router.queue, self._sharing)
-        self._sharing.parts += (
-            self._queues,
-            SharedLimits(router.tenants, router.queue.turns, shared, self._sharing),
-            SharedTraffic(router, self._sharing),
-            SharedPrefixes(fleet, self._sharing),
+        self._sharing, self._queues = share_router(
+            router, shared, index, clock, soon, life=time.monotonic_ns()
         )
         router.others_remember = self._publish_response
-        fleet.roster.others, router.queue.elsewhere = self._sharing, self._queues
         self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
         if (settings := first.router.shared) is not None:
             password = begin.keys.shared

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from itertools import count
 from math import inf
 from operator import add
@@ -164,20 +165,17 @@ class RemoteSheets:
 
     @property
     def waits(self) -> bool:
-        return any(
-            process.waiting
-            for member in self.members.values()
-            for process in member.processes.values()
-        )
+        return any(process.waiting for process in self._all_processes())
 
     def requests(self, name: str) -> int:
         """Return the number of requests that other replicas have on a worker."""
         return sum(
-            process.loads[name][0][0]
-            for member in self.members.values()
-            for process in member.processes.values()
-            if name in process.loads
+            process.loads[name][0][0] for process in self._all_processes() if name in process.loads
         )
+
+    def _all_processes(self) -> Iterator[RemoteProcess]:
+        for member in self.members.values():
+            yield from member.processes.values()
 
     # Sheets
 

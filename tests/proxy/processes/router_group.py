@@ -41,6 +41,7 @@ class RouterGroup:
         notice_s: float = 0.0,
         more: str = "",
         router: str = "",
+        admin: str = "",
         routing: str = "{policy: least_loaded}",
         ports: dict[str, int] | None = None,
         fields: dict[str, str] | None = None,
@@ -51,7 +52,7 @@ class RouterGroup:
         self.listens = listens  # configured ports of clients and of the admin API
         self.drain_s, self.notice_s = drain_s, notice_s
         self.more = more  # appended to the fleet file
-        self.router = router  # more of its block `router`
+        self.router, self.admin_fields = router, admin  # more of its blocks `router` and `admin`
         self.routing = routing
         self.fields = fields or {}  # of workers, by name
         self.write(*workers)
@@ -80,8 +81,8 @@ class RouterGroup:
         port, admin = self.listens
         self.file.write_text(
             f"model: tiny\nworkers:\n{lines}routing: {routing or self.routing}\n"
-            f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
-            f"drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
+            f"router: {{port: {port}, admin: {{port: {admin}{self.admin_fields}}}, "
+            f"processes: {self.count}, drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
             f"probe: {{interval_s: 0.1}}{self.router}}}\n{self.more}"
         )
 

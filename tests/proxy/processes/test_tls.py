@@ -32,15 +32,10 @@ class TlsGroup(RouterGroup):
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder / "certificates")
         self.files = self.authority.port("router")
-        super().__init__(folder, ["a"], router=f", tls: {paths_of(self.files)}")
-
-    def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
-        """Write the fleet file; the admin API has TLS and a key too."""
-        super().write(*workers, routing=routing)
-        key_file = self.file.with_name("admin.key")
+        key_file = folder / "admin.key"
         key_file.write_text(KEY)
-        admin = f"admin: {{tls: {paths_of(self.files)}, key_file: '{key_file}', "
-        self.file.write_text(self.file.read_text().replace("admin: {", admin))
+        tls = f", tls: {paths_of(self.files)}"
+        super().__init__(folder, ["a"], router=tls, admin=f"{tls}, key_file: '{key_file}'")
 
     async def admin_statuses(self) -> list[int]:
         async with httpx.AsyncClient(verify=self.authority.client()) as client:

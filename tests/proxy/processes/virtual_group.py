@@ -17,13 +17,10 @@ from proxy.core.tenants.tenants import TenantSpec
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import decode
 from proxy.processes.replicas.replication import Replication
-from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import READ_INTERVAL_S, REMOTE_INTERVAL_S, SharedLoad
-from proxy.processes.shared.prefixes import SharedPrefixes
-from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
-from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.sharing import share_router
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 
 
@@ -69,21 +66,12 @@ class VirtualGroup:
 
     def join(self, index: int) -> SharedLoad:
         router = self.routers[index]
-        fleet = router.fleet
-        table, process = self.place_of(index)
-        sharing = SharedLoad(table, process, fleet, self.clock, self.run_later)
         self.lives += 1
-        sharing.sheet.write_count(LIFE, self.lives)
-        queues = self.queues[index] = SharedQueues(router.queue, sharing)
-        sharing.parts += (
-            queues,
-            SharedLimits(router.tenants, router.queue.turns, table, sharing),
-            SharedTraffic(router, sharing),
-            SharedPrefixes(fleet, sharing),
+        sharing, self.queues[index] = share_router(
+            router, *self.place_of(index), self.clock, self.run_later, life=self.lives
         )
-        for row, worker in enumerate(fleet.roster):
+        for row, worker in enumerate(router.fleet.roster):
             sharing.place(worker, row, 0.0)
-        fleet.roster.others, router.queue.elsewhere = sharing, queues
         return sharing
 
     def restart(self, index: int) -> None:
