@@ -130,7 +130,6 @@ class WorkerHealth:
         self.roster.load_changed(worker)
 
     def drop_old_gauges(self, name: str, now: float) -> None:
-        """Forget old gauges of a worker that reports none."""
         worker = self.roster.get(name)
         if worker is None or worker.gauges is None:
             return

@@ -78,7 +78,6 @@ class Session:
         return _may_have(hashes, *self.tail)
 
     def tokens_on(self, worker: int, since: float) -> int:
-        """Return the tokens of the last turn on a worker."""
         found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
         return next(found, 0)
 

@@ -180,7 +180,6 @@ class Queue:
         )
 
     def any_ahead_of(self, ask: RequestInfo) -> bool:
-        """Return whether a waiting request goes before a new one."""
         if not self.has_waiting:
             return False
         place = place_of(ask)

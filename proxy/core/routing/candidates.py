@@ -85,7 +85,6 @@ def keep_in_time(view: View) -> None:
 
 
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
-    """Keep workers with room to spare for a batch request."""
     ask, now = view.ask, view.now
     view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
 
@@ -142,7 +141,6 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 
 
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
-    """Return whether another worker would take a request."""
     return not ask.pinned and any(
         attempts.may_try_now(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
         for w in roster.pool(ask.model).all

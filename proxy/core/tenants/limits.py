@@ -132,14 +132,14 @@ class RemoteLimits(Protocol):
 
 
 class TenantUsage:
-    def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.running = 0  # includes queued ones
         self.elsewhere = 0  # in other processes
         self.others: RemoteUsage | None = None
         self.remote: RemoteLimits | None = None  # decides for all hosts
         self._parts = 1
         self._held = 0  # places kept for retries
-        self._cells = array("d", [0.0] * CELLS_PER_TENANT) if cells is None else cells
+        self._cells: MutableSequence[float] = array("d", [0.0] * CELLS_PER_TENANT)
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:

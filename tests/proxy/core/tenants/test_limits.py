@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +107,7 @@ def test_changed_limits_keep_usage() -> None:
 def test_ledgers_in_shared_memory_share_usage() -> None:
     memory = memoryview(bytearray(8 * CELLS_PER_TENANT)).cast("d")
     limits = Limits(requests_per_minute=3, tokens_per_minute=1000)
-    one, other = TenantUsage(limits), TenantUsage(limits, array("d", [0.0] * CELLS_PER_TENANT))
+    one, other = TenantUsage(limits), TenantUsage(limits)
     assert one.enter(0.0, 10, 1) is None  # before the ledgers share memory
     one.share(memory)
     other.share(memory)
