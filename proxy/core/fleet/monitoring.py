@@ -65,7 +65,6 @@ class WorkerHealth:
         awaited_since: float,
         draining: bool,
     ) -> None:
-        """Apply the health that another process has probed."""
         worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:

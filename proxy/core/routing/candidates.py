@@ -90,7 +90,6 @@ def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
 
 
 def disturbs_handovers(decision: Decision, view: View, settings: FairnessSettings) -> bool:
-    """Return whether a batch request would disturb hand-overs."""
     ask, halves, handing = view.ask, decision.handover, view.handing
     if halves is not None:
         return not leaves_room(halves.prefill, ask, view.now, settings)
