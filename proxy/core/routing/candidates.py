@@ -195,7 +195,6 @@ def why_excluded(worker: Worker, ask: RequestInfo, now: float) -> str:
 
 
 def with_panic(score: Score, worker: Worker) -> Score:
-    """Note that panic mode ignores the worker's open breaker."""
     if worker.breaker.closed or worker.is_barred:
         return score
     return replace(score, note=f"{score.note}; {IN_PANIC}" if score.note else IN_PANIC)
