@@ -16,7 +16,6 @@ How it fails: attention makes late tokens dearer, so shorts on mixed workers are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import exp, log
 
 # First values; only the order of magnitude matters.
@@ -32,20 +31,35 @@ SLOW_LEARNING_RATE = 0.1
 PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 
-@dataclass(slots=True, eq=False)
 class LatencyModel:
-    fixed_s: float = FIXED_S
-    token_s: float = TOKEN_S
-    passing: float = 1.0
-    missing: float = MISSING_SHARE
-    base_s: float = STEP_S
-    each_s: float = EACH_S
-    length: float = 0.0  # mean prompt of hand-overs
-    prefills: float = 0.0  # weight
-    steps: float = 0.0
-    seen_at: float = 0.0  # last first token
-    first_due: float = 0.0  # next time to learn
-    end_due: float = 0.0
+    __slots__ = (
+        "base_s",
+        "each_s",
+        "end_due",
+        "first_due",
+        "fixed_s",
+        "length",
+        "missing",
+        "passing",
+        "prefills",
+        "seen_at",
+        "steps",
+        "token_s",
+    )
+
+    def __init__(self) -> None:
+        self.fixed_s = FIXED_S
+        self.token_s = TOKEN_S
+        self.passing = 1.0
+        self.missing = MISSING_SHARE
+        self.base_s = STEP_S
+        self.each_s = EACH_S
+        self.length = 0.0  # mean prompt of hand-overs
+        self.prefills = 0.0  # weight
+        self.steps = 0.0
+        self.seen_at = 0.0  # last first token
+        self.first_due = 0.0  # next time to learn
+        self.end_due = 0.0
 
     def step_s(self, sequences: float) -> float:
         return self.base_s + self.each_s * sequences
