@@ -259,7 +259,6 @@ class FleetSimulation:
                     seen.waiting,
                     seen.kv_usage,
                     model.kv_tokens,
-                    preemptions_total=seen.preemptions,
                     extra=extra,
                 ),
             )
