@@ -122,7 +122,6 @@ class Router:
             self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
 
     def learn_remote_response(self, response_id: str, worker: str, tenant: str) -> None:
-        """Record a response stored by another process."""
         owner = self.tenants.get(tenant) if tenant else None
         if owner is not None or not tenant:
             self._reader.stored.remember(response_id, worker, owner)

@@ -59,7 +59,6 @@ class Gauges(NamedTuple):
     kv_usage: float = 0.0  # share of the cache
     backlog_tokens: float = 0.0  # prompt tokens not yet computed
     backlog_long_tokens: float = 0.0
-    preemptions: int = 0
     steps: int = 0
     fetching: int = 0  # waiting requests with a KV transfer under way
 

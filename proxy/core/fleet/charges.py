@@ -158,7 +158,6 @@ class Fleet:
             self.roster.load_changed(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        """Move the decode leg to another decode worker."""
         if lease.released or not lease.sent or lease.decoding:
             return
         before, samples = lease.worker, lease.ask.samples

@@ -65,7 +65,6 @@ class WorkerHealth:
         awaited_since: float,
         draining: bool,
     ) -> None:
-        """Apply the health that another process has probed."""
         worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:
@@ -130,7 +129,6 @@ class WorkerHealth:
         self.roster.load_changed(worker)
 
     def drop_old_gauges(self, name: str, now: float) -> None:
-        """Forget old gauges of a worker that reports none."""
         worker = self.roster.get(name)
         if worker is None or worker.gauges is None:
             return

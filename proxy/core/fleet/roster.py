@@ -157,7 +157,6 @@ class Roster:
         return self.by_index.get(worker.index) is worker
 
     def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
-        """Note that a worker's cache will hold a prompt."""
         if not self.contains(worker):
             return
         self.prefixes.record(ask.prefix, worker.index)
@@ -184,7 +183,6 @@ class Roster:
             self._left[worker.url] = worker
 
     def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
-        """Return whether other processes have filled a chosen worker."""
         others = self.others
         return (
             others is not None
@@ -202,7 +200,6 @@ class Roster:
                 del self._left[worker.url]
 
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
-        """Remove and add workers in one change."""
         for worker in gone:
             self._detach_worker(worker)
         free = self._free()

@@ -81,7 +81,6 @@ class PrefixTree:
         return found
 
     def release(self, node: PrefixNode) -> None:
-        """Remove a request that ends at this node."""
         while (above := node.above) is not None:
             node.holders -= 1
             if node.holders:

@@ -9,7 +9,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
 from proxy.core.model.route_table import route_names
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
-from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, refund_prefill
+from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt
 from proxy.core.tenants.limits import Decided, LimitExceeded, PendingDecision
 from proxy.core.tenants.tenants import Tenant
 
@@ -158,7 +158,7 @@ def settle(
     charge_output(settings, ask, output - bill.prepaid)
     bill.prepaid = 0
     if not prompt:
-        refund_prefill(tenant, ask)
+        charge_prompt(tenant, ask, -bill.paid)
     tenant.settle(bill.unsettled, ask.rank)
     bill.unsettled = 0.0
     bill.settled_prompt += prompt

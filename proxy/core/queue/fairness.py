@@ -67,11 +67,6 @@ def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
     ask.bill.paid += tokens
 
 
-def refund_prefill(tenant: Tenant, ask: RequestInfo) -> None:
-    tenant.charge(-ask.bill.paid, ask.rank, free=ask.bill.free)
-    ask.bill.paid = 0.0
-
-
 class ShareFloor:
     """The least settled counter of a class, in a heap with lazy deletion."""
 

@@ -6,7 +6,7 @@ duplicates: the last counts, as in vLLM.
 Unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params`, `ec_transfer_params`: 400 (see `find_steering`).
-- A `request_id` with addresses, for older vLLM's P2pNcclConnector: 400; `X-Request-Id`: replaced.
+- A `request_id` with addresses, which vLLM's MoRIIO connector reads: 400; `X-Request-Id`: replaced.
 
 With tenants:
 
@@ -42,7 +42,7 @@ PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
 PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
-# In a request id, a worker's address for P2pNcclConnector follows these.
+# In a request id, a worker's address follows these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
 WITH_ARGUMENTS = route_names(lambda route: route.takes_arguments)
@@ -92,7 +92,7 @@ def _id_names_addresses(body: bytes) -> bool:
 
 
 def has_address(request_id: bytes) -> bool:
-    """Return whether a worker with P2pNcclConnector would read an address from a request id."""
+    """Return whether a worker with the MoRIIO connector would read an address from a request id."""
     return any(mark in request_id for mark in ADDRESSES)
 
 

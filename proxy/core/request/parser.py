@@ -338,7 +338,6 @@ def _name_session(
 def _member_names(
     fields: dict[str, Any], changed: dict[str, bytes | None] | None
 ) -> frozenset[str]:
-    """Return the member names after the edits."""
     if changed is None:
         return frozenset(fields)
     added = {name for name, text in changed.items() if text is not None}

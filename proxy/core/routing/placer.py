@@ -140,9 +140,10 @@ class Placer:
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
         while True:
-            view, decision = self._decide(
-                ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
-            )
+            view = self._make_view(ask, now, attempts, explain=explain)
+            if wait_since is not None:
+                self._allow_wait(view, wait_since)
+            decision = self._decide(view, aged=aged, late=late)
             if decision is None or not self._is_filled(decision, now):
                 return view, decision
 
@@ -152,20 +153,8 @@ class Placer:
             return True
         return roster.is_filled_elsewhere(decision.worker, now)
 
-    def _decide(
-        self,
-        ask: RequestInfo,
-        now: float,
-        attempts: Attempts,
-        *,
-        explain: bool,
-        aged: bool,
-        late: bool,
-        wait_since: float | None = None,
-    ) -> tuple[View, Decision | None]:
-        view = self._make_view(ask, now, attempts, explain=explain)
-        if wait_since is not None:
-            self._allow_wait(view, wait_since)
+    def _decide(self, view: View, *, aged: bool, late: bool) -> Decision | None:
+        ask = view.ask
         if ask.deadline < inf and view.handing is None:
             candidate_rules.keep_in_time(view)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
@@ -182,7 +171,7 @@ class Placer:
         ):
             candidate_rules.avoid_handovers(view, fair)
             decision = self._choose(view)
-        return view, decision
+        return decision
 
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""

@@ -106,7 +106,6 @@ class ExactEngine:
             waiting + len(self._arrived),
             self.scheduler.kv_usage,
             self.scheduler.backlog(),
-            preemptions=self.scheduler.preemptions,
             steps=self.steps,
             fetching=self.scheduler.deferred,
         )

@@ -258,7 +258,6 @@ class FleetSimulation:
                     seen.waiting,
                     seen.kv_usage,
                     model.kv_tokens,
-                    preemptions_total=seen.preemptions,
                     extra=extra,
                 ),
             )
