@@ -154,9 +154,10 @@ class RouterConfig(Block):
     shared: SharedConfig | None = None
     """Where replicas of this router share their state; without it each replica knows its own
     requests only"""
-    continuation: bool = True
-    """Continue streams on another worker when theirs fails. Only streams of workers with a
-    journal, and of requests that continue exactly (see docs/continuation.md)"""
+    continuation: bool | Literal["text"] = True
+    """Continue streams on another worker when theirs fails, if they continue exactly: those of
+    workers with a journal. `text`: continue other chats and completions too, from the text that
+    the client has (see docs/continuation.md)"""
     batches: BatchesConfig = BatchesConfig()
     logs: LogsConfig = LogsConfig()
     tracing: TracingConfig | None = None

@@ -11,7 +11,9 @@ from collections import deque
 from zlib import crc32
 
 from proxy.http.output_parts import (
+    CONTENT,
     STRING,
+    TOOL_CALLS,
     OtherOutputError,
     OutputPart,
     OutputReader,
@@ -38,6 +40,7 @@ MAX_LAST_PIECES = 3
 # An event with all output so far, and what is new before each text is complete.
 MAX_EVENT_BYTES, MAX_NEW_BYTES = 16 << 20, 64 << 10
 MAX_MESSAGE_BYTES = 200
+MAX_CONTENT = 1 << 20  # characters that are kept
 
 
 class TextDiffersError(Exception):
@@ -49,16 +52,19 @@ class EngineFailedError(Exception):
 
 
 class SentText:
-    """Counts the text in a stream's events, in batches: this costs the stream nothing."""
+    """Counts the text in a stream's events, in batches."""
 
-    __slots__ = ("_ended", "_messages", "_other", "_reader", "_texts", "pieces")
+    __slots__ = ("_content", "_ended", "_messages", "_other", "_reader", "_texts", "pieces")
 
-    def __init__(self, pieces: deque[bytes], *, messages: bool = False) -> None:
+    def __init__(
+        self, pieces: deque[bytes], *, messages: bool = False, keeps_content: bool = False
+    ) -> None:
         self.pieces = deque(pieces)
         self._messages = messages
         self._reader = OutputReader(messages=messages)
         self._texts: dict[str, tuple[int, int]] = {}  # characters and checksum of each channel
         self._other = ""
+        self._content: list[str] | None = [] if keeps_content else None
         self._ended = False
 
     @property
@@ -82,6 +88,10 @@ class SentText:
             for channel, text in self._reader.texts(events).items():
                 length, checksum = self._texts.get(channel, (0, 0))
                 self._texts[channel] = length + len(text), crc32(text.encode(), checksum)
+                if self._content is not None and channel == CONTENT:
+                    self._content.append(text)
+                    if length + len(text) > MAX_CONTENT:
+                        self._content = None
         except OtherOutputError as error:
             self._other = str(error)
 
@@ -103,14 +113,29 @@ class SentText:
         texts = self._last_texts()
         return not any(texts.values()) and not any(length for length, _ in self._texts.values())
 
+    @property
+    def content(self) -> str | None:
+        """The text of a stream with no other output; None if it is not kept."""
+        last = {} if self.other_output else self._last_texts()
+        others = {channel for channel, text in last.items() if text}
+        others |= {channel for channel, (length, _) in self._texts.items() if length}
+        if self._content is None or self.other_output or others - {CONTENT}:
+            return None
+        return "".join((*self._content, last.get(CONTENT, "")))
+
     def _last_texts(self) -> dict[str, str]:
         reader = OutputReader(messages=self._messages, call=self._reader.call)
         return reader.texts(b"".join(self.pieces))
 
-    def rest(self) -> RestOfText:
-        """Return the filter of the other worker's stream."""
+    def rest(self, space: str | None = None) -> RestOfText:
+        """Return the filter of the other worker's stream.
+
+        `space`: that stream goes on behind the content but for this space at its end.
+        """
         self._ended = self.has_ended
         self.condense(0)
+        if space is not None:
+            return RestBehindText(space)
         return RestOfText(self._texts, messages=self._messages, ended=self._ended)
 
 
@@ -169,7 +194,7 @@ class RestOfText:
         ends = ends_output(whole)
         if self._left:
             if ends:
-                raise TextDiffersError
+                self._end_early()
         elif ends or (parts and not self._ended):
             self.is_reached = True
         known = sum(count for _, count in parts)
@@ -181,6 +206,10 @@ class RestOfText:
         if not known:
             return event
         return event[: found.start(1)] + remove_known(parts, whole) + event[found.end(1) :]
+
+    def _end_early(self) -> None:
+        """Handle an end before the text of the client."""
+        raise TextDiffersError
 
     def _known(self, part: OutputPart) -> int:
         """Return how many characters of a part the client has."""
@@ -198,6 +227,35 @@ class RestOfText:
             if checksum != expected:
                 raise TextDiffersError
         return known
+
+
+class RestBehindText(RestOfText):
+    """Passes a stream that goes on behind the client's text, without space that both have."""
+
+    __slots__ = ("_space",)
+
+    def __init__(self, space: str) -> None:
+        super().__init__({CONTENT: (len(space), 0)} if space else {})
+        self._space = space
+
+    def _known(self, part: OutputPart) -> int:
+        if part.channel not in {CONTENT, TOOL_CALLS}:  # it began anew
+            raise TextDiffersError
+        if not self._left:
+            return 0
+        common = 0
+        for ours, theirs in zip(self._space, part.text, strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        self._space = self._space[common:] if common == len(part.text) else ""
+        if not self._space:
+            self._left.clear()
+        return common
+
+    def _end_early(self) -> None:
+        self._left.clear()
+        self.is_reached = True
 
 
 def ends_output(event: dict[str, object]) -> bool:

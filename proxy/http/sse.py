@@ -28,6 +28,7 @@ COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 # Cohere writes numbers as 5.0.
 CACHED_TOKENS = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
+USAGE_NUMBERS = PROMPT_TOKENS, COMPLETION_TOKENS, CACHED_TOKENS
 # Anthropic's `input_tokens` exclude the cache's tokens.
 INPUT_KEY, CACHE_READ_KEY = b'"input', b'"cache_read'
 CACHE_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
@@ -70,9 +71,10 @@ class EventStream:
         self._last: deque[bytes] = deque(maxlen=MAX_LAST_PIECES)
         self.keep = self._last.append  # for events that bypass `feed`
 
-    def collect_text(self) -> SentText:
+    def collect_text(self, *, keeps_content: bool) -> SentText:
         """Count the text from now on, and what was kept of it so far."""
-        sent = SentText(self._last, messages=self.stream_format is StreamFormat.MESSAGES)
+        is_message = self.stream_format is StreamFormat.MESSAGES
+        sent = SentText(self._last, messages=is_message, keeps_content=keeps_content)
         self._last = sent.pieces
         self.keep = sent.pieces.append
         return sent
@@ -204,10 +206,7 @@ def usage_in(text: bytes) -> Usage | None:
     if at < 0:
         return None
     end = at + MAX_USAGE_BYTES
-    numbers = [
-        pattern.search(text, at, end)
-        for pattern in (PROMPT_TOKENS, COMPLETION_TOKENS, CACHED_TOKENS)
-    ]
+    numbers = [pattern.search(text, at, end) for pattern in USAGE_NUMBERS]
     if (first := numbers[0]) is None:
         return None
     prompt, written, cached = [int(found[1]) if found else 0 for found in numbers]
@@ -224,6 +223,24 @@ def remove_usage(events: bytes) -> bytes:
     if NO_CHOICES.search(events, start, end) is None:
         return events
     return events[:start] + events[end:]
+
+
+def as_output(usage: Usage, tokens: int) -> Usage:
+    """Return the usage without the output in the prompt."""
+    prompt = max(usage.prompt_tokens - tokens, 0)
+    return Usage(prompt, usage.completion_tokens + tokens, min(usage.cached_tokens, prompt))
+
+
+def move_to_output(text: bytes, tokens: int) -> bytes:
+    """Correct the last `usage` likewise."""
+    at = text.rfind(USAGE)
+    found = [each.search(text, at, at + MAX_USAGE_BYTES) for each in USAGE_NUMBERS]
+    if at < 0 or (usage := usage_in(text)) is None:
+        return text
+    usage = as_output(usage, tokens)
+    numbers = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    changes = [(f.start(1), f.end(), n) for f, n in zip(found, numbers, strict=True) if f]
+    return _with_numbers(text, changes)
 
 
 def replace_cached_tokens(text: bytes, cached: int) -> bytes:
@@ -243,6 +260,10 @@ def replace_cached_tokens(text: bytes, cached: int) -> bytes:
     ):
         rest = int(others[1]) + int(found[1]) - cached
         changes.append((others.start(1), others.end(), max(rest, 0)))
+    return _with_numbers(text, changes)
+
+
+def _with_numbers(text: bytes, changes: list[tuple[int, int, int]]) -> bytes:
     for start, end, number in sorted(changes, reverse=True):
         text = b"%b%d%b" % (text[:start], number, text[end:])
     return text

@@ -222,9 +222,6 @@ class WireServer:
         self.queued[ticket] = exchange
         self.ticks.shorten()
 
-    def forget_ticket(self, ticket: Ticket) -> None:
-        del self.queued[ticket]
-
     def has_same_id(self, request: Request) -> bool:
         others = (exchange.record.request for exchange in self.exchanges)
         return any(o is not request and o is not None and o.id == request.id for o in others)
@@ -274,24 +271,15 @@ class WireServer:
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
             callback(record, now, route, status, reason)
 
-    def add_exchange(self, exchange: ServedExchange) -> None:
-        self.exchanges.add(exchange)
-
     def remove_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.discard(exchange)
         if not self.exchanges:
             self._wake()
 
-    def add_visit(self, visit: Conversation) -> None:
-        self.visits.add(visit)
-
     def remove_visit(self, visit: Conversation) -> None:
         self.visits.discard(visit)
         if not self.visits:
             self._wake()
-
-    def add_release(self, release: Expiring) -> None:
-        self.releases.add(release)
 
     def remove_release(self, release: Expiring) -> None:
         self.releases.discard(release)
@@ -307,16 +295,6 @@ class WireServer:
         self.metrics.client_connections = len(self.clients)
         if not self.clients:
             self._wake()
-
-    def watch_client(self, client: ServedClient) -> None:
-        self.unread.add(client)
-
-    def unwatch_client(self, client: ServedClient) -> None:
-        self.unread.discard(client)
-
-    @property
-    def encrypted(self) -> bool:
-        return self.tls is not None
 
     def _records_in_flight(self) -> Iterator[RequestRecord]:
         return (exchange.record for exchange in self.exchanges)

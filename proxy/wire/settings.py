@@ -26,4 +26,5 @@ class WireSettings:
     pass_targets: bool = False  # to workers
     client_deadlines: bool = True
     continuation: bool = True  # streams go on after their worker has failed
+    continues_by_text: bool = False  # also without their tokens
     linger_s: float = 2.0  # for a refused client to read the response

@@ -6,8 +6,9 @@ import asyncio
 import json
 import random
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
 from tests.fleet.relay import Relay, relaying
-from tests.fleet.test_journal import wait_shown
 from tests.fleet.test_router import PORTS, Router, routing
-from tests.fleet.test_worker import Workers, client_of
+from tests.fleet.test_worker import Workers, client_of, page
 
 pytestmark = pytest.mark.engine
 
@@ -26,30 +26,32 @@ OUTPUT_TOKENS = 160
 STREAMS, DRAINED_STREAMS = 12, 6
 
 
+@contextmanager
+def cutting(
+    fleet: FleetConfig, folder: Path, *, journals: bool, **router_options: object
+) -> Iterator[tuple[Router, list[Relay]]]:
+    """Run a router whose connections to the workers can be cut."""
+    with ExitStack() as stack:
+        relays = [stack.enter_context(relaying(worker.url or "")) for worker in fleet.workers]
+        workers: list[dict[str, object]] = [
+            {"name": worker.name, "url": relay.url}
+            | ({"journal": [*worker.journal]} if journals else {})
+            for worker, relay in zip(fleet.workers, relays, strict=True)
+        ]
+        options = {**PORTS, "retries": {"budget": 1.0}, **router_options}
+        yield stack.enter_context(routing(folder, workers, {}, router=options)), relays
+
+
 @pytest.fixture(scope="module")
 def cut_fleet(
     pushing: Workers, pushing_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Router, list[Relay]]]:
-    """Run a router whose connections to both workers can be cut."""
+    """Run a router that reads the journals of both workers."""
     assert pushing
-    with ExitStack() as stack:
-        relays = [
-            stack.enter_context(relaying(worker.url or "")) for worker in pushing_fleet.workers
-        ]
-        workers: list[dict[str, object]] = [
-            {"name": worker.name, "url": relay.url, "journal": [*worker.journal]}
-            for worker, relay in zip(pushing_fleet.workers, relays, strict=True)
-        ]
-        router = stack.enter_context(
-            routing(
-                tmp_path_factory.mktemp("cut"),
-                workers,
-                {},
-                router={**PORTS, "retries": {"budget": 1.0}},
-            )
-        )
+    folder = tmp_path_factory.mktemp("cut")
+    with cutting(pushing_fleet, folder, journals=True) as (router, relays):
         for worker in pushing_fleet.workers:
-            wait_shown(router, f'proxy_journal_up{{worker="{worker.name}"}} 1')
+            router.wait_shown(f'proxy_journal_up{{worker="{worker.name}"}} 1')
         yield router, relays
 
 
@@ -112,8 +114,7 @@ async def streamed_message(
 
 def counted(router: Router, name: str) -> float:
     """Return the sum of a metric."""
-    with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = page(router).splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
@@ -128,13 +129,6 @@ def requests(rng: random.Random, count: int) -> Iterator[tuple[bool, dict[str, A
         if number % 3 == 0:
             fields["extra_body"] = {"repetition_penalty": 1.2, "min_tokens": 40}
         yield chat, fields
-
-
-def asked(router: Router, path: str, method: str = "GET") -> Any:
-    """Return the response of the admin API."""
-    request = urllib.request.Request(f"{router.admin}/admin/{path}", method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
 
 
 async def test_cut_streams_equal_whole_ones(cut_fleet: tuple[Router, list[Relay]]) -> None:
@@ -198,12 +192,12 @@ async def test_streams_of_drained_workers_equal_whole_ones(
     moved = []
 
     def drain() -> None:
-        busy = [each["name"] for each in asked(router, "workers") if each["requests"]]
+        busy = [each["name"] for each in router.api("workers") if each["requests"]]
         for name in busy:
-            drained = asked(router, f"workers/{name}/drain?now=true", "POST")
+            drained = router.api(f"workers/{name}/drain?now=true", "POST")
             moved.append(drained["moved"])
             assert drained["remaining"] == {}
-            asked(router, f"workers/{name}/undrain", "POST")
+            router.api(f"workers/{name}/undrain", "POST")
 
     names = "proxy_streams_not_continued_total", "proxy_breaker_openings_total"
     before = [counted(router, name) for name in names]
@@ -214,3 +208,40 @@ async def test_streams_of_drained_workers_equal_whole_ones(
             assert await streamed(client, chat, fields, drain, drain_at) == whole
     assert sum(moved) > DRAINED_STREAMS / 2
     assert [counted(router, name) for name in names] == before
+
+
+WORDS = " one", " many", " in", " the", " of", " never", " answer", " running"
+TEXT_STREAMS = 8
+
+
+async def test_cut_streams_without_a_journal_go_on_from_their_text(
+    pushing: Workers, pushing_fleet: FleetConfig, tmp_path: Path
+) -> None:
+    """The output consists of whole words, which are the same tokens in a prompt."""
+    assert pushing
+    rng = random.Random(14)
+    with cutting(pushing_fleet, tmp_path, journals=False, continuation="text") as (router, relays):
+
+        def cut() -> None:
+            max(relays, key=lambda relay: relay.data_at).cut()
+
+        async with client_of(router) as client:
+            for chat, fields in requests(rng, TEXT_STREAMS):
+                fields["logit_bias"] = dict.fromkeys(map(str, tokens_of(router, WORDS)), 100)
+                whole = await streamed(client, chat, fields, cut, None)
+                assert whole[1:] == ("length", OUTPUT_TOKENS)
+                cut_at = rng.randrange(2, OUTPUT_TOKENS // 2)
+                assert await streamed(client, chat, fields, cut, cut_at) == whole
+        assert counted(router, "proxy_continued_streams_total") > TEXT_STREAMS / 2
+
+
+def tokens_of(router: Router, words: Sequence[str]) -> list[int]:
+    """Return the tokens of words that are one token each."""
+    body = json.dumps({"model": "tiny", "prompt": "".join(words), "add_special_tokens": False})
+    request = urllib.request.Request(
+        f"{router.url}/tokenize", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        tokens: list[int] = json.load(answer)["tokens"]
+    assert len(tokens) == len(words)
+    return tokens

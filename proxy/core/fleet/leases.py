@@ -31,7 +31,8 @@ class Attempts:
     whole: str = ""  # why it can be split no more
     enlarged: RequestInfo | None = None  # once a worker was too small
     moved: bool = False  # off a worker that had not failed it
-    continues: bool = False  # with the output so far, which needs our scheduler
+    continues: bool = False  # with the output so far
+    any_worker: bool = False  # may continue it: the output so far is text, or nothing
 
     @property
     def is_retry(self) -> bool:
@@ -47,7 +48,8 @@ class Attempts:
 
     def may_try(self, worker: Worker) -> bool:
         """Return whether a worker may be tried, now or later."""
-        return worker not in self.tried and (worker.can_continue or not self.continues)
+        takes_output = worker.can_continue or self.any_worker or not self.continues
+        return takes_output and worker not in self.tried
 
     def may_try_now(self, worker: Worker, now: float) -> bool:
         """Return whether a worker may be tried now."""

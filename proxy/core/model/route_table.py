@@ -62,6 +62,7 @@ class Route:
     may_be_split: bool  # takes KV transfer parameters, and returns them in one JSON object
     stores: bool  # its responses may be requested again by id
     continues: bool  # another worker can continue its streams
+    continues_by_text: bool  # also without their tokens
     response_id: str = ""  # of a stored response: part of the path
 
 
@@ -82,7 +83,7 @@ NO_FACTS: dict[str, Any] = {
     "takes_any_limit": False, "countable": False, "takes_priority": False,
     "takes_arguments": False, "salted": False, "usage_by_option": False, "ends_with_done": False,
     "begins_with_token": False,
-    "may_be_split": False, "stores": False, "continues": False,
+    "may_be_split": False, "stores": False, "continues": False, "continues_by_text": False,
 }
 ROUTES: dict[str, Route] = {
     **_rows(
@@ -92,7 +93,7 @@ ROUTES: dict[str, Route] = {
         countable=True, takes_priority=True, takes_arguments=True, salted=True,
         usage_by_option=True,
         ends_with_done=True, begins_with_token=True,
-        may_be_split=True, stores=False, continues=True,
+        may_be_split=True, stores=False, continues=True, continues_by_text=True,
     ),
     **_rows(
         "/v1/chat/completions/batch", shape=PromptFields.CHATS, error_format=OPENAI,
@@ -101,7 +102,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v1/messages", shape=PromptFields.CHAT, error_format=ANTHROPIC,
@@ -110,7 +111,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=False, takes_arguments=True, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=True, stores=False, continues=True,
+        may_be_split=True, stores=False, continues=True, continues_by_text=False,
     ),
     **_rows(
         "/cohere/v2/chat", shape=PromptFields.CHAT, error_format=COHERE,
@@ -119,7 +120,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=False,
         usage_by_option=False,
         ends_with_done=True, begins_with_token=False,
-        may_be_split=True, stores=False, continues=False,
+        may_be_split=True, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v1/completions", shape=PromptFields.PROMPT, error_format=OPENAI,
@@ -128,7 +129,7 @@ ROUTES: dict[str, Route] = {
         countable=True, takes_priority=True, takes_arguments=True, salted=True,
         usage_by_option=True,
         ends_with_done=True, begins_with_token=True,
-        may_be_split=True, stores=False, continues=True,
+        may_be_split=True, stores=False, continues=True, continues_by_text=True,
     ),
     **_rows(
         "/v1/responses", shape=PromptFields.RESPONSE, error_format=OPENAI,
@@ -137,7 +138,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=True, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=True, stores=True, continues=False,
+        may_be_split=True, stores=True, continues=False, continues_by_text=False,
     ),
     **_rows(
         # Its output limit lies inside `sampling_params`, so it is never split.
@@ -147,7 +148,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=True,
         ends_with_done=True, begins_with_token=True,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v1/systemone", shape=PromptFields.STATE, error_format=OPENAI,
@@ -156,7 +157,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v1/embeddings", "/pooling", "/classify", shape=PromptFields.INPUT, error_format=OPENAI,
@@ -165,7 +166,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v2/embed", shape=PromptFields.INPUT, error_format=OPENAI,
@@ -174,7 +175,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=False,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
@@ -184,7 +185,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/generative_scoring", shape=PromptFields.PAIRS, error_format=OPENAI,
@@ -193,7 +194,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=False,
         ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v1/audio/transcriptions", "/v1/audio/translations",
@@ -203,7 +204,7 @@ ROUTES: dict[str, Route] = {
         countable=False, takes_priority=False, takes_arguments=False, salted=False,
         usage_by_option=False,
         ends_with_done=True, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False,
+        may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
         "/v1/chat/completions/render", "/v1/chat/completions/derender",

@@ -80,7 +80,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if self._wire.encrypted:  # the TLS default is 512 KiB
+        if self._wire.tls is not None:  # the TLS default is 512 KiB
             self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self.write = partial(self._wire.outbox.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
@@ -118,7 +118,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Stop all work for the client."""
         self._wire.remove_client(self)
-        self._wire.unwatch_client(self)
+        self._wire.unread.discard(self)
         self._end_after_loss()
 
     def pause_writing(self) -> None:
@@ -200,7 +200,7 @@ class ClientConnection(asyncio.Protocol):
         """Give a closing connection `idle_s` to deliver its last bytes."""
         self.deadline = now + self._wire.settings.idle_s
         self._closing.begin(self.deadline)
-        if self._wire.encrypted:
+        if self._wire.tls is not None:
             self.deadline = now  # check at the next sweep
 
     def close_if_gone(self) -> None:
@@ -266,7 +266,7 @@ class ClientConnection(asyncio.Protocol):
         self._waits_for = ParserState.NOTHING  # restarts its deadline
         if not self._reading_paused:
             self._reading_paused = True
-            self._wire.watch_client(self)
+            self._wire.unread.add(self)
             self._transport.pause_reading()
             try:
                 self._reader.charge_ready()
@@ -277,7 +277,7 @@ class ClientConnection(asyncio.Protocol):
     def _resume_reading(self) -> None:
         if self._reading_paused:
             self._reading_paused = False
-            self._wire.unwatch_client(self)
+            self._wire.unread.discard(self)
             self._transport.resume_reading()
 
     def _wait_for_request(self, now: float) -> None:

@@ -30,7 +30,7 @@ class MetricsRequest:
         self._found: Found | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
-        self._wire.add_visit(self)
+        self._wire.visits.add(self)
         pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
         self._found = asyncio.ensure_future(pages)
         self._found.add_done_callback(self._answer)

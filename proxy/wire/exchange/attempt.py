@@ -14,12 +14,12 @@ from proxy.core.model.types import Outcome, Refusal
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
+    attempts_elsewhere,
     continue_after_failure,
     expect_rest,
     is_silent,
     move_stream,
     rest_of,
-    restore_attempts,
 )
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
@@ -293,12 +293,11 @@ class Attempt:
             return
         if lease.running_leg.worker not in workers:
             return
-        if begun:
-            restore_attempts(owner, lease)
+        attempts = attempts_elsewhere(owner, lease) if begun else lease.attempts
         connection = self.connection
         if handover is not None and handover.is_prefilling:
             connection = handover.prefill_connection
-        if connection is not None and self._wire.router.may_retry(lease, now, continues=begun):
+        if connection is not None and self._wire.router.may_retry(lease, now, attempts):
             connection.fail(now, WorkerError.TIMEOUT)
 
     def connection_failed(self, now: float, error: WorkerError) -> None:

@@ -1,14 +1,14 @@
 """If its worker fails, a stream goes on from another worker, and the client sees one stream.
 
-The first worker's journal has the tokens, and the router keeps the request's body. The other worker
-gets both and returns the whole text; `RestOfText` passes what the client does not have.
+The other worker gets the request's body and the tokens of the first one's journal, and returns the
+whole text; `RestOfText` passes what is new. Without the tokens, it may get the client's text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from proxy.core.fleet.leases import NO_WORKERS, Attempts
 from proxy.core.model.refusals import no_worker_left
@@ -24,6 +24,7 @@ from proxy.core.request.continuable import (
     why_not_continued,
     with_output,
 )
+from proxy.core.request.continued_text import TextSoFar, why_not_by_text, with_text
 from proxy.http.sent_text import FAILED, EngineFailedError, TextDiffersError
 from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.worker.connection import WorkerError
@@ -48,17 +49,24 @@ def keep_for_continuation(
 ) -> bool:
     """Keep the body and count the text of a stream that may be continued."""
     wire, body = owner.wire, owner.request.body
-    if lease is None or not lease.worker.can_continue or not wire.settings.continuation:
+    if lease is None or not wire.settings.continuation:
         return False
-    if lease.prefill is not None:  # a decode leg's tokens are those of its worker only
+    by_text = may_use_text(owner)
+    # A decode leg's tokens are those of its worker only.
+    if not (by_text or (lease.worker.can_continue and lease.prefill is None)):
         return False
     ask = lease.ask
     if not (ask.stream and owner.route.continues and ask.samples == 1 and body):
         return False
     account = wire.collecting.account(owner.request.head.tenant)
     if owner.sent_text is None and wire.collecting.may_be_kept(account):
-        owner.sent_text = response.collect_text()
+        owner.sent_text = response.collect_text(keeps_content=by_text)
     return owner.sent_text is not None
+
+
+def may_use_text(owner: AttemptOwner) -> bool:
+    """Return whether a stream may go on from its text, on any worker."""
+    return owner.wire.settings.continues_by_text and owner.route.continues_by_text
 
 
 class Obstacle:
@@ -69,6 +77,58 @@ class Obstacle:
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason  # as in metrics
         self.detail = detail  # the field of the request, or the other output
+
+
+Output: TypeAlias = Sequence[int] | TextSoFar
+
+
+def find_output(
+    owner: AttemptOwner,
+    lease: Lease,
+    response: ResponseWriter,
+    since: float,
+    *,
+    regenerates: bool = False,
+) -> Output | Obstacle:
+    """Return the output of a stream for another worker, or why there is none.
+
+    `regenerates`: without tokens and text, it may begin anew.
+    """
+    found: Output | Obstacle = find_tokens(owner, lease, response, since)
+    if not isinstance(found, Obstacle):
+        if not (found and may_use_text(owner)) or others_take_tokens(owner, lease):
+            return found
+        by_text = find_text(owner)
+        return found if isinstance(by_text, Obstacle) else by_text
+    if found.reason != NO_TOKENS:
+        return found
+    if may_use_text(owner):
+        found = find_text(owner)
+    sent = owner.sent_text
+    if not isinstance(found, Obstacle) or sent is None or not regenerates:
+        return found
+    return () if may_regenerate(owner, sent) else found
+
+
+def others_take_tokens(owner: AttemptOwner, lease: Lease) -> bool:
+    live_workers = owner.wire.router.fleet.roster.pool(lease.ask.model).all
+    return any(each.can_continue and each is not lease.worker for each in live_workers)
+
+
+def find_text(owner: AttemptOwner) -> Output | Obstacle:
+    sent, record = owner.sent_text, owner.record
+    body = owner.request.body if owner.begun is None else owner.whole_body
+    if sent is None or sent.has_ended or not body:
+        return Obstacle(NO_TOKENS)
+    content = sent.content
+    if content is None:
+        return Obstacle(OTHER_OUTPUT, "reasoning, tool calls or a long text")
+    if not content:
+        return ()
+    if field := why_not_by_text(body, owner.route.shape):
+        return Obstacle(FIELD, field)
+    found = with_text(body, owner.route.shape, content, record.opening + record.tokens)
+    return Obstacle(NO_TOKENS) if found is None else found
 
 
 def find_tokens(
@@ -85,7 +145,7 @@ def find_tokens(
     if response.ends_inside_event:
         return Obstacle(TORN)
     tokens_of = owner.wire.router.fleet.roster.stream_tokens
-    if tokens_of is None or sent.has_ended:
+    if tokens_of is None or sent.has_ended or owner.text_so_far or lease.prefill is not None:
         return Obstacle(NO_TOKENS)
     if request.head.id and owner.wire.has_same_id(request):  # two streams of one name in a journal
         return Obstacle(NO_TOKENS)
@@ -101,15 +161,18 @@ def may_regenerate(owner: AttemptOwner, sent: SentText) -> bool:
     return is_short and is_greedy(owner.request.body)
 
 
-def prepare(
-    owner: AttemptOwner, lease: Lease, response: ResponseWriter, tokens: Sequence[int]
-) -> None:
+def prepare(owner: AttemptOwner, lease: Lease, response: ResponseWriter, output: Output) -> None:
     """Write the request that continues the stream."""
     restore_attempts(owner, lease)
+    lease.attempts = continued(owner, lease.attempts, needs_journal=needs_journal(output))
     if owner.begun is None:
-        lease.attempts = continued(lease.attempts)
         owner.whole_body = owner.request.body
-    owner.request.body = with_output(owner.whole_body, tokens)
+    if isinstance(output, TextSoFar):
+        owner.text_so_far = output
+        owner.request.body = output.body
+    else:
+        owner.text_so_far = None
+        owner.request.body = with_output(owner.whole_body, output)
     response.drop_partial_event()
     owner.begun = response
     owner.failed_worker = lease.worker.name
@@ -122,9 +185,15 @@ def restore_attempts(owner: AttemptOwner, lease: Lease) -> None:
         lease.attempts = replace(lease.attempts, tried=NO_WORKERS, earlier_failures=0)
 
 
-def continued(attempts: Attempts) -> Attempts:
+def continued(owner: AttemptOwner, attempts: Attempts, *, needs_journal: bool) -> Attempts:
     """Return the attempts of a stream whose next attempt continues it."""
-    return replace(attempts, whole="continued", continues=True)
+    any_worker = may_use_text(owner) and not needs_journal
+    return replace(attempts, whole="continued", continues=True, any_worker=any_worker)
+
+
+def needs_journal(output: Output) -> bool:
+    """Return whether only our scheduler takes it."""
+    return not isinstance(output, TextSoFar) and bool(output)
 
 
 def reset_tried_workers(attempts: Attempts) -> Attempts:
@@ -153,9 +222,7 @@ def move_stream(
     sent = owner.sent_text
     if sent is None or lease is None:
         return False
-    found = find_tokens(owner, lease, response, lease.charged_at)
-    if isinstance(found, Obstacle) and found.reason == NO_TOKENS and may_regenerate(owner, sent):
-        found = ()
+    found = find_output(owner, lease, response, lease.charged_at, regenerates=True)
     if not isinstance(found, Obstacle):
         prepare(owner, lease, response, found)
         refusal = owner.try_another(now, outcome, error)
@@ -174,10 +241,19 @@ def continue_after_failure(
     if sent is None or lease is None or FAILED.search(response.partial_event + body) is None:
         return False
     router = owner.wire.router
-    if sent.is_empty and not router.may_retry(lease, now, continues=True):
+    attempts = continued(owner, lease.attempts, needs_journal=False)
+    if sent.is_empty and not router.may_retry(lease, now, attempts):
         not_continued(owner, now, Obstacle(NO_WORKER), lease.worker.name)
         return False  # the request may be at fault: its client gets to know at once
     return move_stream(owner, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
+
+
+def attempts_elsewhere(owner: AttemptOwner, lease: Lease) -> Attempts:
+    """Return the attempts of a stream that would leave its silent worker."""
+    restore_attempts(owner, lease)
+    has_tokens = lease.worker.can_continue and lease.prefill is None
+    needs = has_tokens and others_take_tokens(owner, lease)
+    return continued(owner, lease.attempts, needs_journal=needs)
 
 
 def is_silent(owner: AttemptOwner, now: float) -> bool:
@@ -187,7 +263,10 @@ def is_silent(owner: AttemptOwner, now: float) -> bool:
 
 def expect_rest(owner: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
     """Expect the other worker's text from its beginning."""
-    owner.rest = None if owner.sent_text is None else owner.sent_text.rest()
+    text, sent = owner.text_so_far, owner.sent_text
+    if sent is not None:
+        owner.rest = sent.rest(None if text is None else text.space)
+    begun.output_in_prompt = 0 if text is None else text.tokens
     return begun
 
 
@@ -215,6 +294,8 @@ def rest_of(
         if lease is not None:
             lease.attempts = reset_tried_workers(lease.attempts)
             owner.record.left_workers += (failed,)
-            owner.wire.continuations.log_continued(now, owner.record, failed, lease.worker.name)
+            owner.wire.continuations.log_continued(
+                now, owner.record, failed, lease.worker.name, by_text=owner.text_so_far is not None
+            )
             owner.wire.router.leases.record_first_token(lease, now)
     return new

@@ -26,9 +26,14 @@ class ContinuationLog:
         self._lines = 0
         self._left_out = 0
 
-    def log_continued(self, now: float, record: RequestRecord, before: str, after: str) -> None:
+    def log_continued(
+        self, now: float, record: RequestRecord, before: str, after: str, *, by_text: bool
+    ) -> None:
         if self._may_log(now):
-            logger.info("%s: the stream of worker %s continues on %s", _name(record), before, after)
+            how = ", from its text" if by_text else ""
+            logger.info(
+                "%s: the stream of worker %s continues on %s%s", _name(record), before, after, how
+            )
 
     def log_lost(
         self, now: float, record: RequestRecord, worker: str, reason: str, field: str

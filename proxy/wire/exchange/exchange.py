@@ -85,7 +85,7 @@ class Exchange(AttemptOwner):
     def start(self, now: float) -> None:
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
-        wire.add_exchange(self)
+        wire.exchanges.add(self)
         if (refusal := self._collect(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
@@ -330,7 +330,7 @@ class Exchange(AttemptOwner):
                 wire.router.leave(self.ask, now)
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
-            wire.forget_ticket(ticket)
+            del wire.queued[ticket]
             wire.router.withdraw(ticket, now)
         if self._attempt is not None:
             self._attempt.stop(now, Outcome.CLIENT_GONE)

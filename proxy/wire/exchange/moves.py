@@ -24,7 +24,13 @@ from proxy.core.request.continuable import (
     PINNED,
     WAITS,
 )
-from proxy.wire.exchange.continuation import Obstacle, continued, find_tokens, prepare
+from proxy.wire.exchange.continuation import (
+    Obstacle,
+    continued,
+    find_output,
+    needs_journal,
+    prepare,
+)
 from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
@@ -56,12 +62,14 @@ def move(owner: AttemptOwner, now: float, lease: Lease, response: ResponseWriter
     else:
         if owner.sent_text is None:
             return NOT_KEPT
-        tokens = find_tokens(owner, lease, response, since=inf)
-        if isinstance(tokens, Obstacle):
-            return tokens.reason
-        if not placer.may_move(ask, now, continued(attempts)):
+        output = find_output(owner, lease, response, since=inf)
+        if isinstance(output, Obstacle):
+            return output.reason
+        if not placer.may_move(
+            ask, now, continued(owner, attempts, needs_journal=needs_journal(output))
+        ):
             return NO_WORKER
-        prepare(owner, lease, response, tokens)
+        prepare(owner, lease, response, output)
     refusal = owner.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
     if refusal is not None:  # in this moment another process has filled the worker
         owner.refuse(now, refusal)

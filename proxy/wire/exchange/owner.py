@@ -10,6 +10,7 @@ from proxy.wire.exchange.state import READING, ExchangeState, may_follow
 if TYPE_CHECKING:
     from proxy.core.model.route_table import Route
     from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+    from proxy.core.request.continued_text import TextSoFar
     from proxy.http.request import Request
     from proxy.http.sent_text import RestOfText, SentText
     from proxy.wire.context import WireContext
@@ -38,7 +39,8 @@ class AttemptOwner:
         self.begun: ResponseWriter | None = None  # before it failed
         self.rest: RestOfText | None = None  # while another worker repeats it
         self.failed_worker = ""  # until the stream goes on
-        self.whole_body = b""  # without the tokens of another worker
+        self.whole_body = b""  # without the output of another worker
+        self.text_so_far: TextSoFar | None = None  # from which another worker goes on
         # A failed hand-over, blamed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 

@@ -12,7 +12,16 @@ from proxy.core.model.route_table import route_names
 from proxy.http.headers import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.http.local_responses import decision_header
 from proxy.http.response_parser import NO_CONTENT, NOT_MODIFIED, OK
-from proxy.http.sse import TAIL, USAGE, EventStream, remove_usage, replace_cached_tokens, usage_in
+from proxy.http.sse import (
+    TAIL,
+    USAGE,
+    EventStream,
+    as_output,
+    move_to_output,
+    remove_usage,
+    replace_cached_tokens,
+    usage_in,
+)
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
@@ -42,6 +51,7 @@ class ResponseWriter:
         "_until_close",
         "has_begun",
         "keep_alive",
+        "output_in_prompt",
         "status",
         "tokens",
     )
@@ -60,6 +70,7 @@ class ResponseWriter:
         self.keep_alive = keep_alive
         self.has_begun = False
         self.tokens = 0  # in the last result of `feed`
+        self.output_in_prompt = 0  # tokens of the output that the worker counts as prompt
         self._stream: EventStream | None = None
         self._tail: bytes | None = None  # of a JSON body, with the usage
         self._chunked = False
@@ -85,6 +96,8 @@ class ResponseWriter:
                 body += stream.rest()
             if self._cached is not None:
                 body = replace_cached_tokens(body, self._cached)
+            if self.output_in_prompt:
+                body = move_to_output(body, self.output_in_prompt)
             if self._hides and USAGE in body:
                 body = remove_usage(body)
         elif self._cached is not None and self._tail is not None:
@@ -134,10 +147,12 @@ class ResponseWriter:
         stream = self._stream
         return stream if stream is not None and self._chunked and stream.can_bypass_feed else None
 
-    def collect_text(self) -> SentText | None:
+    def collect_text(self, *, keeps_content: bool) -> SentText | None:
         """Count the text of a stream from now on; None if the response is none."""
         stream = self._stream
-        return stream.collect_text() if stream is not None and self._chunked else None
+        if stream is None or not self._chunked:
+            return None
+        return stream.collect_text(keeps_content=keeps_content)
 
     @property
     def ends_inside_event(self) -> bool:
@@ -156,7 +171,7 @@ class ResponseWriter:
 
     @property
     def changes_usage(self) -> bool:
-        return self._cached is not None or self._hides
+        return self._cached is not None or self._hides or self.output_in_prompt > 0
 
     @property
     def is_complete(self) -> bool:
@@ -178,7 +193,10 @@ class ResponseWriter:
 
     def usage(self) -> Usage | None:
         if self._stream is not None:
-            return self._stream.usage()
+            usage = self._stream.usage()
+            if usage is None or not self.output_in_prompt:
+                return usage
+            return as_output(usage, self.output_in_prompt)
         return usage_in(self._tail) if self._tail else None
 
     def _compose(self, request: Request, head: ResponseHead, decision: Decision | None) -> bytes:

@@ -237,15 +237,6 @@ def test_head_limit_is_independent_of_pieces(before: bytes, name: bytes, size: i
     assert refused.value.refusal.status == 431
 
 
-@pytest.mark.parametrize("endless", [b"1;" + b"x" * 3000, b"0\r\nT: " + b"x" * 3000])
-def test_endless_chunk_framing_is_431(endless: bytes) -> None:
-    parser = make_parser()
-    parser.feed(START + b"Transfer-Encoding: chunked\r\n\r\n")
-    with pytest.raises(RefusedError) as refused:
-        parser.feed(endless)
-    assert refused.value.refusal.status == 431
-
-
 @pytest.mark.parametrize("size", [None, 1, 9])
 @pytest.mark.parametrize(
     ("framing", "body"),

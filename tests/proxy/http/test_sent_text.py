@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.http.sent_text import (
+    MAX_CONTENT,
     MAX_LAST_PIECES,
     EngineFailedError,
     SentText,
@@ -132,3 +133,53 @@ def test_the_last_pieces_are_kept() -> None:
     found = sent(*"abcdef", condense_at=5)
     assert len(found.pieces) == MAX_LAST_PIECES
     assert text_in(found.rest().feed(event("abcdefg"))) == "g"
+
+
+@pytest.mark.parametrize(
+    ("space", "pieces", "new"),
+    [
+        ("", ["one"], "one"),
+        ("\n\n", ["\n", "\n", "one"], "one"),
+        ("\n\n", ["\n\none"], "one"),
+        ("\n\n", ["\none", "\n"], "one\n"),
+        ("\n\n", ["\n", "one"], "one"),
+        (" ", ["one"], "one"),
+        (" ", [" ", " one"], " one"),
+    ],
+)
+def test_space_that_both_workers_generate_comes_once(
+    space: str, pieces: list[str], new: str
+) -> None:
+    rest = sent("text", space).rest(space)
+    assert rest.feed(event(None, role="assistant", content="")) == b""
+    assert text_in(b"".join(rest.feed(event(piece)) for piece in pieces)) == new
+    assert rest.is_reached
+
+
+def test_an_end_in_place_of_the_space_passes() -> None:
+    rest = sent("text\n").rest("\n")
+    assert b'"stop"' in rest.feed(event("", "stop"))
+    assert rest.is_reached
+
+
+def test_reasoning_behind_the_text_means_that_it_began_anew() -> None:
+    with pytest.raises(TextDiffersError):
+        sent("text").rest("").feed(event(None, reasoning="hm"))
+
+
+def test_content_is_kept_on_request() -> None:
+    found = SentText(deque([event("one"), event("two"), event(" three")]), keeps_content=True)
+    found.condense(1)
+    assert found.content == "onetwo three"
+    assert sent("one").content is None
+    found.pieces.append(event(" four", reasoning=""))
+    found.condense(0)
+    assert found.content == "onetwo three four"
+    found.pieces.append(event(None, reasoning="hm"))
+    assert found.content is None
+
+
+def test_content_beyond_the_bound_is_not_kept() -> None:
+    found = SentText(deque([event("a" * (MAX_CONTENT + 1))]), keeps_content=True)
+    found.condense(0)
+    assert found.content is None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
+
+import orjson
 
 from proxy.core.fleet.worker import Worker
 from tests.proxy.http import agent_streams
@@ -117,7 +120,7 @@ class Engines:
         body = {"delta": piece} if self.route == "chat" else piece
         choice = {"index": 0, **body, "logprobs": None, "finish_reason": "stop" if last else None}
         whole = {"id": "c", "object": "chunk", "created": 1, "model": "tiny", "choices": [choice]}
-        return f"data: {json.dumps(whole, ensure_ascii=False)}\n\n".encode()
+        return b"data: %b\n\n" % orjson.dumps(whole)
 
     def tokens(self, worker: Worker, request_id: str, since: float) -> list[int] | None:
         assert worker.can_continue
@@ -181,6 +184,35 @@ class Agents(Engines):
         assert got["roles"] == got["done"] == 1
         assert got["finish"] == ["tool_calls" if self.route == "chat" else "tool_use"]
         assert len(got["usage"]) == 1
+
+
+class TextEngines(Engines):
+    """Workers without journals that go on behind a given text."""
+
+    behind = ""
+
+    def accept(self, call: Call) -> tuple[str, list[int]]:
+        request_id, _ = super().accept(call)
+        body = self.asked[-1]
+        if self.route == "chat":
+            message = body["messages"][-1]
+            goes_on = message["role"] == "assistant"
+            assert body.get("continue_final_message", False) == goes_on
+            assert body.get("add_generation_prompt", True) != goes_on
+            self.behind = message["content"] if goes_on else ""
+        else:
+            self.behind = body["prompt"].removeprefix("hi")
+        ends = itertools.accumulate(map(len, self.words))
+        return request_id, [*range(sum(end <= len(self.behind) for end in ends))]
+
+    def steps(self, so_far: list[int]) -> list[bytes]:
+        first, last = len(so_far), self.count() - 1
+        known = len(self.behind) - len("".join(self.words[:first]))
+        words = [self.words[first][known:], *self.words[first + 1 :]]
+        events = [self.event(ROLE) if self.route == "chat" else b""]
+        for number, word in enumerate(words, first):
+            events.append(self.event(self.piece(word), last=number == last))
+        return [*events, scripts.usage_event(7 + first, len(words)), scripts.DONE]
 
 
 async def journaled(

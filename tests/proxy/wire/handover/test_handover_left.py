@@ -11,16 +11,14 @@ from proxy.wire.handover import release as module
 from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Faults
-from tests.proxy.wire.pairs import Pairs, ask, chat_body, expected, pairs, words
+from tests.proxy.wire.pairs import Pairs, chat_body, pairs
 from tests.proxy.wire.raw_client import DEADLINE_S, Client
 from tests.proxy.wire.site import eventually
 
-WAYS = ["close", "reset"]
 
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["close", "reset"])
 async def test_leaving_during_the_prefill_ends_it(start: Start, way: str) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.inject("p0", Faults(before=scripts.stall))
@@ -128,41 +126,16 @@ async def test_leaving_during_the_decode_ends_it(start: Start, stream: bool, beg
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_clients_that_leave_at_any_time_harm_no_others(start: Start) -> None:
-    here = await pairs(start)
-    for fake in here.site.fakes.values():
-        fake.always(delayed(here.kv.worker(fake, "prefill" if fake.name[0] == "p" else "decode")))
-
-    async def send_one(number: int) -> None:
-        body = chat_body(stream=number % 2 == 0)
-        if number % 3 == 0:
-            assert words(await ask(here, body)) == expected(body)
-            return
-        client = await here.send(body)
-        await asyncio.sleep(number * 0.0007)
-        getattr(client, WAYS[number % 2])()
-
-    await asyncio.gather(*(send_one(number) for number in range(60)))
-    await here.site.settled()
-    # Blocks of a response that crosses the end of its connection expire.
-    assert [held for held in here.kv.held if not held.call.connection.gone.is_set()] == []
-    here.left = len(here.kv.held)
-
-
-def delayed(script: Script, seconds: float = 0.01) -> Script:
-    """Wait before answering."""
-
-    async def run(call: Call) -> None:
-        await asyncio.sleep(seconds)
-        await script(call)
-
-    return run
-
-
 async def test_drain_releases_blocks_first(start: Start) -> None:
     here, client, victim = await start_between_legs(start)
     other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
-    other.then(delayed(here.kv.worker(other, "decode"), 0.2))
+    usual = here.kv.worker(other, "decode")
+
+    async def release_late(call: Call) -> None:
+        await asyncio.sleep(0.2)
+        await usual(call)
+
+    other.then(release_late)
     here.site.router.draining = True
     draining = asyncio.create_task(here.site.wire.drain(0.0))
     assert (await client.answer()).status == 503

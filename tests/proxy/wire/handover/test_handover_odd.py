@@ -16,8 +16,8 @@ from tests.proxy.metrics.scraped import scraped
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
-from tests.proxy.wire.kv import CHAT, COMPLETIONS, OPENINGS, Faults
-from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
+from tests.proxy.wire.kv import CHAT, OPENINGS, Faults
+from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
 from tests.proxy.wire.scripts import LAST_CHUNK, chunk
 
 GOOD = {
@@ -252,20 +252,6 @@ async def test_decode_error_passes_when_no_attempt_is_left(start: Start) -> None
     )
     here.kv.inject("d0", Faults(during=failed))
     assert (await ask(here, chat_body(stream=True))).body == OPENINGS[CHAT] + error
-
-
-async def test_concurrent_handovers_of_mixed_kinds(start: Start) -> None:
-    here = await pairs(start, prefills=2, decodes=3)
-
-    async def send_one(number: int) -> None:
-        path = CHAT if number % 3 else COMPLETIONS
-        maker = chat_body if number % 3 else completion_body
-        body = maker(stream=number % 2 == 0, max_tokens=2 + number % 7)
-        assert words(await ask(here, body, path=path)) == expected(body, 2 + number % 7)
-
-    await asyncio.gather(*(send_one(number) for number in range(100)))
-    await here.settled()
-    assert here.kv.ends().count("read") > 50
 
 
 # A prefill worker that hangs
