@@ -37,11 +37,12 @@ MODEL: Final = "model"
 class PlacedWorker:
     model: WorkerModel
     role: Role = Role.GENERAL
+    max_requests: int | None = None
 
     @property
     def spec(self) -> WorkerSpec:
         name, length = self.model.name, self.model.max_model_len
-        return WorkerSpec(name, f"http://{name}", self.role, MODEL, length)
+        return WorkerSpec(name, f"http://{name}", self.role, MODEL, length, self.max_requests)
 
 
 class AggregateFlow(FleetSimulation):
