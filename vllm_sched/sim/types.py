@@ -37,7 +37,6 @@ class Job:
     shared: tuple[Piece, ...] = ()
     leg: Leg = Leg.WHOLE
     klass: str = ""
-    tenant: str = ""
     priority: int = 0  # as sent to workers: lower is more urgent
     wishes: Mapping[str, object] = field(default_factory=dict, hash=False)  # `vllm_xargs`
 

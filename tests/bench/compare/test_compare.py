@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from tests.bench.canned import StillWorker, canned_comparison, canned_round
-from tests.workers.servers import assert_gone, eventually, members, script
 from vllm_sched.bench.compare import compare
 from vllm_sched.bench.compare.compare import ComparisonPlan, Contender, ProgressReporter
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import Workload, long_blocks_short
-from vllm_sched.workers.launch import Side, Worker, WorkerError, free_port
+from vllm_sched.workers.launch import Side, WorkerError
 
 
 class FakeWorker(StillWorker):
@@ -79,24 +78,6 @@ async def test_cancellation_stops_all_workers() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [w.events[-1] for w in workers] == ["stop"] * 2
-
-
-@pytest.mark.usefixtures("_either_build")
-async def test_cancelled_wait_stops_the_worker(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
-    slow = Worker(script(f"{code}; time.sleep(600)", str(pid)), port=free_port())
-
-    async def run() -> None:
-        async with compare.running([slow], quiet()):
-            pytest.fail("entered without a worker")
-
-    task = asyncio.create_task(run())
-    await asyncio.to_thread(eventually, lambda: pid.exists() and pid.read_text())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert_gone(members(pid))
 
 
 async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

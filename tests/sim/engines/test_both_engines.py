@@ -15,11 +15,14 @@ from tests.sim.making import MANY_POLICIES, drain, firsts, job, run, worker
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
-from vllm_sched.sim.types import Engine, Event, Job, Leg
+from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine
 
 Make = Callable[..., Engine]
 WIRE = TransferTime(setup_s=0.05)
-ENGINES = {"exact": ExactEngine, "fluid": partial(FluidEngine, each_token=True)}
+ENGINES: dict[str, MakeEngine] = {
+    "exact": ExactEngine,
+    "fluid": partial(FluidEngine, each_token=True),
+}
 # With `long_prompt` the prompts of these tests are long.
 POLICIES: dict[str, dict[str, dict[str, object]]] = {
     "none": {},

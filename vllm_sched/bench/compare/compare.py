@@ -133,7 +133,6 @@ async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> Asyn
         yield
     finally:
         narrator.step("stopping the workers")
-        # Also ends the threads of a cancelled wait.
         await asyncio.gather(*(asyncio.to_thread(each.stop) for each in workers))
 
 

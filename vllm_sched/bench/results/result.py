@@ -35,7 +35,6 @@ class BenchResult:
     sessions: Sequence[PlayedSession] = ()
 
     def classes(self) -> dict[str, dict[str, Any]]:
-        """Return the figures by class and for all requests."""
         return by_class(self.outcomes, self.duration, self.targets)
 
     def session_figures(self) -> dict[str, Any] | None:

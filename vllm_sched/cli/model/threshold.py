@@ -97,8 +97,6 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 @dataclass(frozen=True)
 class Row:
-    """One threshold's results, by recursion and by simulation."""
-
     role: str
     k: int
     throughput: float
@@ -107,8 +105,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The results for one way of prefilling."""
-
     name: str
     regime: Regime
     closed_form: int

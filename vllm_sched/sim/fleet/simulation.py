@@ -129,7 +129,6 @@ class FleetSimulation:
             request.shared,
             leg,
             request.klass,
-            request.tenant,
             flight.priority,
         )
         if front_s := self.engines[name].model.front_s:

@@ -94,8 +94,6 @@ def machines_of(
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one machine's fleets."""
-
     search: FleetSearch
     plainly: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
     exactly: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
