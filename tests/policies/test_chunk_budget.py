@@ -228,23 +228,6 @@ def test_decodes_that_fill_a_step_leave_prefill_one_token() -> None:
     assert policy.budget(Step(0, 0.0, budget=8, decodes=8, prefills=[FakeRequest("a")])) == 8 + 1
 
 
-def test_first_chunks_are_small_and_grow() -> None:
-    run = Run({"itl_ms": 200.0})
-    run.decodes()
-    run.add("long", 12_000)
-    run.steps(4)
-    assert run.prefills == [256, 384, 576, 864]
-
-
-def test_decodes_slower_than_the_target_leave_the_minimum_chunk() -> None:
-    slow = StepTime(decode_fixed_s=0.05, prefill_fixed_s=0.05, prefill_s=1e-4)
-    run = Run({"itl_ms": 20.0, "min_chunk": 48}, machine=slow)
-    run.decodes()
-    run.add("long", 4000)
-    run.until_decoding("long")
-    assert min(run.prefills[:-1]) == 48
-
-
 def test_late_prompt_spends_the_slack_of_decodes() -> None:
     took = {}
     for ttft_ms in (None, 600.0):

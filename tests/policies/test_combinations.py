@@ -345,17 +345,6 @@ def test_request_held_by_another_policy_ends_no_wait_for_departures(
 # Pauses of decodes
 
 
-def test_decodes_go_on_while_prompts_wait_for_departures() -> None:
-    bench = Bench({**PAUSES, "deferred_prefill": {"departures": 2}}, max_num_seqs=4)
-    for number in range(4):
-        bench.add(str(number), 10, output=4 + 3 * number)
-    bench.play(1, add_all("ABCD", 10, output=9))
-    assert bench["deferred_prefill"].facts.decodes_pause
-    steps = bench.steps(9)
-    assert [len(step) for step in steps] == [4, 4, 4, 3, 3, 3, 2, 4, 4]
-    assert steps[6] == {"A": 10, "B": 10}
-
-
 def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pausing: str) -> None:
     """Nor is a step without the prompt made to measure decodes."""
     for policies in ({"chunk_budget": {"chunk": 10}}, {"long_prompt": {}}):
@@ -364,19 +353,6 @@ def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pau
             bench["long_prompt"].size = PinnedChunk(64)
         bench.play(decode("d"), add("long", 1900))
         assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
-
-
-def test_two_pausing_policies_keep_the_bound_of_one(pausing: str) -> None:
-    policies = {"prefill_first": {"max_pause_s": 2.0}, pausing: {"max_pause_s": 1.5}}
-    bench = Bench(policies, max_num_seqs=64)
-    bench.decode("old")
-    last, gaps = bench.now, []
-    for number in range(100):
-        bench.add(f"n{number}", 128, output=1)
-        if "old" in bench.step(0.1):
-            gaps.append(bench.now - last)
-            last = bench.now
-    assert 1.9 < max(gaps) <= 2.0 + 0.21
 
 
 # Bounds
