@@ -360,15 +360,6 @@ def test_long_yields_up_to_half_of_its_chunk_to_shorts(short: int, long: int) ->
     bench.play({"d": 1, "long": long, "short": min(short, 511 - long)})
 
 
-def test_shorts_leave_a_long_a_quarter_of_the_step() -> None:
-    bench = loaded(chunk=64, budget=65)
-    bench.play(decode("d"), add("long", 1900), 1)
-    bench.add_all({f"s{number}": 60 for number in range(20)}, output=1)
-    for got in bench.steps(10):
-        assert got["long"] >= 16
-        assert sum(got.values()) == 65
-
-
 @pytest.mark.parametrize("shorts", [1, 3])
 def test_short_has_its_part_with_many_decodes(shorts: int) -> None:
     bench = loaded(chunk=64, max_num_seqs=64)

@@ -185,16 +185,6 @@ def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
     run.until_decoding("far", 120)
 
 
-def test_margin_grows_with_noise() -> None:
-    margins = []
-    for spread in (0.01, 0.3):
-        run = Run({"itl_ms": 30.0}, noise=jitter(2, spread))
-        run.decodes()
-        run.compute(*[12_000] * 8)
-        margins.append(run.policy.error.margin)
-    assert margins[1] > margins[0] + 0.1
-
-
 def test_prefill_without_decodes_gets_the_whole_budget() -> None:
     run = Run({"itl_ms": 10.0})
     run.add("long", 12_000)

@@ -138,21 +138,6 @@ def test_no_turn_is_kept_for_a_batch_prompt(settings: dict[str, object], beside:
     assert not any("batch" in tokens for tokens in got)
 
 
-@pytest.mark.parametrize("decodes", [0, 1])
-@pytest.mark.parametrize("share", ["auto", 1.0])
-@pytest.mark.parametrize("beside", [{}, ROTATION, SMALL_CHUNKS], ids=str)
-def test_long_normal_prompt_leaves_an_urgent_prompt_its_part_of_the_step(
-    beside: Policies, share: str | float, decodes: int
-) -> None:
-    bench = Bench({"lanes": {}, "long_prompt": {"long_prefill_share": share}, **beside})
-    bench.play(*(decode(f"d{number}") for number in range(decodes)))
-    bench.play(add("normal", 1900), 2, add("later", 900), add("urgent", 900, lane="urgent"))
-    first, *after = bench.steps(5)
-    assert first["urgent"] > 1
-    assert all(step["urgent"] >= step["normal"] > 1 for step in after)
-    assert "later" not in bench.running  # it waits for the other normal prompt
-
-
 @pytest.mark.parametrize(
     ("policies", "name", "lane", "least"),
     [
@@ -311,35 +296,6 @@ def test_request_without_room_does_not_hold_another_lane() -> None:
         bench.steps(3)
         assert names <= bench.running | bench.scheduler.finished_req_ids
         bench.steps(4)
-
-
-@pytest.mark.parametrize(
-    ("policies", "tokens", "lane"),
-    [
-        ({"lanes": {}}, 20, "batch"),
-        (
-            {"long_prompt": {"long_prefill_token_threshold": 300, "long_prefill_share": 0.1}},
-            1900,
-            None,
-        ),
-    ],
-    ids=["lanes", "long_prompt"],
-)
-def test_request_held_by_another_policy_ends_no_wait_for_departures(
-    policies: Policies, tokens: int, lane: str | None
-) -> None:
-    """Such a request may wait for minutes; prefills would not be batched for as long."""
-    deferred = {"deferred_prefill": {"departures": 4, "max_delay_ms": 300.0}}
-    bench = Bench({**policies, **deferred}, max_num_seqs=12, num_blocks=1000)
-    bench.play(add("first", tokens, output=5, lane=lane), 1)
-    bench.add("held", tokens, output=5, lane=lane)
-    for number in range(60):
-        bench.add(str(number), 10, output=20 + number % 7)
-    bench.steps(90)
-    counted = bench["deferred_prefill"].counters()
-    assert counted["starvation_releases"] == 0
-    assert counted["holds_ended_departures"] >= 5
-    assert "held" not in bench.running
 
 
 # Pauses of decodes

@@ -283,6 +283,21 @@ def test_removed_requests_leave_no_state() -> None:
         queue.remove_request(requests[0])
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["refused", "stopped by a policy"])
+def test_refused_request_is_remembered_until_it_enters(stopped: bool) -> None:
+    _, queue, (request,) = queue_of(5)
+    queue.begin_step(0.0)
+    queue.peek_request()
+    if stopped:
+        queue.end_offers()
+    for now in (1.0, 2.0):
+        queue.end_step()
+        assert queue.refused is (None if stopped else request)
+        queue.begin_step(now)
+    queue.pop_request()
+    assert queue.refused is None
+
+
 @pytest.mark.parametrize("by_priority", [False, True])
 def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: bool) -> None:
     """VLLM 0.33 pops such a request and asks for the next one."""
