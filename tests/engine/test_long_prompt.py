@@ -210,18 +210,6 @@ def test_cached_prefix_does_not_count_as_length() -> None:
     assert longs_waiting(bench) == 0
 
 
-def test_held_request_enters_once_its_prefix_is_cached() -> None:
-    bench = loaded(prefix_caching=True, budget=256)
-    document = list(range(10, 810))
-    bench.add_all({name: [*document, ord(name)] for name in "abc"}, output=2)
-    for _ in range(3):
-        assert bench.step().keys() == {"a"}
-    # 32 tokens of the first are left; the others find 50 blocks of 16 tokens cached.
-    bench.until(lambda: "b" in bench.running)
-    assert bench.running >= {"b", "c"}
-    bench.drain()
-
-
 def test_prefix_is_looked_up_once_without_changes() -> None:
     bench, document = with_document({"long_prompt": {}}, 500)
     lookups, prefixes = lookups_of(bench), bench.scheduler._planner.prefixes
@@ -276,19 +264,6 @@ def test_largely_cached_request_is_looked_up_at_intervals(rest: int, beside: Pol
     # each policy.
     looks = sum(blocks == len(held.block_hashes) for blocks in lookups)
     assert 5 <= looks <= 11 * (1 + len(beside))
-
-
-def test_largely_cached_request_is_looked_up_once_after_the_last_change() -> None:
-    bench, document = beside_a_long({})
-    held = bench.add("held", [*document, *[3] * 1700], output=1)
-    bench.step(0.0)
-    bench.add("s", 100, output=1)  # comes and goes
-    lookups = lookups_of(bench)
-    for seconds, looks in ((0.0, 0), (0.0081, 1)):
-        bench.now += seconds
-        for _ in range(20):
-            bench.step(0.0)
-        assert lookups.count(len(held.block_hashes)) == looks
 
 
 def behind_a_normal_prompt() -> tuple[Bench, Any]:
@@ -383,15 +358,6 @@ def test_long_yields_up_to_half_of_its_chunk_to_shorts(short: int, long: int) ->
     bench = loaded(chunk=100, settings={"long_prefill_token_threshold": 700}, budget=512)
     bench.play(decode("d"), add("long", 1200), add("short", short))
     bench.play({"d": 1, "long": long, "short": min(short, 511 - long)})
-
-
-def test_shorts_leave_a_long_a_quarter_of_the_step() -> None:
-    bench = loaded(chunk=64, budget=65)
-    bench.play(decode("d"), add("long", 1900), 1)
-    bench.add_all({f"s{number}": 60 for number in range(20)}, output=1)
-    for got in bench.steps(10):
-        assert got["long"] >= 16
-        assert sum(got.values()) == 65
 
 
 @pytest.mark.parametrize("shorts", [1, 3])

@@ -185,16 +185,6 @@ def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
     run.until_decoding("far", 120)
 
 
-def test_margin_grows_with_noise() -> None:
-    margins = []
-    for spread in (0.01, 0.3):
-        run = Run({"itl_ms": 30.0}, noise=jitter(2, spread))
-        run.decodes()
-        run.compute(*[12_000] * 8)
-        margins.append(run.policy.error.margin)
-    assert margins[1] > margins[0] + 0.1
-
-
 def test_prefill_without_decodes_gets_the_whole_budget() -> None:
     run = Run({"itl_ms": 10.0})
     run.add("long", 12_000)
@@ -226,23 +216,6 @@ def test_shown_chunk_never_exceeds_the_step_budget(settings: dict[str, object]) 
 def test_decodes_that_fill_a_step_leave_prefill_one_token() -> None:
     policy = Run({"itl_ms": 30.0}).policy
     assert policy.budget(Step(0, 0.0, budget=8, decodes=8, prefills=[FakeRequest("a")])) == 8 + 1
-
-
-def test_first_chunks_are_small_and_grow() -> None:
-    run = Run({"itl_ms": 200.0})
-    run.decodes()
-    run.add("long", 12_000)
-    run.steps(4)
-    assert run.prefills == [256, 384, 576, 864]
-
-
-def test_decodes_slower_than_the_target_leave_the_minimum_chunk() -> None:
-    slow = StepTime(decode_fixed_s=0.05, prefill_fixed_s=0.05, prefill_s=1e-4)
-    run = Run({"itl_ms": 20.0, "min_chunk": 48}, machine=slow)
-    run.decodes()
-    run.add("long", 4000)
-    run.until_decoding("long")
-    assert min(run.prefills[:-1]) == 48
 
 
 def test_late_prompt_spends_the_slack_of_decodes() -> None:

@@ -138,21 +138,6 @@ def test_no_turn_is_kept_for_a_batch_prompt(settings: dict[str, object], beside:
     assert not any("batch" in tokens for tokens in got)
 
 
-@pytest.mark.parametrize("decodes", [0, 1])
-@pytest.mark.parametrize("share", ["auto", 1.0])
-@pytest.mark.parametrize("beside", [{}, ROTATION, SMALL_CHUNKS], ids=str)
-def test_long_normal_prompt_leaves_an_urgent_prompt_its_part_of_the_step(
-    beside: Policies, share: str | float, decodes: int
-) -> None:
-    bench = Bench({"lanes": {}, "long_prompt": {"long_prefill_share": share}, **beside})
-    bench.play(*(decode(f"d{number}") for number in range(decodes)))
-    bench.play(add("normal", 1900), 2, add("later", 900), add("urgent", 900, lane="urgent"))
-    first, *after = bench.steps(5)
-    assert first["urgent"] > 1
-    assert all(step["urgent"] >= step["normal"] > 1 for step in after)
-    assert "later" not in bench.running  # it waits for the other normal prompt
-
-
 @pytest.mark.parametrize(
     ("policies", "name", "lane", "least"),
     [
@@ -313,47 +298,7 @@ def test_request_without_room_does_not_hold_another_lane() -> None:
         bench.steps(4)
 
 
-@pytest.mark.parametrize(
-    ("policies", "tokens", "lane"),
-    [
-        ({"lanes": {}}, 20, "batch"),
-        (
-            {"long_prompt": {"long_prefill_token_threshold": 300, "long_prefill_share": 0.1}},
-            1900,
-            None,
-        ),
-    ],
-    ids=["lanes", "long_prompt"],
-)
-def test_request_held_by_another_policy_ends_no_wait_for_departures(
-    policies: Policies, tokens: int, lane: str | None
-) -> None:
-    """Such a request may wait for minutes; prefills would not be batched for as long."""
-    deferred = {"deferred_prefill": {"departures": 4, "max_delay_ms": 300.0}}
-    bench = Bench({**policies, **deferred}, max_num_seqs=12, num_blocks=1000)
-    bench.play(add("first", tokens, output=5, lane=lane), 1)
-    bench.add("held", tokens, output=5, lane=lane)
-    for number in range(60):
-        bench.add(str(number), 10, output=20 + number % 7)
-    bench.steps(90)
-    counted = bench["deferred_prefill"].counters()
-    assert counted["starvation_releases"] == 0
-    assert counted["holds_ended_departures"] >= 5
-    assert "held" not in bench.running
-
-
 # Pauses of decodes
-
-
-def test_decodes_go_on_while_prompts_wait_for_departures() -> None:
-    bench = Bench({**PAUSES, "deferred_prefill": {"departures": 2}}, max_num_seqs=4)
-    for number in range(4):
-        bench.add(str(number), 10, output=4 + 3 * number)
-    bench.play(1, add_all("ABCD", 10, output=9))
-    assert bench["deferred_prefill"].facts.decodes_pause
-    steps = bench.steps(9)
-    assert [len(step) for step in steps] == [4, 4, 4, 3, 3, 3, 2, 4, 4]
-    assert steps[6] == {"A": 10, "B": 10}
 
 
 def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pausing: str) -> None:
@@ -364,19 +309,6 @@ def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pau
             bench["long_prompt"].size = PinnedChunk(64)
         bench.play(decode("d"), add("long", 1900))
         assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
-
-
-def test_two_pausing_policies_keep_the_bound_of_one(pausing: str) -> None:
-    policies = {"prefill_first": {"max_pause_s": 2.0}, pausing: {"max_pause_s": 1.5}}
-    bench = Bench(policies, max_num_seqs=64)
-    bench.decode("old")
-    last, gaps = bench.now, []
-    for number in range(100):
-        bench.add(f"n{number}", 128, output=1)
-        if "old" in bench.step(0.1):
-            gaps.append(bench.now - last)
-            last = bench.now
-    assert 1.9 < max(gaps) <= 2.0 + 0.21
 
 
 # Bounds

@@ -138,21 +138,6 @@ def test_end_of_a_hold_for_a_full_cache(
     assert driver.policy.counters()[f"holds_ended_{end}"] == 1
 
 
-def test_no_request_is_held_while_slots_stay_free() -> None:
-    driver = Driver(built(departures=4))
-    assert driver.step(free=32) is OPEN
-    driver.admit(20)  # as many as fit the budget
-    assert driver.step(free=12) is OPEN
-    driver.admit(11)
-    assert driver.step(free=1) is OPEN
-    driver.admit(1)
-    assert driver.step(free=1, departed=1) is CLOSED
-    # Nor after a release that admits too few.
-    assert driver.step(free=4, departed=3) is OPEN
-    driver.admit(2)
-    assert driver.step(free=2) is OPEN
-
-
 @pytest.mark.parametrize("departures", [1, "auto"])
 def test_threshold_of_one_departure_never_holds(departures: object) -> None:
     """Without measurements it is one."""
@@ -170,17 +155,6 @@ def test_fewer_departures_end_a_hold_in_its_second_half() -> None:
     assert driver.step(free=4, took_ms=490) is CLOSED
     assert driver.step(free=4, took_ms=200) is CLOSED  # 8 * 2 * 0.31, rounded up: 5
     assert driver.step(free=4, took_ms=80) is OPEN
-
-
-def test_departed_client_does_not_release_the_next_request() -> None:
-    driver = holding(max_delay_ms=100)
-    driver.policy.departed(HEAD, 0.0)
-    assert driver.step(free=1, waiting=0) is OPEN  # the hold ends before the gate is asked
-    driver.ms += 5000
-    driver.admit(1)
-    gates = [driver.step(free=1, head=FakeRequest("next")) for _ in range(5)]
-    assert gates == [CLOSED] * 5
-    assert driver.policy.counters()["starvation_releases"] == 0
 
 
 def test_passed_request_does_not_release_the_next_request() -> None:
@@ -428,14 +402,6 @@ def test_itl_target_does_not_apply_without_decodes() -> None:
     for number in range(20):
         driver.enter(str(number))
     assert driver.gate_for("next") is OPEN
-
-
-def test_uncut_prompts_count_against_the_itl_target() -> None:
-    driver = DriverWithItlTarget()
-    driver.step(free=8)
-    for number in range(4):  # `chunk` is not asked there
-        driver.policy.admitted(FakeRequest(str(number), 150, num_computed_tokens=50))
-    assert driver.gate_for("next") is CLOSED
 
 
 def test_itl_holds_respect_max_delay_ms() -> None:
