@@ -31,17 +31,15 @@ class HostCheck:
         self._names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (reason := self._objection(Headers(scope=scope))):
-            await error_response(HTTPStatus.FORBIDDEN, "forbidden", reason)(scope, receive, send)
-            return
-        if scope["type"] == "http" and not self._admits(Headers(scope=scope)):
+        headers, app = Headers(scope=scope), self._app
+        if reason := self._objection(headers):
+            app = error_response(HTTPStatus.FORBIDDEN, "forbidden", reason)
+        elif not self._admits(headers):
             message = "the admin API needs its key, as `Authorization: Bearer KEY`"
-            refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", message)
+            app = refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", message)
             # Makes a browser ask for the key.
             refusal.headers["WWW-Authenticate"] = 'Basic realm="vllm-sched"'
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
 
     def _admits(self, headers: Headers) -> bool:
         values = headers.getlist("authorization")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from proxy.errors import ProxyError
-from proxy.http.trace import Trace, WorkerSpan
+from proxy.http.trace import Trace, WorkerSpan, new_id
 from proxy.metrics.registry import class_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Tracing:
 
         flags = TraceFlags(TraceFlags.SAMPLED)
         legs = {leg.span for leg in trace.legs}
-        for name, span, parent, start, end, attributes in spans_of(seen, now, route, reason):
+        for name, span, parent, start, end, attributes in spans_of(seen, trace, now, route, reason):
             own = span == trace.span
             failed = own and status >= SERVER_ERROR
             if own:
@@ -92,12 +92,9 @@ class Tracing:
         closing.join(CLOSE_TIMEOUT_S)
 
 
-def spans_of(seen: ObservedRequest, now: float, route: str, reason: Reason) -> Iterator[Span]:
-    from proxy.http.trace import new_id
-
-    trace = seen.trace
-    if trace is None:
-        return
+def spans_of(
+    seen: ObservedRequest, trace: Trace, now: float, route: str, reason: Reason
+) -> Iterator[Span]:
     wall = time.time_ns()
 
     def ns(at: float) -> int:
