@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, hasher, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.continuation import output_so_far
 from vllm_sched.engine.journal.scheduler import journal_of
 
 SO_FAR = [11, 12, 13, 14, 15]
@@ -211,3 +212,19 @@ def test_the_journal_has_all_tokens() -> None:
         published += message.tokens
     assert published == [*SO_FAR, 7, 7, 7]
     assert journal.snapshot()[0][6] == published
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ([0, 5], [0, 5]),
+        ([5, -1], []),
+        ([5, 1.0], []),
+        ([True], []),
+        ((5,), []),
+        ("5", []),
+        (None, []),
+    ],
+)
+def test_only_a_list_of_token_ids_is_output_so_far(given: object, tokens: list[int]) -> None:
+    assert output_so_far(continued(tokens=given)) == tokens
