@@ -496,7 +496,7 @@ def test_long_yields_up_to_half_of_its_chunk_to_shorts(short: int, long: int) ->
 def test_shorts_leave_a_long_a_quarter_of_the_step() -> None:
     bench = loaded(chunk=64, budget=65)
     bench.play(decode("d"), add("long", 1900), 1)
-    bench.add_all({f"s{number}": 60 for number in range(20)}, output=1)
+    bench.add_all({f"s{number}": 80 for number in range(20)}, output=1)
     for got in bench.steps(10):
         assert got["long"] >= 16
         assert sum(got.values()) == 65
@@ -594,3 +594,12 @@ def test_policies_are_logged_in_one_line_and_former_settings_as_warnings(
     assert warning.levelname == "WARNING"
     assert "long_prompt.long_step_stretch" in warning.message
     assert "see itl_ms" in warning.message
+
+
+def test_longs_enter_in_order_until_step_times_are_known() -> None:
+    assert loaded(1900, 150).entries() == ["0", "1"]
+
+
+def test_waiting_short_without_a_slot_does_not_cut_a_long() -> None:
+    bench = loaded(1900, chunk=100, budget=512, max_num_seqs=1)
+    bench.play({"0": 512}, add("short", 50), {"0": 512})

@@ -616,3 +616,13 @@ def test_step_that_waits_for_another_rank_is_not_learned_as_decode() -> None:
         policy.observe(StepResult(0.1, [], 8, 8, 4_000, others=[other]))
     assert policy.fit.count_of("mixed") == 8
     assert policy.fit.count_of("decode") == 0
+
+
+def test_ended_requests_count_in_the_means_and_leave_no_state() -> None:
+    bench = Bench({"deferred_prefill": {}}, budget=256)
+    for number in range(60):
+        bench.add(str(number), 8, output=1 if number % 2 else 21)
+    bench.drain()
+    policy = bench["deferred_prefill"]
+    assert policy.gauges()["mean_output_tokens"] == pytest.approx(10, rel=0.4)
+    assert policy._lanes == policy._held_since == {}
