@@ -626,3 +626,14 @@ def test_ended_requests_count_in_the_means_and_leave_no_state() -> None:
     policy = bench["deferred_prefill"]
     assert policy.gauges()["mean_output_tokens"] == pytest.approx(10, rel=0.4)
     assert policy._lanes == policy._held_since == {}
+
+
+def test_time_in_holds_is_counted() -> None:
+    driver = holding()
+    for _ in range(3):
+        assert driver.step(free=1, took_ms=20.0) is CLOSED
+    assert driver.policy.counters()["held_seconds"] == pytest.approx(0.06)
+    driver.step(free=4, departed=3, took_ms=20.0)  # the end of the hold
+    driver.admit(4)
+    driver.step(free=0, took_ms=500.0)
+    assert driver.policy.counters()["held_seconds"] == pytest.approx(0.08)
