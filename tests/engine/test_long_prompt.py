@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.schedulers import answer, make_scheduler
+from tests.engine.schedulers import answer, make_request, make_scheduler
 from tests.policies.making import Bench, PinnedChunk, add, decode, wait
 from vllm_sched import (
     LongPromptScheduler,
@@ -17,6 +17,7 @@ from vllm_sched import (
     SyncPolicyScheduler,
 )
 from vllm_sched.engine.waiting.queue import LaneQueue
+from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 
 Policies = dict[str, dict[str, object]]
 ALL_PARTIAL = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}
@@ -603,3 +604,20 @@ def test_longs_enter_in_order_until_step_times_are_known() -> None:
 def test_waiting_short_without_a_slot_does_not_cut_a_long() -> None:
     bench = loaded(1900, chunk=100, budget=512, max_num_seqs=1)
     bench.play({"0": 512}, add("short", 50), {"0": 512})
+
+
+@pytest.mark.parametrize("cached", [0, 19, 20, 21, 100])
+def test_prompt_is_long_if_more_tokens_than_the_threshold_are_left(cached: int) -> None:
+    lookups, prompt = LongPromptLookups(80), make_request(100)
+    left = 100 - cached
+    found = lookups.long_tokens_left(prompt, lambda: cached, 0.0)
+    assert found == (left if left > 80 else None)
+    assert (prompt.request_id in lookups) is (left > 80)
+    assert lookups.is_still_short(prompt) is (left <= 80)
+    assert lookups.long_tokens_left(make_request(80), lambda: 0, 0.0) is None
+
+
+def test_long_of_a_class_that_has_the_whole_step_keeps_its_chunk() -> None:
+    bench = loaded(chunk=400, beside={"lanes": {}}, budget=512)
+    bench.play(decode("d"), add("long", 1200), 1, add("short", 30))
+    bench.play({"d": 1, "long": 370, "short": 30})
