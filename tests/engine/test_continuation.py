@@ -101,14 +101,15 @@ def test_min_tokens_counts_all_output() -> None:
     assert (given.min_tokens, own.min_tokens) == (7, 2)
 
 
-def test_an_abort_before_the_first_token_leaves_nothing() -> None:
+@pytest.mark.parametrize("grammar", [False, True])
+def test_an_abort_before_the_first_token_leaves_nothing(grammar: bool) -> None:
     scheduler = make_scheduler(budget=16)
-    request = continued()
+    request = with_grammar()[0] if grammar else continued()
     scheduler.add_request(request)
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(make_request(20, output=2))
     drain(scheduler)
-    assert scheduler._continued._pending == {}
+    assert scheduler._continued._pending == scheduler._continued.before_grammar == {}
 
 
 def with_grammar(**parameters: Any) -> tuple[Request, Future[Any]]:
