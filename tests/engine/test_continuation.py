@@ -10,6 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.continuation import output_so_far
 from vllm_sched.engine.journal.scheduler import journal_of
 
 SO_FAR = [11, 12, 13, 14, 15]
@@ -86,14 +87,15 @@ def test_min_tokens_counts_all_output() -> None:
     assert (given.min_tokens, own.min_tokens) == (7, 2)
 
 
-def test_an_abort_before_the_first_token_leaves_nothing() -> None:
+@pytest.mark.parametrize("grammar", [False, True])
+def test_an_abort_before_the_first_token_leaves_nothing(grammar: bool) -> None:
     scheduler = make_scheduler(budget=16)
-    request = continued()
+    request = with_grammar()[0] if grammar else continued()
     scheduler.add_request(request)
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(make_request(20, output=2))
     drain(scheduler)
-    assert scheduler._continued._pending == {}
+    assert scheduler._continued._pending == scheduler._continued.before_grammar == {}
 
 
 def test_a_grammar_goes_on_behind_the_tokens() -> None:
@@ -190,3 +192,19 @@ def test_the_journal_has_all_tokens() -> None:
         published += message.tokens
     assert published == [*SO_FAR, 7, 7, 7]
     assert journal.snapshot()[0][6] == published
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ([0, 5], [0, 5]),
+        ([5, -1], []),
+        ([5, 1.0], []),
+        ([True], []),
+        ((5,), []),
+        ("5", []),
+        (None, []),
+    ],
+)
+def test_only_a_list_of_token_ids_is_output_so_far(given: object, tokens: list[int]) -> None:
+    assert output_so_far(continued(tokens=given)) == tokens

@@ -142,6 +142,16 @@ def test_torn_record_is_ignored(path: Path, ranks: tuple[DpGroup, DpGroup]) -> N
     assert reader.other_shapes_at(10.05) == [FIRST]
 
 
+def test_record_that_is_being_written_hides_no_earlier_record(
+    ranks: tuple[DpGroup, DpGroup],
+) -> None:
+    reader, writer = ranks
+    writer.begin(1, 10.0, FIRST)
+    writer.begin(2, 10.1, SECOND)
+    writer._map[dp_group._place(RANK_BYTES, 2)] ^= 0x41
+    assert reader.other_shapes_at(10.05) == [FIRST]
+
+
 def test_symbolic_link_is_refused(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
     with pytest.raises(OSError, match="symbolic"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.schedulers import answer, make_scheduler
+from tests.engine.schedulers import answer, make_request, make_scheduler
 from tests.policies.making import Bench, PinnedChunk, add, decode, wait
 from vllm_sched import (
     LongPromptScheduler,
@@ -16,6 +16,7 @@ from vllm_sched import (
     SyncPolicyScheduler,
 )
 from vllm_sched.engine.waiting.queue import LaneQueue
+from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 
 Policies = dict[str, dict[str, object]]
 ALL_PARTIAL = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}
@@ -360,6 +361,15 @@ def test_long_yields_up_to_half_of_its_chunk_to_shorts(short: int, long: int) ->
     bench.play({"d": 1, "long": long, "short": min(short, 511 - long)})
 
 
+def test_shorts_leave_a_long_a_quarter_of_the_step() -> None:
+    bench = loaded(chunk=64, budget=65)
+    bench.play(decode("d"), add("long", 1900), 1)
+    bench.add_all({f"s{number}": 80 for number in range(20)}, output=1)
+    for got in bench.steps(10):
+        assert got["long"] >= 16
+        assert sum(got.values()) == 65
+
+
 @pytest.mark.parametrize("shorts", [1, 3])
 def test_short_has_its_part_with_many_decodes(shorts: int) -> None:
     bench = loaded(chunk=64, max_num_seqs=64)
@@ -452,3 +462,29 @@ def test_policies_are_logged_in_one_line_and_former_settings_as_warnings(
     assert warning.levelname == "WARNING"
     assert "long_prompt.long_step_stretch" in warning.message
     assert "see itl_ms" in warning.message
+
+
+def test_longs_enter_in_order_until_step_times_are_known() -> None:
+    assert loaded(1900, 150).entries() == ["0", "1"]
+
+
+def test_waiting_short_without_a_slot_does_not_cut_a_long() -> None:
+    bench = loaded(1900, chunk=100, budget=512, max_num_seqs=1)
+    bench.play({"0": 512}, add("short", 50), {"0": 512})
+
+
+@pytest.mark.parametrize("cached", [0, 19, 20, 21, 100])
+def test_prompt_is_long_if_more_tokens_than_the_threshold_are_left(cached: int) -> None:
+    lookups, prompt = LongPromptLookups(80), make_request(100)
+    left = 100 - cached
+    found = lookups.long_tokens_left(prompt, lambda: cached, 0.0)
+    assert found == (left if left > 80 else None)
+    assert (prompt.request_id in lookups) is (left > 80)
+    assert lookups.is_still_short(prompt) is (left <= 80)
+    assert lookups.long_tokens_left(make_request(80), lambda: 0, 0.0) is None
+
+
+def test_long_of_a_class_that_has_the_whole_step_keeps_its_chunk() -> None:
+    bench = loaded(chunk=400, beside={"lanes": {}}, budget=512)
+    bench.play(decode("d"), add("long", 1200), 1, add("short", 30))
+    bench.play({"d": 1, "long": 370, "short": 30})

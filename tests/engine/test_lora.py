@@ -126,10 +126,10 @@ def test_running_request_without_tokens_keeps_its_adapter_slot() -> None:
 
 def test_requests_enter_in_order_after_waiting_for_an_adapter_slot() -> None:
     bench = Bench({"long_prompt": {}}, max_loras=1)
-    bench.play(add("first", 10, output=20, adapter=1), 2)
+    bench.play(add("first", 10, output=20, adapter=2), 2)
     names = [f"r{number}" for number in range(6)]
     for name in names:
-        bench.play(add(name, 30, output=1, adapter=2), 1)
+        bench.play(add(name, 30, output=1, adapter=1), 1)
     bench.add("plain", 10, output=1)
     assert "plain" in bench.step()
     assert bench.running == {"first"}

@@ -273,3 +273,14 @@ def test_invalid_warm_up_value_is_refused_before_the_model_loads(
     monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "yes")
     with pytest.raises(UsageError, match="VLLM_SCHED_WARM_UP='yes' must be 0 or 1; correct it"):
         configure()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+def test_warning_about_an_idle_device_is_for_a_synchronous_class_in_an_asynchronous_engine(
+    caplog: pytest.LogCaptureFixture, kind: type, asynchronous: bool
+) -> None:
+    with caplog.at_level("WARNING", logger="vllm.vllm_sched"):
+        make_scheduler({"long_prompt": {}}, scheduler_cls=kind, async_scheduling=asynchronous)
+    warned = "leaves the device idle" in caplog.text
+    assert warned is (asynchronous and kind is SyncPolicyScheduler)

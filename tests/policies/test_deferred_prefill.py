@@ -17,6 +17,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.deferral import threshold
 from vllm_sched.policies.deferred_prefill import DEFERRABLE, DIRECT, DeferredPrefill
+from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts, Gate, LaneCount, Step, StepResult
 
 FACTS = EngineFacts(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=32)
@@ -498,3 +499,40 @@ def test_step_that_waits_for_another_rank_is_not_learned_as_decode() -> None:
         policy.observe(StepResult(0.1, [], 8, 8, 4_000, others=[other]))
     assert policy.fit.count_of("mixed") == 8
     assert policy.fit.count_of("decode") == 0
+
+
+@pytest.mark.parametrize("departures", ["auto", 2])
+def test_ended_requests_count_in_the_means_and_leave_no_state(departures: object) -> None:
+    bench = Bench({"deferred_prefill": {"departures": departures}}, budget=256)
+    for number in range(60):
+        bench.add(str(number), 8, output=1 if number % 2 else 21)
+    bench.drain()
+    policy = bench["deferred_prefill"]
+    assert policy.gauges()["mean_output_tokens"] == pytest.approx(10, rel=0.4)
+    assert policy._lanes == policy._held_since == {}
+
+
+def test_time_in_holds_is_counted() -> None:
+    driver = holding()
+    for _ in range(3):
+        assert driver.step(free=1, took_ms=20.0) is CLOSED
+    assert driver.policy.counters()["held_seconds"] == pytest.approx(0.06)
+    driver.step(free=4, departed=3, took_ms=20.0)  # the end of the hold
+    driver.admit(4)
+    driver.step(free=0, took_ms=500.0)
+    assert driver.policy.counters()["held_seconds"] == pytest.approx(0.08)
+
+
+def test_requests_that_enter_in_a_hold_share_what_was_free() -> None:
+    """A request of another lane than the refused one has room until the others have taken it."""
+    facts = replace(FACTS, kv_cache=KvCache(100, [KvGroup(16, 100)]))
+    [policy] = registry.build({"deferred_prefill": {"departures": 4}}, facts)
+    assert isinstance(policy, DeferredPrefill)
+    driver = Driver(policy)
+    large, small = FakeRequest("large", 16 * 20), FakeRequest("small", 16 * 6)
+    full = {"free": 20, "running": 12, "kv_free": 0.1, "refused": True}
+    assert driver.step(**full) is CLOSED  # type: ignore[arg-type]
+    assert policy.gate(DEFERRABLE, large, 0.0) is CLOSED
+    assert policy.gate(DEFERRABLE, small, 0.0) is OPEN
+    policy.admitted(small)
+    assert policy.gate(DEFERRABLE, replace(small, request_id="another"), 0.0) is CLOSED

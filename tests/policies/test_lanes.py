@@ -165,11 +165,12 @@ def test_batch_leaves_reserved_slots_free() -> None:
     assert bench.running >= {"u", "n"}
 
 
-def test_batch_leaves_reserved_kv_free() -> None:
-    bench = Bench(laned(reserve_kv=0.5, reserve_slots=0), num_blocks=101)
-    bench.play(*(batch(f"b{number}", 16 * 10, output=50) for number in range(10)), 20)
+@pytest.mark.parametrize(("budget", "steps", "entered"), [(64, 20, 4), (2000, 1, 5)])
+def test_batch_leaves_reserved_kv_free(budget: int, steps: int, entered: int) -> None:
+    bench = Bench(laned(reserve_kv=0.5, reserve_slots=0), num_blocks=101, budget=budget)
+    bench.play(*(batch(f"b{number}", 16 * 10, output=50) for number in range(10)), steps)
     # Ten blocks each at first; half of the cache is reserved.
-    assert len(bench.running) == 4
+    assert len(bench.running) == entered
 
 
 @pytest.mark.parametrize(
@@ -424,3 +425,9 @@ def test_finished_requests_leave_no_state() -> None:
     assert lanes._asked == lanes._left_s == lanes._running.requests == {}
     assert lanes._overdue.released == {}
     assert set(lanes._running.counts.values()) == {0}
+
+
+def test_first_turn_is_that_of_an_overdue_request() -> None:
+    arrivals = urgent("u", 10), batch("b", 10), wait(20)
+    settings = {"batch_max_wait_s": 5.0, "urgent_max_wait_s": 10.0}
+    assert order_of_entry(*arrivals, **settings) == ["b", "u"]

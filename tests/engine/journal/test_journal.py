@@ -318,3 +318,10 @@ def test_names_of_requests_that_never_arrive_are_bounded(monkeypatch: pytest.Mon
     bench.add(40, name="cmpl-a-0-0123abcd")
     bench.add(40, name="cmpl-c-0-0123abcd")
     assert bench.message().named == [(2, b"c")]
+
+
+def test_without_full_attention_the_first_group_counts() -> None:
+    bench = Journaled(groups=(sliding_window(64),), budget=256)
+    bench.add(160, output=2)
+    bench.drain()
+    assert bench.all_of("resident") == [[1, 160]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_sched.policies.chunks.prediction_error import (
+    MAX_ERRORS,
     MAX_MARGIN,
     MIN_ERRORS,
     MIN_MARGIN,
@@ -26,3 +27,20 @@ def test_margin_is_wide_until_enough_steps_were_seen() -> None:
     for _ in range(MIN_ERRORS):
         error.learn(1.0)
     assert error.margin == MIN_MARGIN
+
+
+@pytest.mark.parametrize(
+    ("steps", "stalls", "counts"),
+    [(64, 1, True), (128, 1, False), (128, 2, True), (MAX_ERRORS, 2, False), (MAX_ERRORS, 3, True)],
+)
+def test_margin_leaves_out_one_stall_in_a_hundred_steps(
+    steps: int, stalls: int, counts: bool
+) -> None:
+    error = PredictionError()
+    for _ in range(steps - 2 * stalls):
+        error.learn(1.0)
+    for _ in range(stalls):
+        error.learn(1.0)
+        error.learn(1.6)
+    assert error.drift == 1.0
+    assert error.margin == pytest.approx(1.6 if counts else MIN_MARGIN)

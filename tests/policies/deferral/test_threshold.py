@@ -8,12 +8,15 @@ import pytest
 
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.threshold import recommended
 from vllm_sched.policies.deferral import threshold
 from vllm_sched.policies.deferral.lengths import RequestLengths
 from vllm_sched.policies.deferral.threshold import CHECK_BATCHES, CHECK_STEPS, DepartureThreshold
 
 
-def learning(monkeypatch: pytest.MonkeyPatch, *, decodes_pause: bool = False) -> DepartureThreshold:
+def learning(
+    monkeypatch: pytest.MonkeyPatch, *, decodes_pause: bool = False, max_hold_s: float = 1.0
+) -> DepartureThreshold:
     """Return a threshold whose every estimate is five."""
     monkeypatch.setattr(threshold, "recommended", lambda *_, **__: 5)
     monkeypatch.setattr(OnlineFit, "model", StepTime(decode_fixed_s=0.01, prefill_s=1e-4))
@@ -27,7 +30,7 @@ def learning(monkeypatch: pytest.MonkeyPatch, *, decodes_pause: bool = False) ->
         OnlineFit(),
         lengths,
         itl_s=None,
-        max_hold_s=1.0,
+        max_hold_s=max_hold_s,
         decodes_pause=decodes_pause,
         budget=2048,
     )
@@ -78,3 +81,13 @@ def test_check_forgets_batches_and_ends_after_new_ones(
     monkeypatch.setattr(OnlineFit, "count_of", lambda _, name: CHECK_BATCHES * (name == kind))
     departures.begin_step(step := step + 1, 32)
     assert departures.may_hold
+
+
+@pytest.mark.parametrize(("max_hold_s", "k"), [(0.05, 1), (0.3, 4), (10.0, 5)])
+def test_longest_hold_limits_k(monkeypatch: pytest.MonkeyPatch, max_hold_s: float, k: int) -> None:
+    departures = learning(monkeypatch, max_hold_s=max_hold_s)
+    monkeypatch.setattr(threshold, "recommended", recommended)
+    model = StepTime(decode_fixed_s=0.01, prefill_s=1e-4, mixed_s=0.02)
+    monkeypatch.setattr(OnlineFit, "model", model)
+    held(departures, range(400))
+    assert departures.k == k

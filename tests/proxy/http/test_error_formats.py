@@ -30,6 +30,8 @@ SSE_HEAD = scripts.STREAM_HEAD
         (400, "invalid_request_error"),
         (404, "invalid_request_error"),
         (429, "rate_limit_error"),
+        (499, "invalid_request_error"),
+        (500, "server_error"),
         (502, "server_error"),
         (505, "invalid_request_error"),  # a retry would fail again
     ],

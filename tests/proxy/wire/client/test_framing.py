@@ -93,9 +93,10 @@ def test_ambiguous_request_is_refused(name: str) -> None:
     assert status(AMBIGUOUS[name] + SMUGGLED) == expected
 
 
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
 @pytest.mark.parametrize("name", BAD_CHUNKS)
-def test_bad_chunk_is_refused(name: str) -> None:
-    assert status(POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS[name] + SMUGGLED) == 400
+def test_bad_chunk_is_refused(name: str, more: bytes) -> None:
+    assert status(POST + HOST + more + CHUNKED + b"\r\n" + BAD_CHUNKS[name] + SMUGGLED) == 400
 
 
 @pytest.mark.parametrize(
