@@ -12,8 +12,7 @@ from proxy.http.headers import JSON
 from proxy.http.response_parser import OK, ResponseHead
 
 if TYPE_CHECKING:
-    from proxy.wire.worker.connection import WorkerConnection, WorkerError
-    from proxy.wire.worker.pool import ConnectionPool
+    from proxy.wire.worker.connection import ConnectionPool, WorkerConnection, WorkerError
 
 MAX_RESPONSE_BYTES = 1 << 20
 

@@ -10,8 +10,7 @@ from proxy.wire.worker.connection import WorkerError
 
 if TYPE_CHECKING:
     from proxy.http.response_parser import ResponseHead
-    from proxy.wire.worker.connection import WorkerConnection
-    from proxy.wire.worker.pool import ConnectionPool
+    from proxy.wire.worker.connection import ConnectionPool, WorkerConnection
 
 MAX_RESPONSE_BYTES = 64 << 20  # may list all token ids
 # From head to end of the response: the worker keeps the blocks only briefly.

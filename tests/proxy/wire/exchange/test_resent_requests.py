@@ -15,7 +15,7 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.net.resolver import NoAddressAnswersError
 from proxy.wire.exchange.worker_errors import MAX_ERROR_BYTES
-from proxy.wire.worker.pool import is_local_failure
+from proxy.wire.worker.connection import is_local_failure
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
