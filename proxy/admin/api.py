@@ -119,7 +119,6 @@ def admin_app(
 
 
 def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
-    """Return the routes that list, add, drain and remove workers."""
     api = APIRouter()
 
     def find(name: str) -> Worker:
@@ -196,7 +195,6 @@ def refuse_conflicts(worker: WorkerConfig, others: list[Worker], *, moves: bool 
 
 
 def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
-    """Return the routes that show past decisions and explain a hypothetical one."""
     api = APIRouter()
 
     @api.get("/decisions", summary="Show the last requests, newest first")

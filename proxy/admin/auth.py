@@ -8,7 +8,6 @@ With a key any Host is accepted: a browser does not send the key to a page of an
 
 from __future__ import annotations
 
-import ipaddress
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.admin.errors import error_response
 from proxy.admin.key import AdminKey
+from proxy.net.resolver import is_address
 
 
 class HostCheck:
@@ -65,13 +65,5 @@ class HostCheck:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
+        # No DNS record can redirect an address to this machine.
         return name in self._names or is_address(name)
-
-
-def is_address(name: str) -> bool:
-    """Return True for an IP address, which no DNS record can redirect to this machine."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

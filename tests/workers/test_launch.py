@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import json
 import os
@@ -118,21 +117,6 @@ def test_worker_dies_with_a_killed_parent(tmp_path: Path) -> None:
         parent.kill()
     assert_gone(members(pids))
     eventually(lambda: not folder.exists())
-
-
-async def test_cancelled_wait_stops_the_worker(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
-    slow = fake(f"{code}; time.sleep(600)", str(pids))
-    task = asyncio.create_task(slow.__aenter__())
-    await asyncio.to_thread(eventually, lambda: pids.exists() and pids.read_text())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert_gone(members(pids))
-    async with family(tmp_path / "others"):
-        others = members(tmp_path / "others")
-    assert_gone(others)
 
 
 def test_ports_are_free_and_not_offered_twice() -> None:

@@ -8,7 +8,6 @@ A vLLM worker is a process group. A guard process outside the group kills it if 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import http.client
 import importlib.metadata
@@ -126,10 +125,9 @@ class Side:
 
 
 class Worker:
-    """A server's process group; a context manager, plain or async.
+    """A server's process group; a context manager.
 
-    `start()` returns at once; `wait_ready()` and `stop()` block. The async context manager runs
-    them in a thread.
+    `start()` returns at once; `wait_ready()` and `stop()` block.
     """
 
     def __init__(
@@ -280,19 +278,6 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    async def __aenter__(self) -> Self:
-        try:
-            self.start()
-            await asyncio.to_thread(self.wait_ready)
-        except BaseException:
-            # `stop` also ends the thread of a cancelled wait.
-            await asyncio.to_thread(self.stop)
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.stop)
 
 
 def worker(

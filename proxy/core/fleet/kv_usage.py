@@ -48,7 +48,6 @@ def charge(lease: Lease, now: float, *, together: bool = True) -> None:
 
 
 def mark_prompt_cached(lease: Lease) -> None:
-    """Note that the prompt is in the cache."""
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
     if lease.prefill is not None and lease.holds is None:
@@ -120,4 +119,4 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
     worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)
     if saved:
         apart = worker.kv_apart - SHARING_LEARNING_RATE * worker.kv_spare / saved
-        worker.kv_apart = min(max(apart, 0.0), 1.0)
+        worker.kv_apart = max(apart, 0.0)

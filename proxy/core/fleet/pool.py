@@ -82,7 +82,6 @@ class Pool:
     def available_workers(
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
-        """Return the workers that can take a request."""
         if (
             ask.needed_context + ask.prompt_error <= self.least and not self.ranked
         ):  # the usual case

@@ -27,8 +27,6 @@ def time_zero() -> float:
 
 
 class Roster:
-    """The workers by name."""
-
     def __init__(self, clock: Callable[[], float] = time_zero) -> None:
         self.version = 0  # changes with the workers
         self.prefixes = PrefixIndex()
@@ -286,7 +284,6 @@ class Roster:
         self.ejections.live_changed()
 
     def load_changed(self, worker: Worker) -> None:
-        """Update the pools after a change in load."""
         worker.shut = worker.is_full or (not worker.breaker.closed and worker.is_barred)
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)

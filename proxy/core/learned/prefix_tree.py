@@ -93,7 +93,6 @@ class PrefixTree:
 
 
 def _common_length(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
-    """Return the common length of two chains."""
     while low < high:
         middle = (low + high) // 2
         if one[middle] == other[middle]:

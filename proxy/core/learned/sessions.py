@@ -71,7 +71,6 @@ class Session:
         self.strayed = False  # the last prompt was another, shorter one
 
     def may_extend(self, hashes: tuple[int, ...]) -> bool:
-        """Return whether a prompt may extend the last one."""
         return _may_have(hashes, self.depth, self.mark)
 
     def extends_nearly_all(self, hashes: tuple[int, ...]) -> bool:
@@ -158,7 +157,6 @@ class Sessions:
         *,
         estimated: bool,
     ) -> None:
-        """Note a served turn."""
         if not session.record_prompt(hashes, prompt_bytes):
             return
         session.add_visit(visit, estimated=estimated)

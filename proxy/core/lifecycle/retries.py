@@ -47,7 +47,6 @@ class RetryBudget:
         return self._saved >= 1.0
 
     def spend(self, now: float) -> bool:
-        """Take a retry, if one is left."""
         if not self.has_retry(now):
             return False
         self._saved -= 1.0

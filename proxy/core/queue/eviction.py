@@ -51,8 +51,6 @@ class QueueCapacity:
         used = dict(self._used)
         own = _share(_add_amounts(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
         may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, ask)]
-        if not any(_exceeds_share(fifo, ask, used, own, most) for fifo in may):
-            return []
         return _choose_last(
             may, used, over, most, lambda fifo: _exceeds_share(fifo, ask, used, own, most)
         )

@@ -34,7 +34,6 @@ from proxy.core.request.json_edit import count_members, members
 from proxy.core.request.kv_transfer_fields import (
     TREE,
     Tree,
-    find,
     find_steering,
     find_steering_in_form,
 )
@@ -54,7 +53,8 @@ MAX_SALT_LENGTH = 128
 WITH_OPTIONS = route_names(lambda route: route.usage_by_option)
 WITH_USAGE = b'{"include_usage":true}'
 TRUE = frozenset(["true", "t", "yes", "y", "on", "1", "1.0"])
-STRICT: Tree = {**TREE, ARGUMENTS.encode(): None, b"sampling_params": {b"extra_args": None}}
+NO_ARGUMENTS: Tree = {ARGUMENTS.encode(): None}
+STRICT: Tree = {**TREE, **NO_ARGUMENTS, b"sampling_params": {b"extra_args": None}}
 
 HEADERS = (b"x-vllm-priority", b"x-data-parallel-rank", b"endpoint-load-metrics-format")
 KEYS = (b"api-key", b"x-api-key")
@@ -72,16 +72,10 @@ def find_forbidden(
     """Return the first forbidden member of a JSON body, or ""."""
     if ID in fields and not may.kv_transfer and _id_names_addresses(body):
         return ID
-    if not tenants or may.arguments:
-        return ("" if may.kv_transfer else find_steering(fields, body)) or ""
-    if (
-        ARGUMENTS in fields
-        or "kv_transfer_params" in fields
-        or "ec_transfer_params" in fields
-        or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
-    ):
-        return find(body, {ARGUMENTS.encode(): None} if may.kv_transfer else STRICT) or ""
-    return ""
+    strict = tenants and not may.arguments
+    if may.kv_transfer:
+        return (find_steering(fields, body, NO_ARGUMENTS) if strict else "") or ""
+    return find_steering(fields, body, STRICT if strict else TREE) or ""
 
 
 def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:

@@ -272,9 +272,6 @@ class RequestParser:
             ask.prefix = ()  # the body is the prompt's end
             ask.long = ask.expected_tokens > self.short_limit
 
-    def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        self.stored.remember(response_id, worker, tenant)
-
     def _hash(
         self, ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from math import inf
 
@@ -31,8 +32,6 @@ MAX_MOVE_WAIT_S = 0.5
 
 
 class Placer:
-    """Places requests, and counts the decisions."""
-
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
         self.fleet = fleet
@@ -46,8 +45,8 @@ class Placer:
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
         self.handovers: dict[tuple[str, str], int] = {}  # by model and verdict
-        self.transfers: dict[str, TransferTimes] = {}  # by model
-        self.traffic: dict[str, Traffic] = {}
+        self.transfers: dict[str, TransferTimes] = defaultdict(TransferTimes)  # by model
+        self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.links = KvLinks()
         self.rule = rule(settings.policy)
         self.roster.rank_by(self.rule.rank)
@@ -234,7 +233,7 @@ class Placer:
     ) -> View:
         queue = self.queue
         waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
-        traffic = self.traffic_of(ask.model)
+        traffic = self.traffic[ask.model]
         view = candidate_rules.find_candidates(
             self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
         )
@@ -255,15 +254,12 @@ class Placer:
         return view
 
     def transfer_times(self, model: str) -> TransferTimes:
-        found = self.transfers.get(model)
-        if found is None:
-            found = self.transfers[model] = TransferTimes()
-        return found
+        return self.transfers[model]
 
     def record_traffic(self, ask: RequestInfo, now: float) -> None:
         if not ask.needs_engine:
             return
-        traffic = self.traffic_of(ask.model)
+        traffic = self.traffic[ask.model]
         if not ask.long:
             traffic.record_short(now)
             return
@@ -271,12 +267,6 @@ class Placer:
         likely = pool.for_longs or pool.all
         token_s = likely[0].pace.token_s if likely else 0.0
         traffic.record_long(now, ask.prompt_tokens * token_s)
-
-    def traffic_of(self, model: str) -> Traffic:
-        found = self.traffic.get(model)
-        if found is None:
-            found = self.traffic[model] = Traffic()
-        return found
 
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""

@@ -56,8 +56,6 @@ class LimitExceeded:
 
 
 class TokenBucket:
-    __slots__ = ("_at", "_cells", "_each_s", "per_minute")
-
     def __init__(
         self,
         per_minute: int,
@@ -134,20 +132,6 @@ class RemoteLimits(Protocol):
 
 
 class TenantUsage:
-    __slots__ = (
-        "_cells",
-        "_concurrency",
-        "_held",
-        "_limits",
-        "_parts",
-        "_requests",
-        "_tokens",
-        "elsewhere",
-        "others",
-        "remote",
-        "running",
-    )
-
     def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
         self.running = 0  # includes queued ones
         self.elsewhere = 0  # in other processes

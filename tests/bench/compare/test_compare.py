@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from tests.bench.canned import StillWorker, canned_comparison, canned_round
+from tests.workers.servers import assert_gone, eventually, members, script
 from vllm_sched.bench.compare import compare
 from vllm_sched.bench.compare.compare import ComparisonPlan, Contender, ProgressReporter
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import Workload, long_blocks_short
-from vllm_sched.workers.launch import Side, WorkerError
+from vllm_sched.workers.launch import Side, Worker, WorkerError, free_port
 
 
 class FakeWorker(StillWorker):
@@ -80,6 +81,24 @@ async def test_cancellation_stops_all_workers() -> None:
     assert [w.events[-1] for w in workers] == ["stop"] * 2
 
 
+@pytest.mark.usefixtures("_either_build")
+async def test_cancelled_wait_stops_the_worker(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
+    slow = Worker(script(f"{code}; time.sleep(600)", str(pid)), port=free_port())
+
+    async def run() -> None:
+        async with compare.running([slow], quiet()):
+            pytest.fail("entered without a worker")
+
+    task = asyncio.create_task(run())
+    await asyncio.to_thread(eventually, lambda: pid.exists() and pid.read_text())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_gone(members(pid))
+
+
 async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[tuple[str, int]] = []
     rests: list[float] = []
@@ -130,9 +149,9 @@ def test_workers_on_one_accelerator_share_its_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
-    result = canned_comparison((2.0, 2.0), (0.5, 0.5))
-    result.save(tmp_path / "out.json")
-    saved = json.loads((tmp_path / "out.json").read_text())
+    path, result = tmp_path / "out.json", canned_comparison((2.0, 2.0), (0.5, 0.5))
+    result.save(path)
+    saved = json.loads(path.read_text())
     assert saved["settings"]["rounds"] == 2
     assert saved["settings"]["workload"]["name"] == "long-blocks-short"
     short = saved["sides"]["candidate"]["classes"]["short"]
@@ -141,20 +160,26 @@ def test_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
     assert len(saved["sides"]["baseline"]["per_round"]) == 2
     ratio = next(f for f in saved["figures"] if (f["group"], f["measure"]) == ("short", "TTFT p50"))
     assert ratio["ratio"] == pytest.approx(0.25)
+    # With more than two contenders, the figures are named by the others.
+    first, second = result.contenders
+    replace(result, contenders=[first, second, replace(second, role="third")]).save(path)
+    saved = json.loads(path.read_text())
+    assert list(saved["sides"]) == ["baseline", "candidate", "third"]
+    assert list(saved["figures"]) == ["candidate", "third"]
 
 
 def test_disturbed_rounds_are_reported_and_not_drawn() -> None:
     result = canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0))
     assert result.typical() == 2  # the median
-    result.candidate.rounds[2] = canned_round(3, 1.95)
+    result.contenders[1].rounds[2] = canned_round(3, 1.95)
     assert result.typical() == 1
     assert result.warning() == ""
-    result.baseline.rounds[2] = replace(result.baseline.rounds[2], stall=0.75)
+    result.contenders[0].rounds[2] = replace(result.contenders[0].rounds[2], stall=0.75)
     assert result.disturbed == [2]
     assert result.warning().startswith("1 of 3 rounds were disturbed")
     assert "0.75 s" in result.warning()
     assert result.typical() != 2
-    for side in result.sides:
+    for side in result.contenders:
         side.rounds[:] = [replace(played, stall=0.2) for played in side.rounds]
     assert result.typical() == 1  # all rounds are disturbed
 

@@ -214,7 +214,7 @@ def test_front_time_is_the_rest_of_short_prompts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--url localhost:8000", "must be http://HOST:PORT"),
+        ("--url ftp://x", "is not a URL; write http://HOST:PORT"),
         ("--url http://x --arg=--seed=1", "--arg is for a worker started here"),
         ("--url http://x --budget 0", "--budget 0: must be at least 1"),
         ("--url http://x --max-batch 0", "--max-batch 0"),

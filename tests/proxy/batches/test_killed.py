@@ -22,7 +22,6 @@ COUNT = 24
 
 
 async def start_group(folder: Path) -> RouterGroup:
-    """Start a router with batches in this folder."""
     batches = f", batches: {{path: {folder / 'kept'}, concurrency: 2}}"
     return await asyncio.to_thread(RouterGroup, folder, ["a"], router=batches)
 
@@ -35,7 +34,6 @@ def client_of(group: RouterGroup) -> AsyncOpenAI:
 
 
 async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
-    """Wait until a batch has ended or has this number of completed lines."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -50,9 +48,9 @@ async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> A
 async def test_each_line_has_one_result_after_kills(tmp_path: Path) -> None:
     group = await start_group(tmp_path)
     fakes = await group.start_workers()
-    fake, opening = fakes["a"], asyncio.Event()
+    fake = fakes["a"]
     fake.then(*[scripts.obey("a")] * 5)
-    fake.always(scripts.gated(opening, scripts.obey("a")))
+    fake.hold(scripts.obey("a"))
     try:
         async with client_of(group) as client:
             file = await client.files.create(file=("in", content_of(lines(COUNT))), purpose="batch")

@@ -394,7 +394,7 @@ def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None
     router = router_of(spec("a"))
     info = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
     lease = placed(router.submit(info, 0.0))
-    assert router.placer.traffic_of(MODEL).shorts_ever == shorts
+    assert router.placer.traffic[MODEL].shorts_ever == shorts
     assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 
@@ -491,3 +491,25 @@ def test_pinned_request_waits_for_its_worker_only() -> None:
     router.leases.finish(lease, 1.0, Outcome.DONE)
     gone, end = pop_one(router, 1.0)
     assert (gone, placed(end).worker.name) == (ticket, "b")
+
+
+@pytest.mark.parametrize(
+    ("other", "may"),
+    [("free", True), ("full", True), ("rests", False), ("down", False), ("failed it too", False)],
+)
+def test_request_may_be_retried_if_another_worker_may_take_it_now_or_once_free(
+    other: str, may: bool
+) -> None:
+    router = router_of(spec("a", most=1), spec("b", most=1), panic_threshold=0.0)
+    lease = placed(router.submit(ask(), 0.0))
+    [left] = [worker for worker in router.fleet.roster if worker is not lease.worker]
+    if other == "full":
+        placed(router.submit(ask(), 0.0))
+    elif other == "rests":
+        for _ in range(3):
+            router.fleet.health.record_failure(left, 0.0)
+    elif other == "down":
+        take_down(router.fleet, left.name)
+    tried = workers_named(router, left.name) if other == "failed it too" else frozenset()
+    assert router.may_retry(lease, 0.1, Attempts(tried)) is may
+    assert not router.may_retry(lease, 0.1, Attempts(earlier_failures=9))

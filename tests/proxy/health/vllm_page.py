@@ -46,7 +46,6 @@ def vllm_page(
     block_size: int = 16,
     started: float | None = STARTED,
 ) -> bytes:
-    """Return the page of a worker with these engines."""
     registry = CollectorRegistry()
     if started:
         Gauge("process_start_time_seconds", "Start time.", registry=registry).set(started)

@@ -42,7 +42,6 @@ def collector() -> Iterator[Collector]:
 
 
 def by_id(spans: Iterable[Span]) -> dict[str, tuple[str, str, str]]:
-    """Return the name, trace and parent of each span by ID."""
     return {span.id: (span.name, span.trace, span.parent) for span in spans}
 
 

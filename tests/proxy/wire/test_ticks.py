@@ -108,3 +108,12 @@ async def test_repeatedly_late_ticks_enforce_deadlines_every_second_time() -> No
     assert counts == [0, 1, 1, 2]
     wire.releases.clear()
     await wire.close()
+
+
+async def test_requests_that_come_to_the_queue_do_not_postpone_the_next_tick() -> None:
+    wire = await start_server()
+    wire.ticks.shorten()
+    due = wire.ticks.due
+    wire.ticks.shorten()
+    assert wire.ticks.due == due
+    await wire.close()

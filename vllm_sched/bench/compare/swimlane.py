@@ -174,10 +174,10 @@ def check_suffix(path: Path) -> None:
 def write(comparison: Comparison, path: Path) -> None:
     check_suffix(path)
     index = comparison.typical()
-    lines = comparison.figures
+    *_, lines = comparison.figures.values()
     panels = [
-        Panel(each.role, each.label, each.rounds[index], _numbers(lines, each.role), each.stories)
-        for each in comparison.sides
+        Panel(role, each.label, each.rounds[index], _numbers(lines, role), each.stories)
+        for role, each in zip(("baseline", "candidate"), comparison.drawn, strict=True)
     ]
     workload = comparison.plan.workload
     title = f"{workload.name}: the same arrivals under two schedulers"
@@ -187,7 +187,7 @@ def write(comparison: Comparison, path: Path) -> None:
     )
     svg = swimlane(panels, title=title, subtitle=notes)
     if path.suffix == ".html":
-        roles = [f"{each.role}: {each.label}" for each in comparison.sides]
+        roles = [f"{each.role}: {each.label}" for each in panels]
         write_whole(
             path, page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
         )

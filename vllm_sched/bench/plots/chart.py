@@ -36,8 +36,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart's content."""
-
     title: str
     x: str
     y: str

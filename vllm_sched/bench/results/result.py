@@ -39,7 +39,6 @@ class BenchResult:
         return by_class(self.outcomes, self.duration, self.targets)
 
     def session_figures(self) -> dict[str, Any] | None:
-        """Return the figures of sessions; None without sessions."""
         return session_figures(self.sessions, self.outcomes) if self.sessions else None
 
     def to_json(self) -> dict[str, Any]:

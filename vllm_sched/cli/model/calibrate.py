@@ -7,7 +7,7 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
-from vllm_sched.bench.compare.compare import ProgressReporter
+from vllm_sched.bench.compare.compare import ProgressReporter, running
 from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
@@ -148,7 +148,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     console = Output()
     try:
         with ProgressReporter(console) as narrator:
-            source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
+            source, seen = asyncio.run(_measure(args, narrator))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
@@ -173,21 +173,19 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.args and args.url:
         raise UsageError("--arg is for a worker started here; leave it out, or give --model")
-    if args.url and not args.url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {args.url}: must be http://HOST:PORT")
     if args.plot:
         check_chart(args.plot)
     require_folders(args.save, args.plot)
 
 
 async def _measure(
-    args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
+    args: argparse.Namespace, narrator: ProgressReporter
 ) -> tuple[StepSource, MeasuredSteps]:
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
-            step("starting a worker (about a minute)")
-            worker = await stack.enter_async_context(_worker(args))
+            worker = _worker(args)
+            await stack.enter_async_context(running([worker], narrator))
             url = worker.url
         found = await stack.enter_async_context(meter(url, args.seed))
         plan = CalibrationPlan.from_limits(
@@ -196,8 +194,8 @@ async def _measure(
             max_model_len=found.max_model_len,
             seed=args.seed,
         )
-        step("measuring (some minutes)")
-        seen = await found.measure(plan, detail)
+        narrator.step("measuring (some minutes)")
+        seen = await found.measure(plan, narrator.detail)
         source = StepSource(
             args.model or found.model,
             args.url or "here",
@@ -247,7 +245,6 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
 
 
 def picture(source: StepSource, found: Calibration) -> Chart:
-    """Return a chart of measured against fitted steps, with the held-out ones."""
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
     ends = [(at, at) for at in (min(times), max(times))]

@@ -80,7 +80,6 @@ class FleetSimulation:
         now: float,
         ended: Callable[[float], None] | None,
     ) -> None:
-        """Submit a request to a router."""
         number = self._number
         self._number += 1
         flight = RequestFlight(request, number, str(number), router, outcome, ended)

@@ -209,3 +209,30 @@ def test_longer_answer_is_expected_to_double_up_to_its_limit(
     request = ask(100, limit, samples=samples)
     request.expected_output = 50
     assert _estimate_remaining(request, seen) == extra
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_first_token_after_its_due_time_counts_no_request_twice(
+    fleet: Fleet, worker: Worker, generates: bool
+) -> None:
+    lease = charge(fleet, ask(1000, 50, samples=2, stream=False, generates=generates))
+    fleet.start_due_decodes(60.0)
+    fleet.record_first_token(lease, 61.0)
+    assert (worker.prefill_tokens, worker.decoding) == (0, 2 if generates else 0)
+    fleet.release(lease)
+    assert idle([worker])
+
+
+def test_handed_over_request_that_is_silent_decodes_once() -> None:
+    fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+    prefill, decode = members(fleet)
+    legs = HandoverDecision(prefill, 0, 1000, 1.0, 0.1)
+    decision = Decision(decode, Reason.HANDOVER, handover=legs)
+    lease = fleet.charge(ask(1000, 50, samples=2, stream=False), decision, 0.0)
+    fleet.hand_over(lease, 1.0)
+    assert decode.decoding == 0
+    for event in (fleet.start_due_decodes, lambda now: fleet.record_first_token(lease, now)):
+        event(60.0)
+        assert decode.decoding == 2
+    fleet.release(lease)
+    assert idle([prefill, decode])

@@ -110,3 +110,13 @@ def test_estimates_stay_finite_and_bounded(prompts: list[tuple[int, int, int, in
         for size in (0, 1, text, 10_000_000):
             assert isfinite(learnt.tokens(size, tools, count))
             assert 0.0 <= learnt.error(size, tools) < 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [(2, 700), (200, 740), (1000, 2000), (1500, 3000), (1000, 100), (1900, 700)]
+)
+def test_one_short_prompt_teaches_its_size(text: int, tokens: int) -> None:
+    """What its rate may not explain is the template's."""
+    learnt = LearnedSizes()
+    learnt.learn_prompt(text, tokens)
+    assert learnt.tokens(text) == pytest.approx(tokens, rel=0.05)

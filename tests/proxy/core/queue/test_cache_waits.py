@@ -403,3 +403,7 @@ def test_no_turn_waits_longer_than_its_bound(events: list[tuple[str, float, int]
                 assert ticket.cache_wait is not None, "only a wait for a cache leaves a slot free"
                 assert now < ticket.cache_until <= ticket.since + bound + 1e-6
                 assert ticket.cache_wait.worker.is_full
+
+
+def test_turn_waits_for_a_share_of_the_time_to_its_deadline() -> None:
+    assert Scene().wait(11.0 + 40.0).cache_until == pytest.approx(11.0 + MAX_CACHE_WAIT_SHARE * 40)

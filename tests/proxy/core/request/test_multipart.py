@@ -118,3 +118,8 @@ def test_form_with_ambiguous_boundaries_has_no_plain_model(
     body: bytes, content_type: bytes
 ) -> None:
     assert plain_model(body, content_type) is None
+
+
+def test_field_name_before_the_first_part_is_no_field() -> None:
+    body = b'name="model"\r\n' + form((b'name="model"', b"w"))
+    assert form_fields(body, TYPE) == {"model": "w"}

@@ -80,6 +80,7 @@ def test_routes_and_models_learn_apart() -> None:
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 TWO_PROMPTS = {"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}
 LONG = "x" * 32_000
+TOOLS = ["t" * 3996]  # 4,000 bytes
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,9 @@ LONG = "x" * 32_000
         (CHAT, chat("x", max_tokens=9, max_completion_tokens=None), {"output_tokens": 9}),
         (CHAT, chat("x", max_tokens=None), {"output_tokens": None}),
         (CHAT, chat("x", max_tokens=True), {"output_tokens": 1}),
+        # Tools count once, and may be missing in the template.
+        (CHAT, chat("x" * 4000, tools=TOOLS), {"prompt_tokens": 2000 + TEMPLATE}),
+        (CHAT, chat("x" * 4000, tools=TOOLS), {"prompt_error": 718, "least_prompt": 250}),
         # The least size of a prompt; the tokens of a template are not certain.
         (CHAT, chat("x" * 16_000), {"least_prompt": 1000}),
         (CHAT, chat([{"type": "image_url", "image_url": {}}] * 9), {"least_prompt": 0}),
@@ -204,3 +208,20 @@ def test_fit_cuts_the_output_limit_to_the_context(tokens: int, limit: int, neede
     cut = size(body, "/inference/v1/generate")
     fit(cut, 4000, cuts_output=True)
     assert cut.needed_context == 4000
+
+
+def test_prompt_of_token_ids_has_its_exact_size_whatever_texts_taught() -> None:
+    sizer = Sizer()
+    for _ in range(9):
+        texts = size({"prompt": ["x" * 90, "x" * 900]}, COMPLETIONS, sizer)
+        sizer.learn(texts, Usage(800, 10))
+    exact = size({"prompt": [[1] * 50, [1] * 70]}, COMPLETIONS, sizer)
+    assert (exact.prompt_tokens, exact.largest_prompt, exact.prompt_error) == (120, 70, 0)
+    assert size({"prompt": [[], []]}, COMPLETIONS, sizer).largest_prompt == 0
+
+
+def test_usage_without_prompt_tokens_teaches_no_rate() -> None:
+    sizer = Sizer()
+    sizer.learn(size(chat("x" * 9000), sizer=sizer), Usage(0, 40))
+    learnt = sizer.learnt("m", "chat/completions")
+    assert (learnt.seen, learnt.bytes_per_token, learnt.output) == (0, 4, 40)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from proxy.core.learned.media_tokens import IMAGE_TOKENS, VIDEO_TOKENS
 from proxy.core.model.route_table import PromptFields
 from proxy.core.request.token_estimate import (
+    BYTES_OF_A_TOKEN,
     EMBEDDED_BYTES,
     MAX_EXAMINED,
     MAX_TOKENS,
@@ -194,3 +195,36 @@ def test_deep_nesting_is_measured(shape: PromptFields, key: str) -> None:
     for _ in range(500):
         deep = [{"content": deep}]
     assert isinstance(measure(shape, {key: deep}), PromptExtent)
+
+
+SHORT, CALL = {"role": "user", "content": "abcd"}, {"role": "user", "content": "a", "index": 1}
+MOST_CALLS = MAX_EXAMINED // (1 + len(CALL))
+LARGE = {str(n): "abcd" for n in range(MAX_EXAMINED)}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text", "guessed"),
+    [
+        ([SHORT] * MAX_EXAMINED, 4 * MAX_EXAMINED, 0),
+        ([SHORT] * (MAX_EXAMINED + 5), 4 * MAX_EXAMINED, size([SHORT] * 5)),
+        ([CALL] * MOST_CALLS, MOST_CALLS, 0),
+        ([CALL] * (MOST_CALLS + 1), MOST_CALLS - 1, 2 * size(CALL)),
+        ([SHORT, LARGE], 4, size(LARGE)),
+        (["no message", SHORT], 4, 0),
+    ],
+    ids=[
+        "messages",
+        "too many messages",
+        "members",
+        "too many members",
+        "large message",
+        "invalid",
+    ],
+)
+def test_unexamined_rest_of_a_chat_is_guessed_from_its_length(
+    messages: list[object], text: int, guessed: int
+) -> None:
+    extent = measure(CHAT, {"messages": messages})
+    assert extent.text == text
+    assert extent.tokens == TOKENS_PER_CHAT + len(messages) * TOKENS_PER_MESSAGE + extent.guessed
+    assert extent.guessed == pytest.approx(guessed / BYTES_OF_A_TOKEN, abs=2)

@@ -599,3 +599,11 @@ def test_requests_without_room_are_served_whole_one_at_a_time() -> None:
     assert pop_one(router, 22.0)[0] is tickets[1]
     third, refusal = pop_one(router, 31.0)
     assert (third, refused(refusal).status) == (tickets[2], 429)
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_requests_of_other_clients_that_decode_count_for_a_handover(running: int) -> None:
+    router = make_router()
+    for second in (1.0, 2.0):
+        router.fleet.health.set_gauges("d0", Gauges(at=second, running=running))
+    assert (placed(router.submit(ask(1000), 2.0)).prefill is not None) is bool(running)

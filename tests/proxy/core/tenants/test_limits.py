@@ -144,3 +144,14 @@ def test_prompt_above_the_limit_takes_one_request() -> None:
     assert ledger.running == 0
     assert ledger.remaining(0.0)[1] == (100, 100, 0.0)
     assert present(ledger.enter(0.0, 5, 5)).limit is Limit.REQUESTS
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 600])
+def test_refund_leaves_a_tenant_as_if_the_request_had_not_come(tokens: int) -> None:
+    ledger = TenantUsage(Limits(requests_per_minute=3, tokens_per_minute=1000))
+    assert ledger.enter(0.0, 50, 1) is None
+    before = ledger.remaining(0.0)
+    assert ledger.decide(0.0, tokens) is None
+    assert ledger.remaining(0.0) != before
+    ledger.refund(0.0, tokens)
+    assert ledger.remaining(0.0) == before

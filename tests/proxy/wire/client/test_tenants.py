@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from proxy.core.tenants.limits import Limits
+from proxy.core.tenants.limits import Decided, Limit, LimitExceeded, Limits
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.http.request_parser import ParserState
 from proxy.telemetry.logs import log_fields
+from tests.present import present
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
@@ -399,3 +400,53 @@ async def test_handover_is_billed_and_released_once(start: Start, failing: tuple
     assert totals.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
     assert totals.output_tokens == 8
     assert usages[1]["prompt_tokens_details"] == {"cached_tokens": CACHED}
+
+
+# Limits that all hosts decide together
+
+
+class OtherHosts:
+    """Hosts that decide later whether a request exceeds its tenant's limits."""
+
+    is_fresh = True
+
+    def __init__(self) -> None:
+        self.decide: Decided | None = None
+        self.dropped = False
+
+    def take(self, tokens: int) -> bool:  # noqa: ARG002
+        return False
+
+    def ask(self, tokens: int, done: Decided) -> OtherHosts:  # noqa: ARG002
+        self.decide = done
+        return self
+
+    def drop(self) -> None:
+        self.dropped = True
+
+    def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
+        """Ignore the charge."""
+
+
+@pytest.mark.parametrize(
+    ("exceeded", "status"),
+    [(None, 200), (LimitExceeded(Limit.REQUESTS, 9, 7.0), 429), ("client leaves", 0)],
+    ids=["accepted", "refused", "client leaves"],
+)
+async def test_request_waits_for_the_decision_of_all_hosts(
+    guarded: Site, exceeded: Any, status: int
+) -> None:
+    hosts = OtherHosts()
+    guarded.set_tenants(TenantSpec("a", limits=Limits(requests_per_minute=9)), a=KEY)
+    guarded.tenant().ledger.remote = hosts
+    client = await guarded.send(chat("hi", bearer()))
+    await eventually(lambda: hosts.decide is not None)
+    assert guarded.served() == []
+    if not status:
+        client.close()
+        await eventually(lambda: hosts.dropped)
+        return
+    present(hosts.decide)(exceeded)
+    assert (await client.answer()).status == status
+    assert guarded.tenant().ledger.running == 0
+    assert not hosts.dropped

@@ -10,6 +10,8 @@ from proxy.core.model.role import Role
 from proxy.wire.exchange.failover import DOWN_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.exchange.engines import THREE, in_turn, journaled
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
 from tests.proxy.wire.raw_client import Answer, chat, request
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -105,3 +107,18 @@ async def check_leg_moves(here: Pairs, role: Role) -> None:
     pass_time(here.site)
     assert words(await tasks) == expected(body)
     await here.settled()
+
+
+async def test_stream_passes_once_to_the_next_worker_if_one_fails_and_ends_in_one_piece(
+    start: Start,
+) -> None:
+    site, engines = await journaled(start, *THREE)
+    failure = scripts.chunk(scripts.event({"error": {"message": "it died", "code": 500}}))
+
+    async def fails(call: Call) -> None:
+        engines.accept(call)
+        await call.send(scripts.STREAM_HEAD + failure + scripts.LAST_CHUNK)
+
+    in_turn(site, engines.serve(dies_after=3), fails, engines.serve())
+    engines.check(await site.ask(engines.request()))
+    assert len(engines.asked) == 3

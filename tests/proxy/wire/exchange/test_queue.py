@@ -10,6 +10,7 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Refusal
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.exchange import Exchange
+from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Answer, Client, chat
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -113,11 +114,30 @@ async def test_requests_count_their_wait(start: Start) -> None:
     assert waits[2] >= 25.0
 
 
-async def test_end_of_a_request_dispatches_the_queue(start: Start) -> None:
-    site, gate, clients = await start_full(start, 1)
+ENDS = {
+    "whole": scripts.answer(),
+    "error": scripts.error(400),
+    "stream": scripts.stream(2),
+    "broken stream": scripts.stream(2, end="reset"),
+    "no response": scripts.hang_up,
+    "client leaves": scripts.stall,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_end_of_a_request_dispatches_the_queue(start: Start, end: str) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    gate = site.fake.hold_next(ENDS[end])
+    first = await site.send(chat(stream=True))
+    await site.fake.got()
+    second = await site.send(chat())
+    await eventually(lambda: len(site.router.queue) == 1)
     site.wire.ticks.stop()
-    gate.set()
-    await check_served(*clients)
+    if end == "client leaves":
+        first.close()
+    else:
+        gate.set()
+    await check_served(second)
     site.wire.ticks.start()
 
 
