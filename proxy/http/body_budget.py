@@ -60,7 +60,6 @@ class BodyBudget:
         return KEPT_DIVISOR * beyond < self._common_limit
 
     def limit(self, max_bytes: int, largest: int) -> None:
-        """Set new limits for the total and for one body."""
         self._max_bytes, self._max_body = max_bytes, largest
         self._recompute_shares()
 

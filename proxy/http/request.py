@@ -109,7 +109,6 @@ class RequestHead:
         self.explain = b"x-explain" in special and self.wants_explanation()
 
     def withhold(self, names: Iterable[bytes]) -> None:
-        """Do not forward these headers."""
         self.pieces = remove_headers(self.pieces, names)
         self.lines = b"".join(self.pieces)
 
@@ -125,7 +124,6 @@ class RequestHead:
             raise malformed("the only supported Transfer-Encoding is chunked, in HTTP/1.1")
 
     def wants_explanation(self) -> bool:
-        """Return True if the client asks for X-Route."""
         return _is_true(self.special.get(b"x-explain", b""))
 
     def _check_expectation(self) -> None:
@@ -154,7 +152,6 @@ def _is_true(value: bytes) -> bool:
 
 
 def too_large(max_body: int) -> RefusedError:
-    """Return the error for a large body."""
     return malformed(f"the body is too large: this server accepts at most {max_body} bytes", 413)
 
 

@@ -133,7 +133,6 @@ class ClientConnection(asyncio.Protocol):
             self._pause_reading()
 
     def resume_writing(self) -> None:
-        """Resume the exchange or serve the next request."""
         self.writable = True
         now = self._wire.clock()
         if self._exchange is None:
@@ -333,7 +332,6 @@ class ClientConnection(asyncio.Protocol):
 
 
 def has_events(transport: asyncio.Transport, events: int) -> bool:
-    """Return True if a socket has one of these events."""
     if (raw := socket_of(transport)) is None:
         return False
     poll = select.poll()
@@ -349,7 +347,6 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def parser_for(wire: WireContext) -> HttpRequestParser:
-    """Return the parser of a new connection."""
     settings = wire.settings
     return HttpRequestParser(
         wire.check_head,

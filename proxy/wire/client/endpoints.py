@@ -29,7 +29,6 @@ def is_local(path: str) -> bool:
 
 
 def local_refusal(head: RequestHead) -> Refusal | None:
-    """Return a refusal for methods other than GET and HEAD."""
     if head.method in METHODS:
         return None
     return refusals.wrong_method(head.path, head.method, METHODS)

@@ -72,6 +72,5 @@ class MetricsRequest:
         self._wire.remove_visit(self)
 
     def end_for_shutdown(self, now: float) -> None:
-        """End the request because the router stops."""
         self.client_left(now)
         self._client.break_off()

@@ -40,7 +40,6 @@ class TokenizeRequest:
             self.connection.drop()
 
     def expire(self, now: float) -> None:
-        """Give up at the deadline."""
         self.drop()
         self._done(now, None)
 
@@ -56,11 +55,9 @@ class TokenizeRequest:
             self.expire(now)
 
     def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
-        """Allow no extra time."""
         return 0.0
 
     def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
-        """Continue without a count."""
         self.connection = None
         self._done(now, None)
 

@@ -104,7 +104,6 @@ class PrefillLeg:
         self._owner.connection_failed(now, error)
 
     def drop(self) -> None:
-        """Cancel the prefill."""
         if self.connection is not None:
             self.connection.drop()
             self.connection = None

@@ -114,7 +114,6 @@ class AbandonedPrefill:
         self._leg.set_owner(self)
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        """Release the blocks."""
         connector = self._wire.connector
         taken = (
             PrefillResult()

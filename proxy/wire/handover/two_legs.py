@@ -141,7 +141,6 @@ class TwoLegExchange:
 
     @property
     def is_prefilling(self) -> bool:
-        """True while the prefill leg runs."""
         return self._leg is not None
 
     @property

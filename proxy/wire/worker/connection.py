@@ -114,7 +114,6 @@ class ConnectionPool:
         connection.opening = asyncio.get_running_loop().create_task(self._open(connection))
 
     def forget(self, connection: WorkerConnection) -> None:
-        """Remove a closed connection."""
         self.open.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
@@ -214,7 +213,6 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self, now: float) -> None:
-        """Read again."""
         if self._transport is not None and self._paused:
             self._paused = False
             # Without a response yet, an earlier response caused the pause.
@@ -230,23 +228,19 @@ class WorkerConnection(asyncio.Protocol):
             self.fail(now, WorkerError.TIMEOUT)
 
     def fail(self, now: float, error: WorkerError) -> None:
-        """Close and report the error."""
         caller, self.caller = self.caller, None
         self.drop()
         if caller is not None:
             caller.connection_failed(now, error)
 
     def open_fast_path(self, fast_path: StreamFastPath) -> None:
-        """Use the fast path if possible."""
         if self._reader.between_chunks:
             self.fast_path = fast_path
 
     def is_usable(self) -> bool:
-        """Return True if the connection is still open."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the kept request."""
         self._transport = cast("asyncio.Transport", transport)
         self.opening = None
         if self.caller is None:

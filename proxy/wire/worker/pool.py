@@ -63,7 +63,6 @@ class ConnectionPools:
             pool.settings = settings
 
     def counts(self) -> Iterator[tuple[str, str, int]]:
-        """Return the connections by worker and state."""
         for name, pool in self._pools.items():
             yield name, "idle", len(pool.idle)
             yield name, "busy", len(pool.open) - len(pool.idle)
