@@ -51,10 +51,12 @@ class Pairs:
         """Send a request; its response is not read yet."""
         return await self.site.send(request(body, path=path), **options)
 
-    async def check_served(self, body: bytes | None = None, **fields: Any) -> None:
-        """Check that a chat gets its whole response and that nothing is left of it."""
+    async def check_served(
+        self, body: bytes | None = None, *headers: bytes, path: str = CHAT, **fields: Any
+    ) -> None:
+        """Check that a request, by default a chat, gets its whole response."""
         body = chat_body(**fields) if body is None else body
-        assert words(await ask(self, body)) == expected(body)
+        assert words(await ask(self, body, *headers, path=path)) == expected(body)
         await self.settled()
 
     def kinds(self) -> list[str]:

@@ -274,8 +274,7 @@ async def test_lack_of_descriptors_opens_no_breaker(
     assert (await client.ask(chat("x" * 100))).status == 200
 
 
-async def test_clients_are_accepted_once_descriptors_are_free(start: Start) -> None:
-    site = await start()
+async def test_clients_are_accepted_once_descriptors_are_free(site: Site) -> None:
     early = await site.client()
     waiting = [socket.socket() for _ in range(3)]
     for raw in waiting:
