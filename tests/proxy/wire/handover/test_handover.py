@@ -16,7 +16,7 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import CHAT, COMPLETIONS, OPENINGS
 from tests.proxy.wire.pairs import Pairs, ask, chat_body, completion_body, expected, pairs, words
-from tests.proxy.wire.raw_client import request
+from tests.proxy.wire.raw_client import get, request
 from tests.proxy.wire.site import Fake, Site
 
 MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
@@ -262,6 +262,7 @@ async def test_request_id_that_names_addresses_is_replaced(site: Site) -> None:
 
 async def test_router_with_prefill_workers_alone_is_not_ready(start: Start) -> None:
     site = await start(Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, up=False))
-    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 503
+    assert (await site.ask(get("/ready"))).status == 503
+    assert (await site.ask(get("/health"))).status == 200
     site.up("d0")
-    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 200
+    assert (await site.ask(get("/ready"))).status == 200
