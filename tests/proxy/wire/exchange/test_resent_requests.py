@@ -359,7 +359,8 @@ async def test_too_long_prompt_goes_to_a_larger_worker(
 ) -> None:
     site = await short_and_long(start)
     head = scripts.head(400, (b"content-length", b"%d" % len(message)))
-    dripping = scripts.drip(head + message.encode(), size=9)
+    whole = head + message.encode()
+    dripping = scripts.raw(*(whole[at : at + 9] for at in range(0, len(whole), 9)), gap_s=0.001)
     site.fakes["short"].always(dripping if in_pieces else scripts.error(400, message))
     assert (await site.ask(chat(stream=True))).status == 200
     assert [call.connection.worker.name for call in site.served()] == ["short", "long"]

@@ -6,15 +6,14 @@ import asyncio
 
 import pytest
 
-from proxy.core.model.role import Role
 from proxy.wire.handover import release as module
 from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, FakeWorker
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults
-from tests.proxy.wire.pairs import Pairs, chat_body, pairs
-from tests.proxy.wire.raw_client import DEADLINE_S, Client
+from tests.proxy.wire.pairs import Pairs, chat_body, start_between_legs
+from tests.proxy.wire.raw_client import DEADLINE_S
 from tests.proxy.wire.site import eventually
 
 
@@ -81,19 +80,6 @@ async def test_refused_abandoned_prefill_releases_nothing(
     refuse.set()
     await here.settled()
     assert here.legs() == ["prefill p0"]
-
-
-async def start_between_legs(start: Start) -> tuple[Pairs, Client, FakeWorker]:
-    """Send a request whose decode leg waits for a connection; return its decode worker too."""
-    here = await pairs(start, prefills=1, decodes=2)
-    here.site.stand_still()  # so that connect does not time out
-    body = chat_body()
-    victim = here.victim(Role.DECODE, body)
-    await victim.hang()
-    client = await here.send(body)
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
-    return here, client, victim
 
 
 async def test_leaving_between_the_legs_releases_blocks(start: Start) -> None:
