@@ -124,7 +124,7 @@ class RequestHead:
             raise malformed("the only supported Transfer-Encoding is chunked, in HTTP/1.1")
 
     def wants_explanation(self) -> bool:
-        return _is_true(self.special.get(b"x-explain", b""))
+        return self.special.get(b"x-explain", b"").strip().lower() not in FALSE_VALUES
 
     def _check_expectation(self) -> None:
         expected = self.special.get(b"expect")
@@ -145,10 +145,6 @@ class Request:
         self.body = body
         self.id = head.id
         self.trace: Trace | None = None
-
-
-def _is_true(value: bytes) -> bool:
-    return value.strip().lower() not in FALSE_VALUES
 
 
 def too_large(max_body: int) -> RefusedError:

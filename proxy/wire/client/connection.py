@@ -66,7 +66,12 @@ class ClientConnection(asyncio.Protocol):
         self.writable = True
         self.write: Callable[[bytes], None]
         self._wire = wire
-        self._reader = parser_for(wire)
+        self._reader = HttpRequestParser(
+            wire.check_head,
+            max_head=wire.settings.max_header_bytes,
+            max_body=wire.settings.max_body_bytes,
+            collecting=wire.collecting,
+        )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
         self._final_refusal: Refusal | None = None  # sent after earlier responses
@@ -344,13 +349,3 @@ def reset(transport: asyncio.Transport) -> None:
     if (raw := socket_of(transport)) is not None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
     transport.abort()
-
-
-def parser_for(wire: WireContext) -> HttpRequestParser:
-    settings = wire.settings
-    return HttpRequestParser(
-        wire.check_head,
-        max_head=settings.max_header_bytes,
-        max_body=settings.max_body_bytes,
-        collecting=wire.collecting,
-    )
