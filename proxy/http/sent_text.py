@@ -175,7 +175,6 @@ class RestOfText:
         return b""
 
     def _new_in(self, event: bytes) -> bytes:
-        """Return what is new in an event."""
         found = DATA.search(event)
         if found is None:
             return b""

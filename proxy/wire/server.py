@@ -110,15 +110,10 @@ class WireServer:
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen on `sock` or a new socket."""
-        loop = asyncio.get_running_loop()
-
-        def client() -> ClientConnection:
-            return ClientConnection(self)
-
-        if sock is not None:
-            server = await loop.create_server(client, sock=sock, backlog=BACKLOG, **self._tls())
-        else:
-            server = await loop.create_server(client, host, port, backlog=BACKLOG, **self._tls())
+        where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
+        server = await asyncio.get_running_loop().create_server(
+            lambda: ClientConnection(self), backlog=BACKLOG, **where, **self._tls()
+        )
         self._servers.append(server)
         self.port = int(server.sockets[0].getsockname()[1])
         self.ticks.start()

@@ -66,7 +66,12 @@ class ClientConnection(asyncio.Protocol):
         self.writable = True
         self.write: Callable[[bytes], None]
         self._wire = wire
-        self._reader = parser_for(wire)
+        self._reader = HttpRequestParser(
+            wire.check_head,
+            max_head=wire.settings.max_header_bytes,
+            max_body=wire.settings.max_body_bytes,
+            collecting=wire.collecting,
+        )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
         self._final_refusal: Refusal | None = None  # sent after earlier responses
@@ -133,7 +138,6 @@ class ClientConnection(asyncio.Protocol):
             self._pause_reading()
 
     def resume_writing(self) -> None:
-        """Resume the exchange or serve the next request."""
         self.writable = True
         now = self._wire.clock()
         if self._exchange is None:
@@ -333,7 +337,6 @@ class ClientConnection(asyncio.Protocol):
 
 
 def has_events(transport: asyncio.Transport, events: int) -> bool:
-    """Return True if a socket has one of these events."""
     if (raw := socket_of(transport)) is None:
         return False
     poll = select.poll()
@@ -346,14 +349,3 @@ def reset(transport: asyncio.Transport) -> None:
     if (raw := socket_of(transport)) is not None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
     transport.abort()
-
-
-def parser_for(wire: WireContext) -> HttpRequestParser:
-    """Return the parser of a new connection."""
-    settings = wire.settings
-    return HttpRequestParser(
-        wire.check_head,
-        max_head=settings.max_header_bytes,
-        max_body=settings.max_body_bytes,
-        collecting=wire.collecting,
-    )

@@ -111,10 +111,9 @@ class AbandonedPrefill:
     def adopt(self, now: float) -> None:
         self.deadline = now + ABANDONED_GRACE_S
         self._wire.releases.add(self)
-        self._leg.set_owner(self)
+        self._leg.owner = self
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        """Release the blocks."""
         connector = self._wire.connector
         taken = (
             PrefillResult()

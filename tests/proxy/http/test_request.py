@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.model.types import Refusal
-from proxy.core.request.routes import find
 from proxy.http.headers import RefusedError
-from proxy.http.request import Request, RequestHead
+from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState
+from tests.fuzz.judge import set_route
 
 START = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
 MAX_HEAD, MAX_BODY = 2000, 5000
 
 
-def judge(head: RequestHead) -> None:
-    route = find(head.method, head.path)
-    if isinstance(route, Refusal):
-        head.refusal = route
-    else:
-        head.route = route
-
-
 def make_parser() -> HttpRequestParser:
-    return HttpRequestParser(judge, max_head=MAX_HEAD, max_body=MAX_BODY)
+    return HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY)
 
 
 def read(data: bytes, size: int | None = None) -> list[Request]:

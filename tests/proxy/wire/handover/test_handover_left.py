@@ -6,21 +6,19 @@ import asyncio
 
 import pytest
 
-from proxy.core.model.role import Role
 from proxy.wire.handover import release as module
 from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, FakeWorker
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults
-from tests.proxy.wire.pairs import Pairs, chat_body, pairs
-from tests.proxy.wire.raw_client import DEADLINE_S, Client
+from tests.proxy.wire.pairs import Pairs, chat_body, start_between_legs
+from tests.proxy.wire.raw_client import DEADLINE_S
 from tests.proxy.wire.site import eventually
 
 
 @pytest.mark.parametrize("way", ["close", "reset"])
-async def test_leaving_during_the_prefill_ends_it(start: Start, way: str) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_leaving_during_the_prefill_ends_it(here: Pairs, way: str) -> None:
     here.kv.inject("p0", Faults(before=scripts.stall))
     client = await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
@@ -36,10 +34,9 @@ async def test_leaving_during_the_prefill_ends_it(start: Start, way: str) -> Non
 
 @pytest.mark.parametrize("pieces", [0, 1, 2, 7])
 async def test_leaving_during_the_prefill_response_releases_blocks(
-    start: Start, pieces: int
+    here: Pairs, pieces: int
 ) -> None:
     """The rest of the response has the parameters that free the blocks."""
-    here = await pairs(start, prefills=1, decodes=1)
     here.site.stand_still()  # the wait for the rest has a short timeout
 
     def cut(answer: bytes) -> int:
@@ -59,8 +56,7 @@ async def test_leaving_during_the_prefill_response_releases_blocks(
     assert here.legs() == ["prefill p0", "release d0"]
 
 
-async def test_leaving_ends_a_long_prefill_at_once(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_leaving_ends_a_long_prefill_at_once(here: Pairs) -> None:
     here.kv.inject("p0", Faults(before=scripts.stall))
     pace = here.site.worker("p0").pace
     pace.prefills, pace.token_s = 1.0, 10.0
@@ -73,10 +69,9 @@ async def test_leaving_ends_a_long_prefill_at_once(start: Start) -> None:
 
 
 async def test_refused_abandoned_prefill_releases_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    here: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ABANDONED_GRACE_S", 60.0)
-    here = await pairs(start, prefills=1, decodes=1)
     refuse = here.site.fakes["p0"].hold_next(scripts.error(400, "no"))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
@@ -85,19 +80,6 @@ async def test_refused_abandoned_prefill_releases_nothing(
     refuse.set()
     await here.settled()
     assert here.legs() == ["prefill p0"]
-
-
-async def start_between_legs(start: Start) -> tuple[Pairs, Client, FakeWorker]:
-    """Send a request whose decode leg waits for a connection; return its decode worker too."""
-    here = await pairs(start, prefills=1, decodes=2)
-    here.site.stand_still()  # so that connect does not time out
-    body = chat_body()
-    victim = here.victim(Role.DECODE, body)
-    await victim.hang()
-    client = await here.send(body)
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
-    return here, client, victim
 
 
 async def test_leaving_between_the_legs_releases_blocks(start: Start) -> None:
@@ -112,8 +94,7 @@ async def test_leaving_between_the_legs_releases_blocks(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_leaving_during_the_decode_ends_it(start: Start, stream: bool, begun: bool) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_leaving_during_the_decode_ends_it(here: Pairs, stream: bool, begun: bool) -> None:
     here.kv.inject("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
     client = await here.send(chat_body(stream=stream))
     if begun and stream:
