@@ -90,7 +90,7 @@ def test_min_tokens_counts_all_output() -> None:
 @pytest.mark.parametrize("grammar", [False, True])
 def test_an_abort_before_the_first_token_leaves_nothing(grammar: bool) -> None:
     scheduler = make_scheduler(budget=16)
-    request = with_grammar()[0] if grammar else continued()
+    request = continued(grammar=Future() if grammar else None)
     scheduler.add_request(request)
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(make_request(20, output=2))
