@@ -23,6 +23,7 @@ from tests.proxy.wire.exchange.engines import (
     WORDS,
     Agents,
     Engines,
+    TextEngines,
     check_broken,
     in_turn,
     journaled,
@@ -82,11 +83,15 @@ async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
     assert len(engines.asked) == 3
 
 
-async def test_a_long_stream_keeps_no_events(start: Start) -> None:
+@pytest.mark.parametrize("by_text", [False, True])
+async def test_a_long_stream_keeps_no_events(start: Start, by_text: bool) -> None:
     words = random.Random(3).choices(WORDS, k=600)
-    site, engines = await journaled(start, engines=Engines(words))
+    engines = TextEngines(words) if by_text else Engines(words)
+    site, _ = await journaled(start, engines=engines, wire={"continues_by_text": by_text})
+    if by_text:
+        site.fleet.roster.stream_tokens = lambda *_: None
     in_turn(site, engines.serve(dies_after=500, end="stall"), engines.serve())
-    client = await site.send(engines.request())
+    client = await site.send(engines.request(max_tokens=1000))
     await site.swept()
     await site.swept()
     [exchange] = site.wire.exchanges
