@@ -8,11 +8,11 @@ import ssl
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from proxy.config import TransferConfig, WorkerTlsConfig
 from proxy.core.fleet.charges import Fleet
@@ -266,26 +266,11 @@ async def eventually(
 
 def ports_of_other_processes() -> set[int]:
     """Return the ports of this machine's connections that are open in other processes."""
-    own, established = own_inodes(), "01"
-    rows = [
-        line.split()
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(table).read_text().splitlines()[1:]
-    ]
     return {
-        int(local.rpartition(":")[2], 16)
-        for _, local, _, state, *rest in rows
-        if state == established and rest[5] not in own
+        found.laddr.port
+        for found in psutil.net_connections("tcp")
+        if found.status == psutil.CONN_ESTABLISHED and found.pid != os.getpid()
     }
-
-
-def own_inodes() -> set[str]:
-    """Return the inodes of this process's sockets."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208  # numbers are wanted, not paths
-        with suppress(OSError):  # the listing's own
-            found.add(str(os.fstat(int(fd)).st_ino))
-    return found
 
 
 def sockets() -> int:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from proxy.core.request.continuable import DIFFERS, FIELD, NO_TOKENS, NO_WORKER, OTHER_OUTPUT
+from proxy.http.sent_text import MAX_LAST_PIECES
+from proxy.wire.exchange import owner
 from proxy.wire.exchange.continuation import MAX_REPEATED_TOKENS
 from proxy.wire.exchange.continuation_log import INTERVAL_S, MAX_LINES, ContinuationLog
-from proxy.wire.exchange.owner import MAX_PIECES
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.proxy.http import agent_streams
 from tests.proxy.wire import scripts
@@ -23,6 +24,7 @@ from tests.proxy.wire.exchange.engines import (
     WORDS,
     Agents,
     Engines,
+    TextEngines,
     check_broken,
     in_turn,
     journaled,
@@ -82,15 +84,22 @@ async def test_a_stream_returns_to_a_worker_until_it_has_used_its_attempts(
     assert len(engines.asked) == 3
 
 
-async def test_a_long_stream_keeps_no_events(start: Start) -> None:
-    words = random.Random(3).choices(WORDS, k=600)
-    site, engines = await journaled(start, engines=Engines(words))
+@pytest.mark.parametrize("by_text", [False, True])
+async def test_a_long_stream_keeps_no_events(
+    start: Start, monkeypatch: pytest.MonkeyPatch, by_text: bool
+) -> None:
+    monkeypatch.setattr(owner, "MAX_PIECES", MAX_LAST_PIECES)
+    words = [200 * word for word in random.Random(3).choices(WORDS, k=600)]  # in several pieces
+    engines = TextEngines(words) if by_text else Engines(words)
+    site, _ = await journaled(start, engines=engines, wire={"continues_by_text": by_text})
+    if by_text:
+        site.fleet.roster.stream_tokens = lambda *_: None
     in_turn(site, engines.serve(dies_after=500, end="stall"), engines.serve())
-    client = await site.send(engines.request())
-    await site.swept()
+    client = await site.send(engines.request(max_tokens=1000))
+    await eventually(lambda: any(len(found) == 500 for found in engines.published.values()))
     await site.swept()
     [exchange] = site.wire.exchanges
-    assert len(exchange.sent_text.pieces) <= MAX_PIECES  # type: ignore[attr-defined]
+    assert len(exchange.sent_text.pieces) == MAX_LAST_PIECES  # type: ignore[attr-defined]
     [busy] = [call for call in site.served() if not call.answered.is_set()]
     busy.reset()
     engines.check(await client.answer())

@@ -35,10 +35,8 @@ ROUTES = "chat", "completions"
 ON = {"continues_by_text": True}
 
 
-async def by_text(
-    start: Start, *fakes: Fake, route: str = "chat", words: list[str] = WORDS
-) -> tuple[Site, TextEngines]:
-    return await start(*(fakes or TWO), wire=ON), TextEngines(words, route=route)
+async def by_text(start: Start, *fakes: Fake, route: str = "chat") -> tuple[Site, TextEngines]:
+    return await start(*(fakes or TWO), wire=ON), TextEngines(route=route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -183,13 +181,6 @@ async def test_a_greedy_stream_that_has_no_usable_text_begins_anew(
     engines.check(await site.ask(engines.request(**fields)), [3])
 
 
-async def test_text_is_used_where_the_journal_lacks_the_tokens(start: Start) -> None:
-    site, engines = await journaled(start, engines=TextEngines(), wire=ON)
-    site.fleet.roster.stream_tokens = lambda *_: None
-    in_turn(site, engines.serve(dies_after=3), engines.serve())
-    engines.check(await site.ask(engines.request()))
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"max_completion_tokens": "abc"}, {"tools": 5}, {"tools": [{"function": None}]}, {}],
@@ -231,18 +222,6 @@ async def test_an_engine_that_fails_under_its_server(start: Start) -> None:
     report = scripts.event({"error": {"message": "EngineCore encountered an issue", "code": 500}})
     in_turn(site, engines.fail(3, report), engines.serve())
     engines.check(await site.ask(engines.request()))
-
-
-async def test_a_long_text_is_kept_as_a_whole(start: Start) -> None:
-    words = [f"{number} " for number in range(600)]
-    site, engines = await by_text(start, words=words)
-    in_turn(site, engines.serve(dies_after=500, end="stall"), engines.serve())
-    client = await site.send(engines.request(max_tokens=1000))
-    await site.swept()
-    await site.swept()
-    [busy] = [call for call in site.served() if not call.answered.is_set()]
-    busy.reset()
-    engines.check(await client.answer())
 
 
 async def test_prompt_of_the_request_is_unchanged_otherwise(start: Start) -> None:
