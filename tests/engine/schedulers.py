@@ -157,9 +157,9 @@ def make_scheduler(
 
 
 @functools.cache
-def hasher(block: int = BLOCK) -> Any:
+def hasher() -> Any:
     init_none_hash(sha256)
-    return get_request_block_hasher(block, sha256)
+    return get_request_block_hasher(BLOCK, sha256)
 
 
 def make_request(
@@ -173,7 +173,6 @@ def make_request(
     adapter: int = 0,
     salt: str | None = None,
     grammar: Future[Any] | None = None,
-    block: int = BLOCK,
     **parameters: Any,
 ) -> Request:
     """Return a request with a unique prompt of this length, or with these tokens.
@@ -199,7 +198,7 @@ def make_request(
         pooling_params=None,
         arrival_time=float(number) if arrival is None else arrival,
         priority=priority,
-        block_hasher=hasher(block) if hashed else None,
+        block_hasher=hasher() if hashed else None,
         lora_request=LoRARequest(f"adapter{adapter}", adapter, "/none") if adapter else None,
         cache_salt=salt,
     )

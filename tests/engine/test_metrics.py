@@ -119,17 +119,6 @@ def test_step_times_have_the_buckets_of_a_histogram(
         assert {labels[1:]: value for labels, value in written.items()} == pytest.approx(observed)
 
 
-def test_gauge_that_is_no_longer_reported_is_zero(
-    recorder: Metrics, registry: CollectorRegistry
-) -> None:
-    state = EngineState()
-    state.gauges["requests_held"]["long_prompt", "limit"] = 3.0
-    recorder.write(state, 0.0)
-    assert values(registry, "requests_held") == {("long_prompt", "limit"): 3}
-    recorder.write(EngineState(), 1.0)
-    assert values(registry, "requests_held") == {("long_prompt", "limit"): 0}
-
-
 def test_policies_export_their_own_metrics(recorder: Metrics, registry: CollectorRegistry) -> None:
     for gauge, counter in ((3.0, 1.0), (2.0, 1.0), (1.0, 4.0)):
         state = EngineState(

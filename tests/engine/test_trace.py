@@ -160,10 +160,6 @@ def test_names_are_escaped() -> None:
     assert set(slices(events(log, 1.0), REQUESTS)) == {f"{name} (1 tokens)"}
 
 
-def test_empty_log_is_a_valid_file() -> None:
-    assert not [e for e in events([], 1.0) if e["ph"] != "M"]
-
-
 def test_oldest_entries_are_dropped() -> None:
     trace = EngineTrace(most_entries=50)
     trace.record_arrival(0.0, "a", 10)

@@ -97,22 +97,6 @@ def test_missing_names_are_listed(
     assert vllm_compat.missing_seams() == names
 
 
-def test_missing_fields_are_named_without_an_instance() -> None:
-    class Bare:
-        def __init__(self) -> None:
-            self.is_prefill_chunk = False
-
-        @property
-        def pause_state(self) -> None: ...
-
-    wanted = ("is_prefill_chunk", "next_decode_eligible_step", "pause_state")
-    assert vllm_compat.missing_fields(Bare, wanted) == ["Bare.next_decode_eligible_step"]
-    assert (
-        len(vllm_compat.missing_fields(Bare, vllm_compat.ATTRIBUTES))
-        == len(vllm_compat.ATTRIBUTES) - 1
-    )
-
-
 def test_missing_vllm_error_names_the_package() -> None:
     code = (
         "import sys; sys.modules['vllm'] = None\n"

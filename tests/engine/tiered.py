@@ -51,8 +51,6 @@ class Tiered(Bench):
         self,
         connector: Mapping[str, Any],
         policies: Mapping[str, Any],
-        *,
-        documents: int = 4,
         **engine: Any,
     ) -> None:
         super().__init__(
@@ -62,7 +60,7 @@ class Tiered(Bench):
         self.loads = True  # loads end in the step after their start
         self._loading: list[str] = []
         self._jobs: list[int] = []
-        self.documents = [[*range(10 * n, 10 * n + DOCUMENT)] for n in range(1, documents + 1)]
+        self.documents = [[*range(10 * n, 10 * n + DOCUMENT)] for n in range(1, 5)]
         # The last prompt fills the GPU cache.
         for number, prompt in enumerate((*self.documents, NUM_BLOCKS * 16 - 32)):
             self.add(f"document {number}", prompt, output=1)

@@ -110,18 +110,6 @@ def test_messages_of_one_request() -> None:
     assert bench.take() is None
 
 
-def test_a_request_is_forgotten_when_its_last_own_block_is_evicted() -> None:
-    bench = Journaled(budget=256, num_blocks=11)  # ten blocks of 16
-    first = bench.add(80)
-    bench.drain()
-    bench.add(150)
-    bench.drain()
-    assert bench.all_of("evicted") == [[1, 0, 80]]
-    assert bench.all_of("forgotten") == [[1]]
-    assert bench.reader.ids == {2: bench.reader.ids[2]}
-    assert bench.hit(make_request(list(first.prompt_token_ids))) == 0
-
-
 def test_a_request_without_own_blocks_is_forgotten_at_its_end() -> None:
     bench = Journaled()
     for _ in range(2):
