@@ -20,9 +20,8 @@ from rich.table import Table
 from vllm_sched.bench.results.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.cost.transfer import TransferTime
-from vllm_sched.sim.fleet.models import TRANSFER_SETUP_S, transfer_of
+from vllm_sched.sim.fleet.models import TRANSFER_SETUP_S, of_profile, transfer_of
 from vllm_sched.sim.planning.fleet_shapes import CHUNKS, DEFAULT, FleetShape
-from vllm_sched.sim.planning.plan import machine_of
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch
 from vllm_sched.sim.types import WorkerModel
@@ -43,7 +42,7 @@ class Design:
 
 
 def machine(tp: int) -> WorkerModel:
-    return machine_of(f"h100-llama-3.1-70b-bf16-tp{tp}")
+    return of_profile(f"h100-llama-3.1-70b-bf16-tp{tp}")
 
 
 def without_descriptors(model: WorkerModel) -> WorkerModel:

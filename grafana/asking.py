@@ -12,7 +12,6 @@ WINDOW = "[$__rate_interval]"
 
 
 def rate(metric: str, where: str, by: str = "") -> str:
-    """Return the summed rate of a counter."""
     grouped = f" by ({by})" if by else ""
     return f"sum{grouped} (rate({metric}{{{where}}}{WINDOW}))"
 
@@ -28,7 +27,6 @@ def part(some: str, whole: str) -> str:
 
 
 def mean(histogram: str, where: str, by: str = "") -> str:
-    """Return a histogram's mean."""
     return ratio(rate(f"{histogram}_sum", where, by), rate(f"{histogram}_count", where, by))
 
 
@@ -42,7 +40,6 @@ def quantile(share: float, histogram: str, where: str, by: str = "") -> str:
 
 
 def quantiles(histogram: str, where: str, by: str = "", *shares: float) -> tuple[Query, ...]:
-    """Return queries for several quantiles."""
     labels = " ".join(f"{{{{{label}}}}}" for label in by.split(", ") if label)
     return tuple(
         Query(quantile(share, histogram, where, by), f"{labels} p{share * 100:g}".strip())

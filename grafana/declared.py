@@ -37,12 +37,10 @@ PROMETHEUS = frozenset({"up"})
 
 
 def names(name: str, kind: str) -> set[str]:
-    """Return the names of a metric's series."""
     return {name + ending for ending in ENDINGS[kind]}
 
 
 def router_families() -> list[Family]:
-    """Return the router's metrics."""
     modules = (
         scrape, phases, no_first_token, tenant_counts, target_counts, batch_counts, journal_counts,
         replica_counts, session_counts,
@@ -95,7 +93,6 @@ def engine_families() -> list[Family]:
 
 
 def engines() -> set[str]:
-    """Return the names of the engine half's series."""
     return {name for each in engine_families() for name in names(each.name, each.kind)}
 
 
@@ -106,7 +103,6 @@ def vllms() -> set[str]:
 
 
 def recorded() -> set[str]:
-    """Return the names of the recording rules."""
     text = RULES.read_text(encoding="utf-8")
     return set(re.findall(r"^\s*- record: (\S+)$", text, re.MULTILINE))
 

@@ -73,8 +73,6 @@ class Variable:
 
 @dataclass(frozen=True)
 class Board:
-    """A dashboard."""
-
     uid: str
     title: str
     text: str
@@ -82,12 +80,10 @@ class Board:
     rows: tuple[Row, ...]
 
     def panels(self) -> Iterator[Panel]:
-        """Yield all panels."""
         for row in self.rows:
             yield from row.panels
 
     def expressions(self) -> Iterator[tuple[str, str]]:
-        """Yield all expressions with their panel's title."""
         for panel in self.panels():
             for query in panel.queries:
                 yield panel.title, query.expr
@@ -107,7 +103,6 @@ def metrics(panel: Panel) -> list[str]:
 
 
 def to_json(board: Board) -> Json:
-    """Return a dashboard's JSON."""
     return {
         "uid": board.uid,
         "title": board.title,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from grafana import declared
 from proxy.metrics.exposition import Family
 
-FILE = Path(__file__).parents[1] / "docs" / "metrics.md"
+FILE = "docs/metrics.md"
 HEAD = """\
 # Metrics
 
@@ -36,31 +35,17 @@ A worker's own `/metrics` has these next to vLLM's metrics if it was started wit
 
 
 def written() -> str:
-    """Return the content of the page."""
     engine = declared.engine_families()
     return HEAD + table(declared.router_families()) + ENGINE + table(engine)
 
 
 def table(families: Iterable[Family]) -> str:
-    """Return a Markdown table."""
     rows = "".join(
-        f"| `{name(each)}` | {each.kind} | {labels(each)} | {each.help} |\n" for each in families
+        f"| `{each.sample_name}` | {each.kind} | {labels(each)} | {each.help} |\n"
+        for each in families
     )
     return f"| metric | | labels | |\n|---|---|---|---|\n{rows}"
 
 
-def name(family: Family) -> str:
-    """Return a metric's name as used in queries."""
-    return family.name + ("_total" if family.kind == "counter" else "")
-
-
 def labels(family: Family) -> str:
-    """Return a metric's labels."""
     return ", ".join(f"`{each}`" for each in family.labels)
-
-
-def differing(path: Path = FILE) -> list[str]:
-    """Return a message if the page is out of date."""
-    if path.exists() and path.read_text(encoding="utf-8") == written():
-        return []
-    return [f"docs/{path.name} is out of date; run python -m grafana.build"]

@@ -1,8 +1,8 @@
 """Parallel tests: `--processes N` forks this process after all tests are collected.
 
 Collection takes half a minute of CPU time, once for all processes. Each process reads the numbers
-of small groups of tests from a pipe, and sends its reports through another pipe. Tests marked
-`engine` or `browser` run afterwards in this process, alone on the machine.
+of groups of tests from a pipe, and sends its reports through another pipe. Tests marked `engine` or
+`browser` are one group, the first, because they share engines. The other groups are small.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice, zip_longest
+from itertools import groupby, islice
 from typing import Any
 
 import pytest
 
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
-ALONE = ("engine", "browser")
+IN_ONE_GROUP = ("engine", "browser")
 NUMBER = struct.Struct("I")
 INTERRUPTED_S = 5.0  # for a process to end after an interrupt
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -49,21 +49,16 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the parallel tests, then the others one by one."""
+    """Run the tests."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    alone = [item for item in session.items if any(map(item.get_closest_marker, ALONE))]
-    excluded = set(alone)
-    shared = [item for item in session.items if item not in excluded]
-    while shared:
-        reported = run(session, list(groups(shared)), count)
+    left = session.items
+    while left:
+        reported = run(session, list(groups(left)), count)
         # A process that died leaves the rest of its group.
-        shared = [item for item in shared if item.nodeid not in reported]
+        left = [item for item in left if item.nodeid not in reported]
         assert reported, "processes die outside of tests; see their output"
-    for item, following in zip_longest(alone, alone[1:]):
-        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        stop_if_requested(session)
     return True
 
 
@@ -76,8 +71,13 @@ def stop_if_requested(session: pytest.Session) -> None:
 
 
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
-    """Yield groups of tests, each of one file."""
-    for _, tests in groupby(items, lambda item: item.path):
+    """Yield the group of tests that share engines, then groups of one file each."""
+    large = [item for item in items if any(map(item.get_closest_marker, IN_ONE_GROUP))]
+    if large:
+        yield large
+    excluded = set(large)
+    small = (item for item in items if item not in excluded)
+    for _, tests in groupby(small, lambda item: item.path):
         while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
 

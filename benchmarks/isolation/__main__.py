@@ -28,7 +28,6 @@ from rich.console import Console
 
 from benchmarks.isolation import identical, stage, transfers, verdict
 from benchmarks.policies import promise
-from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import (
     Comparison,
     ComparisonPlan,
@@ -60,10 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     if measured is not None:
         result, handovers = measured
-        labels = [each.label for each in result.sides]
-        console.print(
-            report.table(result.figures, labels, [len(each.failed) for each in result.sides])
-        )
+        console.print(result.table())
         console.print(verdict.table(result))
         promises = handovers.promises
         console.print(promise.table("transfers, by the router's records", promises))
@@ -107,7 +103,7 @@ async def _run(
             admin = stage.admin_url(router)
             token_bytes = stage.token_bytes()
             after = await transfers.fetch(router.url, admin, before, plan, token_bytes)
-            measured = Comparison(plan, *sides), after
+            measured = Comparison(plan, sides), after
         if args.identical:
             sized, handed = stage.routers(config, folder)
             async with running([sized, handed], narrator):

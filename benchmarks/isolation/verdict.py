@@ -52,8 +52,9 @@ class Verdict:
 def verdicts(result: Comparison) -> list[Verdict]:
     """Return the verdicts of a run."""
     found = []
+    (lines,) = result.figures.values()
     for what, group, measure, at_most in TARGETS:
-        line = report.figure(result.figures, group, measure)
+        line = report.figure(lines, group, measure)
         found.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
         if group == LONG:
             found += prefills(result)
@@ -64,7 +65,7 @@ def prefills(result: Comparison) -> list[Verdict]:
     """Return the verdicts on long prompts that waited for no other: median and slowest."""
     theirs, ours = (
         unhindered(side.rounds, workers)
-        for side, workers in zip(result.sides, (GENERAL, PREFILL), strict=True)
+        for side, workers in zip(result.contenders, (GENERAL, PREFILL), strict=True)
     )
     what = f"long prompts that wait for no other ({len(theirs)}; {len(ours)})"
     baseline, candidate = report.percentile(theirs, 50), report.percentile(ours, 50)
@@ -107,7 +108,7 @@ def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
 def table(result: Comparison) -> Table:
     """Return the table of verdicts."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", *(each.label for each in result.sides), "ratio", "at most", ""):
+    for heading in ("", *(each.label for each in result.contenders), "ratio", "at most", ""):
         layout.add_column(heading, justify="right" if heading else "left")
     for each in verdicts(result):
         layout.add_row(

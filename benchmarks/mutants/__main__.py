@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         survived = set(json.loads(args.again.read_text())["survivors"])
         drawn = [case for case in drawn if str(case) in survived]
     found: list[tuple[Case, bool]] = []
-    for libraries, areas in (
-        (trial.LIBRARIES, ("proxy/core", "proxy/wire")),
-        (trial.LIBRARIES + trial.ENGINE_LIBRARIES, ("vllm_sched/engine", "vllm_sched/policies")),
+    for libraries, package in (
+        (trial.LIBRARIES, "proxy"),
+        (trial.LIBRARIES + trial.ENGINE_LIBRARIES, "vllm_sched"),
     ):
-        some = [case for case in drawn if case.area in areas]
+        some = [case for case in drawn if case.area.startswith(f"{package}/")]
         with ProcessPoolExecutor(
             args.jobs, multiprocessing.get_context("spawn"), trial.load, (libraries,)
         ) as pool:

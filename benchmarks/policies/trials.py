@@ -13,9 +13,9 @@ from rich.table import Table
 from benchmarks.policies.promise import Promise
 from vllm_sched.bench.compare import report, workloads
 from vllm_sched.bench.compare.compare import (
+    Comparison,
     ComparisonPlan,
     Contender,
-    Contest,
     ProgressReporter,
     contender,
     measure,
@@ -50,12 +50,12 @@ async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporte
     """Send eight equal prompts at once: all prefills should end at about the same time."""
     plan = ComparisonPlan(model, workloads.equal_prompts(seed=seed), rounds, lone_samples=0)
     sides = [_side("default", plan), _side("rotation", plan)]
-    contest = await _contest(sides, plan, narrator)
-    lines = contest.pairs[0].figures
+    result = await _compared(sides, plan, narrator)
+    (lines,) = result.figures.values()
     spread = report.figure(lines, LONG, report.SPREAD).ratio
     makespan = report.figure(lines, "all", "all prompts done").ratio
     return _verdict(
-        contest,
+        result,
         Promise("TTFT of the last less that of the first, to the default's", spread, 0.5),
         Promise("until all are done, to the default's", makespan, 1.05),
     )
@@ -80,12 +80,12 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
         extra=(f"--max-num-batched-tokens={FIXED[-1]}",),
         sharing=6,
     )
-    contest = await _contest([*fixed.values(), ours], plan, narrator)
+    result = await _compared([*fixed.values(), ours], plan, narrator)
     meeting = [_mean_ttft(each) for each in fixed.values() if _share_within(each, target_s) >= 0.99]
     best = min(meeting, default=None)
     ratio = None if best is None else _mean_ttft(ours) / best
     return _verdict(
-        contest,
+        result,
         Promise(
             f"share of decode gaps within the target of {target_s * 1000:.0f} ms",
             _share_within(ours, target_s),
@@ -114,7 +114,7 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
                 found = await play_round(each, plan, plan.workload, number, narrator)
                 if number:
                     each.rounds.append(found)
-    contest = Contest(plans["both"], list(played.values()))
+    result = Comparison(plans["both"], list(played.values()))
     chats, batch, together = (played[role].rounds for role in loads)
     ttft = report.ratio_of(
         *(report.percentile(report.ttfts(r, SHORT), 99) for r in (together, chats))
@@ -125,7 +125,7 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
     alone = [_rate_within(each, BATCH, span) for each, span in zip(batch, spans, strict=True)]
     rest = report.ratio_of(_middle(beside), _middle(alone))
     return _verdict(
-        contest,
+        result,
         Promise("TTFT p99 of chats beside batch, to that without", ttft, 1.2),
         Promise("batch tokens/s while chats come, to batch alone", rest, at_least=0.8),
     )
@@ -153,13 +153,13 @@ async def deferred_prefill(
         )
         for departures in DEPARTURES
     ]
-    contest = await _contest([default, auto, again, *fixed], plan, narrator)
+    result = await _compared([default, auto, again, *fixed], plan, narrator)
     ours = _rates(auto)
     found = [report.ratio_of(_middle(_rates(each)[::2]), _middle(ours[::2])) for each in fixed]
     best = max(range(len(fixed)), key=lambda index: found[index] or 0.0)
     against = _ratios(ours[1::2], _rates(fixed[best])[1::2])
     return _verdict(
-        contest,
+        result,
         Promise(
             f"tokens/s of auto, to K={DEPARTURES[best]}, the best of other rounds",
             _middle(against),
@@ -195,13 +195,13 @@ def _side(
     return contender(role or side.label, side, plan, sharing=sharing)
 
 
-async def _contest(
+async def _compared(
     sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
-) -> Contest:
+) -> Comparison:
     """Start all workers and measure them in turns."""
     async with running([each.worker for each in sides], narrator):
         await measure(sides, plan, narrator)
-    return Contest(plan, sides)
+    return Comparison(plan, sides)
 
 
 async def _midway(
@@ -281,5 +281,5 @@ def _middle(found: Sequence[float | None]) -> float | None:
     return report.percentile([each for each in found if each is not None], 50)
 
 
-def _verdict(contest: Contest, *promises: Promise) -> Verdict:
-    return Verdict(contest.table(), promises, contest.warning(), contest.failed)
+def _verdict(result: Comparison, *promises: Promise) -> Verdict:
+    return Verdict(result.table(), promises, result.warning(), result.failed)

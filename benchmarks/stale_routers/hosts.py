@@ -15,13 +15,9 @@ from proxy.processes.replicas.messages import Update, decode
 from proxy.processes.replicas.replication import Replication
 from proxy.processes.replicas.ticks import FLUSH_LEAD_S, PUBLISH_INTERVAL_S
 from proxy.processes.server_process import ALONE_INTERVAL_S, QUEUED_INTERVAL_S
-from proxy.processes.shared.limits import SharedLimits
-from proxy.processes.shared.load import REMOTE_INTERVAL_S, SharedLoad
-from proxy.processes.shared.prefixes import SharedPrefixes
-from proxy.processes.shared.process_sheet import LIFE
-from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.load import REMOTE_INTERVAL_S
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SETTLE_S, SharedTable
-from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.sharing import share_router
 from vllm_sched.sim.fleet.fleet import SimulatedFleet, make_router
 from vllm_sched.sim.fleet.simulation import RequestFlight
 from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
@@ -128,22 +124,14 @@ class Host:
         self._fleet = fleet
         self._router = router
         self._delays = delays
-        self._sharing = sharing = SharedLoad(
-            self.table, 0, router.fleet, lambda: fleet.now, self._soon
+        self._sharing, self._queues = share_router(
+            router, self.table, 0, lambda: fleet.now, self._soon, life=1
         )
+        sharing = self._sharing
         sharing.peers.settle_s = delays.read_s * SETTLE_S / REMOTE_INTERVAL_S
         sharing._interval_s = delays.read_s - sharing.peers.settle_s
-        sharing.sheet.write_count(LIFE, 1)
-        self._queues = SharedQueues(router.queue, sharing)
-        sharing.parts += (
-            self._queues,
-            SharedLimits(router.tenants, router.queue.turns, self.table, sharing),
-            SharedTraffic(router, sharing),
-            SharedPrefixes(router.fleet, sharing),
-        )
         for row, worker in enumerate(router.fleet.roster):
             sharing.place(worker, row, 0.0)
-        router.fleet.roster.others, router.queue.elsewhere = sharing, self._queues
         self.replication = Replication(
             self.table, nullcontext, send=lambda _: None, clock=lambda: fleet.now
         )

@@ -21,7 +21,6 @@ def most(name: str, by: str) -> str:
 
 
 def grown(name: str, by: str) -> str:
-    """Return the summed rate of a counter."""
     return rate(f"{P}{name}_total", ENGINE, by)
 
 

@@ -60,7 +60,6 @@ def phases(which: str = "") -> str:
 
 
 def charged(metric: str, by: str = "worker") -> str:
-    """Return the sum of all routers' charges."""
     return f"sum by ({by}) (proxy_worker_{metric}{{{ROUTER}}})"
 
 

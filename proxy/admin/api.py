@@ -47,32 +47,16 @@ MAX_DECISIONS = 1000  # in one response
 class AdminState(Protocol):
     """The running router, as the admin API uses it."""
 
-    @property
-    def router(self) -> Router:
-        """The router, with its workers and decisions."""
+    router: Router
+    logs: Logs
+    live: LiveView  # the last minute, for the status page
+    balance: Balance
+    config: FleetConfig  # as last read
+    # Have routers on other hosts drain or undrain a worker too, and move its requests.
+    drained: Callable[[str, bool, bool], None]
 
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         """Return the last requests that match, newest first."""
-
-    @property
-    def logs(self) -> Logs:
-        """The log settings."""
-
-    @property
-    def live(self) -> LiveView:
-        """The last minute, for the status page."""
-
-    @property
-    def balance(self) -> Balance:
-        """The load of prefill and decode workers."""
-
-    @property
-    def config(self) -> FleetConfig:
-        """The fleet file as last read."""
-
-    @property
-    def drained(self) -> Callable[[str, bool, bool], None]:
-        """Have routers on other hosts drain or undrain a worker too, and move its requests."""
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move the requests of a drained worker to others, and return after a few seconds."""
@@ -119,7 +103,6 @@ def admin_app(
 
 
 def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
-    """Return the routes that list, add, drain and remove workers."""
     api = APIRouter()
 
     def find(name: str) -> Worker:
@@ -196,7 +179,6 @@ def refuse_conflicts(worker: WorkerConfig, others: list[Worker], *, moves: bool 
 
 
 def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
-    """Return the routes that show past decisions and explain a hypothetical one."""
     api = APIRouter()
 
     @api.get("/decisions", summary="Show the last requests, newest first")

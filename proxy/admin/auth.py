@@ -8,7 +8,6 @@ With a key any Host is accepted: a browser does not send the key to a page of an
 
 from __future__ import annotations
 
-import ipaddress
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.admin.errors import error_response
 from proxy.admin.key import AdminKey
+from proxy.net.resolver import is_address
 
 
 class HostCheck:
@@ -31,17 +31,15 @@ class HostCheck:
         self._names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (reason := self._objection(Headers(scope=scope))):
-            await error_response(HTTPStatus.FORBIDDEN, "forbidden", reason)(scope, receive, send)
-            return
-        if scope["type"] == "http" and not self._admits(Headers(scope=scope)):
+        headers, app = Headers(scope=scope), self._app
+        if reason := self._objection(headers):
+            app = error_response(HTTPStatus.FORBIDDEN, "forbidden", reason)
+        elif not self._admits(headers):
             message = "the admin API needs its key, as `Authorization: Bearer KEY`"
-            refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", message)
+            app = refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", message)
             # Makes a browser ask for the key.
             refusal.headers["WWW-Authenticate"] = 'Basic realm="vllm-sched"'
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
 
     def _admits(self, headers: Headers) -> bool:
         values = headers.getlist("authorization")
@@ -65,13 +63,5 @@ class HostCheck:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
+        # No DNS record can redirect an address to this machine.
         return name in self._names or is_address(name)
-
-
-def is_address(name: str) -> bool:
-    """Return True for an IP address, which no DNS record can redirect to this machine."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

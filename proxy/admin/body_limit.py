@@ -24,9 +24,6 @@ class BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             body = await _read(Headers(scope=scope).get("content-length", "0"), receive)
         except ClientLeftError:

@@ -25,7 +25,7 @@ class AdminConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.when_lost: Callable[[AdminConnection, None], object] = _forget
+        self.when_lost: Callable[[AdminConnection, None], object] = lambda *_: None
         self._request_timeout: asyncio.TimerHandle | None = None
         self._write_timeout: asyncio.TimerHandle | None = None
 
@@ -79,7 +79,3 @@ class AdminConnection(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-def _forget(_: AdminConnection, __: None) -> None:
-    """Do nothing."""

@@ -12,8 +12,6 @@ from hashlib import sha256
 
 
 class AdminKey:
-    """The key that requests must carry."""
-
     def __init__(self) -> None:
         self._digest: bytes | None = None
 

@@ -40,7 +40,6 @@ class AdminPort:
         return port
 
     async def run(self) -> None:
-        """Serve until `stop` is called."""
         loop = asyncio.get_running_loop()
         while not self._stopped:
             loop.add_reader(self._socket, self._wake.set)
@@ -63,7 +62,6 @@ class AdminPort:
             return
 
     async def _refuse(self) -> None:
-        """Close waiting connections and pause."""
         with suppress(OSError):  # none left, or no open file
             self._socket.setblocking(False)
             while True:

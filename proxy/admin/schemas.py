@@ -112,7 +112,6 @@ class Explanation(BaseModel):
 
 
 def shown_worker(worker: Worker, now: float) -> WorkerShown:
-    """Return a worker as JSON model."""
     pace, gauges = worker.pace, worker.gauges
     return WorkerShown(
         name=worker.name,
@@ -142,7 +141,6 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
 
 
 def shown_answer(outcome: Decision | Refusal) -> Explanation:
-    """Return a decision or a refusal as an explanation."""
     if isinstance(outcome, Decision):
         handover = outcome.handover
         return Explanation(
@@ -166,7 +164,6 @@ def shown_answer(outcome: Decision | Refusal) -> Explanation:
 
 
 def explanation(router: Router, question: Question, default_model: str, now: float) -> Explanation:
-    """Return where a request would be sent now."""
     model = question.model or default_model
     if model not in (known := router.fleet.roster.models()):
         return shown_answer(
@@ -191,7 +188,6 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
 def request_info_of(
     question: Question, model: str, *, usual_output: int, short_limit: int
 ) -> RequestInfo:
-    """Return the request info of a chat request with these sizes."""
     limit = question.max_tokens
     tokens = question.prompt_tokens
     info = RequestInfo(

@@ -31,7 +31,6 @@ NO_FILES_PAUSE_S = 1.0  # pause of accepting without open files
 
 
 def max_connections() -> int:
-    """Return how many admin connections may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -39,8 +38,6 @@ def max_connections() -> int:
 
 
 class AdminServer:
-    """The admin server, on a socket that listens."""
-
     def __init__(
         self,
         app: FastAPI,
@@ -64,11 +61,6 @@ class AdminServer:
         config.load()
         config.ssl = tls  # uvicorn's own TLS context could not be renewed
         self._server = _Server(config)
-
-    @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
 
     @property
     def connections(self) -> int:

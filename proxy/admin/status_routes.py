@@ -5,20 +5,19 @@ With a key, a browser asks for the key once and also sends it with the events.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import re
+from collections.abc import AsyncIterator
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
 
 from fastapi import APIRouter, Request
-from starlette.responses import HTMLResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 from proxy.admin.errors import AdminError
-from proxy.status_page.live import MAX_VIEWERS, READ_TIMEOUT_S, LiveView, Viewer
+from proxy.status_page.live import MAX_VIEWERS, LiveView, Viewer
 
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PAGE_PATHS = ("/", "/status")
@@ -47,7 +46,12 @@ def page_routes(live: LiveView) -> APIRouter:
         if (viewer := live.join()) is None:
             message = f"{MAX_VIEWERS} status pages are already open; close one"
             raise AdminError(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_viewers", message)
-        return StatusEventStream(live, viewer)
+        # The server closes the connection of a viewer that does not read.
+        return StreamingResponse(
+            messages(live, viewer),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
 
     return api
 
@@ -81,37 +85,10 @@ def page_headers(text: str) -> dict[str, str]:
     }
 
 
-class StatusEventStream(Response):
-    """The event stream of one viewer.
-
-    It ends when the viewer leaves or reads too slowly, or when the router stops.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, live: LiveView, viewer: Viewer) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._live, self._viewer = live, viewer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        left = asyncio.create_task(self._until_left(receive))
-        try:
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
-            while (message := await self._viewer.get()) is not None:
-                async with asyncio.timeout(READ_TIMEOUT_S):
-                    await send({"type": "http.response.body", "body": message, "more_body": True})
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": b""})
-        except TimeoutError:
-            pass  # the client does not read; the server closes the connection
-        finally:
-            left.cancel()
-            self._live.leave(self._viewer)
-
-    async def _until_left(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._live.leave(self._viewer)
+async def messages(live: LiveView, viewer: Viewer) -> AsyncIterator[bytes]:
+    """Yield a viewer's messages until it leaves or the router stops."""
+    try:
+        while (message := await viewer.get()) is not None:
+            yield message
+    finally:
+        live.leave(viewer)

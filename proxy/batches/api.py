@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import orjson
@@ -91,7 +91,6 @@ class BatchApi:
         return FILES if match[1] == "files" else BATCHES
 
     def begin(self, client: Client, request: Request) -> BatchApiRequest:
-        """Create the handler of a request for one of these routes."""
         return BatchApiRequest(self, client, request)
 
 
@@ -180,16 +179,10 @@ class BatchApiRequest:
         self._count(CLIENT_GONE)
         self._stop()
 
-    def end_for_shutdown(self, now: float) -> None:
-        """End the request because the router shuts down."""
+    def end_for_shutdown(self, now: float) -> None:  # noqa: ARG002
         self._stop()
-        if self._begun:
-            self._count(503, Reason.DRAINING)
-            self._client.break_off()
-            return
-        self._write(refuse(refusals.draining(), self._request, keep_alive=False))
-        self._count(503, Reason.DRAINING)
-        self._client.end_response(now, keep_alive=False)
+        self._keep_alive = False
+        self._refuse(refusals.draining())
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -218,17 +211,13 @@ class BatchApiRequest:
             self._refuse(RefusedRequestError(500, message).refusal)
         else:
             if body is not None:
-                self._end(
-                    200, answer(200, body, headers=self._headers, keep_alive=self._is_kept_alive)
-                )
+                headers = [(b"X-Request-Id", self._request.id)]
+                data = answer(200, body, headers=headers, keep_alive=self._is_kept_alive)
+                self._end(200, data)
 
     @property
     def _is_kept_alive(self) -> bool:
         return self._keep_alive and not self._api.wire.leaving
-
-    @property
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"X-Request-Id", self._request.id)]
 
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
@@ -267,11 +256,8 @@ class BatchApiRequest:
 
     async def _collection(self, noun: str) -> bytes:
         if self._request.head.method == "POST":
-            making: dict[str, Callable[[], Awaitable[Json]]] = {
-                "files": self._create_file,
-                "batches": self._create_batch,
-            }
-            return orjson.dumps(await making[noun]())
+            create = self._create_file if noun == "files" else self._create_batch
+            return orjson.dumps(await create())
         store = self._api.store
         page, purpose = request_parsing.parse_page(self._request, of_files=noun == "files")
         if noun == "files":

@@ -31,13 +31,8 @@ def slept_s() -> float:
 class ClockGuard:
     """Compares the wall clock with a monotonic clock that stands still during sleep."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        slept: Callable[[], float] = slept_s,
-    ) -> None:
-        self._clock, self._wall, self._slept = clock, wall, slept
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._clock, self._wall = clock, wall
         self._offset = wall() - self._now()
         self._distrusted_until = -inf
 
@@ -55,4 +50,4 @@ class ClockGuard:
         return now >= self._distrusted_until
 
     def _now(self) -> float:
-        return self._clock() + self._slept()
+        return self._clock() + slept_s()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxy.batches.storage.rows import new_id
+from proxy.batches.storage.rows import error_result, new_id
 from proxy.batches.types import LineJob, LineResult
 from proxy.core.model.route_table import ROUTES
 from proxy.http.request import Request, RequestHead
@@ -72,7 +72,6 @@ class LineRequest:
             self._reader.pieces = []
 
     def end_response(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
-        """Handle the end of a complete response."""
         self._exchange = None
         self._over(self)
 
@@ -110,18 +109,12 @@ class LineRequest:
         request_id = self._request.id.decode()
         if self.broken:
             message = "The worker failed during the response."
-            return _error_result(job, request_id, WORKER_FAILED, message)
+            return error_result(job, WORKER_FAILED, message, request_id)
         if self.too_large:
             message = f"The response exceeds {self._wire.settings.max_body_bytes} bytes."
-            return _error_result(job, request_id, ANSWER_TOO_LARGE, message)
+            return error_result(job, ANSWER_TOO_LARGE, message, request_id)
         body = b"".join(self._reader.pieces)
         return LineResult(job.batch, job.number, job.custom_id, request_id, self.status, body)
-
-
-def _error_result(job: LineJob, request_id: str, code: str, message: str) -> LineResult:
-    return LineResult(
-        job.batch, job.number, job.custom_id, request_id, code=code, message=message
-    )  # fmt: skip
 
 
 def request_of(job: LineJob, endpoint: str) -> Request:

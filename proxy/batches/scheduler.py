@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from math import inf
@@ -28,13 +29,7 @@ from proxy.batches.line_request import LineRequest
 from proxy.batches.maintenance import Maintenance, end_batch, validate_input
 from proxy.batches.spare_capacity import has_spare_capacity, within_limits
 from proxy.batches.storage.store import Store
-from proxy.batches.types import (
-    Batch,
-    DiskError,
-    LineJob,
-    LineResult,
-    Status,
-)
+from proxy.batches.types import Batch, DiskError, LineJob, LineResult, Status
 from proxy.metrics.batch_counts import COMPLETED, FAILED, SENT_AGAIN, BatchCounts
 
 if TYPE_CHECKING:
@@ -119,11 +114,9 @@ class BatchScheduler:
                     continue
                 waiting = any(x.ready for x in self._running.values())
                 pause = CAPACITY_CHECK_S if waiting else POLL_INTERVAL_S
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wakeup.wait()
-                except TimeoutError:
-                    pass
                 self._wakeup.clear()
         finally:
             self.stop()

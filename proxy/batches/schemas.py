@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from proxy.batches.types import Batch, File, InputProblem, Json, Status
+from proxy.batches.types import Batch, File, Json, Status
 
 # OpenAI's field name for the time when a batch reached a status.
 TIMES = {
@@ -39,7 +39,7 @@ def batch_json(batch: Batch) -> Json:
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
-        "errors": _errors(batch.complaints),
+        "errors": {"object": "list", "data": batch.complaints} if batch.complaints else None,
         "input_file_id": batch.input,
         "completion_window": batch.window,
         "status": batch.status.value,
@@ -55,21 +55,6 @@ def batch_json(batch: Batch) -> Json:
         },
         "metadata": batch.metadata,
     }
-
-
-def _errors(complaints: Sequence[InputProblem]) -> Json | None:
-    if not complaints:
-        return None
-    data = [
-        {
-            "code": problem.code,
-            "line": problem.line,
-            "message": problem.message,
-            "param": problem.param,
-        }
-        for problem in complaints
-    ]
-    return {"object": "list", "data": data}
 
 
 def list_json(shown: Sequence[Json], limit: int) -> bytes:

@@ -39,8 +39,6 @@ class InUseError(ProxyError):
 
 
 class Status(StrEnum):
-    """The status of a batch."""
-
     VALIDATING = "validating"
     FAILED = "failed"  # the input is invalid; no line ran
     IN_PROGRESS = "in_progress"

@@ -7,16 +7,13 @@ from proxy.config.models import (
     FleetConfig,
     JournalConfig,
     ProbeConfig,
-    QueueConfig,
-    RetryConfig,
     RouterConfig,
     RoutingConfig,
-    TimeoutConfig,
     TransferConfig,
 )
 from proxy.config.partial import Check, PartialConfig
 from proxy.config.redact import shown
-from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, TenantConfig
+from proxy.config.tenants import TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
 from proxy.config.workers import (
     DiscoveryConfig,
@@ -28,25 +25,19 @@ from proxy.config.workers import (
 
 __all__ = [
     "AdminConfig",
-    "AdmissionConfig",
     "BatchesConfig",
     "Check",
     "DiscoveryConfig",
-    "FairnessConfig",
     "FleetConfig",
     "JournalConfig",
     "KubernetesConfig",
     "LaunchConfig",
-    "LimitsConfig",
     "PartialConfig",
     "PoolConfig",
     "ProbeConfig",
-    "QueueConfig",
-    "RetryConfig",
     "RouterConfig",
     "RoutingConfig",
     "TenantConfig",
-    "TimeoutConfig",
     "TlsConfig",
     "TransferConfig",
     "WorkerConfig",

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
-
-from pydantic import Field
 
 from proxy.config.tls import TlsConfig
-from proxy.config.types import Block, FilePath, Name, Port
-
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+from proxy.config.types import Block, FilePath, Name, Port, Variable
 
 
 class AdminConfig(Block):

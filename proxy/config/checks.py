@@ -6,11 +6,12 @@ A check gets the valid parts of a file, so that one error does not hide the othe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from proxy.config.admin import is_loopback
 from proxy.config.models import TransferConfig
 from proxy.config.partial import Check, PartialConfig
+from proxy.config.tenants import TenantConfig
 from proxy.config.types import LAST_PORT
 from proxy.config.workers import AUTO, PoolConfig, WorkerConfig
 from proxy.errors import Problem
@@ -111,15 +112,19 @@ def check_tls(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def check_names(draft: PartialConfig) -> Iterator[Problem]:
-    first: dict[str, int] = {}
-    for index, worker in draft.legible_workers.items():
-        if not draft.has_valid(("workers", index), "name"):
-            continue
-        if (other := first.setdefault(worker.name, index)) != index:
-            yield Problem(
-                f"workers[{index}].name",
-                f"{worker.name!r}: workers[{other}] has the same name; rename one of them",
-            )
+    """Check that no two workers, pools or tenants have the same name."""
+    named: dict[str, Mapping[int, WorkerConfig | PoolConfig | TenantConfig]] = {
+        "workers": draft.legible_workers, "discovery.pools": draft.pools, "tenants": draft.tenants,
+    }  # fmt: skip
+    for path, blocks in named.items():
+        parts = path.split(".")
+        first: dict[str, int] = {}
+        for index, block in blocks.items():
+            if not draft.has_valid((*parts, index), "name"):
+                continue
+            if (other := first.setdefault(block.name, index)) != index:
+                why = f"{block.name!r}: {parts[-1]}[{other}] has the same name; rename one of them"
+                yield Problem(f"{path}[{index}].name", why)
 
 
 def check_journals(draft: PartialConfig) -> Iterator[Problem]:
@@ -184,14 +189,9 @@ def check_short_limit(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def check_pools(draft: PartialConfig) -> Iterator[Problem]:
-    """Check that each pool has a unique name and one way of discovery."""
-    first: dict[str, int] = {}
+    """Check that each pool has one way of discovery."""
     for index, pool in draft.pools.items():
         path, place = f"discovery.pools[{index}]", ("discovery", "pools", index)
-        named = draft.has_valid(place, "name")
-        if named and (other := first.setdefault(pool.name, index)) != index:
-            why = f"{pool.name!r}: pools[{other}] has the same name; rename one of them"
-            yield Problem(f"{path}.name", why)
         sure = draft.has_valid(place, "selector", "dns")
         if sure and (pool.selector is None) == (pool.dns is None):
             which = "neither" if pool.dns is None else "both"

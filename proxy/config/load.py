@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from proxy.config.redact import HIDDEN, is_secret, without_password
 from proxy.config.tenant_checks import TENANT_CHECKS
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
-from proxy.config.types import Block
+from proxy.config.types import Block, blocks_in
 from proxy.config.workers import PoolConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 
@@ -302,19 +301,11 @@ def _place(location: Sequence[int | str]) -> tuple[type[BaseModel] | None, str |
             continue
         if block is None or part not in block.model_fields:
             return block, None
-        inner = next(_blocks(block.model_fields[part].annotation), None)
+        inner = next(blocks_in(block.model_fields[part].annotation), None)
         if inner is None or depth == len(location) - 1:
             return block, part
         block = inner
     return block, None
-
-
-def _blocks(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the blocks in an annotation such as `Block | None` or `tuple[Block, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        yield from _blocks(argument)
 
 
 def _known(block: type[BaseModel] | None) -> list[str]:

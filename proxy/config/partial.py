@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from proxy.config.models import FleetConfig, RouterConfig, RoutingConfig, TransferConfig
+from proxy.config.models import RouterConfig, RoutingConfig, TransferConfig
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.workers import PoolConfig, WorkerConfig
@@ -59,23 +59,6 @@ class PartialConfig:
     has_tenants: bool = False  # even with errors
     model: str | None = None  # of workers without their own
     doubts: ProblemPaths = field(default_factory=ProblemPaths)
-
-    @classmethod
-    def from_config(cls, config: FleetConfig) -> PartialConfig:
-        workers = dict(enumerate(config.workers))
-        return cls(
-            workers=workers,
-            legible_workers=workers,
-            router=config.router,
-            routing=config.routing,
-            transfer=config.transfer,
-            worker_tls=config.worker_tls,
-            has_transfer=config.transfer is not None,
-            pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
-            tenants=dict(enumerate(config.tenants)),
-            has_tenants=bool(config.tenants),
-            model=config.model,
-        )
 
     def has_valid(self, place: Place, *fields: str) -> bool:
         """Return whether these fields of a block have no error."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import typing
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from proxy.config.load import yaml_text
 from proxy.config.models import FleetConfig
-from proxy.config.types import Block
+from proxy.config.types import Block, blocks_in
 
 FILE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\
@@ -59,7 +57,7 @@ def places() -> list[Place]:
         inner = [
             (f"{path}.{key(name, field)}{'[]' if _is_list(field) else ''}".lstrip("."), child)
             for name, field in block.model_fields.items()
-            for child in _blocks_in(field.annotation)
+            for child in blocks_in(field.annotation)
         ]
         waiting = inner + waiting  # depth first: a block is followed by its inner blocks
     nearest = {block: path for path, block in sorted(found, key=_depth, reverse=True)}
@@ -95,7 +93,7 @@ def _cell(text: str) -> str:
 
 def _summary(field: FieldInfo) -> str:
     """Return the first line of a block's docstring, for a field without a description."""
-    block = next(_blocks_in(field.annotation), None)
+    block = next(blocks_in(field.annotation), None)
     lines = ((block.__doc__ if block else "") or "").strip().splitlines()
     return lines[0].rstrip(".") if lines else ""
 
@@ -116,7 +114,7 @@ def _plain(value: object) -> object:
 
 
 def _kind(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
-    block = next(_blocks_in(field.annotation), None)
+    block = next(blocks_in(field.annotation), None)
     if block is not None:
         path = next(path for path, other in places() if other is block)
         return f"{'list of ' if _is_list(field) else ''}[{path}](#{anchor(path)})"
@@ -145,14 +143,6 @@ def _shape(schema: dict[str, Any], defs: dict[str, Any]) -> str:
 
 def _is_list(field: FieldInfo) -> bool:
     return "tuple" in str(field.annotation)
-
-
-def _blocks_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the blocks in an annotation such as `Block | None` or `tuple[Block, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        yield from _blocks_in(argument)
 
 
 def anchor(path: str) -> str:

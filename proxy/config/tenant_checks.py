@@ -11,24 +11,17 @@ from proxy.errors import Problem
 
 
 def check_tenants(draft: PartialConfig) -> Iterator[Problem]:
-    """Check that tenants have unique names and keys, and that each tenant has a key."""
-    names: dict[str, int] = {}
+    """Check that each tenant has keys of its own."""
     hashes: dict[str, str] = {}
     for index, tenant in draft.tenants.items():
         path, block = f"tenants[{index}]", ("tenants", index)
-        if (
-            draft.has_valid(block, "name")
-            and (other := names.setdefault(tenant.name, index)) != index
-        ):
-            why = f"{tenant.name!r}: tenants[{other}] has the same name; rename one of them"
-            yield Problem(f"{path}.name", why)
         if not has_keys(tenant) and draft.has_valid(block, "key_hashes", "keys_file", "keys_env"):
             why = "has no key; give key_hashes, keys_file or keys_env (`vllm-sched key` makes one)"
             yield Problem(path, why)
         for position, key_hash in enumerate(tenant.key_hashes):
             where = f"{path}.key_hashes[{position}]"
-            if (other_place := hashes.setdefault(key_hash, where)) != where:
-                yield Problem(where, f"is the same key as {other_place}; remove one of them")
+            if (other := hashes.setdefault(key_hash, where)) != where:
+                yield Problem(where, f"is the same key as {other}; remove one of them")
         if tenant.models is not None and not tenant.models:
             yield Problem(f"{path}.models", "is empty; list models, or leave it out to allow all")
 

@@ -6,12 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from proxy.config.types import LIST, Block, Count, FilePath, Name, Seconds
+from proxy.config.types import LIST, Block, Count, FilePath, Label, Name, Seconds, Variable
 
-# Tenant names appear in metric labels and in logs.
-TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TenantClass = Literal["interactive", "standard", "batch"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -33,7 +30,7 @@ class LimitsConfig(Block):
 class TenantConfig(Block):
     """A user or application that is identified by its API keys."""
 
-    name: TenantName
+    name: Label
     """Unique name: letters, digits, '.', '_' and '-', 64 characters at most"""
     class_: TenantClass = Field("standard", alias="class")
     """Tenant class. interactive is served first, then standard. batch is served when no request

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,5 +35,16 @@ Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 Key = Annotated[str, Field(pattern=r"^[!-~]+$")]
 FilePath = Annotated[Path, Field(strict=False)]
+# The name of a worker or tenant appears in headers, metric labels, logs and names of files.
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 # A YAML list becomes a tuple, which strict mode refuses; the items stay strict.
 LIST = Field(strict=False)
+
+
+def blocks_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the blocks in an annotation such as `Block | None` or `tuple[Block, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from blocks_in(argument)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from proxy.config.tls import WorkerTlsConfig
-from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Name, Seconds
+from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Label, Name, Seconds
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket
@@ -99,8 +99,6 @@ def _api_url(url: str) -> str:
     return url.rstrip("/")
 
 
-# Worker names appear in headers, metric labels and names of log files.
-WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_worker_url)]
 DnsName = Annotated[str, AfterValidator(_dns_name)]
 ApiUrl = Annotated[str, AfterValidator(_api_url)]
@@ -133,7 +131,7 @@ class LaunchConfig(Block):
 class WorkerConfig(Block):
     """One vLLM server."""
 
-    name: WorkerName = Field(description=f"Unique name: {NAME_RULE}")
+    name: Label = Field(description=f"Unique name: {NAME_RULE}")
     role: WorkerRole = "general"
     """Requests that the worker is for. short, long: by routing.short_limit. general: any length.
     prefill, decode: one leg of a hand-over; a decode worker also serves requests without a
@@ -167,7 +165,6 @@ class WorkerConfig(Block):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of the worker's URL."""
         if self.url is None:
             return None
         parts = urlsplit(self.url)
@@ -217,7 +214,7 @@ class WorkerConfig(Block):
 class PoolConfig(Block):
     """A pool of identical workers that the router discovers."""
 
-    name: WorkerName = Field(
+    name: Label = Field(
         description="Unique name of the pool, for logs and for names of workers that are known "
         f"only by address: {NAME_RULE}"
     )
@@ -250,7 +247,6 @@ class PoolConfig(Block):
 
     @property
     def scheme(self) -> str:
-        """URL scheme of the pool's workers."""
         return "http" if self.tls is None else "https"
 
     def worker(
@@ -260,7 +256,6 @@ class PoolConfig(Block):
         api_key: str | None = None,
         journal: tuple[str, ...] = (),
     ) -> WorkerConfig:
-        """Return the configuration of one worker of the pool."""
         alike = self.model_dump(include=set(WorkerConfig.model_fields) - {"name", "url"})
         own = {"name": name, "url": url, "api_key": api_key, "journal": journal}
         return WorkerConfig(**alike | own)

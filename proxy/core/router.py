@@ -48,8 +48,6 @@ ERRED = Outcome.ERRED
 
 
 class Router:
-    """Reads requests, queues them, and retries them."""
-
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.fleet = fleet
         self.sizer = Sizer()
@@ -119,15 +117,14 @@ class Router:
         self._reader.apply_count(ask, prompt_tokens)
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        self._reader.remember(response_id, worker, tenant)
+        self._reader.stored.remember(response_id, worker, tenant)
         if self.others_remember is not None:
             self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
 
     def learn_remote_response(self, response_id: str, worker: str, tenant: str) -> None:
-        """Record a response stored by another process."""
         owner = self.tenants.get(tenant) if tenant else None
         if owner is not None or not tenant:
-            self._reader.remember(response_id, worker, owner)
+            self._reader.stored.remember(response_id, worker, owner)
 
     def stored_responses(self) -> Iterator[tuple[str, str, str]]:
         for response_id, worker, owner in self._reader.stored:

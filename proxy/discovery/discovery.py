@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
 from proxy.discovery.dns import DnsSource
-from proxy.discovery.endpoints import EndpointListener, Endpoints
+from proxy.discovery.endpoints import Endpoints
 from proxy.discovery.reconcile import DiscoveredPool
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CHECK_INTERVAL_S = 0.5  # of pools, and of workers that are kept without being f
 class AddressSource(Protocol):
     """A source of a pool's endpoints, such as DNS."""
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         """Update the listener until cancelled."""
 
 
@@ -85,7 +85,6 @@ class Discovery:
                     self._drained.add(worker)
 
     async def run(self) -> None:
-        """Run all sources until cancelled."""
         try:
             while True:
                 self._update_tasks()
@@ -235,7 +234,6 @@ class Discovery:
 
 
 def source(discovery: DiscoveryConfig, pool: PoolConfig) -> AddressSource:
-    """Return the source of a pool's endpoints."""
     if pool.dns is not None:
         return DnsSource(discovery.dns_every_s, pool)
     from proxy.discovery.kubernetes import KubernetesSource  # the client library is 10 MB

@@ -12,11 +12,11 @@ from proxy.config import PoolConfig
 from proxy.discovery.endpoints import (
     DEFAULT_PORT,
     Endpoint,
-    EndpointListener,
     Endpoints,
     by_address,
     name_of,
 )
+from proxy.discovery.reconcile import DiscoveredPool
 from proxy.net.resolver import NAME_NOT_FOUND, RESOLVER
 
 # A DNS response may omit a worker by accident. A worker gets no new requests after one miss, and is
@@ -25,15 +25,13 @@ MAX_MISSES = 3
 
 
 class DnsSource:
-    """Endpoints of a pool from DNS: one per address."""
-
     def __init__(self, every_s: float, pool: PoolConfig) -> None:
         self._every_s = every_s
         self._pool = pool
         self._known: dict[str, Endpoint] = {}
         self._missed: Counter[str] = Counter()
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         while True:
             try:
                 listener.update(self._seen(await self._look_up()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from proxy.config import PoolConfig
 
@@ -17,8 +17,6 @@ IPV4_FIRST = {"IPv4": 0, "IPv6": 1}
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A discovered worker."""
-
     name: str
     host: str
     port: int
@@ -42,16 +40,6 @@ class Endpoint:
 
 
 Endpoints = Mapping[str, Endpoint]  # by name
-
-
-class EndpointListener(Protocol):
-    """Receives the endpoints of one pool."""
-
-    def update(self, endpoints: Endpoints) -> None:
-        """Replace the pool's endpoints."""
-
-    def fail(self, why: str) -> None:
-        """Note that the source does not work."""
 
 
 def read_slices(slices: Iterable[Mapping[str, Any]], pool: PoolConfig) -> Endpoints:
@@ -113,7 +101,6 @@ def _port(numbers: Mapping[str, object], wanted: int | str | None) -> int | None
 
 
 def by_address(pool: str, host: str) -> str:
-    """Return a worker name from its address."""
     return f"{pool}-{host.replace(':', '-')}"
 
 

@@ -13,17 +13,20 @@ import os
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http import HttpProcessingError
 
-from proxy.config import KubernetesConfig, PoolConfig
-from proxy.discovery.endpoints import EndpointListener, read_slices
+from proxy.config import KubernetesConfig, PoolConfig, WorkerTlsConfig
+from proxy.discovery.endpoints import read_slices
+from proxy.discovery.reconcile import DiscoveredPool
 from proxy.errors import ProxyError
+from proxy.net.tls import TlsError, to_worker
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 REQUEST_TIMEOUT_S = 10.0  # for a page of a list
@@ -59,24 +62,15 @@ class Backoff:
 
 
 class KubernetesSource:
-    """Endpoints of a pool from the Kubernetes API."""
-
-    def __init__(
-        self,
-        settings: KubernetesConfig,
-        pool: PoolConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, settings: KubernetesConfig, pool: PoolConfig) -> None:
         self._settings = settings
         self._pool = pool
-        self._clock = clock
         self._backoff = Backoff()
-        self._context: tuple[int, ssl.SSLContext] | None = None  # with the file's modification time
         namespace = settings.namespace or _text(NAMESPACE_FILE) or "default"
         base = settings.url or in_cluster()
         self._url = f"{base}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         while True:
             try:
                 async with self._session() as session:
@@ -84,21 +78,21 @@ class KubernetesSource:
                 continue
             except GoneError:
                 pass
-            except ApiError as error:
+            except (ApiError, TlsError) as error:
                 listener.fail(str(error))
             except TimeoutError:
                 listener.fail("the API server does not respond in time")
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
                 listener.fail(f"the API server: {_short(error) or type(error).__name__}")
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 listener.fail(f"invalid response of the API server: {error!r}")
             await asyncio.sleep(self._backoff.pause())
 
-    async def _round(self, session: aiohttp.ClientSession, listener: EndpointListener) -> None:
+    async def _round(self, session: aiohttp.ClientSession, listener: DiscoveredPool) -> None:
         slices, version = await self._list(session)
         listener.update(read_slices(slices.values(), self._pool))
-        until = self._clock() + self._settings.resync_s * random.uniform(0.9, 1.0)
-        while self._clock() < until:
+        until = time.monotonic() + self._settings.resync_s * random.uniform(0.9, 1.0)
+        while time.monotonic() < until:
             version = await self._watch(session, slices, version, listener)
             listener.update(read_slices(slices.values(), self._pool))
 
@@ -124,7 +118,7 @@ class KubernetesSource:
         session: aiohttp.ClientSession,
         slices: Slices,
         version: str,
-        listener: EndpointListener,
+        listener: DiscoveredPool,
     ) -> str:
         """Apply changes until the server ends the watch; return the last version."""
         lasts = math.ceil(self._settings.watch_s * random.uniform(0.8, 1.0))
@@ -136,21 +130,21 @@ class KubernetesSource:
             "timeoutSeconds": str(lasts),
         }
         timeout = aiohttp.ClientTimeout(total=lasts + WATCH_GRACE_S, sock_connect=REQUEST_TIMEOUT_S)
-        enough = self._clock() + lasts / 2
+        enough = time.monotonic() + lasts / 2
         try:
             async with session.get(
                 self._url, params=query, headers=self._headers(), timeout=timeout
             ) as answer:
                 await _refuse_errors(answer)
-                async for line in _lines(answer.content):
+                async for line in answer.content:
                     version = self._apply(orjson.loads(line), slices)
                     listener.update(read_slices(slices.values(), self._pool))
         except aiohttp.ClientError as error:
-            if self._clock() < enough:
+            if time.monotonic() < enough:
                 raise
             raise GoneError(str(error)) from None  # a late disconnect is normal
         finally:
-            if lasted := self._clock() >= enough:
+            if lasted := time.monotonic() >= enough:
                 self._backoff.reset()
         if not lasted:
             raise ApiError("the API server ended the watch early")
@@ -170,18 +164,14 @@ class KubernetesSource:
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls()), cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(ssl=self._tls()),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=MAX_EVENT_BYTES // 2,  # aiohttp's lines are up to twice as long
         )
 
     def _tls(self) -> ssl.SSLContext | bool:
         ca = self._settings.ca_file
-        try:
-            changed = ca.stat().st_mtime_ns
-        except FileNotFoundError:
-            return True
-        if self._context is None or self._context[0] != changed:
-            self._context = changed, ssl.create_default_context(cafile=ca)
-        return self._context[1]
+        return to_worker(WorkerTlsConfig(ca_file=ca) if ca.exists() else None) or True
 
     def _headers(self) -> dict[str, str]:
         # Read each time: Kubernetes replaces service account tokens within the hour.
@@ -198,20 +188,6 @@ def in_cluster() -> str:
             "https://host:port of the API server, or http://host:port of a `kubectl proxy`"
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    rest = bytearray()
-    async for chunk in content.iter_any():
-        rest += chunk
-        if b"\n" in chunk:
-            *lines, last = bytes(rest).split(b"\n")
-            rest = bytearray(last)
-            for line in lines:
-                if line.strip():
-                    yield line
-        elif len(rest) > MAX_EVENT_BYTES:
-            raise ApiError(f"an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 async def _refuse_errors(answer: aiohttp.ClientResponse) -> None:

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 
 class DiscoveredPool:
-    """The endpoints of one pool."""
-
     def __init__(self, config: PoolConfig, changed: Callable[[], None]) -> None:
         self.config = config
         self.key: str | None = None  # API key of the workers

@@ -75,7 +75,6 @@ class SideLoad:
         return share / self.weight if share else 0.0
 
     def draw(self, name: str, step: float, values: list[float]) -> None:
-        """Move a mean towards the mean of new values."""
         before = getattr(self, name)
         setattr(self, name, before + step * (_mean(values) - before))
 
@@ -118,20 +117,16 @@ class Balance:
 
 
 def balance(model: str, prefills: int, decodes: int, seen: SideLoad) -> BalanceShown:
-    prefill_busy, decode_busy = seen.prefill, seen.decode
-    prefill = _side(prefills, prefill_busy, seen.prefill_ahead_s)
-    decode = _side(decodes, decode_busy, seen.decode_ahead_s, seen.step_s, seen.decode_queue)
-    short = "neither"
-    if not prefills and not decodes:
-        short = "both"
-    elif not prefills or not decodes:
-        short = "decode" if prefills else "prefill"
-    elif prefill_busy >= SHORT_ABOVE and decode_busy >= SHORT_ABOVE:
-        short = "both"
-    elif prefill_busy >= SHORT_ABOVE:
-        short = "prefill"
-    elif decode_busy >= SHORT_ABOVE:
-        short = "decode"
+    prefill = _side(prefills, seen.prefill, seen.prefill_ahead_s)
+    decode = _side(decodes, seen.decode, seen.decode_ahead_s, seen.step_s, seen.decode_queue)
+    sides = {"prefill": prefill, "decode": decode}
+    short_sides = [name for name, side in sides.items() if not side.workers]
+    if not short_sides:
+        short_sides = [name for name, side in sides.items() if side.busy >= SHORT_ABOVE]
+    if len(short_sides) == 1:
+        [short] = short_sides
+    else:
+        short = "both" if short_sides else "neither"
     return BalanceShown(
         model=model,
         prefill=prefill,

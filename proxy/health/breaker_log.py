@@ -95,7 +95,6 @@ def _short(seconds: float) -> str:
 
 
 def describe_failure(worker: Worker) -> str:
-    """Return why a worker's breaker opened."""
     breaker = worker.breaker
     if breaker.why.isdecimal():
         return f"it returned {breaker.why}"

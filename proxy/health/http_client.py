@@ -1,4 +1,4 @@
-"""An HTTP client for probes: GET over one persistent connection.
+"""An HTTP client for probes and warm-ups, over one persistent connection.
 
 A client library would take twice the time per probe on the event loop that relays streams, and
 10 MB of memory.
@@ -33,7 +33,7 @@ class HttpClient:
         self._where = address.hostname or "", address.port or DEFAULT_PORTS.get(address.scheme, 80)
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         # Without compression there are no decompression bombs.
-        head = f"Host: {address.netloc}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n{key}\r\n"
+        head = f"Host: {address.netloc}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n{key}"
         self._head = head.encode()
         self._tls = tls
         self._line: HttpConnection | None = None
@@ -43,7 +43,17 @@ class HttpClient:
 
         Raises `ProbeResponseError`, `TlsError`, `OSError`, or `ValueError` for an invalid host.
         """
-        request = b"GET %b HTTP/1.1\r\n%b" % (path.encode(), self._head)
+        request = b"GET %b HTTP/1.1\r\n%b\r\n" % (path.encode(), self._head)
+        return await self._send(request, max_bytes)
+
+    async def post(self, path: str, body: bytes, request_id: bytes, max_bytes: int) -> Answer:
+        """Send JSON; otherwise as `get`."""
+        head = b"POST %b HTTP/1.1\r\n%bContent-Type: application/json\r\nX-Request-Id: %b\r\n"
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        request = head % (path.encode(), self._head, request_id) + length + body
+        return await self._send(request, max_bytes)
+
+    async def _send(self, request: bytes, max_bytes: int) -> Answer:
         try:
             return await self._ask(request, max_bytes)
         except BaseException:  # a late response must not answer the next request
@@ -73,8 +83,6 @@ class HttpClient:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection to a worker."""
-
     def __init__(self, tls: object) -> None:
         self.tls = tls
         self._parser = ResponseParser()
@@ -85,7 +93,6 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, request: bytes, max_bytes: int) -> Answer | None:
@@ -107,7 +114,6 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data that was requested."""
         if self._answer is None:
             self.close()
             return

@@ -48,7 +48,6 @@ class Prober:
         self.clock = clock
 
     async def run(self) -> None:
-        """Probe until cancelled."""
         watches: dict[Worker, asyncio.Task[None]] = {}
         try:
             while True:
@@ -73,8 +72,6 @@ class Prober:
 
 
 class WorkerProbe:
-    """The probes of one worker."""
-
     def __init__(self, prober: Prober, worker: Worker) -> None:
         self._prober = prober
         self._fleet = prober.fleet
@@ -95,7 +92,6 @@ class WorkerProbe:
         return self._fleet.roster.get(self._worker.name) is self._worker
 
     async def probe(self) -> None:
-        """Probe the worker and report to the fleet."""
         why = None
         try:
             models, gauges = await self._fetch()

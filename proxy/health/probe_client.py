@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Coroutine
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import orjson
 
 from proxy.config import WorkerTlsConfig
 from proxy.errors import ProxyError
-from proxy.health.http_client import HttpClient, ProbeResponseError
+from proxy.health.http_client import Answer, HttpClient, ProbeResponseError
 from proxy.net.tls import TlsError
 
 MAX_PAGE_BYTES = 8 << 20
@@ -54,33 +55,36 @@ class ProbeClient:
 
     async def health(self) -> None:
         """Raise unless /health is 200."""
-        status, _ = await self._get("/health")
-        if status != HTTPStatus.OK:
-            raise ProbeError(f"GET /health: status {status}")
+        await self._get("/health")
 
     async def metrics(self) -> bytes:
-        status, page = await self._get("/metrics")
-        if status != HTTPStatus.OK:
-            raise ProbeError(f"GET /metrics: status {status}")
+        _, page = await self._get("/metrics")
         return page
 
     async def served_models(self) -> Models:
         """Return the models of /v1/models; empty if the worker refuses to list them."""
-        status, body = await self._get("/v1/models")
-        if status in NO_MODEL_LIST:
-            return {}
-        if status != HTTPStatus.OK:
-            raise ProbeError(f"GET /v1/models: status {status}")
-        return read_models(body)
+        status, body = await self._get("/v1/models", NO_MODEL_LIST)
+        return {} if status in NO_MODEL_LIST else read_models(body)
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, request_id: bytes) -> Answer:
+        return await self._in_time(
+            f"POST {path}", self._asker.post(path, body, request_id, MAX_PAGE_BYTES)
+        )
+
+    async def _get(self, path: str, allowed: Collection[int] = ()) -> Answer:
+        answer = await self._in_time(f"GET {path}", self._asker.get(path, MAX_PAGE_BYTES))
+        if (status := answer[0]) != HTTPStatus.OK and status not in allowed:
+            raise ProbeError(f"GET {path}: status {status}")
+        return answer
+
+    async def _in_time(self, what: str, request: Coroutine[Any, Any, Answer]) -> Answer:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await self._asker.get(path, MAX_PAGE_BYTES)
+                return await request
         except TimeoutError:
-            raise SilentError(f"GET {path}: no response in time") from None
+            raise SilentError(f"{what}: no response in time") from None
         except (ProbeResponseError, TlsError, OSError, ValueError) as error:
-            raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
+            raise ProbeError(f"{what}: {str(error) or type(error).__name__}") from None
 
 
 def read_models(body: bytes) -> Models:

@@ -16,13 +16,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from proxy.core.model.role import Role
@@ -30,7 +29,6 @@ from proxy.core.model.types import RequestInfo
 from proxy.errors import ProxyError
 from proxy.health.probe_client import ProbeClient, ProbeError
 from proxy.health.worker_metrics import values
-from proxy.net.tls import TlsError, to_worker
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Connector, Pair, PrefillResult, Side
 
@@ -47,7 +45,6 @@ TRIES, PAUSE_S, LEG_TIMEOUT_S = 3, 1.0, 20.0
 # Between its legs, a try that is cut leaves blocks on the prefill worker until their lease ends.
 FINISH_S = 3.0
 ROUTE = "completions"
-MAX_RESPONSE_BYTES = 8 << 20
 KEY_REQUIRED = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
 DONE, FAILED, BARE = "done", "failed", "bare"
 NO_KEY = "no_key"
@@ -76,12 +73,7 @@ class LinkRetry:
     pause_s: float
 
 
-HARMLESS = (LegError, TlsError, aiohttp.ClientError, TimeoutError, OSError, ValueError)
-
-
 class Warmup:
-    """Connects the pairs of a fleet."""
-
     def __init__(
         self,
         router: Router,
@@ -101,23 +93,21 @@ class Warmup:
         router.placer.links.are_made = connector.connects
 
     async def run(self) -> None:
-        """Connect new pairs until cancelled."""
         if not self._connector.connects:
             return
         tasks: dict[tuple[Worker, Worker], asyncio.Task[None]] = {}
-        async with _session() as session:
-            try:
-                while True:
-                    tasks = {pair: task for pair, task in tasks.items() if not task.done()}
-                    for pair in self._pairs_to_connect(self.clock()):
-                        if pair not in tasks:
-                            tasks[pair] = asyncio.create_task(self._warm(*pair, session))
-                    await asyncio.sleep(CHECK_INTERVAL_S)
-            finally:
-                await _cancel_tasks(tasks.values())
-                if self._tries:
-                    await asyncio.wait(self._tries, timeout=FINISH_S)
-                await _cancel_tasks(self._tries)
+        try:
+            while True:
+                tasks = {pair: task for pair, task in tasks.items() if not task.done()}
+                for pair in self._pairs_to_connect(self.clock()):
+                    if pair not in tasks:
+                        tasks[pair] = asyncio.create_task(self._warm(*pair))
+                await asyncio.sleep(CHECK_INTERVAL_S)
+        finally:
+            await _cancel_tasks(tasks.values())
+            if self._tries:
+                await asyncio.wait(self._tries, timeout=FINISH_S)
+            await _cancel_tasks(self._tries)
 
     def _pairs_to_connect(self, now: float) -> Iterator[Link]:
         """Yield the pairs to connect; list all pairs only when the pool changed."""
@@ -144,7 +134,7 @@ class Warmup:
         again = self._again.get(pair)
         return again is None or again.at <= now or again.lives != _start_times(*pair)
 
-    async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
+    async def _warm(self, prefill: Worker, decode: Worker) -> None:
         started, lives = self.clock(), _start_times(prefill, decode)
         before = self._again.get((prefill, decode))
         if before is not None and before.lives != lives:
@@ -155,11 +145,11 @@ class Warmup:
             why = ""
             async with self._room:  # per try, so that a hung worker blocks few others
                 try:
-                    outcome = await self._shielded(self._connect_pair(prefill, decode, session))
+                    outcome = await self._shielded(self._connect_pair(prefill, decode))
                 except NoKeyError as error:
                     outcome, why = NO_KEY, str(error)
-                except HARMLESS as error:
-                    outcome, why = FAILED, str(error) or type(error).__name__
+                except LegError as error:
+                    outcome, why = FAILED, str(error)
                 except Exception as error:  # a bug in a connector
                     logger.exception("warm-up of a pair failed")
                     outcome, why = FAILED, type(error).__name__
@@ -214,9 +204,7 @@ class Warmup:
             self._again[prefill, decode].pause_s,
         )
 
-    async def _connect_pair(
-        self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession
-    ) -> str:
+    async def _connect_pair(self, prefill: Worker, decode: Worker) -> str:
         connector = self._connector
         mark = os.urandom(16).hex()  # so that no part of the prompt is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")
@@ -224,9 +212,9 @@ class Warmup:
         fields = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
         # If the first token ended the sequence, there would be no blocks to fetch.
         body = orjson.dumps({**fields, "ignore_eos": True})
-        ask = _make_request_info(prefill.model)
+        ask = RequestInfo("warmup", ROUTE, prefill.model, 0, 1, 0, 1, 1)
         first = prefill_body(connector, pair, ask, body)
-        taken = connector.taken(pair, await _post(session, prefill, first, request_id))
+        taken = connector.taken(pair, await _post(prefill, first, request_id))
         if taken.params is None and connector.needs_params:
             return BARE
         if doubt := connector.doubt(pair, taken):
@@ -234,9 +222,9 @@ class Warmup:
         before = await _fetched(decode)
         try:
             second = decode_body(connector, pair, taken, ask, body)
-            await _post(session, decode, second, request_id)
-        except HARMLESS:
-            await self._release(session, decode, taken)
+            await _post(decode, second, request_id)
+        except LegError:
+            await self._release(decode, taken)
             raise
         for _ in range(COUNT_READS if before is not None else 0):
             if await _fetched(decode) not in (before, None):
@@ -244,19 +232,13 @@ class Warmup:
             await asyncio.sleep(COUNT_WAIT_S)
         if before is None:
             return DONE
-        await self._release(session, decode, taken)
+        await self._release(decode, taken)
         return RECOMPUTED
 
-    async def _release(
-        self, session: aiohttp.ClientSession, decode: Worker, taken: PrefillResult
-    ) -> None:
-        body = self._connector.release(taken)
-        if body is None:
-            return
-        try:
-            await _post(session, decode, body, b"warmup")
-        except (LegError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return  # a refusal is expected; otherwise the blocks expire
+    async def _release(self, decode: Worker, taken: PrefillResult) -> None:
+        if (body := self._connector.release(taken)) is not None:
+            with suppress(LegError):  # a refusal is expected; otherwise the blocks expire
+                await _post(decode, body, b"warmup")
 
 
 async def _cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -266,53 +248,31 @@ async def _cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _session() -> aiohttp.ClientSession:
-    """Return a client without a limit on connections, so that hung workers block no others."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        # Without compression there are no decompression bombs.
-        headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,
-    )
+def _client(worker: Worker) -> ProbeClient:
+    spec = worker.spec
+    return ProbeClient(spec.url, spec.api_key, LEG_TIMEOUT_S, spec.tls)
 
 
 async def _fetched(worker: Worker) -> float | None:
-    spec = worker.spec
-    with closing(ProbeClient(spec.url, spec.api_key, LEG_TIMEOUT_S, spec.tls)) as questions:
+    with closing(_client(worker)) as client:
         try:
-            counts = [*values(await questions.metrics(), FETCHED)]
+            counts = [*values(await client.metrics(), FETCHED)]
         except ProbeError:
             return None
     return sum(counts) if counts else None
 
 
-async def _post(
-    session: aiohttp.ClientSession, worker: Worker, body: bytes, request_id: bytes
-) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id.decode()}
-    if worker.spec.api_key:
-        headers["Authorization"] = f"Bearer {worker.spec.api_key}"
-    async with session.post(
-        f"{worker.url}/v1/completions",
-        data=body,
-        headers=headers,
-        timeout=aiohttp.ClientTimeout(total=LEG_TIMEOUT_S),
-        allow_redirects=False,
-        ssl=to_worker(worker.spec.tls) or True,
-    ) as answer:
-        text = bytearray()
-        async for chunk in answer.content.iter_any():
-            text += chunk
-            if len(text) > MAX_RESPONSE_BYTES:
-                raise LegError(
-                    f"{worker.name}: the response has more than {MAX_RESPONSE_BYTES} bytes"
-                )
-        if answer.status in KEY_REQUIRED and not worker.spec.api_key:
-            raise NoKeyError(f"{worker.name} requires a key (status {answer.status})")
-        if answer.status != HTTPStatus.OK:
-            raise LegError(f"{worker.name}: status {answer.status}")
-    found = orjson.loads(text)
+async def _post(worker: Worker, body: bytes, request_id: bytes) -> dict[str, Any]:
+    try:
+        with closing(_client(worker)) as client:
+            status, text = await client.post("/v1/completions", body, request_id)
+        found = orjson.loads(text) if status == HTTPStatus.OK else None
+    except (ProbeError, ValueError) as error:
+        raise LegError(f"{worker.name}: {error}") from None
+    if status in KEY_REQUIRED and not worker.spec.api_key:
+        raise NoKeyError(f"{worker.name} requires a key (status {status})")
+    if status != HTTPStatus.OK:
+        raise LegError(f"{worker.name}: status {status}")
     if type(found) is not dict:
         raise LegError(f"{worker.name}: the response is not a JSON object")
     return found
@@ -324,7 +284,3 @@ def _start_times(prefill: Worker, decode: Worker) -> tuple[float, float]:
 
 def _side(worker: Worker) -> Side:
     return Side(worker.name, urlsplit(worker.url).hostname or "")
-
-
-def _make_request_info(model: str) -> RequestInfo:
-    return RequestInfo("warmup", ROUTE, model, 0, 1, 0, 1, 1)

@@ -20,7 +20,6 @@ KV_USAGE = b"vllm:kv_cache_usage_perc{"
 CACHE_CONFIG = b"vllm:cache_config_info{"
 PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
 GENERATION_TOKENS = b"vllm:generation_tokens_total{"
-PREEMPTIONS = b"vllm:num_preemptions_total{"
 KV_BYTES = b"vllm:nixl_bytes_transferred_sum{"
 # Only if the engine is in the server's process, or is vllm-sched's.
 STARTED = b"process_start_time_seconds "
@@ -65,7 +64,6 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
         kv_capacity_tokens=room,
         prompt_tokens_total=sum(values(page, PROMPT_TOKENS)),
         generation_tokens_total=sum(values(page, GENERATION_TOKENS)),
-        preemptions_total=sum(values(page, PREEMPTIONS)),
         extra=extra,
     )
 

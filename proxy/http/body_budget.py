@@ -60,7 +60,6 @@ class BodyBudget:
         return KEPT_DIVISOR * beyond < self._common_limit
 
     def limit(self, max_bytes: int, largest: int) -> None:
-        """Set new limits for the total and for one body."""
         self._max_bytes, self._max_body = max_bytes, largest
         self._recompute_shares()
 
@@ -81,7 +80,7 @@ class BodyBudget:
         if account is None:
             common = self._common_held + size
             if common > self._common_limit:
-                raise _budget_exceeded()
+                raise _exceeded(503, Reason.QUEUE_FULL)
             self._common_held = common
         elif size:
             own, share = self._held_by_account.get(account, 0), self._share
@@ -90,9 +89,9 @@ class BodyBudget:
                 beyond = now - share
                 common = self._common_held + beyond - max(own - share, 0)
                 if common > self._common_limit:
-                    raise _budget_exceeded()
+                    raise _exceeded(503, Reason.QUEUE_FULL)
                 if beyond > self._common_limit - common and now - before - size > share:
-                    raise _tenant_budget_exceeded()
+                    raise _exceeded(429, Reason.LIMITED, " of this tenant")
                 self._common_held = common
             self._held_by_account[account] = now
 
@@ -148,18 +147,8 @@ class BodyCharge:
         self.size -= size
 
 
-def _budget_exceeded() -> RefusedError:
-    message = "Too many large requests are in progress. Retry after the time in Retry-After."
-    return RefusedError(
-        Refusal(503, Reason.QUEUE_FULL, message, ERROR_CODE, retry_after_s=RETRY_AFTER_S)
-    )
-
-
-def _tenant_budget_exceeded() -> RefusedError:
+def _exceeded(status: int, reason: Reason, whose: str = "") -> RefusedError:
     message = (
-        "Too many large requests of this tenant are in progress. Retry after the time in "
-        "Retry-After."
+        f"Too many large requests{whose} are in progress. Retry after the time in Retry-After."
     )
-    return RefusedError(
-        Refusal(429, Reason.LIMITED, message, ERROR_CODE, retry_after_s=RETRY_AFTER_S)
-    )
+    return RefusedError(Refusal(status, reason, message, ERROR_CODE, retry_after_s=RETRY_AFTER_S))

@@ -40,7 +40,6 @@ def error(status: int, message: str, code: str | None = None, param: str | None 
 
 
 def format_of(path: str) -> ErrorFormat:
-    """Return the error format of a path."""
     if (route := ROUTES.get(path)) is not None:
         return route.error_format
     if path.startswith(ANTHROPIC_PREFIX):

@@ -103,7 +103,6 @@ def seconds(value: bytes) -> float | None:
 
 
 def tokens(value: bytes) -> list[bytes]:
-    """Split a comma-separated header."""
     return [token.strip().lower() for token in value.split(b",")]
 
 

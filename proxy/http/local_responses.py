@@ -21,13 +21,8 @@ def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
     parts = [worker, f"reason={reason}"]
     for score in scores:
         note = f" ({score.note})" if score.note else ""
-        parts.append(f"{score.worker}={shown_s(score.total)}{note}")
+        parts.append(f"{score.worker}={score.total:z.4f}{note}")  # `z`: no negative zero
     return "; ".join(parts).encode("ascii", "replace")
-
-
-def shown_s(seconds: float) -> str:
-    """Format a cost in seconds, without a negative zero."""
-    return f"{seconds:z.4f}"
 
 
 def decision_header(decision: Decision) -> bytes:

@@ -109,7 +109,6 @@ class RequestHead:
         self.explain = b"x-explain" in special and self.wants_explanation()
 
     def withhold(self, names: Iterable[bytes]) -> None:
-        """Do not forward these headers."""
         self.pieces = remove_headers(self.pieces, names)
         self.lines = b"".join(self.pieces)
 
@@ -125,8 +124,7 @@ class RequestHead:
             raise malformed("the only supported Transfer-Encoding is chunked, in HTTP/1.1")
 
     def wants_explanation(self) -> bool:
-        """Return True if the client asks for X-Route."""
-        return _is_true(self.special.get(b"x-explain", b""))
+        return self.special.get(b"x-explain", b"").strip().lower() not in FALSE_VALUES
 
     def _check_expectation(self) -> None:
         expected = self.special.get(b"expect")
@@ -149,12 +147,7 @@ class Request:
         self.trace: Trace | None = None
 
 
-def _is_true(value: bytes) -> bool:
-    return value.strip().lower() not in FALSE_VALUES
-
-
 def too_large(max_body: int) -> RefusedError:
-    """Return the error for a large body."""
     return malformed(f"the body is too large: this server accepts at most {max_body} bytes", 413)
 
 

@@ -238,7 +238,6 @@ class HttpRequestParser:
         return malformed(message, 431)
 
     def on_message_begin(self) -> None:
-        """Start a new head."""
         self._requests_begun += 1
         if not self._framing:
             self._head = RequestHead()
@@ -254,7 +253,6 @@ class HttpRequestParser:
             self._head.add(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head and prepare for the body."""
         if self._framing:
             return
         head, parser = self._head, self._parser

@@ -40,7 +40,6 @@ class ResponseHead:
         return self._top
 
     def with_length(self, length: bytes) -> ResponseHead:
-        """Return a copy with another length."""
         head = ResponseHead()
         head.status = self.status
         head.lines = self.lines
@@ -81,7 +80,6 @@ class ResponseParser:
         self.expect()
 
     def expect(self) -> None:
-        """Prepare for the next response."""
         self.head: ResponseHead | None = None  # set once complete
         self.pieces: list[bytes] = []  # the caller removes them
         self.ended = False
@@ -166,7 +164,6 @@ class ResponseParser:
             special[key] = value if key not in special else special[key] + b", " + value
 
     def on_headers_complete(self) -> None:
-        """Check the head; skip a 1xx."""
         if self.ended:
             return
         self._unparsed = 0

@@ -117,7 +117,8 @@ class SentText:
     def content(self) -> str | None:
         """The text of a stream with no other output; None if it is not kept."""
         last = {} if self.other_output else self._last_texts()
-        others = {channel for channel, text in last.items() if text} | self._texts.keys()
+        others = {channel for channel, text in last.items() if text}
+        others |= {channel for channel, (length, _) in self._texts.items() if length}
         if self._content is None or self.other_output or others - {CONTENT}:
             return None
         return "".join((*self._content, last.get(CONTENT, "")))
@@ -174,7 +175,6 @@ class RestOfText:
         return b""
 
     def _new_in(self, event: bytes) -> bytes:
-        """Return what is new in an event."""
         found = DATA.search(event)
         if found is None:
             return b""

@@ -85,7 +85,6 @@ class EventStream:
 
     @property
     def can_bypass_feed(self) -> bool:
-        """True if whole events may bypass `feed`."""
         return self._started and not self._held and not self.torn
 
     def feed(self, data: bytes) -> bytes:
@@ -159,7 +158,6 @@ class EventStream:
 
 
 def choices_in(events: bytes) -> int:
-    """Return the tokens in untyped events."""
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
     if events.endswith(CHOICE_ENDS):
         return count
@@ -170,7 +168,6 @@ def choices_in(events: bytes) -> int:
 
 
 def deltas_in(events: bytes) -> int:
-    """Return the tokens in named events."""
     # JSON never ends a line so.
     deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
     if not deltas or TEXTLESS_DELTA not in events:
@@ -180,7 +177,6 @@ def deltas_in(events: bytes) -> int:
 
 
 def cohere_deltas_in(events: bytes) -> int:
-    """Return the tokens in Cohere's events."""
     deltas = (
         events.count(CONTENT_DELTA) + events.count(TOOL_CALL_DELTA) + events.count(TOOL_PLAN_DELTA)
     )

@@ -47,7 +47,6 @@ class Trace:
 
     @property
     def id(self) -> str:
-        """The trace id in hex."""
         return f"{self.trace:032x}"
 
     def leg(self, worker: str, role: str) -> bytes:
@@ -64,6 +63,5 @@ def new_id(bits: int) -> int:
 
 
 def id_in(header: bytes | None) -> str:
-    """Return the trace id in a header, or an empty string."""
     found = TRACEPARENT.fullmatch(header) if header else None
     return found[1].decode() if found else ""

@@ -10,11 +10,14 @@ from collections import deque
 from itertools import chain
 from math import inf
 from operator import itemgetter
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from proxy.journal.messages import JournalStep, Position
 from proxy.journal.request_ids import request_ids
 from proxy.journal.snapshot import JournalRequest, SnapshotReader
+
+if TYPE_CHECKING:
+    from proxy.core.learned.resident_prefixes import ResidentPrefixes
 
 MAX_STREAM_TOKENS: Final = 131_072
 MAX_KEPT_STEPS: Final = 1000
@@ -23,31 +26,6 @@ FAILURES: Final = ("abort", "error")
 MAX_FAILED: Final = 512
 MAX_COMPLETED: Final = 16  # of which the client may not have the last text yet
 MAX_OWN_NAMES: Final = 1024
-
-
-class CacheListener(Protocol):
-    """Follows which prefixes an engine's KV cache holds; requests have the engine's numbers."""
-
-    def restart(self, block_tokens: int) -> None:
-        """Forget all requests and blocks."""
-
-    def add_name(self, number: int, name: bytes, prompt_tokens: int) -> None:
-        """Note the name that a reader gave a request."""
-
-    def record_found(self, number: int, tokens: int) -> None:
-        """Note how many first tokens of a request the cache held when it started."""
-
-    def record_resident(self, number: int, tokens: int) -> None:
-        """Note that the cache holds the first tokens of the request."""
-
-    def record_evicted(self, number: int, first: int, last: int) -> None:
-        """Note that the blocks with these tokens of the request are gone."""
-
-    def clear(self) -> None:
-        """Note that the cache holds nothing."""
-
-    def forget(self, number: int) -> None:
-        """Note that the request is not reported any more."""
 
 
 class EngineJournal:
@@ -62,7 +40,7 @@ class EngineJournal:
         self.block_tokens = 0
         self.gaps = 0
         self.requests: dict[int, JournalRequest] = {}  # by the engine's number
-        self.listener: CacheListener | None = None
+        self.listener: ResidentPrefixes | None = None
         self.now = 0.0  # set before messages are applied
         self.max_tokens = max_tokens
         self._max_kept_steps = max_kept_steps

@@ -68,7 +68,6 @@ class Journals:
                 subscriber.key = key
 
     def replicas_of(self, worker: Worker) -> list[EngineJournal]:
-        """Return the replicas of a worker's engines."""
         return [subscriber.journal for subscriber in self._subscribers.get(worker, ())]
 
     def counts(self) -> Iterator[JournalCount]:

@@ -45,7 +45,6 @@ class JournalRequest:
                 self.drop_tokens()
 
     def without_last_token(self) -> JournalRequest:
-        """Return a copy that has ended."""
         copy = JournalRequest(self.request_id, self.prompt_tokens, running=False)
         copy.complete, copy.ended_at = True, self.ended_at
         copy.tokens = self.tokens[:-1]

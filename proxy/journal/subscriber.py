@@ -139,7 +139,6 @@ class JournalSubscriber:
             self._socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Disconnect; may be called again."""
         if not self._socket.closed:
             self._monitor.close()
             self._loop.remove_reader(self._fd)

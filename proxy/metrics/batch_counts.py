@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from proxy.metrics.exposition import Family, MetricsPage
+from proxy.metrics.exposition import MetricsPage, counter, gauge
 
-ACTIVE = Family("proxy_batches", "gauge", "Active batches, by status.", ("status",))
-LINES = Family(
+ACTIVE = gauge("proxy_batches", "Active batches, by status.", ("status",))
+LINES = counter(
     "proxy_batch_lines",
-    "counter",
     "Batch lines by outcome; sent_again counts repeated attempts.",
     ("outcome",),
 )
-IN_FLIGHT = Family("proxy_batch_lines_in_flight", "gauge", "Batch lines in flight.")
-PAUSED = Family(
-    "proxy_batches_paused", "gauge", "1 while no line is sent because results cannot be stored."
-)
+IN_FLIGHT = gauge("proxy_batch_lines_in_flight", "Batch lines in flight.")
+PAUSED = gauge("proxy_batches_paused", "1 while no line is sent because results cannot be stored.")
 COMPLETED, FAILED, SENT_AGAIN = "completed", "failed", "sent_again"
 
 

@@ -32,6 +32,18 @@ class Family(NamedTuple):
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
+def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Family:
+    return Family(name, "counter", text, labels)
+
+
+def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Family:
+    return Family(name, "gauge", text, labels)
+
+
+def histogram(name: str, text: str, labels: tuple[str, ...] = ()) -> Family:
+    return Family(name, "histogram", text, labels)
+
+
 class MetricsPage:
     """One response to a scrape: values are added, then it is written."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxy.core.routing.handover_cost import HandoverVerdict
-from proxy.metrics.histogram import TTFT_BOUNDS, Histogram
+from proxy.metrics.histogram import TTFT_BOUNDS, Histograms, forget
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import HandoverDecision, Lease
@@ -20,51 +21,42 @@ ANY = "any"  # decode worker; in metrics
 
 
 class HandoverCounters:
-    """Counters of one router process."""
-
     def __init__(self, label: Callable[[str], str]) -> None:
-        self.ends: dict[str, int] = {}
-        self.warmups: dict[str, int] = {}
-        self.bars: dict[tuple[str, str], int] = {}  # by prefill and decode worker
-        self.legs: dict[str, int] = {}  # completed prefill legs, by prefill worker
-        self.tokens: dict[str, int] = {}  # transferred tokens, by model, if known
-        self.prefills: dict[str, Histogram] = {}  # by model, like the next two
-        self.transfers: dict[str, Histogram] = {}
-        self.predicted: dict[str, Histogram] = {}
+        self.ends: Counter[str] = Counter()
+        self.warmups: Counter[str] = Counter()
+        self.bars: Counter[tuple[str, str]] = Counter()  # by prefill and decode worker
+        self.legs: Counter[str] = Counter()  # completed prefill legs, by prefill worker
+        self.tokens: Counter[str] = Counter()  # transferred tokens, by model, if known
+        self.prefills: Histograms[str] = Histograms(TTFT_BOUNDS)  # by model, like the next two
+        self.transfers: Histograms[str] = Histograms(TTFT_BOUNDS)
+        self.predicted: Histograms[str] = Histograms(TTFT_BOUNDS)
         self._label = label
 
     def count_end(self, outcome: str) -> None:
-        self.ends[outcome] = self.ends.get(outcome, 0) + 1
+        self.ends[outcome] += 1
 
     def count_barred(self, prefill: str, decode: str) -> None:
         """Count that a link or a prefill worker is excluded for a while."""
-        key = prefill, decode
-        self.bars[key] = self.bars.get(key, 0) + 1
+        self.bars[prefill, decode] += 1
 
     def forget(self, stay: set[str]) -> None:
         """Drop the counters of removed workers; in Kubernetes every new pod has a new name."""
-        if not stay.issuperset(self.legs):
-            self.legs = {worker: n for worker, n in self.legs.items() if worker in stay}
         stay = {*stay, ANY}
-        if not all(stay.issuperset(pair) for pair in self.bars):
-            self.bars = {p: n for p, n in self.bars.items() if stay.issuperset(p)}
+        forget(self.legs, lambda worker: worker not in stay)
+        forget(self.bars, lambda pair: not stay.issuperset(pair))
 
     def forget_models(self, gone: set[str]) -> None:
         for table in (self.tokens, self.prefills, self.transfers, self.predicted):
-            for model in gone & table.keys():
-                del table[model]
+            forget(table, gone.__contains__)
 
     def count_warmup(self, outcome: str) -> None:
-        self.warmups[outcome] = self.warmups.get(outcome, 0) + 1
+        self.warmups[outcome] += 1
 
     def count_prefill(self, lease: Lease, now: float, *, bare: bool) -> None:
-        outcome = "prefilled_bare" if bare else "prefilled"
-        self.ends[outcome] = self.ends.get(outcome, 0) + 1
+        self.count_end("prefilled_bare" if bare else "prefilled")
         if (first := lease.prefill) is not None:
-            seen = self.prefills.get(lease.ask.model) or self._of(self.prefills, lease)
-            seen.observe(now - first.charged_at)
-            name = first.worker.name
-            self.legs[name] = self.legs.get(name, 0) + 1
+            self.prefills[self._label(lease.ask.model)].observe(now - first.charged_at)
+            self.legs[first.worker.name] += 1
 
     def observe_transfer(self, lease: Lease, now: float) -> None:
         """Count a decode leg's first token and observe the transfer time.
@@ -76,8 +68,9 @@ class HandoverCounters:
             return
         step_s = lease.worker.pace.step_s(lease.worker.decoding)
         seconds = handover.transferred_s = max(now - lease.charged_at - step_s, 0.0)
-        self._of(self.transfers, lease).observe(seconds)
-        self._of(self.predicted, lease).observe(handover.transfer_s)
+        model = self._label(lease.ask.model)
+        self.transfers[model].observe(seconds)
+        self.predicted[model].observe(handover.transfer_s)
 
     def count_transfer(self, lease: Lease) -> HandoverDecision | None:
         """Count a transfer.
@@ -87,17 +80,9 @@ class HandoverCounters:
         handover = lease.decision.handover
         if handover is None or not handover.tokens:
             return None
-        model = self._label(lease.ask.model)
-        self.tokens[model] = self.tokens.get(model, 0) + handover.tokens
+        self.tokens[self._label(lease.ask.model)] += handover.tokens
         self.count_end("transferred")
         return handover
-
-    def _of(self, table: dict[str, Histogram], lease: Lease) -> Histogram:
-        model = self._label(lease.ask.model)
-        found = table.get(model)
-        if found is None:
-            found = table[model] = Histogram(TTFT_BOUNDS)
-        return found
 
 
 class FallbackLog:
@@ -109,7 +94,6 @@ class FallbackLog:
         self._next = 0.0
 
     def log_new(self, now: float) -> None:
-        """Log new fallbacks since the last log line."""
         if now < self._next:
             return
         counts = self._router.placer.handovers

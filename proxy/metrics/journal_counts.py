@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from proxy.metrics.exposition import Family, MetricsPage
+from proxy.metrics.exposition import MetricsPage, counter, gauge
 
-UP = Family(
+UP = gauge(
     "proxy_journal_up",
-    "gauge",
     "1 while the router reads the journals of all engines of the worker.",
     ("worker",),
 )
-GAPS = Family(
+GAPS = counter(
     "proxy_journal_gaps",
-    "counter",
     "Times that a snapshot was needed: a message was missed or malformed, or the journal was lost.",
     ("worker",),
 )
-BAD_SIGNATURES = Family(
+BAD_SIGNATURES = counter(
     "proxy_journal_bad_signatures",
-    "counter",
     "Messages of the journal that were dropped because their signature is wrong.",
     ("worker",),
 )
-REQUESTS = Family(
+REQUESTS = gauge(
     "proxy_journal_requests",
-    "gauge",
     "Requests in the journal: running, or with blocks in the KV cache.",
     ("worker",),
 )

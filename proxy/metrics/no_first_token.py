@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from proxy.core.model.types import NONE
-from proxy.metrics.exposition import OTHER, Family, MetricsPage
-from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, Histogram
+from proxy.metrics.exposition import OTHER, MetricsPage, histogram
+from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, Histogram, Histograms, forget
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 MAX_SERIES = 1000
 CLEANUP_INTERVAL_S = 60.0
 
-LEFT = Family(
+LEFT = histogram(
     "proxy_left_seconds",
-    "histogram",
     "Waiting time of clients that left before their response began, by the worker that they "
     "waited for; for a hand-over, the worker of the current leg.",
     ("worker", "pool", "model", "class", "stream"),
 )
-WHOLE = Family(
+WHOLE = histogram(
     "proxy_whole_answer_seconds",
-    "histogram",
     "Time from arrival to the end of the response, for responses that are not streamed.",
     ("pool", "model", "class"),
 )
@@ -42,47 +40,37 @@ class NoFirstToken:
     """Histograms of these requests, with the model labels of all metrics."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
-        self.left: dict[tuple[str, ...], Histogram] = {}
-        self.whole: dict[tuple[str, ...], Histogram] = {}
+        self.left: Histograms[tuple[str, ...]] = Histograms(LEFT_BOUNDS)
+        self.whole: Histograms[tuple[str, ...]] = Histograms(DURATION_BOUNDS)
         self._workers = workers
         self._next_cleanup = 0.0
 
     def observe_disconnect(
         self, worker: str, pool: str, model: str, size: str, seconds: float, *, stream: bool
     ) -> None:
-        """Observe a client that left without a token."""
         key = worker, pool, model, size, "true" if stream else "false"
         found = self.left.get(key) or self._new(key)
         found.observe(seconds)
         if not stream:
             # Creates the series, so that a share of such responses has a divisor.
-            self._whole(pool, model, size)
+            self.whole[pool, model, size]
 
     def observe_unstreamed(self, pool: str, model: str, size: str, seconds: float) -> None:
-        """Observe a response that was not streamed."""
-        self._whole(pool, model, size).observe(seconds)
+        self.whole[pool, model, size].observe(seconds)
 
     def forget_models(self, gone: set[str]) -> None:
-        self.left = {key: seen for key, seen in self.left.items() if key[2] not in gone}
-        self.whole = {key: seen for key, seen in self.whole.items() if key[1] not in gone}
+        forget(self.left, lambda key: key[2] in gone)
+        forget(self.whole, lambda key: key[1] in gone)
 
     def show(self, page: MetricsPage) -> None:
         page.histograms(LEFT, self.left.items())
         page.histograms(WHOLE, self.whole.items())
 
-    def _whole(self, pool: str, model: str, size: str) -> Histogram:
-        key = pool, model, size
-        if (found := self.whole.get(key)) is None:
-            found = self.whole[key] = Histogram(DURATION_BOUNDS)
-        return found
-
     def _new(self, key: Key) -> Histogram:
         if len(self.left) >= MAX_SERIES and (now := time.monotonic()) >= self._next_cleanup:
             self._next_cleanup = now + CLEANUP_INTERVAL_S
             stay = {worker.name for worker in self._workers} | {NONE, OTHER}
-            self.left = {other: found for other, found in self.left.items() if other[0] in stay}
+            forget(self.left, lambda other: other[0] not in stay)
         if len(self.left) >= MAX_SERIES and key[0] != NONE:
             key = (OTHER, *key[1:])
-        if (found := self.left.get(key)) is None:
-            found = self.left[key] = Histogram(LEFT_BOUNDS)
-        return found
+        return self.left[key]

@@ -7,15 +7,14 @@ decode cannot be told apart.
 
 from __future__ import annotations
 
-from proxy.metrics.exposition import Family, MetricsPage
-from proxy.metrics.histogram import PHASE_BOUNDS, Histogram
+from proxy.metrics.exposition import MetricsPage, histogram
+from proxy.metrics.histogram import PHASE_BOUNDS, Histograms
 
 QUEUE, RETRY, PREFILL = "queue", "retry", "prefill"
 PREFILL_LEG, TRANSFER, DECODE = "prefill_leg", "transfer", "decode"
 
-PHASES = Family(
+PHASES = histogram(
     "proxy_phase_seconds",
-    "histogram",
     "Phases of requests whose first token was seen; every such request has a `queue` phase.",
     ("pool", "model", "class", "phase"),
 )
@@ -27,7 +26,7 @@ class Phases:
     __slots__ = ("seen",)
 
     def __init__(self) -> None:
-        self.seen: dict[str, Histogram] = {}
+        self.seen: Histograms[str] = Histograms(PHASE_BOUNDS)
 
     def observe(
         self,
@@ -46,20 +45,16 @@ class Phases:
         hand-over. `fetched` is False if the decode worker had no blocks to fetch and prefilled
         itself.
         """
-        self._of(QUEUE).observe(queue_s)
+        seen = self.seen
+        seen[QUEUE].observe(queue_s)
         if (lost_s := placed_s - queue_s) > 0.0:
-            self._of(RETRY).observe(lost_s)
+            seen[RETRY].observe(lost_s)
         if leg_s is None:
-            self._of(PREFILL).observe(ttft_s - placed_s)
+            seen[PREFILL].observe(ttft_s - placed_s)
         else:
-            self._of(PREFILL_LEG).observe(leg_s)
-            self._of(TRANSFER if fetched else PREFILL).observe(ttft_s - placed_s - leg_s)
-        self._of(DECODE).observe(duration_s - ttft_s)
-
-    def _of(self, phase: str) -> Histogram:
-        if (found := self.seen.get(phase)) is None:
-            found = self.seen[phase] = Histogram(PHASE_BOUNDS)
-        return found
+            seen[PREFILL_LEG].observe(leg_s)
+            seen[TRANSFER if fetched else PREFILL].observe(ttft_s - placed_s - leg_s)
+        seen[DECODE].observe(duration_s - ttft_s)
 
 
 def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:

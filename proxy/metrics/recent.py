@@ -19,6 +19,11 @@ MAX_ENTRIES = 6000
 MAX_TEXT = 200
 
 
+def text(value: str, most: int = MAX_TEXT) -> str:
+    """Shorten a client's text, and replace invalid characters."""
+    return value[:most].encode(errors="replace").decode()
+
+
 @dataclass(slots=True)
 class RecentRequest:
     id: str

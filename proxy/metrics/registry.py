@@ -8,7 +8,9 @@ objects keep (decisions, charges, breakers) are read at each scrape.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.route_table import BY_NAME
@@ -24,6 +26,8 @@ from proxy.metrics.histogram import (
     TTFT_BOUNDS,
     WAIT_BOUNDS,
     Histogram,
+    Histograms,
+    forget,
 )
 from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.no_first_token import NoFirstToken
@@ -56,29 +60,18 @@ CLIENT_GONE = 499  # nginx's code for a client disconnect; used in metrics only
 FAULTY = 400
 
 
+@dataclass(slots=True)
 class Series:
     """Requests that share all labels, and the histograms that they feed."""
 
-    __slots__ = ("count", "duration", "model", "phases", "predicted", "tpot", "ttft", "wait")
-
-    def __init__(
-        self,
-        model: str,
-        ttft: Histogram,
-        predicted: Histogram,
-        tpot: Histogram,
-        duration: Histogram,
-        wait: Histogram,
-        phases: Phases,
-    ) -> None:
-        self.count = 0
-        self.model = model  # the label of all families
-        self.ttft = ttft
-        self.predicted = predicted
-        self.tpot = tpot
-        self.duration = duration
-        self.wait = wait
-        self.phases = phases
+    model: str  # the label of all families
+    ttft: Histogram
+    predicted: Histogram
+    tpot: Histogram
+    duration: Histogram
+    wait: Histogram
+    phases: Phases
+    count: int = 0
 
 
 def class_of(ask: RequestInfo | None) -> str:
@@ -90,17 +83,7 @@ def class_of(ask: RequestInfo | None) -> str:
     return LONG if ask.long else SHORT
 
 
-def histogram(
-    table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
-) -> Histogram:
-    if (found := table.get(key)) is None:
-        found = table[key] = Histogram(bounds)
-    return found
-
-
 class Metrics:
-    """The counters of one router process."""
-
     def __init__(self, router: Router) -> None:
         self.router = router
         self.recent = RecentRequests()
@@ -121,15 +104,15 @@ class Metrics:
         self.batches: BatchCounts | None = None  # set if batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
-        self.retries: dict[tuple[str, str], int] = {}
-        self.continuations: dict[str, int] = {}  # by the worker that failed
-        self.lost_streams: dict[str, int] = {}  # by reason
-        self.gaps: dict[tuple[str, ...], Histogram] = {}
-        self.ttft: dict[tuple[str, ...], Histogram] = {}
-        self.predicted: dict[tuple[str, ...], Histogram] = {}
-        self.tpot: dict[tuple[str, ...], Histogram] = {}
-        self.durations: dict[tuple[str, ...], Histogram] = {}
-        self.waits: dict[tuple[str, ...], Histogram] = {}
+        self.retries: Counter[tuple[str, str]] = Counter()
+        self.continuations: Counter[str] = Counter()  # by the worker that failed
+        self.lost_streams: Counter[str] = Counter()  # by reason
+        self.gaps: Histograms[tuple[str, ...]] = Histograms(GAP_BOUNDS)
+        self.ttft: Histograms[tuple[str, ...]] = Histograms(TTFT_BOUNDS)
+        self.predicted: Histograms[tuple[str, ...]] = Histograms(TTFT_BOUNDS)
+        self.tpot: Histograms[tuple[str, ...]] = Histograms(GAP_BOUNDS)
+        self.durations: Histograms[tuple[str, ...]] = Histograms(DURATION_BOUNDS)
+        self.waits: Histograms[tuple[str, ...]] = Histograms(WAIT_BOUNDS)
         self.phases: dict[tuple[str, ...], Phases] = {}
         self.handovers = HandoverCounters(self.model_label)
         self.tenants = TenantCounts(router.tenants)
@@ -172,20 +155,19 @@ class Metrics:
             found.exemplify(done.ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
-        return histogram(self.gaps, (pool, size), GAP_BOUNDS)
+        return self.gaps[pool, size]
 
     def count_retry(self, worker: str, why: str) -> None:
         """Count a leg that failed on `worker` and is retried; `why` has few values."""
-        key = worker, why
-        self.retries[key] = self.retries.get(key, 0) + 1
+        self.retries[worker, why] += 1
 
     def count_continuation(self, worker: str) -> None:
         """Count a stream that goes on from another worker than this one, which failed."""
-        self.continuations[worker] = self.continuations.get(worker, 0) + 1
+        self.continuations[worker] += 1
 
     def count_lost_stream(self, why: str) -> None:
         """Count a stream that could not be continued; `why` has few values."""
-        self.lost_streams[why] = self.lost_streams.get(why, 0) + 1
+        self.lost_streams[why] += 1
 
     def count_failed_handover(self, lease: Lease, *, was_asked: bool) -> None:
         """Count a hand-over that failed before the client got a byte.
@@ -223,25 +205,22 @@ class Metrics:
         model = self.model_label(model)
         route = route if route in BY_NAME else OTHER
         key = route, model, worker, pool, str(reason), status, size
-        if (series := self.requests.get(key)) is not None:
-            return series
-        if len(self.requests) >= MAX_SERIES and self._cleanup_due():
-            self._drop_removed_workers()
-        if len(self.requests) >= MAX_SERIES:
-            worker = OTHER if worker != NONE else NONE
-            key = route, model, worker, pool, str(reason), status, size
-            if (series := self.requests.get(key)) is not None:
-                return series
-        series = Series(
-            model,
-            histogram(self.ttft, (pool, model, size), TTFT_BOUNDS),
-            histogram(self.predicted, (pool, model, size), TTFT_BOUNDS),
-            histogram(self.tpot, (pool, model, size), GAP_BOUNDS),
-            histogram(self.durations, (pool, route, size), DURATION_BOUNDS),
-            histogram(self.waits, (pool, model, size), WAIT_BOUNDS),
-            self.phases.setdefault((pool, model, size), Phases()),
-        )
-        self.requests[key] = series
+        if key not in self.requests and len(self.requests) >= MAX_SERIES:
+            if self._cleanup_due():
+                self._drop_removed_workers()
+            if len(self.requests) >= MAX_SERIES:
+                worker = OTHER if worker != NONE else NONE
+                key = route, model, worker, pool, str(reason), status, size
+        if (series := self.requests.get(key)) is None:
+            series = self.requests[key] = Series(
+                model,
+                self.ttft[pool, model, size],
+                self.predicted[pool, model, size],
+                self.tpot[pool, model, size],
+                self.durations[pool, route, size],
+                self.waits[pool, model, size],
+                self.phases.setdefault((pool, model, size), Phases()),
+            )
         return series
 
     def _cleanup_due(self) -> bool:
@@ -252,9 +231,9 @@ class Metrics:
 
     def _drop_removed_workers(self) -> None:
         stay = {worker.name for worker in self.router.fleet.roster} | {NONE, OTHER}
-        self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
-        self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
-        self.continuations = {k: count for k, count in self.continuations.items() if k in stay}
+        forget(self.requests, lambda key: key[2] not in stay)
+        forget(self.retries, lambda key: key[0] not in stay)
+        forget(self.continuations, lambda worker: worker not in stay)
 
     def _forget_models(self, gone: set[str]) -> None:
         self._models -= gone
@@ -269,10 +248,9 @@ class Metrics:
         }
         self.handovers.forget_models(gone)
         self.unseen.forget_models(gone)
-        self.requests = {key: count for key, count in self.requests.items() if key[1] not in gone}
+        forget(self.requests, lambda key: key[1] in gone)
         tables: tuple[dict[tuple[str, ...], Any], ...] = (
             self.ttft, self.predicted, self.tpot, self.waits, self.phases
         )  # fmt: skip
         for table in tables:
-            for key in [key for key in table if key[1] in gone]:
-                del table[key]
+            forget(table, lambda key: key[1] in gone)

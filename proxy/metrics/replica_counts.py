@@ -5,30 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from proxy.metrics.exposition import Family
+from proxy.metrics.exposition import Family, counter, gauge
 
-UP = Family(
+UP = gauge(
     "proxy_shared_up",
-    "gauge",
     "0 if the server of router.shared cannot be reached; 1 otherwise, and without router.shared.",
 )
-LIMITS_UP = Family(
+LIMITS_UP = gauge(
     "proxy_shared_limits_up",
-    "gauge",
     "0 if this router decides tenants' limits alone, because the server of router.shared does not "
     "answer; 1 otherwise.",
 )
-REPLICAS = Family(
-    "proxy_replicas", "gauge", "Router replicas that this one hears from, with itself."
-)
-AGE = Family(
+REPLICAS = gauge("proxy_replicas", "Router replicas that this one hears from, with itself.")
+AGE = gauge(
     "proxy_shared_age_seconds",
-    "gauge",
     "Time since the last message of the replica that was silent for the longest time.",
 )
-ERRORS = Family(
+ERRORS = counter(
     "proxy_shared_errors",
-    "counter",
     "Lost connections to the server of router.shared, and messages that could not be read.",
 )
 

@@ -17,7 +17,7 @@ from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
 from proxy.metrics import journal_counts, phases, replica_counts, session_counts
-from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage
+from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage, counter, gauge, histogram
 from proxy.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -26,220 +26,184 @@ if TYPE_CHECKING:
 VERSION = metadata.version("vllm-sched")
 WORKER = ("worker", "role", "model")
 
-BUILD = Family("proxy_build_info", "gauge", "The router's version; always 1.", ("version",))
-REQUESTS = Family(
+BUILD = gauge("proxy_build_info", "The router's version; always 1.", ("version",))
+REQUESTS = counter(
     "proxy_requests",
-    "counter",
     "Finished requests, by route, model, worker, reason of the decision, status and class.",
     ("route", "model", "worker", "reason", "status", "class"),
 )
-RETRIES = Family(
+RETRIES = counter(
     "proxy_retries",
-    "counter",
     "Requests that left a worker for another because it failed, or was drained.",
     ("worker", "why"),
 )
-CONTINUED = Family(
+CONTINUED = counter(
     "proxy_continued_streams",
-    "counter",
     "Streams that went on from another worker after this worker failed or was drained.",
     ("worker",),
 )
-NOT_CONTINUED = Family(
+NOT_CONTINUED = counter(
     "proxy_streams_not_continued",
-    "counter",
     "Streams that could not be continued after their worker failed, by reason.",
     ("why",),
 )
-DECISIONS = Family(
-    "proxy_decisions", "counter", "Decisions of the routing rule.", ("model", "reason")
-)
-NO_ROOM = Family(
+DECISIONS = counter("proxy_decisions", "Decisions of the routing rule.", ("model", "reason"))
+NO_ROOM = counter(
     "proxy_connects_without_room",
-    "counter",
     "Connections to workers that failed because this machine had no free files, ports or memory.",
 )
-PROCESSES = Family("proxy_processes", "gauge", "Router processes that serve.")
-RESTARTS = Family(
-    "proxy_process_restarts",
-    "counter",
-    "Router processes that ended and were restarted.",
+PROCESSES = gauge("proxy_processes", "Router processes that serve.")
+RESTARTS = counter("proxy_process_restarts", "Router processes that ended and were restarted.")
+QUEUE_REQUESTS = gauge("proxy_queue_requests", "Requests in the router's queue.")
+QUEUE_LIMIT = gauge(
+    "proxy_queue_limit_requests", "Maximum number of requests in the router's queue."
 )
-QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests in the router's queue.")
-QUEUE_LIMIT = Family(
-    "proxy_queue_limit_requests", "gauge", "Maximum number of requests in the router's queue."
-)
-QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of request bodies in the router's queue.")
-LOG_DROPPED = Family(
+QUEUE_BYTES = gauge("proxy_queue_bytes", "Bytes of request bodies in the router's queue.")
+LOG_DROPPED = counter(
     "proxy_log_lines_dropped",
-    "counter",
     "Log lines dropped because the log's reader is too slow or its disk is full.",
 )
-LOOP_LAG = Family(
-    "proxy_loop_lag_seconds",
-    "histogram",
-    "Lag of the router's event loop, measured 5 times a second.",
+LOOP_LAG = histogram(
+    "proxy_loop_lag_seconds", "Lag of the router's event loop, measured 5 times a second."
 )
-CLIENTS = Family("proxy_client_connections", "gauge", "Open client connections.")
-UPSTREAM = Family(
-    "proxy_upstream_connections", "gauge", "Open connections to workers.", ("worker", "state")
+CLIENTS = gauge("proxy_client_connections", "Open client connections.")
+UPSTREAM = gauge("proxy_upstream_connections", "Open connections to workers.", ("worker", "state"))
+DISCOVERY_UP = gauge(
+    "proxy_discovery_up", "1 if discovery knows the workers of the pool.", ("name",)
 )
-DISCOVERY_UP = Family(
-    "proxy_discovery_up", "gauge", "1 if discovery knows the workers of the pool.", ("name",)
-)
-DISCOVERED = Family("proxy_discovery_workers", "gauge", "Workers discovered in a pool.", ("name",))
-BYTES_PER_TOKEN = Family(
+DISCOVERED = gauge("proxy_discovery_workers", "Workers discovered in a pool.", ("name",))
+BYTES_PER_TOKEN = gauge(
     "proxy_bytes_per_token",
-    "gauge",
     "Bytes of prompt text per token, learned from usage and token counts.",
     ("model", "route"),
 )
 
-TTFT = Family(
+TTFT = histogram(
     "proxy_ttft_seconds",
-    "histogram",
     "Time from a request's arrival to its first token, including the router's queue.",
     ("pool", "model", "class"),
 )
-PREDICTED_TTFT = Family(
+PREDICTED_TTFT = histogram(
     "proxy_predicted_ttft_seconds",
-    "histogram",
     "Time to first token as predicted at placement, for requests that had a first token.",
     ("pool", "model", "class"),
 )
-TPOT = Family(
+TPOT = histogram(
     "proxy_time_per_output_token_seconds",
-    "histogram",
     "Mean time between a stream's tokens, for requests with at least two tokens.",
     ("pool", "model", "class"),
 )
-DURATIONS = Family(
+DURATIONS = histogram(
     "proxy_request_duration_seconds",
-    "histogram",
     "Time from a request's arrival to the last byte of its response.",
     ("pool", "route", "class"),
 )
-WAITS = Family(
-    "proxy_queue_wait_seconds",
-    "histogram",
-    "Time in the router's queue.",
-    ("pool", "model", "class"),
+WAITS = histogram(
+    "proxy_queue_wait_seconds", "Time in the router's queue.", ("pool", "model", "class")
 )
-GAPS = Family(
+GAPS = histogram(
     "proxy_inter_token_latency_seconds",
-    "histogram",
     "Time between two events of a stream, as received from the worker.",
     ("pool", "class"),
 )
 
 
-HANDOVER_DECISIONS = Family(
+HANDOVER_DECISIONS = counter(
     "proxy_handover_decisions",
-    "counter",
     "Requests by hand-over verdict: handed over from a prefill to a decode worker, or why not.",
     ("model", "why"),
 )
-HANDOVERS = Family(
+HANDOVERS = counter(
     "proxy_handovers",
-    "counter",
     "Hand-overs by outcome, and KV blocks that were released or left to expire.",
     ("outcome",),
 )
-WARMUPS = Family(
+WARMUPS = counter(
     "proxy_handover_warmups",
-    "counter",
     "Warm-ups of connections between prefill and decode workers, by outcome.",
     ("outcome",),
 )
-PREFILL_LEGS = Family(
-    "proxy_prefill_legs",
-    "counter",
-    "Prefill legs of hand-overs that a worker completed.",
-    ("worker",),
+PREFILL_LEGS = counter(
+    "proxy_prefill_legs", "Prefill legs of hand-overs that a worker completed.", ("worker",)
 )
-BARS = Family(
+BARS = counter(
     "proxy_handover_bars",
-    "counter",
     "Times that a pair of workers was excluded from hand-overs after consecutive failures.",
     ("prefill", "decode"),
 )
-TRANSFER_TOKENS = Family(
-    "proxy_transfer_tokens", "counter", "Prompt tokens handed over (estimate).", ("model",)
+TRANSFER_TOKENS = counter(
+    "proxy_transfer_tokens", "Prompt tokens handed over (estimate).", ("model",)
 )
-TRANSFER_BYTES = Family(
+TRANSFER_BYTES = counter(
     "proxy_transfer_bytes",
-    "counter",
     "Bytes of KV cache that a worker fetched or sent, if the worker reports it.",
     ("worker", "role"),
 )
-PREFILL_LEG = Family(
-    "proxy_prefill_leg_seconds",
-    "histogram",
-    "Time from the start of a prefill leg to its response.",
-    ("model",),
+PREFILL_LEG = histogram(
+    "proxy_prefill_leg_seconds", "Time from the start of a prefill leg to its response.", ("model",)
 )
-TRANSFER = Family(
+TRANSFER = histogram(
     "proxy_transfer_seconds",
-    "histogram",
     "Time from the start of a decode leg to its first token, minus one decode step.",
     ("model",),
 )
-PREDICTED_TRANSFER = Family(
-    "proxy_predicted_transfer_seconds",
-    "histogram",
-    "Transfer time as predicted at placement.",
-    ("model",),
+PREDICTED_TRANSFER = histogram(
+    "proxy_predicted_transfer_seconds", "Transfer time as predicted at placement.", ("model",)
 )
 
 
-def gauge(name: str, text: str) -> Family:
-    return Family(f"proxy_worker_{name}", "gauge", text, WORKER)
+def worker_gauge(name: str, text: str) -> Family:
+    return gauge(f"proxy_worker_{name}", text, WORKER)
 
 
-INFLIGHT = gauge("inflight_requests", "Requests charged to the worker.")
-PREFILL = gauge("prefill_tokens", "Prompt tokens charged to the worker that are not yet prefilled.")
-DECODE = gauge("decode_tokens", "Output tokens charged to the worker that are not yet generated.")
-KV = gauge("kv_tokens", "KV cache tokens that the requests charged to the worker may use.")
-PINNED = gauge(
+INFLIGHT = worker_gauge("inflight_requests", "Requests charged to the worker.")
+PREFILL = worker_gauge(
+    "prefill_tokens", "Prompt tokens charged to the worker that are not yet prefilled."
+)
+DECODE = worker_gauge(
+    "decode_tokens", "Output tokens charged to the worker that are not yet generated."
+)
+KV = worker_gauge("kv_tokens", "KV cache tokens that the requests charged to the worker may use.")
+PINNED = worker_gauge(
     "held_prompts", "Prefilled prompts whose KV blocks decode workers have not yet fetched."
 )
-KV_USAGE = gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
-SLOTS = gauge(
+KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
+SLOTS = worker_gauge(
     "seats_taken_ratio",
     "Share of the worker's slots (max_num_seqs) in use; 0 if the number of slots is unknown.",
 )
-KV_CAPACITY = gauge(
+KV_CAPACITY = worker_gauge(
     "kv_capacity_tokens", "Capacity of the KV cache in tokens, if the worker reports it."
 )
-UP = gauge("up", "1 if the worker's probes succeed and the worker lists its configured model.")
-BREAKER = gauge("breaker_open", "1 if the worker gets no requests because requests failed on it.")
-BREAKER_STATE = Family(
+UP = worker_gauge(
+    "up", "1 if the worker's probes succeed and the worker lists its configured model."
+)
+BREAKER = worker_gauge(
+    "breaker_open", "1 if the worker gets no requests because requests failed on it."
+)
+BREAKER_STATE = gauge(
     "proxy_worker_breaker_state",
-    "gauge",
     "State of a breaker that is not closed: busy if the worker reported overload, otherwise open, "
     "or half_open when one trial request may pass. Always 1.",
     (*WORKER, "state"),
 )
-OPENINGS = Family(
+OPENINGS = counter(
     "proxy_breaker_openings",
-    "counter",
     "Times that the breaker opened because the worker failed or was busy; failed trials excluded.",
     (*WORKER, "why"),
 )
-PANIC = Family(
+PANIC = gauge(
     "proxy_pool_panic",
-    "gauge",
     "1 while breakers are ignored because fewer of a model's workers than panic_threshold are "
     "healthy; pool is prefill for prefill workers, otherwise serve.",
     ("model", "pool"),
 )
-PANICS = Family(
+PANICS = counter(
     "proxy_pool_panics",
-    "counter",
     "Times that the router began to ignore the breakers of a model's workers.",
     ("model", "pool"),
 )
-DRAINING = gauge("draining", "1 while the worker is drained and gets no new requests.")
+DRAINING = worker_gauge("draining", "1 while the worker is drained and gets no new requests.")
 
 process = ProcessCollector(registry=None)
 
@@ -306,8 +270,8 @@ def _counts(page: MetricsPage, metrics: Metrics) -> None:
 def _continuations(page: MetricsPage, metrics: Metrics) -> None:
     continued, lost = metrics.continuations, metrics.lost_streams
     if journals := list(metrics.journals()):  # from zero, so that the first one is an increase
-        continued = dict.fromkeys((each.worker for each in journals), 0) | continued
-        lost = dict.fromkeys(REASONS, 0) | lost
+        continued = Counter({**dict.fromkeys((each.worker for each in journals), 0), **continued})
+        lost = Counter({**dict.fromkeys(REASONS, 0), **lost})
     page.values(CONTINUED, (((worker,), count) for worker, count in continued.items()))
     page.values(NOT_CONTINUED, (((why,), count) for why, count in lost.items()))
 

@@ -6,15 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from proxy.core.learned.sessions import TURNS
-from proxy.metrics.exposition import Family, MetricsPage
+from proxy.metrics.exposition import MetricsPage, counter, gauge
 
 if TYPE_CHECKING:
     from proxy.metrics.registry import Metrics
 
-SESSIONS = Family("proxy_sessions", "gauge", "Sessions with a turn in the last hour, at most.")
-TURNS_SERVED = Family(
+SESSIONS = gauge("proxy_sessions", "Sessions with a turn in the last hour, at most.")
+TURNS_SERVED = counter(
     "proxy_session_turns",
-    "counter",
     "Turns of sessions that workers served: new, stayed on the worker of the turn before, moved to "
     "a worker that costs less, or displaced because the worker could not take the turn.",
     ("model", "turn"),

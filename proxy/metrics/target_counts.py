@@ -10,16 +10,15 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.queue.latency_admission import NO_TARGETS
-from proxy.metrics.exposition import Family, MetricsPage
+from proxy.metrics.exposition import MetricsPage, counter
 
 if TYPE_CHECKING:
     from proxy.core.model.finished_request import FinishedRequest
     from proxy.core.model.types import RequestInfo
     from proxy.core.queue.latency_admission import AdmissionSettings
 
-TARGETS = Family(
+TARGETS = counter(
     "proxy_targets",
-    "counter",
     "Requests with a target, by tenant class, target (ttft and tpot, or deadline if the client "
     "gave one) and result: met, missed or refused.",
     ("class", "target", "result"),

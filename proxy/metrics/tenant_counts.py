@@ -9,50 +9,40 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from proxy.metrics.exposition import OTHER, Family, MetricsPage
-from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histogram
+from proxy.metrics.exposition import OTHER, MetricsPage, counter, gauge, histogram
+from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histograms
 
 if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant, Tenants
 
 MAX_TENANTS = 100
 
-REQUESTS = Family(
+REQUESTS = counter(
     "proxy_tenant_requests",
-    "counter",
     "Finished requests of a tenant, by status.",
     ("tenant", "class", "status"),
 )
-TOKENS = Family(
+TOKENS = counter(
     "proxy_tenant_tokens",
-    "counter",
     "Tokens of a tenant's prompts and responses, counted by workers or estimated.",
     ("tenant", "kind"),
 )
-LIMITED = Family(
-    "proxy_tenant_limited",
-    "counter",
-    "Requests that reached a limit of their tenant.",
-    ("tenant", "limit"),
+LIMITED = counter(
+    "proxy_tenant_limited", "Requests that reached a limit of their tenant.", ("tenant", "limit")
 )
-INFLIGHT = Family(
+INFLIGHT = gauge(
     "proxy_tenant_inflight_requests",
-    "gauge",
     "Requests of a tenant in flight, including queued requests.",
     ("tenant",),
 )
-WAITING = Family(
-    "proxy_tenant_queue_requests", "gauge", "Requests of a tenant in the queue.", ("tenant",)
-)
-TTFT = Family(
+WAITING = gauge("proxy_tenant_queue_requests", "Requests of a tenant in the queue.", ("tenant",))
+TTFT = histogram(
     "proxy_tenant_ttft_seconds",
-    "histogram",
     "Time from a request's arrival to its first token, by tenant.",
     ("tenant", "class"),
 )
-WAITS = Family(
+WAITS = histogram(
     "proxy_tenant_queue_wait_seconds",
-    "histogram",
     "Time of a tenant's requests in the router's queue.",
     ("tenant", "class"),
 )
@@ -66,8 +56,8 @@ class TenantCounts:
         self._tenants = tenants
         self._names: set[str] = set()
         self._requests: Counter[tuple[str, str, int]] = Counter()
-        self._ttft: dict[Key, Histogram] = {}
-        self._waits: dict[Key, Histogram] = {}
+        self._ttft: Histograms[Key] = Histograms(TTFT_BOUNDS)
+        self._waits: Histograms[Key] = Histograms(WAIT_BOUNDS)
 
     def name(self, name: str) -> str:
         """Return a tenant's name as all families show it."""
@@ -81,14 +71,10 @@ class TenantCounts:
     def count(self, tenant: Tenant, status: int, ttft_s: float | None, queue_s: float) -> None:
         name, rank = self.name(tenant.name), tenant.spec.rank.name.lower()
         self._requests[name, rank, status] += 1
-        key = name, rank
-        waits = self._waits.get(key)
-        if waits is None:
-            waits = self._waits[key] = Histogram(WAIT_BOUNDS)
-            self._ttft[key] = Histogram(TTFT_BOUNDS)
-        waits.observe(queue_s)
+        self._waits[name, rank].observe(queue_s)
+        ttft = self._ttft[name, rank]  # also without an observation, as a divisor of shares
         if ttft_s is not None:
-            self._ttft[key].observe(ttft_s)
+            ttft.observe(ttft_s)
 
     def show(self, page: MetricsPage) -> None:
         if not self._tenants.totals:

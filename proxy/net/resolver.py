@@ -55,8 +55,6 @@ class CachedLookup(NamedTuple):
 
 
 class PendingLookup(NamedTuple):
-    """A look-up that has not finished."""
-
     began: float
     answer: Future[Addresses]
 
@@ -86,7 +84,7 @@ class Resolver:
 
     async def find(self, host: str) -> Addresses:
         """Return cached or new addresses; raise `OSError` or `UnicodeError`."""
-        if _is_address(host):
+        if is_address(host):
             return (host,)
         known, now = self._known.get(host), time.monotonic()
         if known is None:
@@ -250,7 +248,7 @@ def _close(attempt: asyncio.Task[socket.socket]) -> None:
         attempt.result().close()
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
     try:
         ip_address(host)
     except ValueError:

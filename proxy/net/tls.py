@@ -47,7 +47,6 @@ class ServedContext:
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:
-    """Return a context for a port; raise `TlsError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if config.client_ca_file is not None:
@@ -131,7 +130,7 @@ MAX_CONTEXTS = 1000
 
 
 def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
-    """Return the context for a worker, None for plain HTTP; raise `TlsError`.
+    """Return the context for a worker or an API server, None for plain HTTP; raise `TlsError`.
 
     If changed files can't be used, the previous context stays.
     """
@@ -146,7 +145,7 @@ def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
     except TlsError as error:
         if known is None:
             raise
-        logger.warning("TLS to workers: %s; the previous files stay in use", error)
+        logger.warning("TLS: %s; the previous files stay in use", error)
         context = known[1]
     if len(_known) >= MAX_CONTEXTS:
         _known.clear()
@@ -191,7 +190,13 @@ def _problems(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[
 
 def check_tls(config: FleetConfig, source: str) -> None:
     """Load all TLS files of a fleet file; raise `ConfigError` if any can't be used."""
-    if problems := list(tls_problems(PartialConfig.from_config(config))):
+    draft = PartialConfig(
+        router=config.router,
+        worker_tls=config.worker_tls,
+        legible_workers=dict(enumerate(config.workers)),
+        pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
+    )
+    if problems := list(tls_problems(draft)):
         raise ConfigError(source, problems)
     for worker in config.workers:
         to_worker(config.tls_of(worker))  # so that no request waits for the files

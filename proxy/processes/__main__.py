@@ -15,7 +15,6 @@ from proxy.processes.server_process import serve
 
 
 def main() -> int:
-    """Serve until the supervisor ends this process."""
     index, table, line, admin = map(int, sys.argv[1:])
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s [{index}] %(message)s"

@@ -21,8 +21,6 @@ LENGTH = Struct("!I")
 
 
 class Channel(asyncio.Protocol):
-    """One end of the channel."""
-
     def __init__(self, handle: Callable[[Message], None], lost: Callable[[], None]) -> None:
         self._handle = handle
         self._lost = lost
@@ -33,7 +31,6 @@ class Channel(asyncio.Protocol):
     async def open(
         cls, sock: socket.socket, handle: Callable[[Message], None], lost: Callable[[], None]
     ) -> Channel:
-        """Start receiving on a socket."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_connection(lambda: cls(handle, lost), sock=sock)
         return channel
@@ -57,7 +54,6 @@ class Channel(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Decode complete messages."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= LENGTH.size:

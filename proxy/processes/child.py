@@ -25,7 +25,6 @@ class Child:
         self.began = time.monotonic()
 
     def __repr__(self) -> str:
-        """Return the name for logs."""
         return f"router process {self.index} ({self.process.pid})"
 
 

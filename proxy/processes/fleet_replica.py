@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Place = tuple[int, float]  # row in the shared table, and the time of its assignment
+NO_ROW = -1
 
 
 class FleetReplica:
@@ -45,6 +46,7 @@ class FleetReplica:
         self._found: Mapping[str, Endpoints] = {}
         self._fleet = router.fleet
         self._sharing = sharing
+        self._clock = clock
         self._rows = WorkerRows(sharing, clock)
         self._places: dict[Worker, Place] = {}
         self._sent: dict[Worker, tuple[object, ...]] = {}
@@ -56,7 +58,7 @@ class FleetReplica:
 
     def lead(self) -> None:
         """Continue as leader from the replicated state."""
-        self._rows.adopt(self._places)
+        self._rows.adopt({row for row, _ in self._places.values()})
         self._discovery.adopt(self._found)
 
     def forget(self) -> None:
@@ -73,7 +75,8 @@ class FleetReplica:
             worker for worker in self._places if self._fleet.roster.get(worker.name) is not worker
         ]
         for worker in gone:
-            self._rows.release(worker)
+            if (row := self._places[worker][0]) != NO_ROW:
+                self._rows.release(row)
             self._forget_worker(worker)
         known = []
         for worker in self._fleet.roster:
@@ -111,22 +114,23 @@ class FleetReplica:
         )
 
     def _assign_place(self, worker: Worker) -> None:
-        place = self._rows.row_of(worker)
-        if place is None:
+        row = self._rows.take()
+        if row is None:
             logger.error(
                 "worker %s: more than %d workers; its charges are not shared between processes",
                 worker.name,
                 MAX_WORKERS,
             )
-            place = -1, 0.0
-        self._apply_place(worker, place)
+            self._places[worker] = NO_ROW, 0.0
+        else:
+            self._apply_place(worker, (row, self._clock()))
 
     def _describe_worker(self, worker: Worker) -> KnownWorker:
         row, since = self._places[worker]
         pace = worker.pace
         return KnownWorker(
             spec=worker.spec,
-            row=None if row < 0 else row,
+            row=None if row == NO_ROW else row,
             since=since,
             up=worker.up,
             probed=worker.probed,
@@ -161,7 +165,6 @@ class FleetReplica:
     # Followers
 
     def apply(self, changes: WorkersChanged) -> None:
-        """Apply the leader's changes."""
         gone = set(changes.gone)
         if changes.all:
             gone |= {worker.name for worker in self._fleet.roster}
@@ -227,7 +230,7 @@ class FleetReplica:
 
     def _apply_place(self, worker: Worker, place: Place) -> None:
         self._places[worker] = place
-        if place[0] >= 0:
+        if place[0] != NO_ROW:
             self._sharing.place(worker, *place)
 
     def _forget_worker(self, worker: Worker) -> None:
@@ -237,7 +240,7 @@ class FleetReplica:
 
 
 def _place(known: KnownWorker) -> Place:
-    return (-1 if known.row is None else known.row), known.since
+    return (NO_ROW if known.row is None else known.row), known.since
 
 
 def _pace(parts: tuple[float, ...]) -> LatencyModel:

@@ -138,14 +138,8 @@ class IpcAnswer:
     """The answer to the question with that number."""
 
     number: int
-    found: Any
-
-
-@dataclass(frozen=True, slots=True)
-class IpcNoAnswer:
-    """The process cannot answer; its log has the reason."""
-
-    number: int
+    found: Any = None
+    failed: bool = False  # the process cannot answer; its log has the reason
 
 
 Message: TypeAlias = (
@@ -163,5 +157,4 @@ Message: TypeAlias = (
     | Stop
     | IpcQuestion
     | IpcAnswer
-    | IpcNoAnswer
 )

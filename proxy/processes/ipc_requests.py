@@ -4,76 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.processes.child import Child
-    from proxy.processes.ipc_messages import IpcQuestion
+    from proxy.processes.ipc_messages import IpcAnswer, IpcQuestion
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 4.0  # timeout; a metrics page for a thousand workers is written in slices
 
 
-@dataclass(slots=True)
-class PendingQuestion:
-    """A question with outstanding answers."""
-
-    missing: set[int]
-    answers: dict[int, Any] = field(default_factory=dict)
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def stop_waiting_for(self, index: int) -> None:
-        self.missing.discard(index)
-        if not self.missing:
-            self.complete.set()
-
-
 class PendingQuestions:
-    """All questions with outstanding answers."""
+    """Questions to processes, until all have answered or the time is over."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, PendingQuestion] = {}
+        self._answers: dict[int, dict[int, asyncio.Future[Any]]] = {}  # by question and process
 
     async def ask(self, question: IpcQuestion, children: Sequence[Child]) -> dict[int, Any]:
         """Ask these processes and return the answers in time, by process index.
 
         Each question needs a unique number.
         """
-        number = question.number
-        pending = self._pending[number] = PendingQuestion({child.index for child in children})
+        loop = asyncio.get_running_loop()
+        answers = {child.index: loop.create_future() for child in children}
+        self._answers[question.number] = answers
         for child in children:
             child.channel.send(question)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                if pending.missing:
-                    await pending.complete.wait()
-        except TimeoutError:
-            late = ", ".join(map(str, sorted(pending.missing)))
-            logger.warning("no answer from process %s", late)
+            if answers:
+                await asyncio.wait(answers.values(), timeout=ANSWER_S)
         finally:
-            del self._pending[number]
-        answers = pending.answers
-        return {child.index: answers[child.index] for child in children if child.index in answers}
+            del self._answers[question.number]
+        late = [index for index, answer in answers.items() if not answer.done()]
+        if late:
+            logger.warning("no answer from process %s", ", ".join(map(str, sorted(late))))
+        return {
+            index: answer.result()
+            for index, answer in answers.items()
+            if answer.done() and not answer.cancelled()
+        }
 
-    def record_answer(self, index: int, number: int, found: object) -> None:
-        if (pending := self._pending.get(number)) is not None:
-            pending.answers[index] = found
-            pending.stop_waiting_for(index)
-
-    def record_no_answer(self, index: int, number: int) -> None:
-        """Record that a process cannot answer."""
-        if (pending := self._pending.get(number)) is not None:
-            pending.stop_waiting_for(index)
+    def record(self, index: int, message: IpcAnswer) -> None:
+        """Record a process's answer, or that it cannot answer."""
+        answer = self._answers.get(message.number, {}).get(index)
+        if answer is None:
+            return
+        if message.failed:
+            answer.cancel()
+        else:
+            answer.set_result(message.found)
 
     def remove_process(self, index: int) -> None:
         """Drop an exited process and its answers.
 
         Its last counters are already part of the totals of exited processes.
         """
-        for pending in self._pending.values():
-            pending.answers.pop(index, None)
-            pending.stop_waiting_for(index)
+        for answers in self._answers.values():
+            if (answer := answers.pop(index, None)) is not None:
+                answer.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.admin.port import admin_socket
 
@@ -30,7 +30,6 @@ class Ports:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The addresses that each process listens on."""
         return tuple((sock.family, sock.getsockname()) for sock in self._shared)
 
     async def reserve(self, router: RouterConfig) -> None:
@@ -47,28 +46,30 @@ class Ports:
         self.port = router.port
         for family, _, _, _, address in dict.fromkeys(found):
             # SO_REUSEPORT alone would let a second router share the port, so first bind without it.
-            with self._bind(family, address, shared=False) as alone:
+            with bind(family, (address[0], self.port, *address[2:]), shared=False) as alone:
                 self.port = alone.getsockname()[1]
-            shared = self._kept.enter_context(self._bind(family, address, shared=True))
-            self._shared.append(shared)
+            shared = bind(family, (address[0], self.port, *address[2:]))
+            self._shared.append(self._kept.enter_context(shared))
         listening = await admin_socket(router.admin.host, router.admin.port)
         self.admin = self._kept.enter_context(listening)
-
-    def _bind(self, family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
-        at = (address[0], self.port, *address[2:])
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            bound.bind(at)
-        except OSError as error:
-            bound.close()
-            raise OSError(error.errno, f"{error.strerror}: {at[0]} port {self.port}") from None
-        return bound
 
     def close(self) -> None:
         self._shared.clear()
         self._kept.close()
+
+
+def bind(family: int, address: Any, *, shared: bool = True) -> socket.socket:
+    """Return a socket with an address, which other processes may share."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setblocking(False)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"{error.strerror}: {address[0]} port {address[1]}") from None
+    return bound

@@ -21,12 +21,10 @@ from proxy.processes.channel import Channel
 from proxy.processes.child import freeze_objects
 from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.ipc_messages import (
-    Address,
     Begin,
     ConfigReloaded,
     Drain,
     IpcAnswer,
-    IpcNoAnswer,
     IpcQuestion,
     Joined,
     Lead,
@@ -40,15 +38,12 @@ from proxy.processes.ipc_messages import (
     WorkerDrained,
     WorkersChanged,
 )
+from proxy.processes.ports import bind
 from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.ticks import FlushTimer
-from proxy.processes.shared.limits import SharedLimits
-from proxy.processes.shared.load import SharedLoad
-from proxy.processes.shared.prefixes import SharedPrefixes
-from proxy.processes.shared.process_sheet import ALIVE, LIFE
-from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.process_sheet import ALIVE
 from proxy.processes.shared.shared_memory import SharedTable
-from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.sharing import share_router
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.signals import reload
 from proxy.setup.app import App
@@ -67,8 +62,6 @@ EXIT_FAILURE = 1
 
 
 class ServerProcess:
-    """One of several router processes."""
-
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         first = begin.started_with
@@ -82,22 +75,15 @@ class ServerProcess:
         self.app.live.collect_all = self.minute
         self.app.logs.change_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
-        fleet, clock = self.app.fleet, time.monotonic
-        shared, router = SharedTable(table, begin.processes), self.app.router
+        clock, router = time.monotonic, self.app.router
+        shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
         if begin.processes == 1:
             soon = FlushTimer(lambda: self._sharing.has_urgent()).start  # noqa: PLW0108 -- made next
-        self._sharing = SharedLoad(shared, index, fleet, clock, soon)
-        self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
-        self._queues = SharedQueues(router.queue, self._sharing)
-        self._sharing.parts += (
-            self._queues,
-            SharedLimits(router.tenants, router.queue.turns, shared, self._sharing),
-            SharedTraffic(router, self._sharing),
-            SharedPrefixes(fleet, self._sharing),
+        self._sharing, self._queues = share_router(
+            router, shared, index, clock, soon, life=time.monotonic_ns()
         )
         router.others_remember = self._publish_response
-        fleet.roster.others, router.queue.elsewhere = self._sharing, self._queues
         self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
         if (settings := first.router.shared) is not None:
             password = begin.keys.shared
@@ -116,7 +102,7 @@ class ServerProcess:
         self._clock = clock
         self._numbers = count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._listens = False
         self.ended = asyncio.Event()
         self.failed = False
@@ -139,7 +125,6 @@ class ServerProcess:
             await asyncio.gather(*watching, *self._tasks, return_exceptions=True)
 
     def handle(self, message: Message) -> None:
-        """Handle a message of the supervisor."""
         match message:
             case Lead():
                 self._lead()
@@ -165,11 +150,11 @@ class ServerProcess:
                 if self.app.leads:
                     self.app.fleet.roster.drain(name, draining=draining)
                     if now:
-                        self._run_in_background(self._move_requests(name))
+                        self._run_in_background(self.move_requests(name))
             case Drain():
                 self.drain()
             case Stop():
-                self._run_in_background(self._stop())
+                self._run_in_background(self._end_with(self.app.stop()))
             case IpcQuestion():
                 self._run_in_background(self._send_answer(message))
             case IpcAnswer(number, found):
@@ -178,7 +163,7 @@ class ServerProcess:
                     answer.set_result(found)
 
     def drain(self) -> None:
-        self._run_in_background(self._drain())
+        self._run_in_background(self._end_with(self.app.drain()))
 
     def drain_without_supervisor(self) -> None:
         """Drain because the supervisor is gone; release the ports at once for the next one."""
@@ -216,9 +201,6 @@ class ServerProcess:
         """Have the routers on other hosts drain or undrain a worker too."""
         self._channel.send(WorkerDrained(name, draining, now))
 
-    async def _move_requests(self, name: str) -> None:
-        await self.move_requests(name)
-
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
         self._send_changes()
@@ -244,7 +226,7 @@ class ServerProcess:
             self._channel.send(IpcAnswer(question.number, found))
         except Exception:
             logger.exception("process %d cannot answer: %s", self._index, question.what)
-            self._channel.send(IpcNoAnswer(question.number))
+            self._channel.send(IpcAnswer(question.number, failed=True))
 
     async def _answer(self, what: What, given: Any) -> object:
         if what == "page":
@@ -290,7 +272,7 @@ class ServerProcess:
             if all(worker.probed for worker in self.app.fleet.roster):
                 break
             await asyncio.sleep(QUEUED_INTERVAL_S)
-        await self.app.listen([bind_socket(address) for address in self._addresses])
+        await self.app.listen([bind(*address) for address in self._addresses])
         freeze_objects()
         self.app.objects_frozen = True
         self._channel.send(Serving())
@@ -316,40 +298,23 @@ class ServerProcess:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._queues.came.wait(), self._idle_s)
 
-    async def _drain(self) -> None:
-        await self.app.drain()
+    async def _end_with(self, ending: Coroutine[Any, Any, None]) -> None:
+        await ending
         self.ended.set()
 
-    async def _stop(self) -> None:
-        await self.app.stop()
-        self.ended.set()
-
-    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, object]) -> None:
         """Run a task in the background; this process ends if the task fails."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._check_task)
 
-    def _check_task(self, task: asyncio.Task[None]) -> None:
+    def _check_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("a task failed, this process exits: %s", error, exc_info=error)
         self.failed = True
         self.ended.set()
-
-
-def bind_socket(address: Address) -> socket.socket:
-    """Return a socket that shares its address with the other processes."""
-    family, at = address
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    if family == socket.AF_INET6:
-        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    made.bind(at)
-    made.setblocking(False)
-    return made
 
 
 async def serve(index: int, table: int, line: socket.socket, admin: socket.socket) -> int:

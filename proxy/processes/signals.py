@@ -22,8 +22,7 @@ INTERRUPTED = 130
 class Reloadable(Protocol):
     """A service that can read the fleet file again."""
 
-    async def reload(self) -> object:
-        """Read the fleet file again."""
+    async def reload(self) -> object: ...
 
 
 class Service(Reloadable, Protocol):
@@ -39,8 +38,7 @@ class Service(Reloadable, Protocol):
     async def drain(self) -> None:
         """Refuse new requests, let requests in flight finish, and stop."""
 
-    async def stop(self) -> None:
-        """Stop at once."""
+    async def stop(self) -> None: ...
 
 
 async def serve_until_signal(service: Service, on_ready: Callable[[], None]) -> int:

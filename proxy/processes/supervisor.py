@@ -34,7 +34,6 @@ from proxy.processes.ipc_messages import (
     ConfigReloaded,
     Drain,
     IpcAnswer,
-    IpcNoAnswer,
     IpcQuestion,
     Joined,
     Lead,
@@ -70,8 +69,6 @@ MAX_UNSENT_BYTES = 8 << 20  # unread bytes after which a process gets no more ch
 
 
 class Supervisor:
-    """Starts, watches and connects the router processes."""
-
     def __init__(
         self,
         config: FleetConfig,
@@ -152,8 +149,13 @@ class Supervisor:
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        task.add_done_callback(_log_failure)
         self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the supervisor failed: %s", error, exc_info=error)
 
     async def _take_ports(self) -> None:
         router = self._config.router
@@ -307,13 +309,9 @@ class Supervisor:
             case IpcQuestion():
                 if message.what == "logs":
                     self._remember_log_settings(message)
-                task = asyncio.create_task(self._ask(child, message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            case IpcAnswer(number, found):
-                self._questions.record_answer(child.index, number, found)
-            case IpcNoAnswer(number):
-                self._questions.record_no_answer(child.index, number)
+                self._run_in_background(self._ask(child, message))
+            case IpcAnswer():
+                self._questions.record(child.index, message)
 
     def _forward(self, child: Child, message: WorkersChanged) -> None:
         """Forward changes of workers, unless the process has too much unread."""
@@ -368,11 +366,6 @@ class Supervisor:
         children = [child for child in self._children.values() if child.serving]
         children.sort(key=lambda child: (child is not self._leader, child.index))
         return await self._questions.ask(question, children)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a task of the supervisor failed: %s", error, exc_info=error)
 
 
 def _describe_exit(status: int) -> str:

@@ -166,7 +166,8 @@ class App:
             asyncio.create_task(self.journals.run(), name="journals"),
         ]
         if self.started_with.transfer is not None:  # each process counts its own requests
-            self._tasks.append(asyncio.create_task(self._log_fallbacks(), name="fallbacks"))
+            fallbacks = FallbackLog(self.router).log_new
+            self._tasks.append(asyncio.create_task(self._repeat(fallbacks), name="fallbacks"))
         if self.batches is not None:
             await self.batches.start()
         router = self.config.router
@@ -190,19 +191,14 @@ class App:
         if self.warmup is not None:
             self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))
         if self.started_with.transfer is not None:
-            self._tasks.append(asyncio.create_task(self._watch_balance(), name="balance"))
+            balance = self.balance.sample
+            self._tasks.append(asyncio.create_task(self._repeat(balance), name="balance"))
         if self._admin is not None:
             self._admin_task = asyncio.create_task(self._admin.run(), name="admin")
 
-    async def _watch_balance(self) -> None:
+    async def _repeat(self, work: Callable[[float], None]) -> None:
         while True:
-            self.balance.sample(self.wire.clock())
-            await asyncio.sleep(WATCH_INTERVAL_S)
-
-    async def _log_fallbacks(self) -> None:
-        fallbacks = FallbackLog(self.router)
-        while True:
-            fallbacks.log_new(self.wire.clock())
+            work(self.wire.clock())
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     @property

@@ -64,7 +64,6 @@ def admin_key(router: RouterConfig) -> str | Problem | None:
 
 
 def journal_key(router: RouterConfig) -> bytes | Problem | None:
-    """Return the key that signs the journals."""
     where = "router.journal.key_file"
     if (file := router.journal.key_file) is None:
         return None

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SecretKeys:
-    """The keys."""
-
     tenants: Mapping[bytes, str]  # tenant names by key hash
     admin: str | None = field(repr=False)
     # Keys for workers, by pool name.

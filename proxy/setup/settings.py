@@ -58,14 +58,9 @@ def router_settings(config: FleetConfig) -> RouterSettings:
     routing, router = config.routing, config.router
     above = routing.disaggregate_above
     return RouterSettings(
-        policy=routing.policy,
-        short_limit=routing.short_limit,
-        prefix_affinity=routing.prefix_affinity,
-        tokenize=routing.tokenize,
-        cut_output=routing.cut_output,
+        **routing.model_dump(exclude={"disaggregate_above"}),
         max_attempts=router.retries.attempts,
         retry_budget=router.retries.budget,
-        panic_threshold=routing.panic_threshold,
         queue_requests=router.queue.max_requests,
         queue_bytes=router.queue.max_bytes,
         queue_wait_s=router.queue.max_wait_s,

@@ -23,7 +23,6 @@ KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
 
 
 def apply_tenants(tenants: Tenants, config: FleetConfig, keys: Mapping[bytes, str]) -> None:
-    """Set the tenants and their keys."""
     tenants.replace([tenant_spec(tenant, config) for tenant in config.tenants], keys)
 
 

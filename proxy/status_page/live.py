@@ -62,8 +62,6 @@ class Viewer:
 
 
 class LiveView:
-    """The data of the last minute and its viewers."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -84,10 +82,6 @@ class LiveView:
         self._beats = 0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def watched(self) -> bool:
-        return bool(self._viewers)
 
     def join(self) -> Viewer | None:
         """Open a page; return None if too many are open."""

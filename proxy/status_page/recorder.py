@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from proxy.metrics.recent import text
 from proxy.metrics.registry import class_of
 
 if TYPE_CHECKING:
@@ -183,8 +184,8 @@ class LiveRecorder:
             placed = None if entry.worker is None else self.ms(arrived + entry.queue_s)
             first = None if entry.ttft_s is None else self.ms(arrived + entry.ttft_s)
             yield [
-                number * self.marks - self.mark, text(entry.id), text(entry.model),
-                entry.size,
+                number * self.marks - self.mark, text(entry.id, MAX_TEXT),
+                text(entry.model, MAX_TEXT), entry.size,
                 "handover" if entry.prefill_worker else pool, entry.worker, entry.prefill_worker,
                 entry.reason.value, entry.status, entry.prompt_tokens, None, self.ms(arrived),
                 placed, None, first, self.ms(ended),
@@ -208,8 +209,8 @@ class LiveRecorder:
         placed = None if seen.placed_at is None else seen.started + seen.queue_s
         return [
             seen.number,
-            text(seen.id),
-            "" if ask is None else text(ask.model),
+            text(seen.id, MAX_TEXT),
+            "" if ask is None else text(ask.model, MAX_TEXT),
             class_of(ask),
             pool, worker, prefill, reason, status,
             None if ask is None else ask.prompt_tokens,
@@ -227,10 +228,4 @@ class LiveRecorder:
         return times
 
     def ms(self, at: float | None) -> int | None:
-        """Convert a time to milliseconds after zero."""
         return None if at is None else round((at - self._zero) * 1000)
-
-
-def text(value: str) -> str:
-    """Shorten a client's text, and replace invalid characters."""
-    return value[:MAX_TEXT].encode(errors="replace").decode()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
-from operator import add
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from proxy.health.worker_state import state, why_not
@@ -79,7 +79,7 @@ class LiveState:
         covers = [counts.covers_s for counts in counted if counts.covers_s is not None]
         router = self._metrics.router
         roster = router.fleet.roster
-        workers = worst_first(roster)
+        workers = sorted(roster, key=is_healthy)[:MAX_WORKERS]  # unhealthy workers first
         tenants = list(islice(router.tenants, MAX_TENANTS))
         rows = list(latencies(counted))
         shown = busiest(rows)
@@ -127,22 +127,18 @@ class LiveState:
 
     def _counts(self) -> Iterator[tuple[Key, int]]:
         metrics = self._metrics
-        decisions: Counter[str] = Counter()
-        for (_, reason), count in metrics.router.placer.decisions.items():
-            decisions[reason.value] += count
-        turns: Counter[str] = Counter()
-        for (_, turn), count in metrics.router.fleet.roster.sessions.turns.items():
-            turns[turn] += count
-        retries: Counter[str] = Counter()
-        for (_, why), count in metrics.retries.items():
-            retries[why] += count
-        for kind, table in (
-            ("decision", decisions),
-            ("handover", metrics.handovers.ends),
-            ("turn", turns),
-            ("retry", retries),
-        ):
-            for name, count in table.items():
+        for outcome, count in metrics.handovers.ends.items():
+            yield ("handover", outcome), count
+        tables: tuple[tuple[str, Mapping[tuple[str, Any], int]], ...] = (
+            ("decision", metrics.router.placer.decisions),
+            ("turn", metrics.router.fleet.roster.sessions.turns),
+            ("retry", metrics.retries),
+        )
+        for kind, table in tables:
+            total: Counter[str] = Counter()
+            for (_, name), count in table.items():
+                total[name] += count
+            for name, count in total.items():
                 yield (kind, name), count
         yield ("answered", ""), sum(counter.count for counter in metrics.requests.values())
         for tenant in islice(metrics.router.tenants, MAX_TENANTS):
@@ -194,20 +190,9 @@ def busiest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for kind in KINDS:
         of_kind = [row for row in rows if row["what"] == kind]
-        indexes = nlargest(
-            MAX_LATENCY_ROWS, range(len(of_kind)), key=lambda at: of_kind[at]["count"]
-        )
-        shown += [of_kind[at] for at in sorted(indexes)]
+        most = nlargest(MAX_LATENCY_ROWS, of_kind, key=itemgetter("count"))
+        shown += [row for row in of_kind if row in most]
     return shown
-
-
-def worst_first(workers: Iterable[Worker]) -> list[Worker]:
-    """Return the workers to show: unhealthy workers first."""
-    unhealthy: list[Worker] = []
-    healthy: list[Worker] = []
-    for worker in workers:
-        (healthy if is_healthy(worker) else unhealthy).append(worker)
-    return [*unhealthy, *healthy][:MAX_WORKERS]
 
 
 def is_healthy(worker: Worker) -> bool:

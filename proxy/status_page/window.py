@@ -34,7 +34,6 @@ class Window:
     def copy(
         self, now: float, counts: Mapping[Any, int], histograms: Mapping[Any, Histogram]
     ) -> None:
-        """Add a copy and drop copies older than a minute."""
         counted = {key: [*histogram.counts] for key, histogram in histograms.items()}
         self._copies.append(CountsCopy(now, dict(counts), counted))
         while len(self._copies) > 1 and self._copies[1].at <= now - WINDOW_S:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.config.redact import HIDDEN, is_secret
-from proxy.metrics.recent import MAX_TEXT
+from proxy.metrics.recent import text
 from proxy.metrics.registry import BATCH, CLIENT_GONE, class_of
 from proxy.telemetry.log_writer import LogWriter
 
@@ -164,8 +164,6 @@ class Logs:
 
 
 class LogHandler(logging.Handler):
-    """Passes Python's log records to the writer."""
-
     def __init__(self, logs: Logs, mark: str) -> None:
         super().__init__()
         self._logs = logs
@@ -233,7 +231,6 @@ def _unread(seen: ObservedRequest) -> dict[str, Any]:
 
 
 def outcome(status: int) -> str:
-    """Return how a request ended, in a word."""
     if status < BAD_REQUEST:
         return "done"
     if status == CLIENT_GONE:
@@ -242,16 +239,11 @@ def outcome(status: int) -> str:
 
 
 def ms_between(start: float | None, end: float | None) -> float | None:
-    """Return the milliseconds between two times, or None."""
     return None if start is None or end is None else milliseconds(end - start)
 
 
 def milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 2)
-
-
-def text(value: str) -> str:
-    return value[:MAX_TEXT].encode(errors="replace").decode()
 
 
 def one_line(value: str) -> str:

@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from proxy.errors import ProxyError
-from proxy.http.trace import Trace, WorkerSpan
+from proxy.http.trace import Trace, WorkerSpan, new_id
 from proxy.metrics.registry import class_of
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
-
     from proxy.config.telemetry import TracingConfig
     from proxy.core.model.types import Reason
     from proxy.metrics.observed import ObservedRequest
@@ -37,15 +35,9 @@ Span = tuple[str, int, int, int, int, dict[str, Any]]  # name, id, parent, start
 
 
 class Tracing:
-    """Begins traces and exports the spans of finished requests."""
-
-    def __init__(
-        self,
-        config: TracingConfig,
-        exporter: SpanExporter | None = None,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, config: TracingConfig, chance: Callable[[], float] = random.random) -> None:
         try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError:
@@ -54,7 +46,8 @@ class Tracing:
         self._share = config.sample
         self._chance = chance
         self._resource = Resource.create({"service.name": config.service})
-        self._processor = BatchSpanProcessor(exporter or _exporter(config.endpoint))
+        exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=EXPORT_TIMEOUT_S)
+        self._processor = BatchSpanProcessor(exporter)
 
     def begin(self, traceparent: bytes | None) -> Trace:
         """Return a new trace, or continue the client's."""
@@ -71,7 +64,7 @@ class Tracing:
 
         flags = TraceFlags(TraceFlags.SAMPLED)
         legs = {leg.span for leg in trace.legs}
-        for name, span, parent, start, end, attributes in spans_of(seen, now, route, reason):
+        for name, span, parent, start, end, attributes in spans_of(seen, trace, now, route, reason):
             own = span == trace.span
             failed = own and status >= SERVER_ERROR
             if own:
@@ -99,20 +92,9 @@ class Tracing:
         closing.join(CLOSE_TIMEOUT_S)
 
 
-def _exporter(endpoint: str) -> SpanExporter:
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError:
-        raise ProxyError(MISSING) from None
-    return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-
-
-def spans_of(seen: ObservedRequest, now: float, route: str, reason: Reason) -> Iterator[Span]:
-    from proxy.http.trace import new_id
-
-    trace = seen.trace
-    if trace is None:
-        return
+def spans_of(
+    seen: ObservedRequest, trace: Trace, now: float, route: str, reason: Reason
+) -> Iterator[Span]:
     wall = time.time_ns()
 
     def ns(at: float) -> int:

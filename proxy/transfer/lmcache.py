@@ -11,8 +11,6 @@ from proxy.transfer.types import NOTHING, PARAMS, Connector, Fields, Pair, text
 
 
 class LMCache(Connector):
-    """The LMCache connector."""
-
     name = "lmcache"
     needs_params = False
     connects = False

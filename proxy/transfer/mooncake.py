@@ -28,8 +28,6 @@ BOOTSTRAP_PORT = 8998
 
 
 class Mooncake(Connector):
-    """The Mooncake connector."""
-
     name = "mooncake"
     is_marked = True
 

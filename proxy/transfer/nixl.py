@@ -49,8 +49,6 @@ CACHED = "remote_prefill_cached_tokens"  # reported in the decode worker's usage
 
 
 class Nixl(Connector):
-    """The NIXL connector."""
-
     name = "nixl"
     is_marked = True
     usual_lease_s = 30.0

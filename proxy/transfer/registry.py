@@ -15,5 +15,4 @@ CONNECTORS: dict[str, type[Connector]] = {
 
 
 def connector(config: TransferConfig) -> Connector:
-    """Return the connector for a `transfer` block."""
     return CONNECTORS[config.connector](config)

@@ -10,8 +10,6 @@ from proxy.transfer.types import Connector
 
 
 class SharedStorage(Connector):
-    """The shared-storage connector."""
-
     name = "shared-storage"
     needs_params = False
     connects = False

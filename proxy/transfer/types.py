@@ -50,8 +50,6 @@ class PrefillResult(NamedTuple):
 
 
 class Connector:
-    """A KV connector."""
-
     name: ClassVar[str]
     needs_params: ClassVar[bool] = True  # no parameters means no blocks
     connects: ClassVar[bool] = True  # a first transfer needs a handshake
@@ -74,7 +72,6 @@ class Connector:
         return NOTHING
 
     def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
-        """Return the data for the decode leg."""
         return PrefillResult(None, cached_tokens_in(response))
 
     def taken(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
@@ -85,7 +82,6 @@ class Connector:
             return PrefillResult()
 
     def decode(self, pair: Pair, taken: PrefillResult) -> Fields:  # noqa: ARG002
-        """Return the decode leg's fields."""
         return NOTHING if taken.params is None else {PARAMS: taken.params}
 
     def request_id(self, pair: Pair) -> bytes | None:  # noqa: ARG002

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.wire.extension import Client, Conversation
 
 if TYPE_CHECKING:
+    import ssl
+
     from proxy.core.fleet.leases import Lease
     from proxy.core.fleet.worker import Worker
     from proxy.core.model.route_table import Route
@@ -87,6 +88,12 @@ class WireContext(Protocol):
     clock: Callable[[], float]
     leaving: bool
     draining: bool
+    tls: ssl.SSLContext | None  # of clients
+    unread: set[ServedClient]  # checked regularly
+    exchanges: set[ServedExchange]
+    queued: dict[Ticket, ServedExchange]
+    visits: set[Conversation]  # that are no exchanges
+    releases: set[Expiring]  # of KV blocks
     pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
     counting: set[TokenizeRequest]
     outbox: WriteBatch
@@ -94,14 +101,6 @@ class WireContext(Protocol):
     collecting: BodyBudget
     large_bodies: LargeBodyQueue
     continuations: ContinuationLog
-
-    @property
-    def encrypted(self) -> bool:
-        """True if clients connect by TLS."""
-
-    @property
-    def visits(self) -> AbstractSet[Conversation]:
-        """Open conversations that are no exchanges."""
 
     def new_id(self) -> bytes:
         """Return a request id."""
@@ -136,26 +135,11 @@ class WireContext(Protocol):
     def remove_client(self, client: ServedClient) -> None:
         """Forget a connection."""
 
-    def watch_client(self, client: ServedClient) -> None:
-        """Check the client regularly."""
-
-    def unwatch_client(self, client: ServedClient) -> None:
-        """Stop these checks."""
-
-    def add_exchange(self, exchange: ServedExchange) -> None:
-        """Keep an exchange."""
-
     def remove_exchange(self, exchange: ServedExchange) -> None:
         """Forget an exchange."""
 
-    def add_visit(self, visit: Conversation) -> None:
-        """Keep a visit."""
-
     def remove_visit(self, visit: Conversation) -> None:
         """Forget a visit."""
-
-    def add_release(self, release: Expiring) -> None:
-        """Keep a block release."""
 
     def remove_release(self, release: Expiring) -> None:
         """Forget a block release."""
@@ -167,9 +151,6 @@ class WireContext(Protocol):
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         """Queue an exchange."""
-
-    def forget_ticket(self, ticket: Ticket) -> None:
-        """Forget a ticket."""
 
     def has_same_id(self, request: Request) -> bool:
         """Return whether another request in flight has this id."""

@@ -110,15 +110,10 @@ class WireServer:
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen on `sock` or a new socket."""
-        loop = asyncio.get_running_loop()
-
-        def client() -> ClientConnection:
-            return ClientConnection(self)
-
-        if sock is not None:
-            server = await loop.create_server(client, sock=sock, backlog=BACKLOG, **self._tls())
-        else:
-            server = await loop.create_server(client, host, port, backlog=BACKLOG, **self._tls())
+        where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
+        server = await asyncio.get_running_loop().create_server(
+            lambda: ClientConnection(self), backlog=BACKLOG, **where, **self._tls()
+        )
         self._servers.append(server)
         self.port = int(server.sockets[0].getsockname()[1])
         self.ticks.start()
@@ -222,9 +217,6 @@ class WireServer:
         self.queued[ticket] = exchange
         self.ticks.shorten()
 
-    def forget_ticket(self, ticket: Ticket) -> None:
-        del self.queued[ticket]
-
     def has_same_id(self, request: Request) -> bool:
         others = (exchange.record.request for exchange in self.exchanges)
         return any(o is not request and o is not None and o.id == request.id for o in others)
@@ -274,24 +266,15 @@ class WireServer:
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
             callback(record, now, route, status, reason)
 
-    def add_exchange(self, exchange: ServedExchange) -> None:
-        self.exchanges.add(exchange)
-
     def remove_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.discard(exchange)
         if not self.exchanges:
             self._wake()
 
-    def add_visit(self, visit: Conversation) -> None:
-        self.visits.add(visit)
-
     def remove_visit(self, visit: Conversation) -> None:
         self.visits.discard(visit)
         if not self.visits:
             self._wake()
-
-    def add_release(self, release: Expiring) -> None:
-        self.releases.add(release)
 
     def remove_release(self, release: Expiring) -> None:
         self.releases.discard(release)
@@ -307,16 +290,6 @@ class WireServer:
         self.metrics.client_connections = len(self.clients)
         if not self.clients:
             self._wake()
-
-    def watch_client(self, client: ServedClient) -> None:
-        self.unread.add(client)
-
-    def unwatch_client(self, client: ServedClient) -> None:
-        self.unread.discard(client)
-
-    @property
-    def encrypted(self) -> bool:
-        return self.tls is not None
 
     def _records_in_flight(self) -> Iterator[RequestRecord]:
         return (exchange.record for exchange in self.exchanges)

@@ -39,7 +39,6 @@ class WriteBatch:
         transport.writelines(pieces)
 
     def has_pending(self, transport: asyncio.Transport) -> bool:
-        """Return True if a write to this connection is held."""
         return any(waiting is transport for waiting, _ in self._waiting)
 
     def flush(self) -> None:

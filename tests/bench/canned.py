@@ -68,4 +68,4 @@ def canned_comparison(
             ("candidate", Side("long_prompt", {"long_prompt": {"a<b": 1}}), candidate_waits),
         )
     ]
-    return Comparison(plan, *sides)
+    return Comparison(plan, sides)

@@ -136,15 +136,20 @@ class FakeOpenAI:
 
 
 @asynccontextmanager
-async def serving(fake: FakeOpenAI, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeOpenAI]:
-    """Serve the endpoint on a free port."""
-    server = TestServer(fake.app())
+async def hosting(app: web.Application, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """Serve on a free port; yield the URL."""
+    server = TestServer(app)
     await server.start_server(ssl=tls)
-    fake.url = str(server.make_url("")).rstrip("/")
     try:
-        yield fake
+        yield str(server.make_url("")).rstrip("/")
     finally:
         await server.close()
+
+
+@asynccontextmanager
+async def serving(fake: FakeOpenAI, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeOpenAI]:
+    async with hosting(fake.app(), tls) as fake.url:
+        yield fake
 
 
 def tokens(body: dict[str, Any]) -> int:

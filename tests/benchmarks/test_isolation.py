@@ -76,7 +76,7 @@ def test_prefills_are_judged_by_the_slowest() -> None:
     compared = canned_comparison((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
     longs = [
         record
-        for played in compared.candidate.rounds
+        for played in compared.contenders[1].rounds
         for record in played.records
         if record.klass == "long"
     ]
@@ -90,7 +90,7 @@ def test_prefills_are_judged_by_the_slowest() -> None:
     by_what = {each.what: each for each in verdict.verdicts(compared)}
     assert by_what[slowest.what] == slowest
     assert half.what.startswith("long prompts that wait for no other (3; 3)")
-    compared.candidate.rounds[:] = [Round(1, ())]
+    compared.contenders[1].rounds[:] = [Round(1, ())]
     assert [each.kept for each in verdict.prefills(compared)] == [False, False]
 
 

@@ -55,10 +55,9 @@ def dockerfile(name: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", services)
-def test_service_is_pinned_checked_and_restarted_and_its_mounts_exist(name: str) -> None:
-    service = services[name]
-    assert PINNED.fullmatch(service["image"])
+def check_service(service: Json, image: re.Pattern[str], volumes: Json) -> None:
+    """Check that a service is pinned, checked, restarted and confined, and that mounts exist."""
+    assert image.fullmatch(service["image"])
     assert service["healthcheck"]["test"][0] == "CMD"
     assert service["restart"] == "unless-stopped"
     assert service["networks"] == ["fleet"]
@@ -66,12 +65,17 @@ def test_service_is_pinned_checked_and_restarted_and_its_mounts_exist(name: str)
     for volume in service.get("volumes", ()):
         source = volume.split(":")[0]
         if not source.startswith("."):
-            assert source in document["volumes"]
+            assert source in volumes
             continue
         path = (COMPOSE / source).resolve()
         known = path.is_relative_to(ROOT) and str(path.relative_to(ROOT)) in MOUNTED
         assert path.exists() or known, volume
         assert volume.endswith(":ro"), volume
+
+
+@pytest.mark.parametrize("name", services)
+def test_service_is_pinned_checked_and_restarted_and_its_mounts_exist(name: str) -> None:
+    check_service(services[name], PINNED, document["volumes"])
 
 
 def test_published_ports_are_unique_and_local() -> None:

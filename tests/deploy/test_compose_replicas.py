@@ -13,7 +13,7 @@ import yaml
 from proxy.config import FleetConfig, parse
 from tests.deploy import test_compose
 from tests.deploy.rendered import ROOT, named, with_components
-from tests.deploy.test_compose import COMPOSE, seconds
+from tests.deploy.test_compose import COMPOSE, check_service, seconds
 from tests.haproxy import CONFIG
 
 Json = dict[str, Any]
@@ -47,19 +47,9 @@ def haproxy(setting: str) -> str:
 def test_added_services_are_restricted_pinned_and_checked(name: str) -> None:
     service = services[name]
     assert ADDED == ["haproxy", "postgres", "redis"]
-    assert re.fullmatch(r"[\w/]+:\d+\.\d+[\w.-]*", service["image"])
-    assert service["restart"] == "unless-stopped"
-    assert service["networks"] == ["fleet"]
-    assert service["cap_drop"] == ["ALL"]
+    check_service(service, re.compile(r"[\w/]+:\d+\.\d+[\w.-]*"), document["volumes"])
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["read_only"] is True
-    assert service["healthcheck"]["test"][0] == "CMD"
-    for source, _, target in (volume.partition(":") for volume in service.get("volumes", ())):
-        if source.startswith("."):
-            assert (COMPOSE / source).exists()
-            assert target.endswith(":ro")
-        else:
-            assert source in document["volumes"]
 
 
 def test_second_router_differs_in_its_admin_port_only() -> None:

@@ -67,7 +67,6 @@ class Balancer:
 
 @asynccontextmanager
 async def balancer(folder: Path) -> AsyncIterator[Balancer]:
-    """Start HAProxy in front of two routers."""
     routers, ports = (Router(), Router()), (free_port(), free_port())
     async with AsyncExitStack() as stack:
         for router, port in zip(routers, ports, strict=True):

@@ -29,7 +29,6 @@ HELMS_OWN = {"app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "chec
 
 
 def helm(command: str, values: Json, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of helm's on the chart."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     arguments = [fetched("helm"), *command.split(), str(CHART), "--values", str(file)]

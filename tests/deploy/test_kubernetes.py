@@ -15,8 +15,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from grafana import rules
-from proxy.config import FleetConfig
+from proxy.config import FleetConfig, parse
 from proxy.core.model.role import Role
 from proxy.metrics import scrape
 from proxy.metrics.exposition import Family
@@ -39,8 +38,7 @@ from tests.deploy.rendered import (
     templates,
     with_components,
 )
-from tests.prometheus.tools import ALERTS, PROMETHEUS, groups, promtool
-from vllm_sched.cli.fleet.fleet import read
+from tests.prometheus.tools import ALERTS, check_case, groups
 
 # The oldest supported version, and the newest with schemas.
 VERSIONS = ("1.30.0", kubernetes_validate.latest_version())
@@ -50,19 +48,17 @@ PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
 
 
-def fleet(name: str, tmp_path: Path) -> FleetConfig:
+@functools.cache
+def fleet(name: str) -> FleetConfig:
     (configured,) = (
         each
         for each in kinds(overlay(name), "ConfigMap")
         if each["metadata"]["name"].startswith("router-fleet-")
     )
-    path = tmp_path / "fleet.yaml"
-    path.write_text(configured["data"]["fleet.yaml"])
-    return read(path)
+    return parse(configured["data"]["fleet.yaml"], name)
 
 
 def router(name: str) -> tuple[Json, Json]:
-    """Return the router's pod template and its container."""
     template = named(overlay(name), "Deployment", "router")["spec"]["template"]
     (container,) = template["spec"]["containers"]
     return template, container
@@ -101,7 +97,6 @@ def validator(kind: str, api_version: str, version: str) -> Draft202012Validator
 
 
 def validate(resource: Json, *versions: str) -> None:
-    """Validate an object or a custom resource."""
     own = custom.contained_objects(resource) if resource["kind"] in custom.KINDS else (resource,)
     for one in own:
         for version in versions:
@@ -215,8 +210,8 @@ def test_selectors_match_pods_and_ports_exist(name: str) -> None:
 
 
 @each_overlay
-def test_discovery_selectors_name_existing_services(name: str, tmp_path: Path) -> None:
-    discovery = fleet(name, tmp_path).discovery
+def test_discovery_selectors_name_existing_services(name: str) -> None:
+    discovery = fleet(name).discovery
     assert discovery is not None
     looked_for = set()
     for pool in discovery.pools:
@@ -230,8 +225,8 @@ def test_discovery_selectors_name_existing_services(name: str, tmp_path: Path) -
 
 
 @each_overlay
-def test_fleet_file_matches_the_workers(name: str, tmp_path: Path) -> None:
-    config = fleet(name, tmp_path)
+def test_fleet_file_matches_the_workers(name: str) -> None:
+    config = fleet(name)
     assert config.discovery is not None
     for pool in config.discovery.pools:
         service = named(overlay(name), "Service", str(pool.selector).partition("=")[2])
@@ -249,9 +244,9 @@ def test_fleet_file_matches_the_workers(name: str, tmp_path: Path) -> None:
 
 
 @each_overlay
-def test_router_listens_on_the_declared_ports(name: str, tmp_path: Path) -> None:
+def test_router_listens_on_the_declared_ports(name: str) -> None:
     template, container = router(name)
-    config = fleet(name, tmp_path)
+    config = fleet(name)
     assert config.router.host == "0.0.0.0"  # noqa: S104 - compared
     assert ports(template) == {"http": config.router.port}
     # The admin API controls the fleet, so only port forwarding reaches it.
@@ -265,9 +260,9 @@ def test_router_listens_on_the_declared_ports(name: str, tmp_path: Path) -> None
 
 
 @each_overlay
-def test_tenant_keys_come_from_a_secret(name: str, tmp_path: Path) -> None:
+def test_tenant_keys_come_from_a_secret(name: str) -> None:
     template, container = router(name)
-    config = fleet(name, tmp_path)
+    config = fleet(name)
     assert not config.router.allow_anonymous
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "keys")
     (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "keys")
@@ -304,9 +299,9 @@ def test_probes_use_existing_endpoints(name: str) -> None:
 
 
 @each_overlay
-def test_termination_grace_period_exceeds_the_drain_time(name: str, tmp_path: Path) -> None:
+def test_termination_grace_period_exceeds_the_drain_time(name: str) -> None:
     template, container = router(name)
-    takes = sleeps(container) + fleet(name, tmp_path).router.drain_s
+    takes = sleeps(container) + fleet(name).router.drain_s
     assert takes < template["spec"]["terminationGracePeriodSeconds"]
     # A draining router refuses Prometheus' connections, which must not raise an alert.
     minutes = int(ALERTS["RouterDown"]["for"].removesuffix("m"))
@@ -408,7 +403,7 @@ def test_scaling_queries_use_existing_metrics(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
-def test_scaling_threshold_is_below_max_requests(name: str, tmp_path: Path) -> None:
+def test_scaling_threshold_is_below_max_requests(name: str) -> None:
     # Requests in the router's queue are charged to no worker, so a threshold at or above
     # max_requests would never be exceeded.
     thresholds: dict[str, float] = {}
@@ -418,7 +413,7 @@ def test_scaling_threshold_is_below_max_requests(name: str, tmp_path: Path) -> N
             if "proxy_worker_inflight_requests" in query:
                 (role,) = re.findall(r'role="(\w+)"', query)
                 thresholds[role] = float(trigger["metadata"]["threshold"])
-    discovery = fleet(COMPONENTS[name], tmp_path).discovery
+    discovery = fleet(COMPONENTS[name]).discovery
     assert discovery is not None
     for pool in discovery.pools:
         if pool.max_requests is not None:
@@ -446,19 +441,12 @@ def test_full_decode_pool_is_scaled_up(tmp_path: Path) -> None:
         "eval_time": "1m",
         "exp_samples": [{"labels": "{}", "value": pool}],
     }
-    case = {"interval": "1m", "input_series": each_full, "promql_expr_test": [validate]}
-    file = tmp_path / "cases.yml"
-    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
-    done = promtool("test", "rules", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_case(tmp_path, {"input_series": each_full, "promql_expr_test": [validate]})
     # The autoscaler tolerates a tenth above the threshold.
     assert pool / float(query["threshold"]) > 1.1 * pool
 
 
 def test_prometheusrule_matches_the_rule_files() -> None:
-    assert rules.differing() == []
-    (line,) = rules.differing(PROMETHEUS / "rules.yml")
-    assert "deploy/prometheus/rules.yml is out of date; run python -m grafana.build" in line
     (rule,) = kinds(with_components("pod-monitor"), "PrometheusRule")
     assert rule["metadata"]["namespace"] == "vllm-sched"
     assert rule["spec"]["groups"] == groups("rules.yml") + groups("alerts.yml")

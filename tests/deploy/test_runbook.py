@@ -17,7 +17,6 @@ COMMANDS = {
 
 
 def arguments(tool: str, pattern: str) -> set[str]:
-    """Return the matches of a pattern in the commands of a tool."""
     return {found for command in COMMANDS[tool] for found in re.findall(pattern, command)}
 
 

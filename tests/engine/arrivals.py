@@ -16,7 +16,6 @@ SETS: dict[str, dict[str, Any] | None] = {
     "default": None,
     "static_batching": {"static_batching": {"size": 3}},
     "prefill_first": {"prefill_first": {}},
-    "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
     "lanes": {"lanes": {"reserve_slots": 0.5, "recent_s": 1e6, "urgent_max_wait_s": 1e6}},
     # V0's threshold; the default would be the budget of 256 tokens.
     "long_prompt": {

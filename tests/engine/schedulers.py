@@ -174,11 +174,13 @@ def make_request(
     salt: str | None = None,
     grammar: Future[Any] | None = None,
     block: int = BLOCK,
+    **parameters: Any,
 ) -> Request:
     """Return a request with a unique prompt of this length, or with these tokens.
 
     Without hashes it is created faster, for tests without caching. `adapter` is the number of a
-    LoRA adapter, 0 for none. A request with a `grammar` waits until it is compiled.
+    LoRA adapter, 0 for none. A request with a `grammar` waits until it is compiled. `parameters`
+    are more sampling parameters.
     """
     number = next(_ids)
     # The first token is unique, so that generated prompts share no prefix.
@@ -187,6 +189,7 @@ def make_request(
         ignore_eos=True,
         max_tokens=output,
         structured_outputs=None if grammar is None else StructuredOutputsParams(regex="a"),
+        **parameters,
     )
     sampling.update_from_generation_config({}, eos_token_id=1)
     request = Request(

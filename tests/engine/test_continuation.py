@@ -6,10 +6,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.schedulers import answer, drain, hasher, make_request, make_scheduler
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.continuation import output_so_far
 from vllm_sched.engine.journal.scheduler import journal_of
@@ -29,22 +28,9 @@ class Grammar:
         return self._rejected not in tokens
 
 
-def continued(prompt: int = 40, output: int = 20, **parameters: Any) -> Request:
+def continued(prompt: int = 40, output: int = 20, tokens: object = SO_FAR, **more: Any) -> Request:
     """Return a request that brings five tokens."""
-    tokens = parameters.pop("tokens", SO_FAR)
-    sampling = SamplingParams(
-        ignore_eos=True, max_tokens=output, extra_args={"output_so_far": tokens}, **parameters
-    )
-    sampling.update_from_generation_config({}, eos_token_id=1)
-    like = make_request(prompt)
-    return Request(
-        request_id=like.request_id,
-        prompt_token_ids=like.prompt_token_ids,
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=0.0,
-        block_hasher=hasher(),
-    )
+    return make_request(prompt, output=output, extra_args={"output_so_far": tokens}, **more)
 
 
 def outputs_of(scheduler: Any, request: Request) -> list[list[int]]:
@@ -104,7 +90,7 @@ def test_min_tokens_counts_all_output() -> None:
 @pytest.mark.parametrize("grammar", [False, True])
 def test_an_abort_before_the_first_token_leaves_nothing(grammar: bool) -> None:
     scheduler = make_scheduler(budget=16)
-    request = with_grammar()[0] if grammar else continued()
+    request = continued(grammar=Future() if grammar else None)
     scheduler.add_request(request)
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(make_request(20, output=2))
@@ -112,18 +98,10 @@ def test_an_abort_before_the_first_token_leaves_nothing(grammar: bool) -> None:
     assert scheduler._continued._pending == scheduler._continued.before_grammar == {}
 
 
-def with_grammar(**parameters: Any) -> tuple[Request, Future[Any]]:
-    """Return a request whose grammar is not compiled yet."""
-    request = continued(structured_outputs=StructuredOutputsParams(regex="a"), **parameters)
-    assert request.structured_output_request is not None
-    grammar: Future[Any] = Future()
-    request.structured_output_request.grammar = grammar
-    return request, grammar
-
-
 def test_a_grammar_goes_on_behind_the_tokens() -> None:
     scheduler = make_scheduler()
-    request, compiled = with_grammar(output=8)
+    compiled: Future[Any] = Future()
+    request = continued(output=8, grammar=compiled)
     scheduler.add_request(request)
     assert not scheduler.schedule().num_scheduled_tokens
     grammar = Grammar()
@@ -148,7 +126,8 @@ class BrokenGrammar(Grammar):
 )
 def test_a_grammar_without_the_tokens_ends_only_its_request(grammar: Any) -> None:
     scheduler = make_scheduler()
-    request, compiled = with_grammar(output=8)
+    compiled: Future[Any] = Future()
+    request = continued(output=8, grammar=compiled)
     scheduler.add_request(request)
     scheduler.add_request(other := make_request(20, output=2))
     if isinstance(grammar, Exception):
@@ -169,7 +148,7 @@ def test_a_grammar_without_the_tokens_ends_only_its_request(grammar: Any) -> Non
 def test_a_grammar_after_reasoning(ended: bool | None, tokens: int, goes_on: bool) -> None:
     scheduler = make_scheduler(max_model_len=16_384)
     scheduler.structured_output_manager.reasoner_cls = object
-    request, _ = with_grammar(output=8000, tokens=[3] * tokens)
+    request = continued(output=8000, tokens=[3] * tokens, grammar=Future())
     assert request.structured_output_request is not None
     request.structured_output_request.reasoning_ended = ended
     scheduler.add_request(request)

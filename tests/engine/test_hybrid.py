@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunk_budget": {"itl_ms": 15.0},
 }
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "prefill_first": [{}, {"pause_decodes": False}],
     "long_prompt": [{}, {"long_prefill_share": 0.1}, {"max_long_partial_prefills": 2}],
     "rotation": [{}, {"chunk": 0}, {"chunk": 200}],
     "chunk_budget": [{}, {"chunk": 16}, {"chunk": 150}],
@@ -80,11 +79,9 @@ class Engine(Bench):
         self._last: dict[str, int] = {}
 
     def new(self, tokens: int, name: str, **more: Any) -> None:
-        """Add a request without hashes."""
         self.add(name, tokens, hashed=False, arrival=self.now, **more)
 
     def run_decodes(self, count: int) -> None:
-        """Start `count` long-running decodes."""
         for number in range(count):
             self.new(20, f"decode {number}", output=4000)
         running = self.scheduler.running

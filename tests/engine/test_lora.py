@@ -7,11 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from tests.engine.schedulers import answer, make_request, until
+from tests.engine.schedulers import make_request, until
 from tests.policies.making import Bench, add
 from vllm_sched.engine.waiting.heaps import MAX_DEAD_ENTRIES
 from vllm_sched.engine.waiting.lora_slots import MAX_KEPT_STEPS, MAX_WAIT_S
@@ -32,7 +30,7 @@ SETS = [*([name] for name in SINGLE), *PAIRS, *LARGEST]
 # Settings that leave running requests out of a step more often than the defaults do.
 EAGER: dict[str, list[dict[str, Any]]] = {
     "static_batching": [{}, {"size": 3}],
-    "prefill_first": [{}, {"pause_decodes": False}, {"max_pause_s": 0.2}],
+    "prefill_first": [{}, {"max_pause_s": 0.2}],
     "lanes": [{}, {"batch_share": 0.05}],
     "long_prompt": [{}, {"max_long_partial_prefills": 2}, {"long_prefill_token_threshold": 100}],
     "deferred_prefill": [{}, {"departures": 2}],
@@ -97,18 +95,9 @@ class World(Bench):
             scheduler.connector.begun = {}
             fetched = {name for name in self.fetching if rng.random() < 0.2}
             self.fetching = [name for name in self.fetching if name not in fetched]
-            receive(self, fetched & scheduler.requests.keys())
+            self.receive(*fetched & scheduler.requests.keys())
         if scheduler.requests and rng.random() < 0.02:
             self.abort(rng.choice(sorted(scheduler.requests)))
-
-
-def receive(bench: Bench, names: set[str]) -> None:
-    """Report that the KV of these requests has come."""
-    if names:
-        output = SchedulerOutput.make_empty()
-        result = answer(bench.scheduler, output)
-        result.kv_connector_output = KVConnectorOutput(finished_recving=names)
-        bench.scheduler.update_from_output(output, result)
 
 
 def adapters_running(bench: Bench) -> set[int]:
@@ -212,7 +201,7 @@ def test_wait_for_an_adapter_slot_with_kv_blocks_is_bounded() -> None:
     bench.steps(2)
     assert remote.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     streams.steps(20)
-    receive(bench, {"remote"})
+    bench.receive("remote")
     assert MAX_WAIT_S <= streams.seconds_until(2) <= MAX_WAIT_S + 3.0
 
 

@@ -307,7 +307,6 @@ POLICIES_THAT_CUT: list[dict[str, dict[str, object]]] = [
     {"rotation": {}},
     {"lanes": {}},
     {"deferred_prefill": {}},
-    {"prefill_first": {"pause_decodes": False}},
     {"chunk_budget": {}},
     {"chunk_budget": {"chunk": 4000}},
     {"long_prompt": {}, "lanes": {}, "rotation": {}, "chunk_budget": {}},

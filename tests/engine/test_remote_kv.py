@@ -15,16 +15,17 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from tests.engine.schedulers import BLOCK, SIMULATED, answer, make_request, make_scheduler
-from tests.engine.test_state_machine import BUDGET, SHARED, AnyPolicies, policy_sets, run
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from tests.engine.schedulers import BLOCK, SIMULATED, make_request
+from tests.engine.test_state_machine import BUDGET, SHARED, Machine, policy_sets, run
+from tests.policies.making import Bench
+from vllm_sched import PolicyScheduler
 
 HANDS_OVER = {"kv_connector": "SimulatedConnector", "kv_connector_module_path": SIMULATED}
 MAX_BLOCKS = 60  # of the longest prompt
 GOOD, BLOCKS, REQUEST = "good", "blocks", "request"  # how a load ends
 
 
-class RemoteKv(AnyPolicies):
+class RemoteKv(Machine):
     """Any policies, with requests whose KV comes from prefill workers or goes to decode workers."""
 
     @initialize(
@@ -42,7 +43,6 @@ class RemoteKv(AnyPolicies):
         priority: bool,
         on_failure: str,
     ) -> None:
-        """Make the scheduler."""
         self.connector = {**HANDS_OVER, "kv_load_failure_policy": on_failure}
         self.receiving: dict[str, int] = {}  # the first block that is loaded
         self.sending: dict[str, Any] = {}  # requests that finished and keep their blocks
@@ -81,7 +81,6 @@ class RemoteKv(AnyPolicies):
     @precondition(lambda self: getattr(self, "sending", None))
     @rule()
     def send(self) -> None:
-        """Let the decode workers have fetched all blocks."""
         self.ends |= dict.fromkeys(self.sending, GOOD)
 
     @rule()
@@ -178,34 +177,18 @@ class RemoteKv(AnyPolicies):
 def test_decode_legs_begin_beside_a_prefill_in_small_chunks(min_chunk: int, legs: int) -> None:
     """The target is missed by decodes alone, so a step has the least chunk."""
     policies = {"chunk_budget": {"itl_ms": 1.0, "min_chunk": min_chunk}}
-    scheduler = make_scheduler(
-        policies, scheduler_cls=SyncPolicyScheduler, connector=HANDS_OVER, num_blocks=2000
-    )
-    now = 0.0
-    scheduler.clock = scheduler.waiting._clock = lambda: now
-
-    def step(received: set[str]) -> set[str]:
-        nonlocal now
-        output = scheduler.schedule()
-        result = answer(scheduler, output)
-        result.kv_connector_output = KVConnectorOutput(finished_recving=received)
-        now += 0.02
-        scheduler.update_from_output(output, result)
-        return {*output.num_scheduled_tokens}
-
-    scheduler.add_request(make_request(20, output=500))
+    bench = Bench(policies, ahead=False, connector=HANDS_OVER, num_blocks=2000)
+    bench.decode("decodes", output=500)
     for _ in range(30):
-        step(set())
-    names = {f"leg{number}" for number in range(legs)}
-    for name in sorted(names):
-        request = make_request(50, output=100, name=name)
-        request.kv_transfer_params = {"do_remote_prefill": True}
-        scheduler.add_request(request)
-    scheduler.add_request(make_request(900, name="long"))
-    step(set())
-    step(names)
-    found = [step(set()) for _ in range(2 * legs)]
-    assert names | {"long"} <= found[-1]
+        bench.step(0.02)
+    names = [f"leg{number}" for number in range(legs)]
+    for name in names:
+        bench.add(name, 50, output=100).kv_transfer_params = {"do_remote_prefill": True}
+    bench.add("long", 900)
+    bench.step(0.02)
+    bench.receive(*names)
+    *_, last = (bench.step(0.02) for _ in range(2 * legs + 1))
+    assert {*names, "long"} <= last.keys()
 
 
 class AsyncRemoteKv(RemoteKv):

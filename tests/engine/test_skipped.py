@@ -7,8 +7,6 @@ from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
-
 from tests.policies.making import Bench, add
 from vllm_sched.engine.waiting.queue import MAX_RETRIES
 
@@ -98,17 +96,6 @@ def test_few_pending_lookups_are_checked_in_each_step() -> None:
     assert set(bench.checks.values()) == {5}
     pending.remove("r40")
     assert bench.step().keys() == {"d", "r40"}
-
-
-@pytest.mark.parametrize("kind", ["adapter", "grammar"])
-def test_batch_requests_do_not_wait_for_blocked_requests(kind: str) -> None:
-    bench = SkipCountingBench({"lanes": {}}, max_loras=1)
-    grammar: Future[Any] | None = Future() if kind == "grammar" else None
-    adapter = 2 if kind == "adapter" else 0
-    bench.play(add("first", 5, output=500, adapter=1), 1)
-    bench.play(add("normal", 5, adapter=adapter, grammar=grammar), 3)
-    bench.add("batch", 5, output=2, lane="batch")
-    assert any("batch" in step for step in bench.steps(2))
 
 
 def test_aborted_requests_leave_no_state() -> None:

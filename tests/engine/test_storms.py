@@ -22,7 +22,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
     "long_prompt": {"long_prompt": {"max_num_partial_prefills": 4, "max_wait_s": MAX_WAIT}},
     "lanes": {"lanes": {"reserve_slots": 0.5, "batch_max_wait_s": MAX_WAIT}},
     "static_batching": {"static_batching": {"size": 4, "max_wait_s": MAX_WAIT}},
-    "prefill_first": {"prefill_first": {"pause_decodes": True, "max_pause_s": 0.5}},
+    "prefill_first": {"prefill_first": {"max_pause_s": 0.5}},
     "deferred_prefill": {"deferred_prefill": {"departures": 3}},
     "rotation": {"rotation": {"chunk": 16}},
     "chunk_budget": {"chunk_budget": {"itl_ms": 15.0}},
@@ -48,13 +48,11 @@ class Engine(Bench):
         self.begun: dict[str, float] = {}  # time of the first step of each
 
     def new(self, tokens: int, output: int = 4, priority: int = 0) -> str:
-        """Add a request; return its name."""
         name = next(self.names)
         self.add(name, tokens, output=output, priority=priority, hashed=False)
         return name
 
     def scheduled(self, output: SchedulerOutput, seconds: float) -> float:
-        """Record which requests begin."""
         for name in output.num_scheduled_tokens:
             self.begun.setdefault(name, self.now)
         return seconds

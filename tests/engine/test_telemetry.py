@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.engine.schedulers import answer, make_request, make_scheduler
 from tests.engine.test_metrics import values
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
 from tests.policies.making import Bench, add, add_all, wait
@@ -60,7 +59,6 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def held(registry: CollectorRegistry) -> float:
-    """Return the number of held requests."""
     return sum(values(registry, "requests_held").values())
 
 
@@ -276,51 +274,51 @@ def test_predictions_are_exported_with_their_coefficients(
     assert ("prefill",) in coefficients
 
 
+RIGHT = StepTime(
+    decode_fixed_s=9e-3, decode_s=1e-4, context_s=1e-6, prefill_fixed_s=5e-3, prefill_s=5e-5,
+    pair_s=1e-8, mixed_s=1e-3,
+)  # fmt: skip
+
+
+class TimedBench(Bench):
+    """A bench whose steps take the modelled times, until their results."""
+
+    def __init__(self, policies: Mapping[str, Mapping[str, object]], *, ahead: bool) -> None:
+        super().__init__(policies, ahead=ahead)
+        self.between = 0.0 if ahead else BETWEEN
+        self.seconds: list[float] = []  # of all steps; zero without tokens
+
+    def scheduled(self, output: SchedulerOutput, _: float) -> float:
+        seconds = 0.0
+        if output.total_num_scheduled_tokens:
+            shape = self.scheduler._in_flight._steps[-1].shape
+            # In a synchronous engine, decodes also wait between two steps.
+            seconds = RIGHT.seconds(shape) - bool(shape.decodes) * self.between
+        self.seconds.append(seconds)
+        return 0.0
+
+    def finish(self) -> None:
+        self.now += self.seconds[-len(self.in_flight)]
+        super().finish()
+        self.now += self.between
+
+
 @pytest.mark.parametrize(
-    ("kind", "policies"), [(PolicyScheduler, LONG), (SyncPolicyScheduler, {"chunk_budget": {}})]
+    ("ahead", "policies"), [(True, LONG), (False, {"chunk_budget": {}})], ids=["async", "sync"]
 )
 def test_correct_model_has_no_prediction_error(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
-    kind: type,
+    ahead: bool,
     policies: Mapping[str, Mapping[str, object]],
 ) -> None:
     """For either scheduler, any fit, and any pause between steps."""
-    right = StepTime(
-        decode_fixed_s=9e-3, decode_s=1e-4, context_s=1e-6, prefill_fixed_s=5e-3, prefill_s=5e-5,
-        pair_s=1e-8, mixed_s=1e-3,
-    )  # fmt: skip
-    monkeypatch.setattr(OnlineFit, "model", right)
+    monkeypatch.setattr(OnlineFit, "model", RIGHT)
     monkeypatch.setattr(telemetry, "PREDICT_EVERY", 1)
-    at_once = 2 if kind is PolicyScheduler else 1
-    scheduler = make_scheduler(policies, scheduler_cls=kind, async_scheduling=at_once == 2)
-    now = [1000.0]
-    scheduler.clock = scheduler.waiting._clock = lambda: now[0]
-    waiting = [make_request(tokens, output=6) for tokens in (300, 40, 90, 200, 7)]
-    under_way: deque[tuple[Any, Any, float]] = deque()
-    steps = 0
-    while waiting or under_way or scheduler.has_requests():
-        if waiting and steps % 3 == 0:
-            scheduler.add_request(waiting.pop(0))
-        if len(under_way) < at_once and scheduler.has_requests():
-            output = scheduler.schedule()
-            answered = answer(scheduler, output)
-            seconds = 0.0
-            if output.total_num_scheduled_tokens:
-                steps += 1
-                note = scheduler._in_flight._steps[-1]
-                chunks = list(note.chunks.values())
-                shape = StepShape.from_chunks(chunks, note.decodes, note.context_tokens)
-                seconds = right.seconds(shape)
-                # In a synchronous engine, decodes also wait between two steps.
-                seconds -= BETWEEN if at_once == 1 and shape.decodes else 0.0
-            under_way.append((output, answered, seconds))
-            if len(under_way) < at_once:
-                continue
-        output, answered, seconds = under_way.popleft()
-        now[0] += seconds
-        scheduler.update_from_output(output, answered)
-        now[0] += BETWEEN if at_once == 1 else 0.0
+    bench = TimedBench(policies, ahead=ahead)
+    for tokens in (300, 40, 90, 200, 7):
+        bench.play(add(str(tokens), tokens, output=6), 3)
+    bench.drain()
     predicted, took, off, count = (
         values(registry, f"{name}_total")
         for name in (
@@ -329,7 +327,7 @@ def test_correct_model_has_no_prediction_error(
         )
     )  # fmt: skip
     assert set(count) == {("prefill",), ("mixed",), ("decode",)}
-    assert sum(count.values()) == steps > 15
+    assert sum(count.values()) == sum(map(bool, bench.seconds)) > 15
     assert predicted == pytest.approx(took)
     assert off == pytest.approx(dict.fromkeys(count, 0.0), abs=1e-9)
 
@@ -380,23 +378,13 @@ def test_trace_shows_a_preemption_and_an_abort(file: Path) -> None:
 
 
 def test_overlapping_steps_are_drawn_sequentially(file: Path) -> None:
-    scheduler = make_scheduler(LONG, async_scheduling=True)
-    for tokens in (300, 40):
-        scheduler.add_request(make_request(tokens, output=5))
-    under_way = []
-    for _ in range(100):
-        if scheduler.has_requests():
-            output = scheduler.schedule()
-            under_way.append((output, answer(scheduler, output)))
-        if len(under_way) == 2 or not scheduler.has_requests():
-            if not under_way:
-                break
-            scheduler.update_from_output(*under_way.pop(0))
-    assert not scheduler.has_unfinished_requests()
-    scheduler.shutdown()
-    events = read(file)
-    assert len(slices(events, ENGINE)["steps"]) > 5
-    assert sum(e["args"]["tokens"] for e in slices(events, ENGINE)["steps"]) == 340 + 2 * 4
+    bench = Bench(LONG, ahead=True)
+    bench.add_all({"long": 300, "short": 40}, output=5)
+    bench.drain()
+    bench.scheduler.shutdown()
+    steps = slices(read(file), ENGINE)["steps"]
+    assert len(steps) > 5
+    assert sum(step["args"]["tokens"] for step in steps) == 340 + 2 * 4
 
 
 def test_engine_continues_after_a_telemetry_error(

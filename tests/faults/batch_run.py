@@ -23,8 +23,6 @@ FAILED = {None, 500, 502, 504}
 
 
 class BatchRun:
-    """A client that runs a batch."""
-
     def __init__(self, url: str, seed: int, tls: ssl.SSLContext | bool) -> None:
         self._http = httpx.AsyncClient(verify=tls)
         self._client = AsyncOpenAI(

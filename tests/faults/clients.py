@@ -53,6 +53,18 @@ class ClientLoad:
     wrong: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
     sent: int = 0
+    playing: list[asyncio.Task[None]] = field(default_factory=list)
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self, clients: int) -> None:
+        self.playing += [
+            asyncio.create_task(self.play(n, self._over.is_set)) for n in range(clients)
+        ]
+
+    async def end(self) -> None:
+        self._over.set()
+        await asyncio.gather(*self.playing)
+        assert self.wrong == []
 
     async def play(self, number: int, over: Callable[[], bool]) -> None:
         """Run one client after another until `over`."""

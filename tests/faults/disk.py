@@ -6,7 +6,6 @@ SQLite reports a page limit as a full disk.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from proxy.batches.service import Batches
 from proxy.batches.storage.store import Store
@@ -39,28 +38,14 @@ StoreThread.__call__ = on_full_disk
 FULL_DISK_LINE = "batches: paused: the disk of"
 
 
-class Disk(Protocol):
-    """A disk that can be filled and cleared."""
-
-    async def fill(self) -> None:
-        """Leave no room for new data."""
-
-    async def clear(self) -> None:
-        """Make room."""
-
-
 class LocalDisk:
-    """The disk of a router in this process."""
-
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
     async def fill(self) -> None:
-        """Leave no room for new data."""
         await self._batches.keeper(_limit, NO_NEW_PAGES)
 
     async def clear(self) -> None:
-        """Make room."""
         await self._batches.keeper(_limit, UNLIMITED_PAGES)
 
     async def fill_until_noticed(self, within_s: float) -> None:
@@ -72,19 +57,18 @@ class LocalDisk:
 
 
 class ProcessDisk:
-    """The disk of a router in another process."""
-
     def __init__(self, folder: Path) -> None:
         self._flag = folder / "no-room"
         self.code = CODE.format(flag=str(self._flag), none=NO_NEW_PAGES, room=UNLIMITED_PAGES)
 
     async def fill(self) -> None:
-        """Leave no room for new data."""
         self._flag.touch()
 
     async def clear(self) -> None:
-        """Make room."""
         self._flag.unlink(missing_ok=True)
+
+
+Disk = LocalDisk | ProcessDisk
 
 
 def _limit(store: Store, pages: int) -> None:

@@ -139,8 +139,6 @@ class FaultyKv(Kv):
         await scripts.raw(*pieces[:20], gap_s=0.001, end=self.dice.choice(ENDS))(call)
 
     def slowly(self, script: Script) -> Script:
-        """Delay a script."""
-
         async def run(call: Call) -> None:
             if self.slow_s:
                 await asyncio.sleep(self.dice.random() * self.slow_s)
@@ -150,8 +148,6 @@ class FaultyKv(Kv):
 
 
 class FaultyFleet:
-    """The workers and their injected faults."""
-
     def __init__(
         self, seed: int, no_names: Path | None = None, authority: Authority | None = None
     ) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks import soak
@@ -22,18 +22,38 @@ READY_S, CLIENTS = 90.0, 8
 LOGS = "  logs: {format: json, requests: true, level: debug}\n"
 
 
-async def start(
-    fleet: Path, log_to: Path | None = None, env: dict[str, str] | None = None
-) -> asyncio.subprocess.Process:
-    """Start a router process from the command line."""
-    log = (log_to or fleet.parent / "log").open("ab")
+@asynccontextmanager
+async def faulty_workers(seed: int, no_names: Path | None = None) -> AsyncIterator[FaultyFleet]:
+    workers = FaultyFleet(seed, no_names)
+    await workers.start()
     try:
-        return await asyncio.create_subprocess_exec(
+        yield workers
+    finally:
+        await workers.stop()
+
+
+@asynccontextmanager
+async def running(
+    fleet: Path, port: int, log_to: Path | None = None, env: dict[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a router from the command line; it must end well unless the test has killed it."""
+    log_file = log_to or fleet.parent / "log"
+    with log_file.open("ab") as log:
+        router = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "vllm_sched.cli.main", "router", str(fleet),
             stdout=log, stderr=log, env=env,
         )  # fmt: skip
+    try:
+        await wait_until_ready(port)
+        yield router
+        if router.returncode is None:
+            router.terminate()
+            assert await asyncio.wait_for(router.wait(), READY_S) == 0
+            assert log_to is not None or "Traceback" not in log_file.read_text()
     finally:
-        log.close()
+        if router.returncode is None:
+            router.kill()
+            await router.wait()
 
 
 async def wait_until_ready(port: int) -> None:
@@ -52,101 +72,62 @@ async def wait_until_ready(port: int) -> None:
 
 
 async def test_router_killed_under_load_and_restarted(tmp_path: Path) -> None:
-    workers = FaultyFleet(5)
-    await workers.start()
     port, fleet = free_port(), tmp_path / "fleet.yaml"
-    fleet.write_text(workers.fleet(listen=port, admin=free_port()))
-    router = await start(fleet)
-    clients, over = ClientLoad(port, 5), asyncio.Event()
-    try:
-        await wait_until_ready(port)
-        requests = [asyncio.create_task(clients.play(n, over.is_set)) for n in range(CLIENTS)]
-        await wait_until(lambda: clients.outcomes[WHOLE] > 50)
-        router.kill()
-        await router.wait()
-        await wait_until(lambda: clients.outcomes[NO_ROUTER] > 0)
-        before = Counter(clients.outcomes)
-        router = await start(fleet)
-        await wait_until_ready(port)
-        # The new router finds the fleet without help.
-        await wait_until(lambda: clients.outcomes[WHOLE] > before[WHOLE] + 50)
-        over.set()
-        await asyncio.gather(*requests)
-        assert clients.wrong == []
-        assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
-        # Only requests in flight at the kill.
-        assert clients.outcomes[TORN] <= 2 * CLIENTS
-        router.terminate()
-        assert await asyncio.wait_for(router.wait(), READY_S) == 0
-        assert "Traceback" not in (tmp_path / "log").read_text()
-    finally:
-        if router.returncode is None:
+    clients = ClientLoad(port, 5)
+    async with faulty_workers(5) as workers:
+        fleet.write_text(workers.fleet(listen=port, admin=free_port()))
+        async with running(fleet, port) as router:
+            clients.start(CLIENTS)
+            await wait_until(lambda: clients.outcomes[WHOLE] > 50)
             router.kill()
             await router.wait()
-        await workers.stop()
+        await wait_until(lambda: clients.outcomes[NO_ROUTER] > 0)
+        before = clients.outcomes[WHOLE]
+        async with running(fleet, port):
+            # The new router finds the fleet without help.
+            await wait_until(lambda: clients.outcomes[WHOLE] > before + 50)
+            await clients.end()
+    assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
+    # Only requests in flight at the kill.
+    assert clients.outcomes[TORN] <= 2 * CLIENTS
 
 
 async def test_killed_process_of_two_is_restarted_under_load(tmp_path: Path) -> None:
     """Name lookups fail meanwhile; the tenants' requests in flight return to zero."""
     env, no_names = dns.failing_lookups(tmp_path)
-    workers = FaultyFleet(7, no_names)
-    await workers.start()
     port, fleet, log = free_port(), tmp_path / "fleet.yaml", tmp_path / "log"
-    fleet.write_text(workers.fleet(listen=port, admin=free_port(), processes=2, tenants=True))
-    no_names.touch()
-    router = await start(fleet, env=env)
-    clients, over = ClientLoad(port, 7, keys=tuple(KEYS.values())), asyncio.Event()
-    try:
-        await wait_until_ready(port)
-        await wait_until(lambda: "admin http" in log.read_text())  # logged once both serve
-        requests = [asyncio.create_task(clients.play(n, over.is_set)) for n in range(CLIENTS)]
-        await wait_until(
-            lambda: clients.outcomes[WHOLE] > 50 and dns.LOOKUP_FAILED_LINE in log.read_text()
-        )
-        no_names.unlink()
-        os.kill(soak.children_of(router.pid)[0], signal.SIGKILL)
-        await wait_until(lambda: "restarting in" in log.read_text())
-        before = clients.outcomes[WHOLE]
-        await wait_until(lambda: clients.outcomes[WHOLE] > before + 50)
-        await wait_until(lambda: len(soak.children_of(router.pid)) == 2)
-        over.set()
-        await asyncio.gather(*requests)
-        assert clients.wrong == []
-        assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
-        assert clients.outcomes[TORN] <= 2 * CLIENTS
-        assert await soak.wait_idle(port) <= 0
-        router.terminate()
-        assert await asyncio.wait_for(router.wait(), READY_S) == 0
-        assert "Traceback" not in log.read_text()
-    finally:
-        if router.returncode is None:
-            router.kill()
-            await router.wait()
-        await workers.stop()
+    clients = ClientLoad(port, 7, keys=tuple(KEYS.values()))
+    async with faulty_workers(7, no_names) as workers:
+        fleet.write_text(workers.fleet(listen=port, admin=free_port(), processes=2, tenants=True))
+        no_names.touch()
+        async with running(fleet, port, env=env) as router:
+            await wait_until(lambda: "admin http" in log.read_text())  # logged once both serve
+            clients.start(CLIENTS)
+            await wait_until(
+                lambda: clients.outcomes[WHOLE] > 50 and dns.LOOKUP_FAILED_LINE in log.read_text()
+            )
+            no_names.unlink()
+            os.kill(soak.children_of(router.pid)[0], signal.SIGKILL)
+            await wait_until(lambda: "restarting in" in log.read_text())
+            before = clients.outcomes[WHOLE]
+            await wait_until(lambda: clients.outcomes[WHOLE] > before + 50)
+            await wait_until(lambda: len(soak.children_of(router.pid)) == 2)
+            await clients.end()
+            assert await soak.wait_idle(port) <= 0
+    assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
+    assert clients.outcomes[TORN] <= 2 * CLIENTS
 
 
 async def test_full_disk_under_the_log_does_not_affect_clients(tmp_path: Path) -> None:
-    workers = FaultyFleet(6)
-    await workers.start()
     port, fleet = free_port(), tmp_path / "fleet.yaml"
-    fleet.write_text(workers.fleet(listen=port, admin=free_port()) + LOGS)
-    router = await start(fleet, Path("/dev/full"))
-    clients, over = ClientLoad(port, 6, dripped=0.0), asyncio.Event()
-    try:
-        await wait_until_ready(port)
-        requests = [asyncio.create_task(clients.play(n, over.is_set)) for n in range(CLIENTS)]
-        await wait_until(lambda: clients.outcomes[WHOLE] > 200)
-        over.set()
-        await asyncio.gather(*requests)
-        assert clients.wrong == []
-        assert set(clients.outcomes) <= {WHOLE, LEFT}
-        router.terminate()
-        assert await asyncio.wait_for(router.wait(), READY_S) == 0
-    finally:
-        if router.returncode is None:
-            router.kill()
-            await router.wait()
-        await workers.stop()
+    clients = ClientLoad(port, 6, dripped=0.0)
+    async with faulty_workers(6) as workers:
+        fleet.write_text(workers.fleet(listen=port, admin=free_port()) + LOGS)
+        async with running(fleet, port, Path("/dev/full")):
+            clients.start(CLIENTS)
+            await wait_until(lambda: clients.outcomes[WHOLE] > 200)
+            await clients.end()
+    assert set(clients.outcomes) <= {WHOLE, LEFT}
 
 
 async def wait_until(condition: Callable[[], object]) -> None:

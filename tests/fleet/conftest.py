@@ -60,7 +60,6 @@ PREFILL, DECODE, THIRD = "prefill-0", "decode-0", "third"
 
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
-    """Run a collector of spans."""
     with Collector() as listening:
         yield listening
 
@@ -128,7 +127,6 @@ def fleet(collector: Collector) -> FleetConfig:
 def ends(
     fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Worker]]:
-    """Start both workers."""
     with started(fleet, tmp_path_factory.mktemp("ends")) as workers:
         yield workers
 
@@ -141,7 +139,6 @@ def workers(ends: dict[str, Worker]) -> dict[str, Worker]:
 
 @pytest.fixture(scope="session")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the trace file of the third worker."""
     return tmp_path_factory.mktemp("trace") / "out.json"
 
 
@@ -177,7 +174,6 @@ def third(third_or_dead: Worker) -> Worker:
 
 
 def restart(worker: Worker) -> None:
-    """Restart a worker that has ended."""
     worker.stop()
     worker.start()
     worker.wait_ready()
@@ -185,13 +181,10 @@ def restart(worker: Worker) -> None:
 
 @dataclass
 class CompilerCache:
-    """The compiler cache of two workers."""
-
     folder: Path
     at_start: list[Path] = field(default_factory=list)
 
     def files(self) -> list[Path]:
-        """Return the files that exist now."""
         return sorted(self.folder.rglob("*"))
 
 
@@ -219,7 +212,6 @@ def pushing_fleet(compiled: CompilerCache) -> FleetConfig:
 def pushing(
     pushing_fleet: FleetConfig, compiled: CompilerCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Worker]]:
-    """Start both workers that push."""
     with started(pushing_fleet, tmp_path_factory.mktemp("pushing")) as workers:
         compiled.at_start = compiled.files()
         yield workers

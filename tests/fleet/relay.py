@@ -31,7 +31,6 @@ class RelayHandler(socketserver.BaseRequestHandler):
             back.join()
 
     def pass_back(self, there: socket.socket) -> None:
-        """Relay the server's data."""
         pass_on(there, self.request, self.server.note_data)
 
 
@@ -81,20 +80,12 @@ def pass_on(
 
 @contextmanager
 def relaying(url: str) -> Iterator[Relay]:
-    """Run a relay to a server."""
     with Relay(int(url.rsplit(":", 1)[1])) as relay:
         Thread(target=relay.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield relay
         finally:
             relay.shutdown()
-
-
-@contextmanager
-def second_address(url: str) -> Iterator[str]:
-    """Return a second URL of a server."""
-    with relaying(url) as relay:
-        yield relay.url
 
 
 def main() -> None:

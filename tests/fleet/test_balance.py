@@ -13,15 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
-from tests.fleet.test_handover import (
-    ABOVE,
-    FREED_S,
-    Ends,
-    listed,
-    wait_connected,
-    wait_freed,
-)
-from tests.fleet.test_router import PATIENT, routing
+from tests.fleet.test_handover import FREED_S, Ends, handing_over, listed, wait_freed
+from tests.fleet.test_router import PATIENT
 from tests.fleet.test_worker import complete, prompt
 from vllm_sched.workers.transfer import DEFAULT_LEASE_S
 
@@ -38,7 +31,6 @@ LOADS = {
 
 @asynccontextmanager
 async def under_load(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
-    """Keep the requests of a load running."""
     at_once, size, output = LOADS[name]
 
     async def one_after_the_other(number: int) -> None:
@@ -59,7 +51,6 @@ async def under_load(client: AsyncOpenAI, name: str) -> AsyncIterator[None]:
 
 
 async def explained(fleet: Path, admin: str) -> str:
-    """Return the output of `vllm-sched explain --live`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vllm_sched.cli.main", "explain", str(fleet), "--live", admin,
         stdout=asyncio.subprocess.PIPE,
@@ -73,9 +64,7 @@ async def explained(fleet: Path, admin: str) -> str:
 async def test_explain_live_names_the_role_that_is_short(
     ends: Ends, fleet: FleetConfig, tmp_path: Path, short: str
 ) -> None:
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(tmp_path, listed(fleet), rules, transfer="nixl", router=PATIENT) as router:
-        wait_connected(router)
+    with handing_over(tmp_path, listed(fleet), router=PATIENT) as router:
         async with router.client() as client, under_load(client, short):
             await asyncio.sleep(FOR_S)
             async with asyncio.timeout(WITHIN_S):
@@ -88,5 +77,4 @@ async def test_explain_live_names_the_role_that_is_short(
         side = "neither side" if short == NEITHER else short
         assert lines[-1].startswith(f"tiny: {side} is short: "), lines
         # The lease frees the blocks of prefills that the router did not wait for.
-        for worker in ends.values():
-            await wait_freed(worker, within=DEFAULT_LEASE_S + FREED_S)
+        await wait_freed(*ends.values(), within=DEFAULT_LEASE_S + FREED_S)

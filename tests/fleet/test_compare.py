@@ -104,8 +104,6 @@ def run_command(
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """The output, files and remaining processes of a run."""
-
     out: str
     saved: dict[str, Any]
     page: str
@@ -224,7 +222,6 @@ def test_plot_has_two_panels_on_one_axis_and_a_lane_per_request(compared: Compar
 
 
 def span(page: str) -> tuple[int, int]:
-    """Return the position of the SVG in the page."""
     return page.index("<svg"), page.index("</svg>") + len("</svg>")
 
 

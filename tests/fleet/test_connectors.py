@@ -11,20 +11,19 @@ import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, starting
-from tests.fleet.relay import second_address
+from tests.fleet.relay import relaying
 from tests.fleet.test_handover import (
     ABOVE,
     Ends,
-    direct,
     handed_over,
+    handing_over,
     listed,
     tokens,
-    wait_connected,
     wait_freed,
 )
 from tests.fleet.test_handover_kinds import TEXT
 from tests.fleet.test_router import Router, Workers, routing
-from tests.fleet.test_worker import complete, gauges, prompt, settled
+from tests.fleet.test_worker import client_of, complete, gauges, prompt, settled
 from vllm_sched.cli.fleet.up import assign_ports
 from vllm_sched.workers.launch import Worker
 
@@ -44,9 +43,6 @@ class Pair:
 
     router: Router
     ends: Ends
-
-
-RULES: dict[str, object] = {"disaggregate_above": ABOVE}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +67,7 @@ def pushes(
     """Run a router with two workers, of which one pushes to the other."""
     transfer = {"connector": "nixl", "mode": "push"}
     folder = tmp_path_factory.mktemp("pushes")
-    with routing(folder, listed(pushing_fleet), RULES, transfer=transfer) as router:
-        wait_connected(router)
+    with handing_over(folder, listed(pushing_fleet), transfer=transfer) as router:
         yield Pair(router, pushing)
 
 
@@ -83,26 +78,25 @@ def stores(
     """Run a router with one worker in both roles."""
     worker, transfer = storing
     worker.wait_ready()
-    with second_address(worker.url) as other:
-        entries: list[dict[str, object]] = [
+    with relaying(worker.url) as relay:
+        entries = [
             {"name": PREFILL, "role": "prefill", "url": worker.url},
-            {"name": DECODE, "role": "decode", "url": other},
+            {"name": DECODE, "role": "decode", "url": relay.url},
         ]
-        blocks = {"transfer": transfer.model_dump(exclude_unset=True)}
-        with routing(tmp_path_factory.mktemp("stores"), entries, RULES, **blocks) as router:
+        rules, block = {"disaggregate_above": ABOVE}, transfer.model_dump(exclude_unset=True)
+        folder = tmp_path_factory.mktemp("stores")
+        with routing(folder, entries, rules, transfer=block) as router:
             yield Pair(router, {PREFILL: worker, DECODE: worker})
 
 
 @pytest.fixture(params=["pushes", "stores"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """Return either pair."""
     found: Pair = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture
 def alone(workers: Workers) -> Worker:
-    """Return a worker without hand-overs."""
     return workers["default"]
 
 
@@ -117,10 +111,9 @@ async def test_greedy_output_matches_one_worker(pair: Pair, alone: Worker) -> No
         whole = sum(size // 128 * 128 for size in sizes if size > ABOVE)
         assert gauges(pair.ends[DECODE], FETCHED) >= (before + whole,)
         warm = [await tokens(client, each) for each in prompts]
-    async with direct(alone) as client:
+    async with client_of(alone) as client:
         assert cold == warm == [await tokens(client, each) for each in prompts]
-    for worker in pair.ends.values():
-        await wait_freed(worker)
+    await wait_freed(*pair.ends.values())
 
 
 async def test_concurrent_hand_overs_are_not_mixed_up(pair: Pair, alone: Worker) -> None:
@@ -128,10 +121,9 @@ async def test_concurrent_hand_overs_are_not_mixed_up(pair: Pair, alone: Worker)
     async with pair.router.client() as client:
         routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
     assert handed_over(pair.router, len(prompts)) == [True] * len(prompts)
-    async with direct(alone) as client:
+    async with client_of(alone) as client:
         assert routed == [await tokens(client, each) for each in prompts]
-    for worker in pair.ends.values():
-        await wait_freed(worker)
+    await wait_freed(*pair.ends.values())
 
 
 async def test_responses_with_own_ids_are_handed_over(pair: Pair, alone: Worker) -> None:
@@ -149,17 +141,15 @@ async def test_responses_with_own_ids_are_handed_over(pair: Pair, alone: Worker)
         assert named.id == "resp_mine"
         assert handed_over(pair.router) == [False]
     assert len({each.id for each in routed}) == len(texts)
-    async with direct(alone) as client:
+    async with client_of(alone) as client:
         expected = [await client.responses.create(**response(each)) for each in texts]
     assert [each.output_text for each in [*routed, named]] == [
         each.output_text for each in [*expected, expected[0]]
     ]
-    for worker in pair.ends.values():
-        await wait_freed(worker)
+    await wait_freed(*pair.ends.values())
 
 
 def response(text: str) -> dict[str, Any]:
-    """Return the arguments of a response request."""
     return {"model": "tiny", "input": text, "max_output_tokens": 8, "temperature": 0}
 
 
@@ -171,5 +161,4 @@ async def test_client_disconnect_in_the_decode_leg_frees_both_workers(pair: Pair
         await stream.close()
     await settled(pair.ends[DECODE], running=0, waiting=0)
     assert handed_over(pair.router) == [True]
-    for worker in pair.ends.values():
-        await wait_freed(worker)
+    await wait_freed(*pair.ends.values())

@@ -17,9 +17,8 @@ from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
 from tests.fleet.relay import Relay, relaying
-from tests.fleet.test_journal import wait_shown
 from tests.fleet.test_router import PORTS, Router, routing
-from tests.fleet.test_worker import Workers, client_of
+from tests.fleet.test_worker import Workers, client_of, page
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +51,7 @@ def cut_fleet(
     folder = tmp_path_factory.mktemp("cut")
     with cutting(pushing_fleet, folder, journals=True) as (router, relays):
         for worker in pushing_fleet.workers:
-            wait_shown(router, f'proxy_journal_up{{worker="{worker.name}"}} 1')
+            router.wait_shown(f'proxy_journal_up{{worker="{worker.name}"}} 1')
         yield router, relays
 
 
@@ -115,8 +114,7 @@ async def streamed_message(
 
 def counted(router: Router, name: str) -> float:
     """Return the sum of a metric."""
-    with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = page(router).splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
@@ -131,13 +129,6 @@ def requests(rng: random.Random, count: int) -> Iterator[tuple[bool, dict[str, A
         if number % 3 == 0:
             fields["extra_body"] = {"repetition_penalty": 1.2, "min_tokens": 40}
         yield chat, fields
-
-
-def asked(router: Router, path: str, method: str = "GET") -> Any:
-    """Return the response of the admin API."""
-    request = urllib.request.Request(f"{router.admin}/admin/{path}", method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
 
 
 async def test_cut_streams_equal_whole_ones(cut_fleet: tuple[Router, list[Relay]]) -> None:
@@ -201,12 +192,12 @@ async def test_streams_of_drained_workers_equal_whole_ones(
     moved = []
 
     def drain() -> None:
-        busy = [each["name"] for each in asked(router, "workers") if each["requests"]]
+        busy = [each["name"] for each in router.api("workers") if each["requests"]]
         for name in busy:
-            drained = asked(router, f"workers/{name}/drain?now=true", "POST")
+            drained = router.api(f"workers/{name}/drain?now=true", "POST")
             moved.append(drained["moved"])
             assert drained["remaining"] == {}
-            asked(router, f"workers/{name}/undrain", "POST")
+            router.api(f"workers/{name}/undrain", "POST")
 
     names = "proxy_streams_not_continued_total", "proxy_breaker_openings_total"
     before = [counted(router, name) for name in names]

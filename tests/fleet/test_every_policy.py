@@ -22,7 +22,6 @@ def sets(pushing: Workers) -> Workers:
 
 
 async def outputs(worker: Worker) -> list[list[int]]:
-    """Send all requests at once; return their tokens."""
     async with client_of(worker) as client:
         answers = await asyncio.gather(
             *(

@@ -88,7 +88,6 @@ DERENDERED = {
 
 @pytest.fixture(scope="module")
 def embeds() -> Iterator[Worker]:
-    """Start an embedding worker."""
     with worker(
         Side("default"),
         model=str(tiny_model()),
@@ -106,7 +105,7 @@ def embeds() -> Iterator[Worker]:
 def router(workers: dict[str, Worker], embeds: Worker, tmp_path: Path) -> Iterator[Router]:
     """Run a router with a generating and an embedding worker."""
     program("prometheus")
-    fleet: list[dict[str, object]] = [
+    fleet = [
         {"name": "writes", "url": workers["default"].url},
         {"name": EMBEDS, "url": embeds.url, "model": EMBEDS},
     ]
@@ -117,20 +116,17 @@ def router(workers: dict[str, Worker], embeds: Worker, tmp_path: Path) -> Iterat
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Return an HTTP session with a long timeout."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as made:
         yield made
 
 
 async def posted(session: aiohttp.ClientSession, url: str, **given: Any) -> tuple[int, Json]:
-    """Send a POST request; return the status and the body."""
     async with session.post(url, **given) as answer:
         text = await answer.text()
         return answer.status, json.loads(text) if answer.status == 200 else {"said": text}
 
 
 async def every_path(session: aiohttp.ClientSession, url: str) -> dict[str, tuple[int, Json]]:
-    """Send a request to each route."""
     found = {}
     for path, body in BODIES.items():
         found[path] = await posted(session, url + path, json={"model": "tiny", **body})
@@ -162,7 +158,6 @@ async def stored_response(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def whole_batch(session: aiohttp.ClientSession, url: str) -> None:
-    """Run a batch of two lines."""
     path, body = "/v1/chat/completions", {"model": "tiny", **CHAT, **SHORT}
     line = {"method": "POST", "url": path, "body": body}
     lines = [json.dumps(line | {"custom_id": each}) for each in ("a", "b")]

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,16 @@ from openai import AsyncOpenAI
 from proxy.config import FleetConfig
 from tests.collector import Collector
 from tests.fleet.conftest import DECODE, PREFILL
-from tests.fleet.test_router import PORTS, VLLM_BENCH_SERVE, Router, routing, threads
-from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, complete, gauges, prompt, settled
+from tests.fleet.test_router import PORTS, Router, check_vllm_bench_serve, routing, threads
+from tests.fleet.test_worker import (
+    DEADLINE_S,
+    LONG_TOKENS,
+    client_of,
+    complete,
+    gauges,
+    prompt,
+    settled,
+)
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
@@ -47,40 +51,39 @@ NEAR = 1e-3
 def router(
     ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Router]:
-    """Run the router with both workers."""
     assert all(worker.healthy() for worker in ends.values())
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    folder = tmp_path_factory.mktemp("handover")
-    with routing(folder, listed(fleet), rules, transfer="nixl") as running:
-        wait_connected(running)
+    with handing_over(tmp_path_factory.mktemp("handover"), listed(fleet)) as running:
         yield running
 
 
+@contextlib.contextmanager
+def handing_over(
+    folder: Path,
+    workers: Sequence[Mapping[str, object]],
+    *,
+    above: int = ABOVE,
+    links: int = 1,
+    **blocks: object,
+) -> Iterator[Router]:
+    """Run a router that hands prompts over, once its prefill and decode workers are connected."""
+    blocks = {"transfer": "nixl"} | blocks
+    with routing(folder, workers, {"disaggregate_above": above}, **blocks) as router:
+        router.wait_shown(f'proxy_handover_warmups_total{{outcome="done"}} {links}')
+        yield router
+
+
 def listed(fleet: FleetConfig) -> list[dict[str, object]]:
-    """Return the workers' entries for a router's file."""
     return [
         {"name": worker.name, "role": worker.role, "url": worker.url} for worker in fleet.workers
     ]
 
 
-def wait_connected(router: Router, links: int = 1) -> None:
-    """Wait until prefill and decode workers are connected, which hand-overs need."""
-    give_up = time.monotonic() + DEADLINE_S
-    while True:
-        with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
-            if b'proxy_handover_warmups_total{outcome="done"} %d\n' % links in answer.read():
-                return
-        assert time.monotonic() < give_up, "they were never connected"
-        time.sleep(0.05)
-
-
-async def wait_freed(worker: Worker, within: float = FREED_S) -> None:
-    """Wait until a worker holds no KV block."""
-    async with asyncio.timeout(within):
-        while True:
-            if await asyncio.to_thread(gauges, worker, HELD) == (0,):
-                return
-            await asyncio.sleep(0.02)
+async def wait_freed(*workers: Worker, within: float = FREED_S) -> None:
+    """Wait until the workers hold no KV block."""
+    for worker in workers:
+        async with asyncio.timeout(within):
+            while await asyncio.to_thread(gauges, worker, HELD) != (0,):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 def handed_over(router: Router, limit: int = 1) -> list[bool]:
@@ -112,12 +115,6 @@ async def tokens(
     return Completion(choice.token_ids, choice.logprobs.token_logprobs)
 
 
-@contextlib.asynccontextmanager
-async def direct(worker: Worker) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 SIZES = (10, 130, 256, 300, 1500, 5000, 12_000)
 
 
@@ -129,11 +126,10 @@ async def test_greedy_output_matches_one_worker_cold_and_warm(router: Router, en
         warm = [await tokens(client, each) for each in prompts]
         # One more token: full blocks are cached on both workers, the end is not.
         longer = [await tokens(client, [*each, 17]) for each in prompts]
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert cold == warm == [await tokens(client, each) for each in prompts]
         assert longer == [await tokens(client, [*each, 17]) for each in prompts]
-    for worker in ends.values():
-        await wait_freed(worker)
+    await wait_freed(*ends.values())
 
 
 async def test_concurrent_hand_overs_are_not_mixed_up(router: Router, ends: Ends) -> None:
@@ -141,7 +137,7 @@ async def test_concurrent_hand_overs_are_not_mixed_up(router: Router, ends: Ends
     prompts = [prompt(41_000 + size, size) for size in sizes]
     async with router.client() as client:
         routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert routed == [await tokens(client, each) for each in prompts]
     await wait_freed(ends[PREFILL])
 
@@ -152,7 +148,7 @@ async def test_each_token_arrives_once_and_usage_is_correct(
     router: Router, ends: Ends, stream: bool, cached: int
 ) -> None:
     prompt_ids = prompt(42_000 + cached + stream, 1600)
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         if cached:
             await complete(client, prompt_ids, 1)
     async with router.client() as client:
@@ -165,7 +161,7 @@ async def test_each_token_arrives_once_and_usage_is_correct(
     assert handed_over(router) == [True]
     assert (usage.prompt_tokens, usage.completion_tokens) == (1600, 9)
     assert usage.prompt_tokens_details.cached_tokens == cached
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert ids == (await tokens(client, prompt_ids, 9)).ids
 
 
@@ -191,25 +187,6 @@ async def streamed(
     return ids, events[-1].usage
 
 
-async def test_chat_is_handed_over(router: Router, ends: Ends) -> None:
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "please tell me more about that. " * 60}],
-        "max_tokens": 12,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
-    }
-    async with router.client() as client:
-        routed = await client.chat.completions.create(**body)
-        assert handed_over(router) == [True]
-    async with direct(ends[PREFILL]) as client:
-        plain = await client.chat.completions.create(**body)
-    assert routed.choices[0].message.content == plain.choices[0].message.content
-    assert routed.usage is not None
-    assert plain.usage is not None
-    assert routed.usage.prompt_tokens == plain.usage.prompt_tokens
-
-
 async def test_client_disconnect_in_the_prefill_leg_frees_the_worker(
     router: Router, ends: Ends
 ) -> None:
@@ -233,8 +210,7 @@ async def test_client_disconnect_in_the_decode_leg_frees_both_workers(
         await settled(ends[DECODE], running=1, waiting=0)
         await stream.close()
     await settled(ends[DECODE], running=0, waiting=0)
-    for worker in ends.values():
-        await wait_freed(worker)
+    await wait_freed(*ends.values())
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:
@@ -248,44 +224,36 @@ async def wait_released(router: Router, ends: Ends) -> None:
     """Wait until the workers have released the blocks of a disconnected client."""
     for worker in ends.values():
         await settled(worker, running=0, waiting=0)
-    for worker in ends.values():
-        await wait_freed(worker)
+    await wait_freed(*ends.values())
     await eventually(lambda: router.handovers()["released"], within=DEADLINE_S)
 
 
-async def test_client_disconnect_just_before_the_prefill_answer_releases_blocks(
-    ends: Ends, fleet: FleetConfig, tmp_path: Path
+@pytest.mark.parametrize(
+    ("before", "counts"),
+    [(True, {"client_left_prefill": 1}), (False, {"prefilled": 1, "client_left_decode": 1})],
+    ids=["before", "after"],
+)
+async def test_client_disconnect_around_the_prefill_answer_releases_blocks(
+    ends: Ends, fleet: FleetConfig, tmp_path: Path, before: bool, counts: dict[str, int]
 ) -> None:
-    """The router is stopped until the prefill is done, so that both events arrive together."""
+    """The router is stopped until the prefill is done, so that both events arrive together.
+
+    If the client leaves after the answer, the decode leg is not sent yet.
+    """
     # A router without measured prefills expects a short prefill.
-    with routing(tmp_path, listed(fleet), {"disaggregate_above": ABOVE}, transfer="nixl") as router:
-        wait_connected(router)
+    with handing_over(tmp_path, listed(fleet)) as router:
         async with router.client() as client:
-            leaving = asyncio.create_task(complete(client, prompt(43_160, LONG_TOKENS), 200))
+            request = complete(client, prompt(43_160 + before, LONG_TOKENS), 200)
+            leaving = asyncio.create_task(request)
             await settled(ends[PREFILL], running=1, waiting=0)
             with router.stopped():
-                await cancel(leaving)
+                if before:
+                    await cancel(leaving)
                 await settled(ends[PREFILL], running=0, waiting=0)
                 assert gauges(ends[PREFILL], HELD) > (0,)
+                await cancel(leaving)  # has no effect on a cancelled request
         await wait_released(router, ends)
-        assert router.handovers() == {"client_left_prefill": 1, "released": 1}
-
-
-async def test_client_disconnect_just_after_the_prefill_answer_releases_blocks(
-    ends: Ends, fleet: FleetConfig, tmp_path: Path
-) -> None:
-    """The decode leg is not sent yet."""
-    with routing(tmp_path, listed(fleet), {"disaggregate_above": ABOVE}, transfer="nixl") as router:
-        wait_connected(router)
-        async with router.client() as client:
-            leaving = asyncio.create_task(complete(client, prompt(43_161, LONG_TOKENS), 200))
-            await settled(ends[PREFILL], running=1, waiting=0)
-            with router.stopped():
-                await settled(ends[PREFILL], running=0, waiting=0)
-                assert gauges(ends[PREFILL], HELD) > (0,)
-                await cancel(leaving)
-        await wait_released(router, ends)
-        assert router.handovers() == {"prefilled": 1, "client_left_decode": 1, "released": 1}
+        assert router.handovers() == counts | {"released": 1}
 
 
 async def test_client_disconnects_around_the_end_of_the_prefill(router: Router, ends: Ends) -> None:
@@ -329,7 +297,7 @@ async def test_client_cannot_make_a_worker_connect_to_an_address(
         "tp_size": 1,
     }
     prompt_ids = prompt(44_000 + size, size)
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         right = await tokens(client, prompt_ids)
     async with router.client() as client:
         for body in (
@@ -346,7 +314,7 @@ async def test_client_cannot_make_a_worker_connect_to_an_address(
 
 
 async def test_client_cannot_read_blocks_of_another_request(router: Router, ends: Ends) -> None:
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         # A hand-over without a decode leg: its blocks stay, and this is their address.
         held = await complete(
             client, prompt(45_000, 1500), 1, kv_transfer_params={"do_remote_decode": True}
@@ -359,7 +327,7 @@ async def test_client_cannot_read_blocks_of_another_request(router: Router, ends
         with contextlib.suppress(openai.BadRequestError):
             assert await tokens(client, prompt_ids, kv_transfer_params=params) == right
     # vLLM itself allows it; the router prevents it.
-    async with direct(ends[DECODE]) as client:
+    async with client_of(ends[DECODE]) as client:
         assert await tokens(client, prompt_ids, kv_transfer_params=params) != right
     await wait_freed(ends[PREFILL])
 
@@ -369,9 +337,8 @@ async def test_hand_over_is_one_trace_in_router_and_engines(
 ) -> None:
     """The spans of each engine are below the router's leg."""
     trace, own = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    blocks = {"router": {**PORTS, "tracing": {"endpoint": collector.url}}, "transfer": "nixl"}
-    with routing(tmp_path, listed(fleet), {"disaggregate_above": ABOVE}, **blocks) as router:
-        wait_connected(router)
+    traces = {**PORTS, "tracing": {"endpoint": collector.url}}
+    with handing_over(tmp_path, listed(fleet), router=traces) as router:
         async with router.client() as client:
             traced = client.with_options(default_headers={"traceparent": f"00-{trace}-{own}-01"})
             await complete(traced, prompt(47_000, 1000), 4)
@@ -383,29 +350,16 @@ async def test_hand_over_is_one_trace_in_router_and_engines(
     assert {
         (span.service, name_of[span.parent]) for span in collector.of(trace) if span.service in ends
     } == {(PREFILL, "prefill leg"), (DECODE, "decode leg")}
-    for worker in ends.values():
-        await wait_freed(worker)
+    await wait_freed(*ends.values())
 
 
 def test_vllm_bench_serve_completes_with_hand_overs(
     router: Router, ends: Ends, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
-            "--model", "tiny", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
-            "--random-input-len", "600", "--random-output-len", "8", "--num-prompts", "12",
-            "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
-            "--result-filename", "result.json",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    check_vllm_bench_serve(
+        router, tmp_path, 12, "--random-input-len", "600", "--max-concurrency", "4",
+        "--model", "tiny", "--tokenizer", str(tiny_model()),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (12, 0)
     # The benchmark first sends a test prompt, which is cached afterwards.
     assert sum(handed_over(router, 13)) >= 11
     assert gauges(ends[DECODE], "nixl_num_failed_transfers_total") == (0,)

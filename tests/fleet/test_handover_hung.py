@@ -17,18 +17,16 @@ from proxy.wire.exchange.failover import DOWN_GRACE_S
 from proxy.wire.timeouts import LATE_FACTOR
 from tests.fleet.conftest import DECODE, PREFILL
 from tests.fleet.test_handover import (
-    ABOVE,
     Ends,
-    direct,
     handed_over,
+    handing_over,
     listed,
     tokens,
-    wait_connected,
     wait_freed,
 )
 from tests.fleet.test_handover_killed import OTHER, post_action, state_of, wait_handed_over
-from tests.fleet.test_router import PORTS, Router, family, routing
-from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, complete, prompt, settled
+from tests.fleet.test_router import PORTS, Router, family
+from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, client_of, complete, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 
@@ -65,9 +63,7 @@ async def test_prefill_worker_that_hangs_during_a_prefill(
     """A live server times out; otherwise probes mark the worker as down."""
     prefill_s = 2.0 if part == ENGINE else 600.0
     router_block = {**PORTS, "timeouts": {"prefill_s": prefill_s}}
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(tmp_path, listed(fleet), rules, router=router_block, transfer="nixl") as router:
-        wait_connected(router)
+    with handing_over(tmp_path, listed(fleet), router=router_block) as router:
         async with router.client() as client:
             begun = time.monotonic()
             await tokens(
@@ -92,20 +88,17 @@ async def test_prefill_worker_that_hangs_during_a_prefill(
             await settled(ends[PREFILL], running=0, waiting=0)
             await wait_freed(ends[PREFILL])
             await wait_handed_over(router, client)
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert completion == await tokens(client, prompt_ids)
-    for worker in ends.values():
-        await wait_freed(worker)
+    await wait_freed(*ends.values())
 
 
 async def test_prefill_worker_that_hangs_before_its_blocks_are_fetched(
     ends: Ends, fleet: FleetConfig, tmp_path: Path
 ) -> None:
     """The decode worker waits at most for the lease, and keeps working."""
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
     transfer = {"connector": "nixl", "lease_s": LEASE_S}
-    with routing(tmp_path, listed(fleet), rules, transfer=transfer) as router:
-        wait_connected(router)
+    with handing_over(tmp_path, listed(fleet), transfer=transfer) as router:
         async with router.client() as client:
             begun = time.monotonic()
             await tokens(client, prompt(48_200, LONG_TOKENS))
@@ -125,10 +118,9 @@ async def test_prefill_worker_that_hangs_before_its_blocks_are_fetched(
                 completion = await task
                 assert time.monotonic() - begun < LEASE_S + 2 * took_s + HELD_UP_S
             await wait_handed_over(router, client)
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert completion == await tokens(client, prompt_ids)
-    for worker in ends.values():
-        await wait_freed(worker)
+    await wait_freed(*ends.values())
 
 
 @contextmanager
@@ -137,9 +129,7 @@ def with_another(
 ) -> Iterator[Router]:
     """Run a router with an additional decode worker, which gets all hand-overs."""
     more: dict[str, object] = {"name": OTHER, "role": "decode", "url": third.url}
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(folder, [*listed(fleet), more], rules, **blocks) as router:
-        wait_connected(router, links=2)
+    with handing_over(folder, [*listed(fleet), more], links=2, **blocks) as router:
         post_action(router, "drain", DECODE)
         yield router
 
@@ -181,10 +171,9 @@ async def test_decode_worker_that_hangs_before_its_first_byte(
             await settled(third, running=0, waiting=0)
             await wait_freed(third)
             await wait_handed_over(router, client)
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert completion == await tokens(client, prompt_ids)
-    for worker in (*ends.values(), third):
-        await wait_freed(worker)
+    await wait_freed(*ends.values(), third)
 
 
 async def test_decode_worker_that_hangs_during_a_stream(
@@ -195,7 +184,7 @@ async def test_decode_worker_that_hangs_during_a_stream(
     New requests go to the other worker after probes mark this one as down.
     """
     prompt_ids = prompt(48_400, 1500)
-    with with_another(fleet, third, tmp_path, transfer="nixl") as router:
+    with with_another(fleet, third, tmp_path) as router:
         async with router.client() as client:
             stream = await complete(client, prompt_ids, 2000, stream=True)
             ids = [*(await anext(stream)).choices[0].token_ids]
@@ -209,7 +198,7 @@ async def test_decode_worker_that_hangs_during_a_stream(
             async for event in stream:
                 ids += [one for choice in event.choices for one in choice.token_ids]
         assert router.handovers() == {"prefilled": 2, "transferred": 2}
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert ids == (await tokens(client, prompt_ids, 2000)).ids
     for worker in (*ends.values(), third):
         await settled(worker, running=0, waiting=0)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import signal
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,17 +22,23 @@ from openai import AsyncOpenAI
 
 from tests.fleet.conftest import DECODE, PREFILL, restart
 from tests.fleet.test_handover import (
-    ABOVE,
     Completion,
     Ends,
-    direct,
     handed_over,
+    handing_over,
     tokens,
-    wait_connected,
     wait_freed,
 )
-from tests.fleet.test_router import PATIENT, Router, family, routing
-from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, complete, gauges, prompt, settled
+from tests.fleet.test_router import PATIENT, Router, family
+from tests.fleet.test_worker import (
+    DEADLINE_S,
+    LONG_TOKENS,
+    client_of,
+    complete,
+    gauges,
+    prompt,
+    settled,
+)
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.transfer import DEFAULT_LEASE_S
@@ -53,23 +57,18 @@ def entry(name: str, worker: Worker) -> Entry:
 def routing_pairs(folder: Path, links: int, *workers: Entry) -> Iterator[Router]:
     """Run a router with these workers, and wait until `links` pairs are connected."""
     folder.mkdir()
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(folder, [*workers], rules, transfer="nixl", router=PATIENT) as running:
-        wait_connected(running, links)
+    with handing_over(folder, [*workers], links=links, router=PATIENT) as running:
         yield running
 
 
 def post_action(router: Router, action: str, name: str = GENERAL) -> None:
     """Drain or undrain a worker."""
-    url = f"{router.admin}/admin/workers/{name}/{action}"
-    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10) as answer:
-        assert answer.status == 200
+    router.api(f"workers/{name}/{action}", "POST")
 
 
 def state_of(router: Router, name: str) -> object:
     """Return the router's state of a worker."""
-    with urllib.request.urlopen(f"{router.admin}/admin/workers", timeout=10) as answer:
-        return {each["name"]: each["state"] for each in json.load(answer)}[name]
+    return {each["name"]: each["state"] for each in router.api("workers")}[name]
 
 
 def last_placement(router: Router) -> tuple[object, object]:
@@ -225,7 +224,7 @@ async def assert_same_as_one_worker(
     completions: list[Completion], prompts: list[list[int]], ends: Ends
 ) -> None:
     """Check that one worker alone returns the same tokens."""
-    async with direct(ends[PREFILL]) as client:
+    async with client_of(ends[PREFILL]) as client:
         assert completions == [await tokens(client, prompt_ids) for prompt_ids in prompts]
 
 
@@ -274,8 +273,7 @@ async def test_worker_killed_in_either_role_recovers(
         for scene in every:
             with contextlib.suppress(StopAsyncIteration):
                 await anext(scene)
-    for worker in (third, ends[DECODE]):
-        await wait_freed(worker)
+    await wait_freed(third, ends[DECODE])
     # The lease of the router without another decode worker.
     await wait_freed(ends[PREFILL], within=DEFAULT_LEASE_S + DEADLINE_S)
 

@@ -11,8 +11,8 @@ import pytest
 
 from proxy.config import FleetConfig
 from tests.fleet.conftest import DECODE, PREFILL
-from tests.fleet.test_handover import NEAR, Ends, handed_over, listed, wait_connected
-from tests.fleet.test_router import Router, routing
+from tests.fleet.test_handover import NEAR, Ends, handed_over, handing_over, listed
+from tests.fleet.test_router import Router
 from tests.fleet.test_worker import DEADLINE_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -138,10 +138,8 @@ def router(
 ) -> Iterator[Router]:
     """Run the router with both workers."""
     assert all(worker.healthy() for worker in ends.values())
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
     folder = tmp_path_factory.mktemp("kinds")
-    with routing(folder, listed(fleet), rules, transfer="nixl") as running:
-        wait_connected(running)
+    with handing_over(folder, listed(fleet), above=ABOVE) as running:
         yield running
 
 

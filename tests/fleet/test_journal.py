@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from openai import AsyncOpenAI
 from proxy.config import FleetConfig
 from tests.fleet.conftest import FEW_BLOCKS
 from tests.fleet.test_router import Router, routing
-from tests.fleet.test_worker import DEADLINE_S, Workers, client_of, complete, prompt
+from tests.fleet.test_worker import Workers, client_of, complete, prompt
 from vllm_sched.workers.launch import Worker
 
 BLOCK = 128  # tokens of an engine's block
@@ -41,25 +40,14 @@ class Prediction:
 @contextmanager
 def reading(fleet: FleetConfig, folder: Path) -> Iterator[Router]:
     """Run a router that reads both workers' journals."""
-    workers: list[dict[str, object]] = [
+    workers = [
         {"name": worker.name, "url": worker.url, "journal": [*worker.journal]}
         for worker in fleet.workers
     ]
     with routing(folder, workers, {}) as router:
         for worker in fleet.workers:
-            wait_shown(router, f'proxy_journal_up{{worker="{worker.name}"}} 1')
+            router.wait_shown(f'proxy_journal_up{{worker="{worker.name}"}} 1')
         yield router
-
-
-def wait_shown(router: Router, line: str) -> None:
-    """Wait until the router's metrics have a line."""
-    give_up = time.monotonic() + DEADLINE_S
-    while True:
-        with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
-            if f"{line}\n" in answer.read().decode():
-                return
-        assert time.monotonic() < give_up, line
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +67,7 @@ def cold(router: Router, pushing: Workers) -> Router:
         request = urllib.request.Request(f"{worker.url}/reset_prefix_cache", method="POST")
         with urllib.request.urlopen(request, timeout=10) as answer:
             assert answer.status == 200
-        wait_shown(router, f'proxy_journal_requests{{worker="{name}"}} 0')
+        router.wait_shown(f'proxy_journal_requests{{worker="{name}"}} 0')
     return router
 
 

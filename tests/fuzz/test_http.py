@@ -10,13 +10,11 @@ import tracemalloc
 
 import pytest
 
-from proxy.http.headers import RefusedError, seconds
+from proxy.http.headers import RefusedError
 from proxy.http.request_parser import HttpRequestParser
-from proxy.http.response_parser import ResponseError, ResponseParser
 from tests.fuzz import corpus, judge
 from tests.fuzz.judge import Tally
 from tests.fuzz.mutate import Mutator
-from tests.present import present
 
 SEED, STREAMS = 8, 4_000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
@@ -80,8 +78,6 @@ def test_length_with_thousands_of_zeros_is_refused() -> None:
     _, _, refusal = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
     assert refusal is not None
     assert "digits" in refusal
-    with pytest.raises(ResponseError):
-        ResponseParser().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"0" * 5000 + b"2\r\n\r\n{}")
 
 
 @pytest.mark.parametrize(
@@ -110,55 +106,25 @@ def test_bytes_after_a_closing_upgrade_are_ignored() -> None:
     assert (len(got), refusal) == (1, None)
 
 
-def test_invalid_target_is_refused() -> None:
-    _, _, refusal = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
-    assert refusal == "the request target is neither a path nor a URL"
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"HTTP/1.1 100 Continue\r\nContent-Length: 5",
-        b"HTTP/1.1 103 Early Hints\r\nTransfer-Encoding: chunked",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
-        b"HTTP/0.9 200 OK\r\nContent-Length: 2",
-        b"HTTP/2.0 200 OK\r\nContent-Length: 2",
-    ],
-)
-def test_ambiguous_framing_of_a_worker_is_an_error(head: bytes) -> None:
-    with pytest.raises(ResponseError):
-        ResponseParser().feed(head + b"\r\n\r\n{}")
-
-
-def test_every_connection_header_of_a_worker_applies() -> None:
-    parser = ResponseParser()
-    parser.feed(
-        b"HTTP/1.1 200 OK\r\nConnection: X-A\r\nX-A: 1\r\nConnection: X-B\r\nX-B: 1\r\n"
-        b"Content-Length: 0\r\n\r\n"
-    )
-    assert present(parser.head).lines == []
-
-
 # Memory of endless messages
 
 
 @pytest.mark.parametrize(
-    ("begin", "piece"),
+    ("begin", "piece", "status"),
     [
-        (b"GET /", b"x" * 997),
-        (HEAD, b"X: " + b"y" * 997 + b"\r\n"),
-        (HEAD + b"X: ", b"y" * 997),
-        (HEAD, b"x" * 997),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", b"x" * 997),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0" * 997),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: " + b"y" * 997 + b"\r\n"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 200),
-        (HEAD + b"Content-Length: 9999999\r\n\r\n", b"x" * 997),
-        (b"", b"\r\n" * 500),
+        (b"GET /", b"x" * 997, 431),
+        (HEAD, b"X: " + b"y" * 997 + b"\r\n", 431),
+        (HEAD + b"X: ", b"y" * 997, 431),
+        (HEAD, b"x" * 997, 431),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", b"x" * 997, 431),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0" * 997, 431),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: " + b"y" * 997 + b"\r\n", 431),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 200, 413),
+        (HEAD + b"Content-Length: 9999999\r\n\r\n", b"x" * 997, 413),
+        (b"", b"\r\n" * 500, 431),
     ],
 )
-def test_endless_message_is_refused_at_the_limit(begin: bytes, piece: bytes) -> None:
+def test_endless_message_is_refused_at_the_limit(begin: bytes, piece: bytes, status: int) -> None:
     parser = HttpRequestParser(judge.set_route, max_head=20_000, max_body=50_000)
     # Chunks of one byte take six; anything else is refused at the limit.
     max_bytes = 50_000 * 7
@@ -167,20 +133,9 @@ def test_endless_message_is_refused_at_the_limit(begin: bytes, piece: bytes) -> 
         for data in (begin, *itertools.repeat(piece, max_bytes // len(piece))):
             parser.feed(data)
 
-    with pytest.raises(RefusedError):
+    with pytest.raises(RefusedError) as refused:
         feed_endlessly()
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_interim_answers_are_not_kept(size: int) -> None:
-    parser = ResponseParser()
-    flood = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 2000
-    for at in range(0, len(flood), size):
-        parser.feed(flood[at : at + size])
-    assert parser.head is None
-    assert parser.pieces == []
-    parser.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-    assert parser.ended
+    assert refused.value.refusal.status == status
 
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "segments"])
@@ -201,19 +156,3 @@ def test_body_in_tiny_pieces_takes_less_than_twice_its_size(chunked: bool) -> No
     parser.feed(piece + b"0\r\n\r\n" if chunked else piece)
     [request] = parser.ready
     assert len(request.body) == size
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"9" * 400,
-        b"0 Jan 0 0:0:0 +99999999999999999999",
-        b"Sunday, 06-Nov-99999999999 08:49:37 GMT",
-        b"Sun,-999990699999 Nov 1994 08:49:37 GMT",
-        b"Mon, 99 Jan 2020 00:00:00 GMT",
-        b"soon",
-        b"",
-    ],
-)
-def test_invalid_retry_after_is_none(value: bytes) -> None:
-    assert seconds(value) is None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import answer, make_request, make_scheduler, until
@@ -48,11 +49,9 @@ class Bench:
         **more: Any,
     ) -> Any:
         """Add a request that arrives now; `wishes` are its `vllm_xargs`, like its lane."""
-        request = make_request(tokens, name=name, **more)
         if lane is not None:
             wishes = {"lane": lane}
-        assert request.sampling_params is not None
-        request.sampling_params.extra_args = None if wishes is None else dict(wishes)
+        request = make_request(tokens, name=name, extra_args=wishes, **more)
         self.scheduler.add_request(request)
         return request
 
@@ -66,7 +65,6 @@ class Bench:
         self.step()
 
     def step(self, seconds: float = 0.01) -> dict[str, int]:
-        """Run one step of this duration."""
         output = self.scheduler.schedule()
         result = answer(self.scheduler, output)
         seconds = self.scheduled(output, seconds)
@@ -111,6 +109,13 @@ class Bench:
 
     def abort(self, *names: str) -> None:
         self.scheduler.finish_requests([*names], RequestStatus.FINISHED_ABORTED)
+
+    def receive(self, *names: str) -> None:
+        """Report that the KV of these requests has come from other workers."""
+        output = SchedulerOutput.make_empty()
+        result = answer(self.scheduler, output)
+        result.kv_connector_output = KVConnectorOutput(finished_recving={*names})
+        self.scheduler.update_from_output(output, result)
 
     def preempt(self, request: Any) -> None:
         self.scheduler.running.remove(request)

@@ -70,12 +70,6 @@ class Run(Bench):
         self.now += self.between
         return super().step()
 
-    def stall(self, factor: float) -> None:
-        """Run one step that is `factor` times as long."""
-        usual, self.noise = self.noise, lambda: factor
-        self.step()
-        self.noise = usual
-
     def decodes(self, count: int = 4, output: int = 10_000) -> None:
         for number in range(count):
             self.add(f"d{number}", 16, output=output)
@@ -105,7 +99,6 @@ class Run(Bench):
 
 
 def jitter(seed: int, spread: float) -> Callable[[], float]:
-    """Return factors around one."""
     rng = random.Random(seed)
     return lambda: rng.lognormvariate(0.0, spread)
 
@@ -153,21 +146,6 @@ def tight_run(noise: Callable[[], float]) -> Run:
     return run
 
 
-def test_chunks_recover_from_a_stall_if_decodes_take_half_of_the_target() -> None:
-    """Otherwise almost no time is left for prefill."""
-    run = tight_run(jitter(1, 0.02))
-    took = []
-    for name, stall in (("quiet", 1.0), ("stalled", 1.6), ("next", 1.0)):
-        start = run.now
-        run.add(name, 20_000, output=2)
-        run.steps(10)
-        run.stall(stall)
-        run.until_decoding(name)
-        took.append(run.now - start)
-    assert max(took) < 1.25 * took[0]
-    assert run.late(0.030) <= 0.01
-
-
 def test_rare_stalls_cost_little_if_decodes_take_half_of_the_target() -> None:
     """A margin as large as the stalls would leave almost no time for prompts."""
     took = []
@@ -207,30 +185,6 @@ def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
     run.until_decoding("far", 120)
 
 
-def test_margin_grows_with_noise() -> None:
-    margins = []
-    for spread in (0.01, 0.3):
-        run = Run({"itl_ms": 30.0}, noise=jitter(2, spread))
-        run.decodes()
-        run.compute(*[12_000] * 8)
-        margins.append(run.policy.error.margin)
-    assert margins[1] > margins[0] + 0.1
-
-
-def test_policy_is_as_fast_as_the_best_fixed_chunk_with_equal_gaps() -> None:
-    def measure(settings: dict[str, object]) -> tuple[float, float]:
-        run = Run(settings)
-        run.decodes()
-        run.compute(*[12_000] * (4 if "itl_ms" in settings else 0))  # to learn from
-        run.gaps.clear()
-        return run.compute(16_000), max(run.gaps)
-
-    took, gap = measure({"itl_ms": 40.0})
-    assert gap <= 0.040
-    fixed = [measure({"chunk": chunk}) for chunk in range(100, 900, 100)]
-    assert took <= 1.1 * min(seconds for seconds, longest in fixed if longest <= 0.040)
-
-
 def test_prefill_without_decodes_gets_the_whole_budget() -> None:
     run = Run({"itl_ms": 10.0})
     run.add("long", 12_000)
@@ -262,36 +216,6 @@ def test_shown_chunk_never_exceeds_the_step_budget(settings: dict[str, object]) 
 def test_decodes_that_fill_a_step_leave_prefill_one_token() -> None:
     policy = Run({"itl_ms": 30.0}).policy
     assert policy.budget(Step(0, 0.0, budget=8, decodes=8, prefills=[FakeRequest("a")])) == 8 + 1
-
-
-def test_first_chunks_are_small_and_grow() -> None:
-    run = Run({"itl_ms": 200.0})
-    run.decodes()
-    run.add("long", 12_000)
-    run.steps(4)
-    assert run.prefills == [256, 384, 576, 864]
-
-
-def test_decodes_slower_than_the_target_leave_the_minimum_chunk() -> None:
-    slow = StepTime(decode_fixed_s=0.05, prefill_fixed_s=0.05, prefill_s=1e-4)
-    run = Run({"itl_ms": 20.0, "min_chunk": 48}, machine=slow)
-    run.decodes()
-    run.add("long", 4000)
-    run.until_decoding("long")
-    assert min(run.prefills[:-1]) == 48
-
-
-def test_several_prompts_share_the_time_of_a_step() -> None:
-    run = Run({"itl_ms": 40.0})
-    run.decodes()
-    run.compute(*[12_000] * 4)
-    run.gaps.clear()
-    run.add("far", 16_000)
-    run.steps(30)
-    for number in range(20):
-        run.add(f"near{number}", 100, output=1)
-    run.steps(30)
-    assert max(run.gaps) <= 0.040
 
 
 def test_late_prompt_spends_the_slack_of_decodes() -> None:
@@ -370,22 +294,6 @@ def test_least_gap_that_decodes_ask_for_sizes_the_step() -> None:
     assert allowed_s("slow") == 0.05
 
 
-def test_prompt_with_an_empty_chunk_takes_no_time() -> None:
-    run = Run({"itl_ms": 40.0})
-    policy = run.policy
-    policy.fit._model = replace(MACHINE, read_s=1.2e-6)
-    run.decodes()
-    run.add("far", 16_000)
-    run.step()
-    (far,) = (r for r in run.scheduler.running if r.request_id == "far")
-    policy._prefill.seconds, policy._prefill.min_tokens = 0.030, 0
-    alone = policy.chunk(far, 200, 2000)
-    assert alone > 0
-    policy._prefill.seconds = 0.030
-    assert policy.chunk(far, 20_000, 0) == 0
-    assert policy.chunk(far, 200, 2000) == alone
-
-
 def long_run(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]]) -> Run:
     """Return a run with decodes and a prompt of this lane, 20,000 tokens into its prefill."""
     machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=read_s)
@@ -424,13 +332,3 @@ def test_entering_urgent_request_finds_time_in_the_step() -> None:
     assert tokens["chat"] == 300
     assert tokens["far"] > 32
     assert max(run.gaps) <= 0.040
-
-
-def test_turn_without_time_left_is_not_lost() -> None:
-    """Reading the long context takes more time than the other prompts leave."""
-    run = long_run("normal", 1.2e-6, {"rotation": {"chunk": 64}})
-    for name in ("near1", "near2"):
-        run.add(name, 15_000, output=2)
-    steps = run.steps(40)
-    for name in ("far", "near1", "near2"):
-        assert sum(name in tokens for tokens in steps) >= 12, name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from itertools import combinations
 from typing import Any
 
@@ -22,8 +20,6 @@ EVERY = ["lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget"]
 
 
 class PausingSettings(Settings):
-    """The longest pause."""
-
     max_pause_s: float = 4.0
 
 
@@ -142,30 +138,6 @@ def test_no_turn_is_kept_for_a_batch_prompt(settings: dict[str, object], beside:
     assert not any("batch" in tokens for tokens in got)
 
 
-def test_no_turn_is_kept_for_an_overdue_batch_prompt() -> None:
-    bench = Bench({"lanes": {}, "rotation": {"max_wait_s": 1.0}})
-    bench.play(decode("d"), add("batch", 1500, lane="batch"), 3)
-    assert "batch" in bench.running
-    bench.play(add_all("AB", 1500))
-    got = [bench.step(0.1) for _ in range(40)]
-    assert sum(tokens.get(name, 0) for tokens in got for name in "AB") >= 0.95 * 40 * 63
-
-
-@pytest.mark.parametrize("decodes", [0, 1])
-@pytest.mark.parametrize("share", ["auto", 1.0])
-@pytest.mark.parametrize("beside", [{}, ROTATION, SMALL_CHUNKS], ids=str)
-def test_long_normal_prompt_leaves_an_urgent_prompt_its_part_of_the_step(
-    beside: Policies, share: str | float, decodes: int
-) -> None:
-    bench = Bench({"lanes": {}, "long_prompt": {"long_prefill_share": share}, **beside})
-    bench.play(*(decode(f"d{number}") for number in range(decodes)))
-    bench.play(add("normal", 1900), 2, add("later", 900), add("urgent", 900, lane="urgent"))
-    first, *after = bench.steps(5)
-    assert first["urgent"] > 1
-    assert all(step["urgent"] >= step["normal"] > 1 for step in after)
-    assert "later" not in bench.running  # it waits for the other normal prompt
-
-
 @pytest.mark.parametrize(
     ("policies", "name", "lane", "least"),
     [
@@ -233,27 +205,6 @@ def test_longs_that_cannot_enter_have_no_part_of_a_step(
     assert got[0] == got[1]
 
 
-@pytest.mark.parametrize("share", ["auto", 0.25, 1.0])
-@pytest.mark.parametrize("budget", [64, 512])
-def test_long_batch_prompt_takes_only_part_of_the_lane_share(
-    share: str | float, budget: int
-) -> None:
-    """The lane's share is an eighth of a step."""
-    policies: Policies = {"lanes": {}, "long_prompt": {"long_prefill_share": share}}
-    bench = Bench(policies, max_num_seqs=20, num_blocks=1000, budget=budget)
-    bench.play(decode("d"), add("long", 1800, lane="batch"), 3)
-    bench.play(add_all("uvwxyz", 12, lane="batch"))
-    # Shorts get 6 tokens of the smaller share per step: five are done after ten steps.
-    assert {name for tokens in bench.steps(11) for name in tokens} >= set("uvwxyz")
-    # Under a steady stream of shorts the long prompt progresses.
-    long = bench.scheduler.requests["long"]
-    for number in range(400):
-        if not long.is_prefill_chunk:
-            break
-        bench.play(add(f"more{number}", 12, lane="batch", output=1), 3)
-    assert not long.is_prefill_chunk
-
-
 @pytest.mark.parametrize("longs", [1, 3])
 @pytest.mark.parametrize("tokens", [30, 58, 64, 80])
 def test_batch_shorts_leave_a_long_batch_prompt_its_part_of_the_share(
@@ -308,39 +259,6 @@ def test_longs_leave_room_for_shorts_within_a_chunk_budget() -> None:
     assert "short" in bench.step()
 
 
-def test_long_prompt_leaves_room_for_shorts_as_soon_as_they_are_admitted() -> None:
-    deferred = {"departures": 3, "max_delay_ms": 200.0}
-    bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)
-    bench.play(add_all("abcd", 3, output=900), add("leaves", 3, output=5), add("long", 1800), 3)
-    bench.play(*(add(f"s{number}", 12) for number in range(5)), leave("leaves"), 1)
-    assert bench["deferred_prefill"].holding
-    tokens = bench.until(lambda: not bench["deferred_prefill"].holding)
-    if "s0" not in tokens:
-        tokens = bench.step()  # what is held was counted a step ago
-    assert tokens["s0"] == 12
-
-
-@pytest.mark.parametrize("seed", [1, 5, 8])
-def test_tokens_that_a_later_policy_takes_back_go_to_the_next_prompt(seed: int) -> None:
-    """Otherwise many steps in a row could compute no prompt."""
-    rng = random.Random(seed)
-    shares = {"long_prefill_token_threshold": 200, "long_prefill_share": 0.3}
-    policies = {"long_prompt": shares, "rotation": {}, "chunk_budget": {"itl_ms": 12.0}}
-    bench = Bench(policies, num_blocks=400, max_num_seqs=16)
-    names = itertools.count()
-    in_vain = 0
-    for _ in range(120):
-        if rng.random() < 0.25:
-            for _ in range(rng.choice([1, 1, 3])):
-                tokens = rng.choice([5, 20, 60, 250, 600, 1500])
-                bench.add(str(next(names)), tokens, output=rng.choice([1, 3, 20, 80]))
-        decoding = {r.request_id for r in bench.scheduler.running if not r.is_prefill_chunk}
-        prefilling = bench.running - decoding
-        moved = bench.step(0.0112).keys() - decoding
-        in_vain = in_vain + 1 if prefilling and not moved else 0
-        assert in_vain < 6
-
-
 # Holds of `deferred_prefill`
 
 
@@ -363,16 +281,6 @@ def test_urgent_request_does_not_wait_for_departures(lane: str | None, enters: b
     assert 0.3 < bench.now - since <= 0.5
 
 
-def test_requests_held_by_lanes_do_not_count_as_waiting_for_a_batch() -> None:
-    """Too few admissible requests wait to fill a batch."""
-    deferred = {"departures": 4, "max_delay_ms": 1e6}
-    bench = Bench({"lanes": {}, "deferred_prefill": deferred}, max_num_seqs=8, num_blocks=1000)
-    bench.play(add("leaves", 3, output=12), add_all("abcdefg", 3, output=900), 3)
-    bench.add_all({f"b{number}": 30 for number in range(20)}, lane="batch")
-    bench.play(add("urgent", 10, lane="urgent", output=900), leave("leaves"), 3)
-    assert "urgent" in bench.running
-
-
 def test_request_without_room_does_not_hold_another_lane() -> None:
     """Most slots are free, and the rest of the cache holds the shorts."""
     policies = {
@@ -390,47 +298,7 @@ def test_request_without_room_does_not_hold_another_lane() -> None:
         bench.steps(4)
 
 
-@pytest.mark.parametrize(
-    ("policies", "tokens", "lane"),
-    [
-        ({"lanes": {}}, 20, "batch"),
-        (
-            {"long_prompt": {"long_prefill_token_threshold": 300, "long_prefill_share": 0.1}},
-            1900,
-            None,
-        ),
-    ],
-    ids=["lanes", "long_prompt"],
-)
-def test_request_held_by_another_policy_ends_no_wait_for_departures(
-    policies: Policies, tokens: int, lane: str | None
-) -> None:
-    """Such a request may wait for minutes; prefills would not be batched for as long."""
-    deferred = {"deferred_prefill": {"departures": 4, "max_delay_ms": 300.0}}
-    bench = Bench({**policies, **deferred}, max_num_seqs=12, num_blocks=1000)
-    bench.play(add("first", tokens, output=5, lane=lane), 1)
-    bench.add("held", tokens, output=5, lane=lane)
-    for number in range(60):
-        bench.add(str(number), 10, output=20 + number % 7)
-    bench.steps(90)
-    counted = bench["deferred_prefill"].counters()
-    assert counted["starvation_releases"] == 0
-    assert counted["holds_ended_departures"] >= 5
-    assert "held" not in bench.running
-
-
 # Pauses of decodes
-
-
-def test_decodes_go_on_while_prompts_wait_for_departures() -> None:
-    bench = Bench({**PAUSES, "deferred_prefill": {"departures": 2}}, max_num_seqs=4)
-    for number in range(4):
-        bench.add(str(number), 10, output=4 + 3 * number)
-    bench.play(1, add_all("ABCD", 10, output=9))
-    assert bench["deferred_prefill"].facts.decodes_pause
-    steps = bench.steps(9)
-    assert [len(step) for step in steps] == [4, 4, 4, 3, 3, 3, 2, 4, 4]
-    assert steps[6] == {"A": 10, "B": 10}
 
 
 def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pausing: str) -> None:
@@ -443,57 +311,7 @@ def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pau
         assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
 
 
-def test_two_pausing_policies_keep_the_bound_of_one(pausing: str) -> None:
-    policies = {"prefill_first": {"max_pause_s": 2.0}, pausing: {"max_pause_s": 1.5}}
-    bench = Bench(policies, max_num_seqs=64)
-    bench.decode("old")
-    last, gaps = bench.now, []
-    for number in range(100):
-        bench.add(f"n{number}", 128, output=1)
-        if "old" in bench.step(0.1):
-            gaps.append(bench.now - last)
-            last = bench.now
-    assert 1.9 < max(gaps) <= 2.0 + 0.21
-
-
-def test_leading_prefills_count_the_pause_of_another_policy(pausing: str) -> None:
-    leading = {"pause_decodes": False, "max_pause_s": 5.0}
-    bench = Bench({"prefill_first": leading, pausing: {"max_pause_s": 1.0}})
-    bench.play(add("old", 10, output=500), 2, add("new", 250))
-    assert bench.step(6.0) == {"new": 64}
-    assert bench.step() == {"new": 63, "old": 1}
-
-
 # Bounds
-
-
-def test_every_request_enters_within_the_sum_of_all_bounds() -> None:
-    bounds = {
-        "lanes": {"batch_max_wait_s": 4.0, "normal_max_wait_s": 2.0},
-        "long_prompt": {"max_wait_s": 2.0, "long_prefill_share": 0.5},
-        "deferred_prefill": {"departures": 3, "max_delay_ms": 500.0},
-        "rotation": {"max_wait_s": 0.25},
-        "chunk_budget": {"chunk": 40},
-    }
-    bench = Bench(bounds, max_num_seqs=8)
-    since: dict[str, float] = {}
-    longest = 0.0
-    for number in range(400):
-        # More urgent work than room, and sometimes a prompt of another lane.
-        for twin in "ab":
-            bench.add(f"u{number}{twin}", 30, output=3, lane="urgent")
-        if number % 60 == 0:
-            for name, lane in ((f"n{number}", "normal"), (f"b{number}", "batch")):
-                bench.add(name, 150, output=2, lane=lane)
-                since[name] = bench.now
-        bench.step(0.05)
-        for name in list(since):
-            if name in bench.running:
-                longest = max(longest, bench.now - since.pop(name))
-    assert longest > 2.0
-    # All bounds, and the time until the previous released request is done.
-    assert longest <= 4.0 + 2.0 + 0.5 + 2.0
-    assert all(bench.now - at <= 8.5 for at in since.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.engine.schedulers import make_request
 from tests.policies.closed_loop import ClosedLoop, FakeRequest
 from tests.policies.making import Bench
 from vllm_sched.cost.recursion import Recursion
@@ -140,21 +139,6 @@ def test_end_of_a_hold_for_a_full_cache(
     assert driver.policy.counters()[f"holds_ended_{end}"] == 1
 
 
-def test_no_request_is_held_while_slots_stay_free() -> None:
-    driver = Driver(built(departures=4))
-    assert driver.step(free=32) is OPEN
-    driver.admit(20)  # as many as fit the budget
-    assert driver.step(free=12) is OPEN
-    driver.admit(11)
-    assert driver.step(free=1) is OPEN
-    driver.admit(1)
-    assert driver.step(free=1, departed=1) is CLOSED
-    # Nor after a release that admits too few.
-    assert driver.step(free=4, departed=3) is OPEN
-    driver.admit(2)
-    assert driver.step(free=2) is OPEN
-
-
 @pytest.mark.parametrize("departures", [1, "auto"])
 def test_threshold_of_one_departure_never_holds(departures: object) -> None:
     """Without measurements it is one."""
@@ -172,28 +156,6 @@ def test_fewer_departures_end_a_hold_in_its_second_half() -> None:
     assert driver.step(free=4, took_ms=490) is CLOSED
     assert driver.step(free=4, took_ms=200) is CLOSED  # 8 * 2 * 0.31, rounded up: 5
     assert driver.step(free=4, took_ms=80) is OPEN
-
-
-def test_repeated_holds_of_one_request_share_the_bound() -> None:
-    driver = Driver(built(departures=2, max_delay_ms=100))
-    opened = []
-    for _ in range(4):  # the cache stays too full for the head
-        driver.step(free=20, running=12, kv_free=0.02, refused=True, took_ms=30)
-        gate = driver.step(free=22, running=10, departed=2, kv_free=0.02, refused=True, took_ms=10)
-        opened.append(gate)
-    assert opened == [OPEN] * 4
-    assert driver.policy.counters()["starvation_releases"] >= 1
-
-
-def test_departed_client_does_not_release_the_next_request() -> None:
-    driver = holding(max_delay_ms=100)
-    driver.policy.departed(HEAD, 0.0)
-    assert driver.step(free=1, waiting=0) is OPEN  # the hold ends before the gate is asked
-    driver.ms += 5000
-    driver.admit(1)
-    gates = [driver.step(free=1, head=FakeRequest("next")) for _ in range(5)]
-    assert gates == [CLOSED] * 5
-    assert driver.policy.counters()["starvation_releases"] == 0
 
 
 def test_passed_request_does_not_release_the_next_request() -> None:
@@ -273,66 +235,10 @@ def test_next_batch_enters_after_two_departures(
     assert admissions(bench, len(entered)) == entered
 
 
-def test_held_request_shares_the_fixed_cost_though_cached_and_is_looked_up_rarely() -> None:
-    policies = {"deferred_prefill": {"departures": 3}}
-    bench = Bench(policies, max_num_seqs=4, budget=256, prefix_caching=True)
-    for name, output in zip("0123", (2, 40, 40, 40), strict=True):
-        bench.add(name, 8, output=output)
-    shared = list(range(100, 164))
-    bench.add_all({"first": shared, "x": 8, "y": 8, "z": 8}, output=40)
-    twin = make_request(shared, output=2, name="twin")
-    manager = bench.scheduler.kv_cache_manager
-    assert manager.allocate_slots(twin, len(shared)) is not None
-    twin.num_computed_tokens = len(shared)
-    manager.cache_blocks(twin, len(shared))
-    bench.steps(4)
-    lookups: list[str] = []
-    prefixes = bench.scheduler._planner.prefixes
-    ask = prefixes.tokens
-    prefixes.tokens = lambda r: lookups.append(r.request_id) or ask(r)
-    bench.steps(12)
-    assert bench["deferred_prefill"].holding
-    assert bench.running == set("123")
-    assert len(lookups) <= 1
-
-
-@pytest.mark.parametrize(
-    ("options", "others", "enter"),
-    [
-        ({}, {}, [0, 0, 4, 0, 0, 0]),
-        ({"itl_ms": 80.0}, {}, [0, 0, 2, 2, 0, 0]),
-        ({"itl_ms": 80.0}, PAUSES, [0, 0, 2, 0, 2, 0]),
-    ],
-    ids=str,
-)
-def test_itl_target_splits_a_batch(
-    options: dict[str, object], others: Mapping[str, Mapping[str, object]], enter: list[int]
-) -> None:
-    policies = {**others, "deferred_prefill": {"departures": 4, **options}}
-    bench = Bench(policies, max_num_seqs=8, budget=256)
-    bench.add_all(dict.fromkeys("abcd", 8), output=40)
-    bench.add_all(dict.fromkeys("efgh", 8), output=3)
-    bench.step()
-    fit = bench["deferred_prefill"].fit
-    fit._model, fit.spread = StepTime(decode_fixed_s=0.010, prefill_s=0.001), 0.02
-    bench.add_all({f"next {number}": 30 for number in range(8)}, output=5)
-    entered = []
-    for _ in enter:
-        new = [tokens for tokens in bench.step().values() if tokens > 1]
-        bench.now += 0.001 * sum(new)
-        entered.append(len(new))
-    assert entered == enter
-    bench.drain()
-
-
 # Which costs a batch has
 
 
-@pytest.mark.parametrize(
-    ("others", "pause"),
-    [({}, False), (PAUSES, True), ({"prefill_first": {"pause_decodes": False}}, False)],
-    ids=str,
-)
+@pytest.mark.parametrize(("others", "pause"), [({}, False), (PAUSES, True)], ids=str)
 def test_policy_finds_whether_decodes_pause(
     others: dict[str, dict[str, object]], pause: bool
 ) -> None:
@@ -439,22 +345,6 @@ def test_no_batch_of_prefills_exceeds_the_itl_target(
 
 
 @pytest.mark.parametrize("departures", ["auto", 26])
-def test_gaps_without_an_itl_target_are_not_limited(departures: object) -> None:
-    busy = loop(departures=departures).run(4500)
-    gaps = sorted(gap for gap, _ in busy.gaps)
-    assert gaps[len(gaps) // 2] > 0.120
-
-
-def test_few_noisy_steps_exceed_the_itl_target() -> None:
-    busy = loop(noise=0.05, itl_ms=200.0)
-    busy.run(3000).gaps.clear()
-    busy.run(1500)
-    over = [gap for gap, _ in busy.gaps if gap > 0.200]
-    assert len(over) < 0.05 * len(busy.gaps)
-    assert all(gap < 1.1 * 0.200 for gap in over)
-
-
-@pytest.mark.parametrize("departures", ["auto", 26])
 def test_itl_target_caps_the_departures(departures: object) -> None:
     regime = Regime.from_step_time(A100_MIXED, slots=256, mean_output=200, mean_prompt=220)
     found = {}
@@ -513,14 +403,6 @@ def test_itl_target_does_not_apply_without_decodes() -> None:
     for number in range(20):
         driver.enter(str(number))
     assert driver.gate_for("next") is OPEN
-
-
-def test_uncut_prompts_count_against_the_itl_target() -> None:
-    driver = DriverWithItlTarget()
-    driver.step(free=8)
-    for number in range(4):  # `chunk` is not asked there
-        driver.policy.admitted(FakeRequest(str(number), 150, num_computed_tokens=50))
-    assert driver.gate_for("next") is CLOSED
 
 
 def test_itl_holds_respect_max_delay_ms() -> None:

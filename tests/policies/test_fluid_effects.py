@@ -30,7 +30,6 @@ FACTS = EngineFacts(max_model_len=16_384, max_num_batched_tokens=512, max_num_se
             FluidEffects(batches=BatchAdmission(4, 5.0)),
         ),
         ("prefill_first", {"max_pause_s": 2.0}, FluidEffects(longest_pause_s=2.0)),
-        ("prefill_first", {"pause_decodes": False}, FluidEffects()),
         ("lanes", {}, FluidEffects(ignored=True)),
         ("rotation", {}, FluidEffects(ignored=True)),
         ("chunk_budget", {"chunk": 128}, FluidEffects(mixed_steps=MixedStepLimit(chunk=128))),

@@ -129,13 +129,6 @@ def test_overdue_prefill_is_computed_before_urgent_prompts() -> None:
     bench.play(wait(2), 1, *[{"n": 64}] * 3)  # one step finds that it is overdue
 
 
-@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
-def test_urgent_prompt_begins_in_the_next_step(kind: type) -> None:
-    bench = Bench(laned(), scheduler_cls=kind, async_scheduling=kind is PolicyScheduler)
-    bench.play(add("n", 1900), 2, urgent("u", 300, output=1), {"n": 32, "u": 32})
-    bench.play(*[{"u": 64}] * 4, {"u": 12, "n": 52})
-
-
 LESSER = [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
 
 
@@ -148,25 +141,6 @@ def test_overdue_prompt_begins_in_the_next_step(lane: str | None, key: str, kind
     bench.play(wait(5), *[{"u": 32, "late": 32}] * 9, {"late": 12, "u": 52})
 
 
-@pytest.mark.parametrize(("lane", "key"), LESSER)
-def test_urgent_prompt_gets_half_of_the_step_beside_an_overdue_prompt(
-    lane: str | None, key: str
-) -> None:
-    bench = Bench(laned(**{key: 5.0}))
-    bench.play(urgent("u", 100, output=1), 1, add("late", 900, lane=lane), wait(5))
-    bench.play({"u": 32, "late": 32}, {"late": 60, "u": 4}, {"late": 64})
-    bench.play(urgent("v", 900), *[{"late": 32, "v": 32}] * 2)
-
-
-def test_successive_overdue_prompts_leave_an_urgent_prompt_half_of_each_step() -> None:
-    bench = Bench(laned(batch_max_wait_s=5.0))
-    bench.play(urgent("u", 1900), 1, *(batch(f"b{n}", 200, output=1) for n in range(4)), wait(5))
-    steps = bench.steps(20)
-    assert all(step["u"] >= 32 for step in steps)
-    assert bench["lanes"].counters()["starvation_releases"] == 3
-    assert sum(tokens for step in steps for name, tokens in step.items() if name != "u") > 500
-
-
 @pytest.mark.parametrize("beside", [{}, {"long_prompt": {}}], ids="+".join)
 @pytest.mark.parametrize(("runs", "lane"), [(None, "urgent"), ("urgent", None)])
 def test_no_tokens_are_kept_for_a_better_prompt_without_room(
@@ -177,11 +151,6 @@ def test_no_tokens_are_kept_for_a_better_prompt_without_room(
     bench = Bench(policies, num_blocks=125, **WHOLE_PROMPT)
     bench.play(add("long", 1900, lane=runs), 18, add("better", 900, lane=lane), wait(1), 2)
     bench.play(*[{"long": 64}] * 8)
-
-
-def test_batch_prompt_continues_beside_an_urgent_prompt_without_room() -> None:
-    bench = Bench(laned(), num_blocks=125, **WHOLE_PROMPT)
-    bench.play(batch("b", 1900), 18, urgent("u", 900), 2, *[{"b": 8}] * 8)
 
 
 # Reserves and holds
@@ -242,36 +211,6 @@ def test_batch_does_not_pass_an_urgent_request_without_room() -> None:
 # Preemption
 
 
-@pytest.mark.parametrize(
-    ("kind", "beside"),
-    [
-        (SyncPolicyScheduler, {}),
-        (PolicyScheduler, {"long_prompt": {}}),
-        (SyncPolicyScheduler, {"rotation": {}}),
-    ],
-)
-def test_batch_answers_that_grew_into_the_reserve_are_preempted(
-    kind: type, beside: dict[str, dict[str, object]]
-) -> None:
-    bench = Bench(
-        laned() | beside, scheduler_cls=kind, async_scheduling=kind is PolicyScheduler,
-        num_blocks=129, budget=128,
-    )  # fmt: skip
-    requests = [bench.add(f"b{number}", 100, lane="batch", output=800) for number in range(20)]
-    better = []
-    for number in range(600):
-        if number % 40 == 30:
-            better.append(bench.add(f"u{number}", 120, lane="urgent", output=60))
-        before = {r.request_id: r.num_output_tokens for r in bench.scheduler.running}
-        tokens = bench.step()
-        # A decode behind a prompt gets its token in each step.
-        left_out = before.keys() & bench.running - tokens.keys()
-        assert not any(before[name] for name in left_out)
-    assert sum(request.num_preemptions for request in requests) > 3
-    assert not any(request.num_preemptions for request in better)
-    assert sum(request.is_finished() for request in better) >= 13
-
-
 def test_newest_request_of_the_lowest_lane_is_preempted_first() -> None:
     bench = Bench(laned(**NO_RESERVE), num_blocks=65, budget=512)
     for name, lane in (("b1", "batch"), ("n1", "normal"), ("b2", "batch"), ("u", "urgent")):
@@ -318,13 +257,6 @@ def test_service_classes_of_decodes_are_cached() -> None:
     assert not classes._known
 
 
-def test_decodes_are_not_sorted_if_their_blocks_are_free() -> None:
-    bench = Bench(laned(), num_blocks=64)
-    bench.decode("d")
-    order = bench.scheduler._planner._order
-    assert [order._may_preempt(blocks / 64, []) for blocks in (1, 2)] == [True, False]
-
-
 def test_changed_service_class_takes_effect_at_once() -> None:
     """A released request has the first class; after a preemption another may get it."""
     bench = Bench(laned(**NO_RESERVE, batch_max_wait_s=5.0), num_blocks=200)
@@ -358,7 +290,6 @@ class Flooded(Bench):
         super().__init__(laned(**settings), max_num_seqs=slots, priority=priority)
 
     def step(self, seconds: float = 0.05) -> dict[str, int]:
-        """Run a step, after the arrivals."""
         while len(self.scheduler.waiting) < self.waiting:
             self.count += 1
             lane = self.lanes[self.count % len(self.lanes)]

@@ -30,19 +30,12 @@ def test_prompts_are_computed_one_after_the_other() -> None:
     Bench(first()).play(add_all("ab", 100), {"a": 64}, {"a": 36, "b": 28}, {"b": 64}, {"b": 8})
 
 
-def test_prefills_precede_decodes_if_decodes_do_not_pause() -> None:
-    bench = Bench(first(pause_decodes=False))
-    bench.play(add("old", 10), 2, add("new", 150), {"old": 1, "new": 63}, {"new": 64})
-    bench.play({"new": 23, "old": 1}, {"old": 1, "new": 1})
-
-
 def test_decodes_do_not_wait_for_a_prompt_without_a_slot() -> None:
     Bench(first(), max_num_seqs=1).play(add("old", 10, output=5), 1, add("new", 10), {"old": 1})
 
 
-@pytest.mark.parametrize("pause", [True, False])
-def test_decodes_pause_at_most_max_pause_s_under_a_stream_of_prompts(pause: bool) -> None:
-    bench = Bench(first(pause_decodes=pause, max_pause_s=1.0), max_num_seqs=64)
+def test_decodes_pause_at_most_max_pause_s_under_a_stream_of_prompts() -> None:
+    bench = Bench(first(max_pause_s=1.0), max_num_seqs=64)
     bench.play(add("old", 10, output=1000), 2)
     at = bench.now
     gaps = []
@@ -68,14 +61,3 @@ def test_decodes_do_not_wait_for_a_prompt_without_room() -> None:
     bench.play(add("old", 200, output=100), 1, add("stuck", 250))
     assert sum(tokens.get("old", 0) for tokens in bench.steps(10)) >= 9
     bench.drain()
-
-
-def test_tokens_taken_back_are_left_to_other_prompts() -> None:
-    policy = Bench(first(pause_decodes=False, max_pause_s=1.0))["prefill_first"]
-    prompt = FakeRequest("new")
-    for now in (0.0, 1.0):  # then the decode is overdue
-        step = Step(0, now, 64, 1, prefills=[prompt], decoding=[FakeRequest("old")])
-        policy.begin_step(step, {})
-    assert policy.chunk(prompt, 0, 64) == 63
-    policy.taken_back(prompt, 20)
-    assert policy.chunk(prompt, 0, 64) == 20

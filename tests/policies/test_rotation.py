@@ -151,47 +151,6 @@ def test_prefill_gets_what_newcomers_and_decodes_leave(
     assert begun(first, head=newcomer, decodes=decodes, chunk=chunk).chunk(first, 0, 64) == left
 
 
-def test_overdue_prompt_stops_the_prompts_that_pass_it() -> None:
-    """Otherwise prompts of another lane would take its blocks forever."""
-    longs = {
-        "long_prefill_token_threshold": 400, "long_prefill_share": 0.5, "max_wait_s": 0.5,
-    }  # fmt: skip
-    policies = {"long_prompt": longs, "rotation": {"max_wait_s": 0.5}}
-    bench = Bench(policies, num_blocks=126, **WHOLE_PROMPT)
-    count = 0
-
-    def flood() -> None:
-        nonlocal count
-        while len(bench.scheduler.requests) < 6:
-            count += 1
-            bench.add(f"m{count}", 300, output=6)
-        bench.step(0.02)
-
-    for _ in range(50):
-        flood()
-    bench.add("big", 1500, output=2)
-    since = bench.now
-    while "big" not in bench.running:
-        flood()
-        assert bench.now - since < 1  # both bounds
-
-
-def test_rotation_halves_the_spread_of_eight_equal_prompts() -> None:
-    ends: list[list[int]] = []
-    for policies in ({"rotation": {}}, None):
-        bench = Bench(policies)
-        left = bench.add_all(dict.fromkeys("ABCDEFGH", 640), output=200)
-        ends.append([])
-        for number in range(200):
-            bench.step()
-            ends[-1] += [number] * sum(r.num_output_tokens > 0 for r in left)
-            left = [r for r in left if not r.num_output_tokens]
-    rotated, plain = ends
-    assert len(rotated) == len(plain) == 8
-    assert rotated[-1] - rotated[0] <= (plain[-1] - plain[0]) / 2
-    assert rotated[-1] <= plain[-1] * 1.05
-
-
 def test_gauges_show_the_prompts_in_rotation() -> None:
     bench = play(add_all("ABC", 300), 2, chunk=16)
     assert bench["rotation"].gauges() == {"prompts_in_rotation": 3, "turn_tokens": 22}

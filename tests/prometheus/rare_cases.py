@@ -20,6 +20,7 @@ import aiohttp
 from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from proxy.core.model.types import Reason
+from tests.proxy.running import answer_of
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
@@ -64,8 +65,12 @@ SPLIT = {
 }  # fmt: skip
 PAIRS = {"night-0": "general", "shut-0": "prefill", "shut-1": "decode"}
 OTHERS = {"turn-0": "general", "slow-0": "general", "full-0": "general", "ends-0": "general"}
+# One request each keeps them full, so that short-lived states last: tokens charged before their
+# prefill, a pool with unequal workers, and a spilled request, which has a choice of two workers.
+SILENT = {"mute-0": "short", "mute-1": "long", "mute-2": "long"}
+FOR_SILENT = chat(model="mute", stream=True)
 GONE = "gone-0"
-FULL = ("crowd", "over", "full")  # models whose workers have max_requests 1
+FULL = ("crowd", "over", "full", "mute")  # models whose workers have max_requests 1
 
 
 def queries_of_cases() -> dict[str, str]:
@@ -114,14 +119,10 @@ def form(path: str, *headers: bytes, **fields: bytes) -> bytes:
 async def begin_batch(port: int, bearer: bytes, body: Mapping[str, object]) -> None:
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
     file = form("/v1/files", bearer, purpose=b"batch", file=json.dumps(line).encode())
-    client = await Client.connect(port)
-    try:
-        file_id = (await client.ask(file, within=START_TIMEOUT_S)).json()["id"]
-        batch = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
-        create = request(json.dumps(batch).encode(), bearer, path="/v1/batches")
-        assert (await client.ask(create, within=START_TIMEOUT_S)).status == 200
-    finally:
-        client.close()
+    file_id = (await answer_of(port, file, START_TIMEOUT_S)).json()["id"]
+    batch = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    create = request(json.dumps(batch).encode(), bearer, path="/v1/batches")
+    assert (await answer_of(port, create, START_TIMEOUT_S)).status == 200
 
 
 async def respond_slowly(call: Call) -> None:
@@ -142,7 +143,7 @@ class RareCases:
 
     async def listen(self, stack: AsyncExitStack) -> dict[str, str]:
         """Start the workers; return their lines for each fleet file."""
-        fleets = {"split": SPLIT, "pairs": PAIRS, "rules": OTHERS}
+        fleets = {"split": SPLIT, "pairs": PAIRS, "rules": OTHERS, "silent": SILENT}
         return {
             fleet: "\n".join([await self._worker(stack, *item) for item in workers.items()])
             for fleet, workers in fleets.items()
@@ -164,15 +165,11 @@ class RareCases:
         model = fake.model
         if model == "shut":
             return self._prefill_script(fake) if role == "prefill" else self._decode_script(fake)
-        if model == "turn":
-            return scripts.obey(model)
-        if model == "again":
-            return respond_slowly
-        if model == "fails":
-            return self._fail_once
-        if model == "slow":
-            return self._hang_on_second
-        return scripts.stall
+        others: dict[str, Script] = {
+            "turn": scripts.obey("turn"), "again": respond_slowly, "fails": self._fail_once,
+            "slow": self._hang_on_second,
+        }  # fmt: skip
+        return others.get(model, scripts.stall)
 
     async def _fail_once(self, call: Call) -> None:
         served = sum(len(self._fakes[name].served) for name in ("fails-0", "fails-1"))
@@ -214,6 +211,16 @@ class RareCases:
         await self._use_rules(stack, session, f"{admins['rules']}/reload")
         await self._time_out(session, f"{admins['rules']}/reload")
 
+    async def occupy_silent(
+        self, stack: AsyncExitStack, session: aiohttp.ClientSession, admin: str
+    ) -> None:
+        """Send a request for each silent worker; the second spills."""
+        await self._wait_until_probed(session, f"{admin}/workers")
+        for _ in SILENT:
+            await self._hang(stack, "split", FOR_SILENT)
+        for name in SILENT:
+            await self._fakes[name].got(within=START_TIMEOUT_S)
+
     async def _place(self, stack: AsyncExitStack) -> None:
         """Produce spills, single choices, queue timeouts, leaving clients, retries and prefixes."""
         for _ in range(2):
@@ -230,7 +237,6 @@ class RareCases:
             assert await self._ask("split", chat(LONG, model="again", stream=True)) == 200
 
     async def _refuse(self) -> None:
-        """Send requests that are refused."""
         ids = json.dumps({"model": "crowd", "prompt": [1] * 20_000, "max_tokens": 2}).encode()
         assert await self._ask("split", request(ids, path="/v1/completions")) == 400
         assert await self._ask("split", request(b"{")) == 400
@@ -293,12 +299,7 @@ class RareCases:
         assert await self._ask("rules", chat(model="ends")[:-1]) == 408
 
     async def _ask(self, router: str, data: bytes) -> int:
-        """Send a request; return its status."""
-        client = await Client.connect(self._ports[router])
-        try:
-            return (await client.ask(data, within=START_TIMEOUT_S)).status
-        finally:
-            client.close()
+        return (await answer_of(self._ports[router], data, START_TIMEOUT_S)).status
 
     async def _hang(self, stack: AsyncExitStack, router: str, data: bytes) -> None:
         """Send a request that is never answered, and keep it."""

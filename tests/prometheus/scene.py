@@ -6,15 +6,15 @@ import asyncio
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Self
 
 import aiohttp
 
-from tests.prometheus.rare_cases import RareCases
+from tests.prometheus.rare_cases import FOR_SILENT, RareCases
 from tests.prometheus.server import Prometheus, process, wait_until_ready
-from tests.prometheus.silent_workers import SilentWorkers
+from tests.proxy.running import answer_of
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Client
 from vllm_sched.workers.launch import free_port
@@ -31,7 +31,6 @@ class Scene(ABC):
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.folder = folder
-        self.silent = SilentWorkers()
         self._ports = {name: free_port() for name in ("split", "pairs", "rules")}
         self.split, self.pairs = self._ports["split"], self._ports["pairs"]
         self._cases = RareCases(self._ports, folder / "rules.yaml")
@@ -53,10 +52,10 @@ class Scene(ABC):
         """
         ports = {name: self._ports[name] for name in fleets}
         admins = {name: free_port() for name in ports}
-        silent, cases = await self.silent.listen(stack), await self._cases.listen(stack)
+        cases = await self._cases.listen(stack)
         for name, port in ports.items():
             source, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
-            extra = {"folder": self.folder, "silent": silent, "cases": cases[name]}
+            extra = {"folder": self.folder, "silent": cases["silent"], "cases": cases[name]}
             source.write_text(fleets[name].format(**values, **extra, port=port, admin=admins[name]))
             command = (sys.executable, "-m", "vllm_sched.cli.main", "router", str(source))
             await stack.enter_async_context(process(*command, log=log, **environment))
@@ -64,25 +63,25 @@ class Scene(ABC):
             log = self.folder / f"{name}.log"
             await wait_until_ready(self._session, f"http://127.0.0.1:{port}/ready", log)
         urls = {name: f"http://127.0.0.1:{port}/admin" for name, port in admins.items()}
+        await self._cases.occupy_silent(stack, self._session, urls["split"])
         if "rules" in fleets:
             await self._cases.run(stack, self._session, urls)
         async with self._session.post(f"{urls['split']}/workers/idle/drain") as answer:
             assert answer.status == 200
-        await self.silent.occupy(stack, self._session, self.split, admins["split"])
         targets = {"router": [*ports.values()], "worker": [*workers]}
         await self.prometheus.begin(stack, targets)
 
     async def send(self, port: int, data: bytes, *, leave_after_s: float | None = None) -> None:
-        """Send a request, and leave early if given."""
-        client = await Client.connect(port)
-        try:
-            if leave_after_s is None:
-                await client.ask(data, within=ANSWER_TIMEOUT_S)
-            else:
-                await client.send(data)
-                await asyncio.sleep(leave_after_s)
-        finally:
-            client.close()
+        if leave_after_s is None:
+            await answer_of(port, data, ANSWER_TIMEOUT_S)
+            return
+        with closing(await Client.connect(port)) as client:
+            await client.send(data)
+            await asyncio.sleep(leave_after_s)
+
+    async def leave_queue(self) -> None:
+        """Send a request that waits in the queue, and leave."""
+        await self.send(self.split, FOR_SILENT, leave_after_s=0.1)
 
     @abstractmethod
     async def send_all(self, number: int) -> None:

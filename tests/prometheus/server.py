@@ -127,7 +127,6 @@ class Prometheus:
 
 
 def queries() -> dict[str, str]:
-    """Return all queries with their origin."""
     found = {}
     for board in BOARDS:
         for title, expr in board.expressions():

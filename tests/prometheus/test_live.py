@@ -127,7 +127,7 @@ class FakeScene(Scene):
         requests += [self.send(self.split, data) for data in every_route(stream=True)]
         requests += [self.send(self.split, chat("x" * 200, stream=True)) for _ in range(8)]
         requests += [self.send(self.split, chat("y " * 6000, stream=True)) for _ in range(4)]
-        requests.append(self.silent.leave(self.split))
+        requests.append(self.leave_queue())
         requests += [
             self.send(self.split, chat(model="unknown")),
             self.send(self.split, request(b"{")),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from grafana.boards import fleet
 from tests.prometheus.server import VARIABLES
-from tests.prometheus.tools import promtool
+from tests.prometheus.tools import check_case
 
 # Per minute: four streams, two of them handed over. Seconds of each phase.
 QUEUED_S = {"queue": 0.5, "decode": 6.0}
@@ -44,14 +43,10 @@ def test_phases_sum_to_the_mean_request(
         expr = expr.replace(name, value)
     samples = [{"labels": f'{{phase="{name}"}}', "value": value} for name, value in wanted.items()]
     case = {
-        "interval": "1m",
         "input_series": [
             *series("short", 2, QUEUED_S | WHOLE_S),
             *series("decode", 2, QUEUED_S | HANDED_OVER_S),
         ],
         "promql_expr_test": [{"expr": expr, "eval_time": "10m", "exp_samples": samples}],
     }
-    file = tmp_path / "cases.yml"
-    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
-    done = promtool("test", "rules", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_case(tmp_path, case)

@@ -38,7 +38,6 @@ def outcomes(alert: str) -> list[bool]:
 
 
 def recorded_in(exprs: Iterable[str]) -> set[str]:
-    """Return the recorded series in some expressions."""
     return {name for expr in exprs for name in RECORDED if name in expr}
 
 
@@ -56,7 +55,6 @@ def rules_of(case: Json) -> frozenset[str]:
 
 
 def groups_with(names: frozenset[str]) -> Json:
-    """Return the groups with only these rules."""
     every = [group for file in FILES for group in groups(file)]
     kept = [
         group | {"rules": [r for r in group["rules"] if r.get("record", r.get("alert")) in names]}

@@ -16,7 +16,6 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 
 
 def program(name: str) -> str:
-    """Return a program's path; see `fetched`."""
     return str(Path(fetched("prometheus")) / name)
 
 
@@ -24,6 +23,15 @@ def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedPr
     return subprocess.run(
         [program("promtool"), *arguments], capture_output=True, text=True, input=text
     )
+
+
+def check_case(folder: Path, case: dict[str, Any]) -> None:
+    """Run a test case of promtool's, with intervals of a minute."""
+    file = folder / "cases.yml"
+    tests = [{"interval": "1m", **case}]
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": tests}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @functools.cache

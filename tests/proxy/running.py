@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from proxy.config import load
 from proxy.setup.app import App
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.raw_client import Client
+from tests.proxy.wire.raw_client import Answer, Client
 from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 60.0
@@ -65,10 +65,12 @@ async def wait_until_up(app: App, *names: str) -> None:
     await eventually(lambda: up() == set(names), up, within=DEADLINE_S)
 
 
+async def answer_of(port: int, data: bytes, within: float = DEADLINE_S) -> Answer:
+    """Send a request on a new connection; return the response."""
+    with closing(await Client.connect(port)) as client:
+        return await client.ask(data, within=within)
+
+
 async def ask(app: App, data: bytes) -> int:
     """Send a request on a new connection; return its status."""
-    client = await Client.connect(app.wire.port)
-    try:
-        return (await client.ask(data, within=DEADLINE_S)).status
-    finally:
-        client.close()
+    return (await answer_of(app.wire.port, data)).status

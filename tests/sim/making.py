@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,6 +18,19 @@ from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
 
 # A step takes 10 ms, and 100 tokens of prefill another 10 ms.
 EVEN = StepTime(decode_fixed_s=0.010, prefill_fixed_s=0.010, prefill_s=1e-4)
+
+MANY_POLICIES: list[dict[str, Any]] = [
+    {},
+    {"prefill_first": {}},
+    {"static_batching": {}},
+    {"static_batching": {"size": 4}},
+    {"chunk_budget": {"itl_ms": 40}},
+    {"chunk_budget": {"chunk": 128}},
+    {"long_prompt": {"long_prefill_token_threshold": 1500}},
+    {"deferred_prefill": {"departures": 2}},
+    {"prefill_first": {}, "deferred_prefill": {"departures": 2}},
+    {"deferred_prefill": {}},
+]
 
 
 class Listed(TrafficSource):
@@ -56,8 +70,10 @@ def drain(engine: Engine, until: float = float("inf")) -> list[Event]:
     events: list[Event] = []
     for _ in range(1_000_000):
         if not (at := engine.next_at()) <= until or at == float("inf"):
+            assert all(b.at >= a.at - 1e-12 for a, b in pairwise(events))
             return events
         events += engine.advance(at)
+        assert engine.next_at() > at
     raise AssertionError("the engine never becomes idle")
 
 

@@ -81,7 +81,6 @@ def accounts(tmp_path_factory: pytest.TempPathFactory) -> list[Account]:
 
 @pytest.fixture
 def account(accounts: list[Account]) -> Account:
-    """Return the outcomes with our classes."""
     return accounts[0]
 
 

@@ -59,58 +59,52 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of a sweep so far."""
-
     points: list[Point] = field(default_factory=list)
 
-    def at(self, workload: str, axis: str, load: float) -> list[Point]:
-        return [
-            each
-            for each in self.points
-            if (each.workload, each.axis, each.load) == (workload, axis, load)
-        ]
-
-    def curves(self, axis: str, measure: str) -> dict[str, Curve]:
-        found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    def runs(self, axis: str) -> dict[str, dict[float, list[Point]]]:
+        """Return the points by workload, in the order of play, and by load."""
+        found: dict[str, dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
         for each in self.points:
             if each.axis == axis:
-                found[each.workload][each.load].append(getattr(each, measure))
+                found[each.workload][each.load].append(each)
+        return found
+
+    def figures(self, axis: str, measure: str) -> dict[str, dict[float, list[float]]]:
+        return {
+            name: {load: [getattr(run, measure) for run in runs] for load, runs in loads.items()}
+            for name, loads in self.runs(axis).items()
+        }
+
+    def curves(self, axis: str, measure: str) -> dict[str, Curve]:
         knees = self.knees(axis)
-        return {name: Curve(dict(points), knees[name]) for name, points in found.items()}
+        found = self.figures(axis, measure)
+        return {name: Curve(points, knees[name]) for name, points in found.items()}
 
     def knees(self, axis: str) -> dict[str, float | None]:
         """Return each workload's knee: the highest served rate, or where throughput levels off."""
         measure, knee = ("share", served_rate) if axis == RATE else ("tokens", throughput_knee)
-        means: dict[str, dict[float, float]] = defaultdict(dict)
-        for each in self.points:
-            if each.axis == axis:
-                runs = self.at(each.workload, axis, each.load)
-                means[each.workload][each.load] = fmean(getattr(run, measure) for run in runs)
-        return {name: knee(found) for name, found in means.items()}
+        return {
+            name: knee({load: fmean(values) for load, values in loads.items()})
+            for name, loads in self.figures(axis, measure).items()
+        }
 
     def table(self, *, targets: bool) -> Table:
         heads = ("load", "in time" if targets else "kept up", "TTFT p99", "ITL p99", "tokens/s")
         layout = plain_table([""], heads, long_texts=True)
         for axis, unit in ((RATE, "/s"), (CONCURRENCY, " at once")):
             knees = self.knees(axis)
-            given = list(knees)  # the names, in the order of play
-            loads = sorted(
-                {(p.workload, p.load) for p in self.points if p.axis == axis},
-                key=lambda pair: (given.index(pair[0]), pair[1]),
-            )
-            for name, load in loads:
-                runs = self.at(name, axis, load)
-                last = (name, load) == max(pair for pair in loads if pair[0] == name)
-                layout.add_row(
-                    name,
-                    f"{load:g}{unit}",
-                    _percent([run.share for run in runs]),
-                    milliseconds(_mean(run.figures["p99_ttft_ms"] for run in runs)),
-                    milliseconds(_mean(run.figures["p99_itl_ms"] for run in runs)),
-                    _with_interval([run.tokens for run in runs]),
-                    style="bold" if load == knees[name] else "",
-                    end_section=last,
-                )
+            for name, loads in self.runs(axis).items():
+                for load, runs in sorted(loads.items()):
+                    layout.add_row(
+                        name,
+                        f"{load:g}{unit}",
+                        _percent([run.share for run in runs]),
+                        milliseconds(_mean(run.figures["p99_ttft_ms"] for run in runs)),
+                        milliseconds(_mean(run.figures["p99_itl_ms"] for run in runs)),
+                        _with_interval([run.tokens for run in runs]),
+                        style="bold" if load == knees[name] else "",
+                        end_section=load == max(loads),
+                    )
         return layout
 
     def to_json(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 BAD_USAGE = 2
 INTERRUPTED = 130  # a shell's status for Ctrl-C
@@ -20,11 +20,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         else:  # SIGINT is ignored in a shell's background jobs
             raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGTERM, pass_on)
-    except ValueError:  # not in the main thread
-        yield
-        return
+    before = signal.signal(signal.SIGTERM, pass_on)
     try:
         yield
     finally:
@@ -44,11 +40,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         came = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.getsignal(signal.SIGINT)
-    with suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield lambda: came
     finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)

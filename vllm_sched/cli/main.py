@@ -85,7 +85,7 @@ def _run(argv: Sequence[str]) -> int:
     arguments, rest = described.parse_known_args(argv)
     if rest and arguments.command != "serve":
         described.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.rest = rest
+    arguments.argv, arguments.rest = argv, rest
     try:
         return int(arguments.func(arguments))
     except VllmSchedError as error:

@@ -72,5 +72,5 @@ class Output(Console):
         if path is not None:
             with writing(path):
                 written = write(path)
-            for each in written or (path,):
+            for each in (path,) if written is None else written:
                 self.print_text(f"{verb} {each}")

@@ -32,10 +32,7 @@ class ProgressLines:
         self._latest = time.monotonic()
 
     def print_line(self, text: str) -> None:
-        """Print a line now."""
         self._latest = time.monotonic()
-        if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
-            return
         # A closed pipe must not end a measurement.
         with suppress(OSError, ValueError):
             print(f"{self._head}{text}", file=sys.stderr, flush=True)

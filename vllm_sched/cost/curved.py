@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
-from vllm_sched.cost.step_time import UNBOUNDED, Chunk, StepShape, StepTime
+from vllm_sched.cost.step_time import UNBOUNDED, Chunk, StepTime
 from vllm_sched.errors import UsageError
 
 CURVE: Final = "token_curve_s"
@@ -61,23 +61,6 @@ class CurvedStepTime(StepTime):
         start, end = hull[at], hull[min(at + 1, len(hull) - 1)]
         rise = _slope(start, end) if end > start else 0.0
         return steps * (start[1] + rise * max(each - start[0], 0.0))
-
-    def seconds(self, shape: StepShape) -> float:
-        prefill, decodes = shape.prefill_tokens, shape.decodes
-        if not prefill and not decodes:
-            return 0.0
-        total = self.tokens_s(prefill + decodes)
-        if decodes:
-            total += self.decode_fixed_s + self.decode_s * decodes
-            total += self.context_s * shape.context_tokens
-            if not prefill:
-                return total
-            total += self.mixed_s
-        else:
-            total += self.prefill_fixed_s
-        total += self.prefill_s * prefill + self.pair_s * shape.pairs
-        total += self.prompt_fixed_s * shape.prompts + self.read_s * shape.read_tokens
-        return max(self.floor_s, total)
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int

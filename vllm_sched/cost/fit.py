@@ -95,8 +95,7 @@ class FitSums:
 
 
 class OnlineFit:
-    def __init__(self, memory: float = SUMS_MEMORY) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._sums: dict[Kind, FitSums] = {
             kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
         }
@@ -124,8 +123,7 @@ class OnlineFit:
             self._unsolved = 0
             self._use_early()
             if self._has_enough():
-                most = 1 / (1 - self._memory)
-                self._model = solve(self._sums, self.spread, most)
+                self._model = solve(self._sums, self.spread, 1 / (1 - SUMS_MEMORY))
 
     def forget(self, kind: Kind, outlives: float) -> None:
         self._sums[kind].fade(outlives)
@@ -146,7 +144,7 @@ class OnlineFit:
         return max(shapes, key=model.seconds)
 
     def _add(self, kind: Kind, shape: StepShape, seconds: float, weight: float) -> None:
-        self._sums[kind].add(row_of(kind, shape), seconds, weight, self._memory)
+        self._sums[kind].add(row_of(kind, shape), seconds, weight, SUMS_MEMORY)
 
     def _use_early(self) -> None:
         for kind, _, seconds in self._early:

@@ -99,7 +99,6 @@ def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
 
 
 def errors(time: StepTime, sampled: Sequence[TimedStep]) -> dict[Kind, FitError]:
-    """Return the errors over all sampled steps, by kind."""
     found: dict[Kind, FitError] = {}
     for kind in KINDS:
         off = [

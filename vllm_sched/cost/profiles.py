@@ -112,7 +112,6 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 @cache
 def data_files() -> dict[str, dict[str, Any]]:
-    """Return the content of each data file, by name."""
     folder = files("vllm_sched.cost") / "data"
     return {
         each.name: json.loads(each.read_text())
@@ -123,7 +122,6 @@ def data_files() -> dict[str, dict[str, Any]]:
 
 @cache
 def measured() -> dict[ProfileKey, Profile]:
-    """Return the profiles of the data files."""
     found: dict[ProfileKey, Profile] = {}
     for content in data_files().values():
         source = (

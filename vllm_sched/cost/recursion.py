@@ -26,8 +26,6 @@ class ThresholdResult:
 
 
 class Recursion:
-    """Cached results for one regime."""
-
     def __init__(self, regime: Regime) -> None:
         self.regime = regime
         self._rows: dict[int, tuple[int, list[float]]] = {}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +24,6 @@ class Regime:
     floor_s: float = 0.0  # least cost of a batch
     most: int = 0  # prompts per step; 0 = unlimited
 
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise UsageError(f"slots={self.slots}: an engine has at least 1; give max_num_seqs")
-        if not (math.isfinite(self.mean_output) and self.mean_output >= 1):
-            raise UsageError(
-                f"mean_output={self.mean_output:g}: an output has at least 1 token; "
-                "give the mean output length in tokens"
-            )
-
     @classmethod
     def from_step_time(
         cls,
@@ -45,11 +35,6 @@ class Regime:
         decodes_pause: bool = False,
         budget: int = 0,
     ) -> Self:
-        if not (math.isfinite(mean_prompt) and mean_prompt >= 1):
-            raise UsageError(
-                f"mean_prompt={mean_prompt:g}: a prompt has at least 1 token; "
-                "give the mean prompt length in tokens"
-            )
         time = time.near(slots, int(budget or mean_prompt))
         # A memoryless output is sampled at its mean length.
         decode = time.decode_s + time.context_s * (mean_prompt + mean_output)

@@ -89,11 +89,15 @@ class StepTime:
                 )
 
     def seconds(self, shape: StepShape) -> float:
-        if not shape.prefill_tokens:
-            return self._decode(shape.decodes, shape.context_tokens) if shape.decodes else 0.0
-        work = self.prefill_s * shape.prefill_tokens + self.pair_s * shape.pairs
+        prefill, decodes = shape.prefill_tokens, shape.decodes
+        if not prefill and not decodes:
+            return 0.0
+        work = self.tokens_s(prefill + decodes)
+        if not prefill:
+            return self._decode(decodes, shape.context_tokens) + work
+        work += self.prefill_s * prefill + self.pair_s * shape.pairs
         work += self.prompt_fixed_s * shape.prompts + self.read_s * shape.read_tokens
-        return max(self.floor_s, self._before(shape.decodes, shape.context_tokens) + work)
+        return max(self.floor_s, self._before(decodes, shape.context_tokens) + work)
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int

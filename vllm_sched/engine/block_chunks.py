@@ -18,8 +18,6 @@ class BlockChunk(NamedTuple):
 
 
 class BlockChunks:
-    """Sizes of chunks, and debts of requests."""
-
     def __init__(self, block: int, align: Callable[[Request, int, int], int]) -> None:
         self.block = block
         # vLLM's: shortens a chunk to a boundary, or to 0.
@@ -63,5 +61,4 @@ class BlockChunks:
         return BlockChunk(chunk, max(granted - chunk - pays, 0))
 
     def forget(self, request: Request) -> None:
-        """Drop the request's debt."""
         self._debts.pop(request, None)

@@ -135,8 +135,6 @@ def output_so_far(request: Request) -> list[int]:
 
 
 class ContinuingScheduler(UpstreamScheduler):
-    """Continues requests on the scheduler after this class."""
-
     # vLLM's tests make schedulers without `__init__`.
     _continued: ContinuedRequests | None = None
 

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.engine.parallel.dp_group import DpGroup
+from vllm_sched.engine.trace import StepNote
 from vllm_sched.policies.types import StepResult
 
 # vLLM has two steps in flight, or one per pipeline stage.
@@ -21,8 +22,6 @@ MAX_GAP_S: Final = 1.0
 
 
 class StepStarted(NamedTuple):
-    """A step that was scheduled."""
-
     output: SchedulerOutput
     number: int
     scheduled_at: float
@@ -40,10 +39,23 @@ class StepStarted(NamedTuple):
     def shape(self) -> StepShape:
         return StepShape.from_chunks(list(self.chunks.values()), self.decodes, self.context_tokens)
 
+    def note(self, start: float, end: float) -> StepNote:
+        """Return the step for the trace."""
+        return StepNote(
+            self.number,
+            start,
+            end,
+            self.budget,
+            self.output.num_scheduled_tokens,
+            {request_id: chunk.context for request_id, chunk in self.chunks.items()},
+            self.running,
+            self.waiting,
+            self.output.preempted_req_ids or (),
+            self.output.finished_req_ids,
+        )
+
 
 class StepDone(NamedTuple):
-    """A step with a result."""
-
     step: StepStarted
     start: float  # when the engine began it
     end: float
@@ -51,8 +63,6 @@ class StepDone(NamedTuple):
 
 
 class InFlight:
-    """The steps without a result yet."""
-
     def __init__(self, dp_group: DpGroup | None = None) -> None:
         self._dp_group = dp_group
         self._steps: deque[StepStarted] = deque(maxlen=MAX_IN_FLIGHT)

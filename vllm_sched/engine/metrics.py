@@ -200,14 +200,13 @@ class Metrics:
         # Several engines may share a process, and only the files are read.
         self._registry = registry or CollectorRegistry()
         self._own = (model, engine)
-        self._gauges = {
-            name: self._gauge(name, text, labels) for name, (text, labels) in GAUGES.items()
-        }
-        self._counters = {
-            name: self._counter(name, text, labels) for name, (text, labels) in COUNTERS.items()
-        }
-        self._step_seconds = self._histogram("step_seconds", *HISTOGRAMS["step_seconds"])
-        self._hold_seconds = self._histogram("hold_seconds", *HISTOGRAMS["hold_seconds"])
+        self._metrics: dict[str, Any] = {}  # by name
+        for name, (text, labels) in GAUGES.items():
+            self._add_gauge(name, text, labels)
+        for name, (text, labels) in COUNTERS.items():
+            self._add(Counter, name, text, labels)
+        for name, (text, label, buckets) in HISTOGRAMS.items():
+            self._add(BatchHistogram, name, text, (label,), buckets=buckets)
         self._bounds: dict[str, BoundedLabels] = defaultdict(BoundedLabels)
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -218,8 +217,8 @@ class Metrics:
         self._written_at = float("-inf")
 
     def set_fact(self, name: str, value: float, *labels: str) -> None:
-        text, names = FACTS[name]
-        self._gauge(name, text, names).labels(*self._own, *labels).set(value)
+        self._add_gauge(name, *FACTS[name])
+        self._child(name, labels).set(value)
 
     def count_step(
         self,
@@ -248,7 +247,7 @@ class Metrics:
 
     def observe_hold(self, policy: str, seconds: float) -> None:
         """Observe how long a policy held an admitted request."""
-        self._child("hold_seconds", self._hold_seconds, (policy,)).observe(max(seconds, 0.0))
+        self._child("hold_seconds", (policy,)).observe(max(seconds, 0.0))
 
     def is_due(self, now: float) -> bool:
         return now - self._written_at >= WRITE_EVERY_S
@@ -262,27 +261,26 @@ class Metrics:
                 key = name, self._bounds[name](labels)
                 shown[key] = value if key[1] == labels else shown.get(key, 0.0) + value
         for (policy, name), value in state.policy_gauges.items():
-            self._make_policy_metric(name, counts=False)
+            self._add_policy_metric(name, counts=False)
             shown[name, (policy,)] = value
         for key, value in shown.items():
             if self._shown.get(key) != value:
-                self._child(key[0], self._gauges[key[0]], key[1]).set(value)
+                self._child(*key).set(value)
         self._shown = shown
         for (policy, name), value in state.policy_counters.items():
-            self._make_policy_metric(name, counts=True)
+            self._add_policy_metric(name, counts=True)
             before = self._policy_counts.get((policy, name), 0.0)
             self._sums[name, (policy,)] += max(value - before, 0.0)
             self._policy_counts[policy, name] = value
         self._add_up_steps()
         for key, value in self._sums.items():
-            self._child(key[0], self._counters[key[0]], key[1]).inc(value)
+            self._child(*key).inc(value)
         self._sums.clear()
 
     def _add_up_steps(self) -> None:
         for kind, tally in self._tallies.items():
             if any(tally.buckets):
-                child = self._child("step_seconds", self._step_seconds, (kind,))
-                child.add(tally.buckets, tally.seconds)
+                self._child("step_seconds", (kind,)).add(tally.buckets, tally.seconds)
             for name, value in tally.sums().items():
                 if value:
                     self._sums[name, (kind,)] += value
@@ -292,45 +290,34 @@ class Metrics:
                 self._sums["step_tokens", (kind,)] += tokens
         self._prefill_tokens = self._decode_tokens = 0
 
-    def _child(self, name: str, metric: Any, labels: tuple[str, ...]) -> Any:
+    def _child(self, name: str, labels: tuple[str, ...]) -> Any:
         child = self._children.get((name, labels))
         if child is None:
-            child = self._children[name, labels] = metric.labels(*self._own, *labels)
+            child = self._metrics[name].labels(*self._own, *labels)
+            self._children[name, labels] = child
         return child
 
-    def _make_policy_metric(self, name: str, *, counts: bool) -> None:
-        known: dict[str, Any] = self._counters if counts else self._gauges
-        if name in known:
+    def _add_policy_metric(self, name: str, *, counts: bool) -> None:
+        if name in self._metrics:
             return
         if not NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} is not a valid name for a policy's metric: use a-z, 0-9 and _"
             )
-        make = self._counter if counts else self._gauge
-        known[name] = make(name, POLICY_METRICS.get(name, "A metric of the policy."), ("policy",))
+        text = POLICY_METRICS.get(name, "A metric of the policy.")
+        if counts:
+            self._add(Counter, name, text, ("policy",))
+        else:
+            self._add_gauge(name, text, ("policy",))
 
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...]) -> Gauge:
-        return Gauge(
-            PREFIX + name,
-            text,
-            [*ENGINE_LABELS, *labels],
-            registry=self._registry,
-            multiprocess_mode="livemostrecent",
-        )
+    def _add_gauge(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        self._add(Gauge, name, text, labels, multiprocess_mode="livemostrecent")
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(PREFIX + name, text, [*ENGINE_LABELS, *labels], registry=self._registry)
-
-    def _histogram(
-        self, name: str, text: str, label: str, buckets: tuple[float, ...]
-    ) -> BatchHistogram:
-        return BatchHistogram(
-            PREFIX + name,
-            text,
-            [*ENGINE_LABELS, label],
-            registry=self._registry,
-            buckets=buckets,
-        )
+    def _add(
+        self, kind: type[Any], name: str, text: str, labels: tuple[str, ...], **options: Any
+    ) -> None:
+        names = [*ENGINE_LABELS, *labels]
+        self._metrics[name] = kind(PREFIX + name, text, names, registry=self._registry, **options)
 
 
 def server_shows_metrics() -> bool:

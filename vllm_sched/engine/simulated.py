@@ -37,11 +37,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_sched.cost.step_time import Chunk, StepShape
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine.in_flight import StepStarted, chunks_of
 from vllm_sched.engine.policy_setup import CONFIG_KEY
 from vllm_sched.engine.scheduler import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.simulated_transfer import REMOTE_DECODE, REMOTE_PREFILL
-from vllm_sched.engine.trace import EngineTrace, StepNote
+from vllm_sched.engine.trace import EngineTrace
 
 TOKEN = 7
 # Above any max_model_len that a worker may set.
@@ -72,8 +73,6 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to serve."""
-
     id: str
     prompt_tokens: int
     output_tokens: int
@@ -86,23 +85,20 @@ class NewRequest:
 
 
 class RequestResult(NamedTuple):
-    """The result of a step for a request."""
-
     id: str
     tokens: int
     finished: bool
     cached_tokens: int  # of the prompt, with the first token
 
 
-@dataclass(slots=True)
-class SimulatedStep:
+class SimulatedStep(NamedTuple):
+    started: StepStarted
     shape: StepShape
-    output: SchedulerOutput
     answer: ModelRunnerOutput
-    scheduled_at: float
-    contexts: Mapping[str, int]  # of prefills: tokens computed before
-    running: int
-    waiting: int
+
+    @property
+    def output(self) -> SchedulerOutput:
+        return self.started.output
 
 
 class _Virtual:
@@ -240,26 +236,25 @@ class SimulatedEngine:
             scheduler.update_from_output(output, _answer(output, scheduler.requests))
             return None
         prefills += scheduler.running[before:]
-        # vLLM already counts this step's tokens as computed.
-        contexts = {
-            r.request_id: r.num_computed_tokens - new
-            for r in prefills
-            if (new := tokens.get(r.request_id, 0))
-        }
-        return SimulatedStep(
-            _shape(output, contexts, scheduler.requests),
+        requests = scheduler.requests
+        chunks = chunks_of(prefills, tokens)
+        started = StepStarted(
             output,
-            _answer(output, scheduler.requests),
+            scheduler.current_step,
             now,
-            contexts,
+            scheduler.max_num_scheduled_tokens,
+            chunks,
+            sum([requests[name].num_computed_tokens for name in tokens if name not in chunks]),
             len(scheduler.running),
             len(scheduler.waiting),
         )
+        return SimulatedStep(started, started.shape, _answer(output, requests))
 
     def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
         self.scheduler.now = now
         if self.trace is not None:
-            self._trace_step(step, now)
+            begun = max(step.started.scheduled_at, self._last_result_at)
+            self.trace.record_step(step.started.note(begun, now))
         self._last_result_at = now
         outputs = self.scheduler.update_from_output(step.output, step.answer)
         return [
@@ -283,7 +278,6 @@ class SimulatedEngine:
         return begun
 
     def report_transfers(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
-        """Report received and sent KV."""
         scheduler = self.scheduler
         scheduler.now = now
         output = SchedulerOutput.make_empty()
@@ -323,34 +317,6 @@ class SimulatedEngine:
 
     def policies(self) -> dict[str, dict[str, float]]:
         return {policy.name: dict(policy.counters()) for policy in self.scheduler._policies}
-
-    def _trace_step(self, step: SimulatedStep, now: float) -> None:
-        output = step.output
-        assert self.trace is not None  # noqa: S101 - the caller checks it
-        self.trace.record_step(
-            StepNote(
-                self.scheduler.current_step,
-                max(step.scheduled_at, self._last_result_at),
-                now,
-                self.scheduler.max_num_scheduled_tokens,
-                output.num_scheduled_tokens,
-                step.contexts,
-                step.running,
-                step.waiting,
-                output.preempted_req_ids or (),
-                output.finished_req_ids,
-            )
-        )
-
-
-def _shape(
-    output: SchedulerOutput, contexts: Mapping[str, int], requests: Mapping[str, Request]
-) -> StepShape:
-    tokens = output.num_scheduled_tokens
-    chunks = [Chunk(tokens[request_id], context) for request_id, context in contexts.items()]
-    decodes = [request_id for request_id in tokens if request_id not in contexts]
-    context_tokens = sum([requests[request_id].num_computed_tokens for request_id in decodes])
-    return StepShape.from_chunks(chunks, len(decodes), context_tokens)
 
 
 def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:

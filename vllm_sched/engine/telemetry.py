@@ -59,8 +59,6 @@ class StepReport(NamedTuple):
 
 
 class SchedulerStats:
-    """What telemetry knows of one scheduler."""
-
     def __init__(
         self,
         written: metrics.Metrics | None,
@@ -115,9 +113,9 @@ class SchedulerStats:
             return
         if self.metrics is not None:
             self.metrics.count_step(trace.kind(0, 0), 0, 0)
-        if output.finished_req_ids or output.preempted_req_ids:
+        if self.file is not None and (output.finished_req_ids or output.preempted_req_ids):
             empty = StepStarted(output, number, self.now, self.budget, {}, 0, running, len(queue))
-            self._trace_step(empty, self.now, self.now)
+            self.file.trace.record_step(empty.note(self.now, self.now))
 
     def begin_step(self, now: float, budget: int) -> None:
         if self._holds and not self._full and self.metrics is not None:
@@ -144,7 +142,7 @@ class SchedulerStats:
             seconds = done.end - done.start
             self._uncounted.append(StepReport(done.result, seconds, self._fit.model))
         if self.file is not None:
-            self._trace_step(done.step, done.start, done.end)
+            self.file.trace.record_step(done.step.note(done.start, done.end))
 
     def _count_steps(self, written: metrics.Metrics) -> None:
         """Count steps, and compare some with their prediction."""
@@ -160,25 +158,6 @@ class SchedulerStats:
             if self._learns and (model is None or self._counted % FIT_EVERY == 0):
                 self._fit.observe(shape, step.seconds)
         self._uncounted.clear()
-
-    def _trace_step(self, step: StepStarted, start: float, end: float) -> None:
-        if self.file is None:
-            return
-        output = step.output
-        self.file.trace.record_step(
-            trace.StepNote(
-                step.number,
-                start,
-                end,
-                step.budget,
-                output.num_scheduled_tokens,
-                {request_id: chunk.context for request_id, chunk in step.chunks.items()},
-                step.running,
-                step.waiting,
-                output.preempted_req_ids or (),
-                output.finished_req_ids,
-            )
-        )
 
     # When metrics are due
 

@@ -244,5 +244,4 @@ class ChunkBudget(Policy):
         return shown
 
     def counters(self) -> Mapping[str, float]:
-        """Return the steps beyond their limit, and the steps that used the decodes' lead."""
         return {"long_steps": float(self._long_steps), "slack_steps": float(self._slack_steps)}

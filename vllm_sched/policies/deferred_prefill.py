@@ -231,7 +231,6 @@ class DeferredPrefill(Policy):
         self._lanes.pop(name, None)
 
     def held_reason(self, lane: str) -> str:
-        """Return whether a hold or `itl_ms` closes the gate."""
         return "departures" if self.holding else "itl"
 
     def gauges(self) -> Mapping[str, float]:
@@ -245,7 +244,6 @@ class DeferredPrefill(Policy):
         return shown
 
     def counters(self) -> Mapping[str, float]:
-        """Return the holds by their end, the overdue requests, and the time spent in holds."""
         return {
             **{f"holds_ended_{end}": float(count) for end, count in self._ended.items()},
             "starvation_releases": float(self._releases),

@@ -30,7 +30,6 @@ class JournalSettings(Settings):
         return endpoint
 
     def endpoint_of(self, rank: int) -> str:
-        """Return the endpoint of a data-parallel rank."""
         if not rank:
             return self.endpoint
         if (tcp := TCP.fullmatch(self.endpoint)) is None:

@@ -288,7 +288,6 @@ class Lanes(Policy):
         }
 
     def counters(self) -> Mapping[str, float]:
-        """Return the released requests, and the lanes that do not exist."""
         return {
             "starvation_releases": float(self._overdue.releases),
             "unknown_lanes": float(self._unknown),

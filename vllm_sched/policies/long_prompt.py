@@ -283,13 +283,11 @@ class LongPrompt(Policy):
         self.size.observe(result)
 
     def gauges(self) -> Mapping[str, float]:
-        """Return the longs in prefill and the size of their chunks."""
         tokens = self.size.tokens if self._chunk is None else self._chunk.tokens
         longs = len(self._prompts.classes)
         return {"long_prefills": float(longs), "long_chunk_tokens": float(tokens)}
 
     def counters(self) -> Mapping[str, float]:
-        """Return the longs admitted beyond the limit after `max_wait_s`."""
         return {"starvation_releases": float(self._releases)}
 
     def held_reason(self, lane: str) -> str:

@@ -224,7 +224,6 @@ class Policy:
     settings_type: ClassVar[type[Settings]] = Settings
     held_reasons: ClassVar[tuple[str, ...]] = ()  # all results of `held_reason`
     arranges: bool = False  # running requests are sorted each step: decodes, then by `rank`
-    prefills_lead: bool = False  # prefills precede decodes
     decodes_pause: bool = False  # decodes pause during prefill
     classes: bool = False  # `service_class` is defined; later policies' limits apply per class
     # Incremented when a decoding request changes class. None disables the engine's class cache.

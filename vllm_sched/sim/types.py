@@ -37,7 +37,6 @@ class Job:
     shared: tuple[Piece, ...] = ()
     leg: Leg = Leg.WHOLE
     klass: str = ""
-    tenant: str = ""
     priority: int = 0  # as sent to workers: lower is more urgent
     wishes: Mapping[str, object] = field(default_factory=dict, hash=False)  # `vllm_xargs`
 
@@ -59,7 +58,6 @@ class Gauges(NamedTuple):
     kv_usage: float = 0.0  # share of the cache
     backlog_tokens: float = 0.0  # prompt tokens not yet computed
     backlog_long_tokens: float = 0.0
-    preemptions: int = 0
     steps: int = 0
     fetching: int = 0  # waiting requests with a KV transfer under way
 

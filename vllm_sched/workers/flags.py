@@ -27,8 +27,6 @@ FLAG_PATTERN: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
 
 class Flag(NamedTuple):
-    """One flag of a command line."""
-
     name: str  # with hyphens: --max-model-len
     value: str | None  # None if no value follows
     words: list[str]  # the words as written

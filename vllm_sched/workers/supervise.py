@@ -29,8 +29,6 @@ HEALTH_INTERVAL_S, MAX_UNHEALTHY_S = 10.0, 60.0
 
 
 class KeeperState(StrEnum):
-    """A worker's state."""
-
     QUEUED = "queued"  # another worker loads on the same device
     STARTING = "starting"
     READY = "ready"
@@ -40,8 +38,6 @@ class KeeperState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeeperNews:
-    """A worker's change of state."""
-
     worker: str
     state: KeeperState
     seconds: float = 0.0  # READY: how long the start took; DIED: how long the worker lived

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 Row = Sequence[Any]
@@ -28,9 +28,9 @@ class Part(NamedTuple):
 
 
 class Backend(Protocol):
-    """A database, used by one thread at a time."""
+    """A database, used by one thread at a time. By default its lines need no claims."""
 
-    is_shared: bool  # True if several processes run lines, which they claim
+    is_shared: bool = False  # True if several processes run lines, which they claim
 
     def execute(self, sql: str, values: Row = ()) -> Rows: ...
 
@@ -44,6 +44,7 @@ class Backend(Protocol):
 
     def claiming(self) -> AbstractContextManager[object]:
         """Claim the lines that the block reads, or none if it fails."""
+        return nullcontext()
 
     def errors(self) -> AbstractContextManager[None]:
         """Raise `DiskError` for errors of the disk or the server."""
@@ -68,6 +69,7 @@ class Backend(Protocol):
 
     def claimed_lines(self) -> list[tuple[str, int]]:
         """Return the batch and number of each claimed line."""
+        return []
 
     def contents(self, file_id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read (start, size) parts of a file; empty if it is missing."""
@@ -77,8 +79,10 @@ class Backend(Protocol):
 
     def free_room(self, do: Callable[[], Got]) -> Got:
         """Call `do`, also on a full disk, and return freed space."""
+        return do()
 
     def shrink(self) -> bool:
         """Return some free space to the disk; return True if there is more."""
+        return False
 
     def close(self) -> None: ...

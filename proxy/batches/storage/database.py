@@ -50,7 +50,6 @@ class Database:
         self.backend.close()
 
     def shrink(self) -> bool:
-        """Return some free space to the disk; return True if there is more."""
         return self.backend.shrink()
 
     def _used(self) -> dict[str, int]:
@@ -91,7 +90,7 @@ class Database:
             (*values, page.limit + 1),
         ).fetchall()
 
-    def _batches(self, where: str, values: Sequence[Any]) -> list[Batch]:
+    def _batches(self, where: str, values: Sequence[Any] = ()) -> list[Batch]:
         rows = self.backend.execute(f"SELECT {BATCH_COLUMNS} FROM batches WHERE {where}", values)  # noqa: S608
         return [batch_of(row) for row in rows.fetchall()]
 

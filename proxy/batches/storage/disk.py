@@ -69,7 +69,6 @@ def no_room(folder: Path) -> StoreFullError:
 
 
 def moved_or_removed(folder: Path) -> DiskError:
-    """Return the error for a database that was moved or removed."""
     return DiskError(
         f"{SETTING}: {folder}: the folder or its database was removed or replaced while the router "
         "was running; restore it, or create an empty folder there"

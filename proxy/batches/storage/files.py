@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from proxy.batches.storage.database import Database, first_few, frees_room
-from proxy.batches.storage.rows import FILE_COLUMNS, ListPage, file_of, new_id, placeholders
-from proxy.batches.storage.schema import ROW_BYTES
-from proxy.batches.types import ACTIVE, File, InUseError
+from proxy.batches.storage.rows import FILE_COLUMNS, ListPage, file_of, new_id
+from proxy.batches.storage.schema import IS_ACTIVE, ROW_BYTES
+from proxy.batches.types import File, InUseError
 
 # Of a file, read in one operation.
 PIECE_BYTES, MAX_PIECE_RESULTS = 1 << 20, 4000
@@ -82,8 +82,8 @@ class FileStore(Database):
 
     def _is_read(self, file_id: str) -> bool:
         found = self.backend.execute(
-            f"SELECT 1 FROM batches WHERE input = ? AND status IN ({placeholders(ACTIVE)})",  # noqa: S608
-            (file_id, *ACTIVE),
+            f"SELECT 1 FROM batches WHERE input = ? AND {IS_ACTIVE}",  # noqa: S608
+            (file_id,),
         )
         return found.fetchone() is not None
 
@@ -112,7 +112,7 @@ class FileStore(Database):
         rows = self.backend.execute(
             "SELECT id, coalesce(length(content), 0) FROM files WHERE "  # noqa: S608
             "(expires < ? OR created < ?) AND id NOT IN "
-            f"(SELECT input FROM batches WHERE status IN ({placeholders(ACTIVE)})) LIMIT ?",
-            (now, since, *ACTIVE, MAX_FILES),
+            f"(SELECT input FROM batches WHERE {IS_ACTIVE}) LIMIT ?",
+            (now, since, MAX_FILES),
         ).fetchall()
         return first_few(rows)

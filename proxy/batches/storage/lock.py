@@ -18,7 +18,6 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """True if this process holds the lock."""
         return self._file is not None
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from proxy.batches.storage.disk import DATABASE
 from proxy.batches.storage.postgres import LEAD, PostgresBackend, chunks
 from proxy.batches.storage.rows import BATCH_COLUMNS, FILE_COLUMNS
-from proxy.batches.storage.schema import POSTGRES_OCTETS, count_all
+from proxy.batches.storage.schema import POSTGRES_OCTETS, UNSAVED, count_all
 from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.errors import ProxyError
 
@@ -17,8 +17,7 @@ TABLES = {
     "results": ("batch, number, ok, content", "ORDER BY rowid"),
     "lines": (
         "batch, number, custom_id, model, start, size",
-        "AS l WHERE NOT EXISTS "
-        "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)",
+        f"AS l WHERE {UNSAVED}",
     ),
 }
 Counts = dict[str, tuple[int, int]]

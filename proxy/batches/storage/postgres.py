@@ -7,17 +7,17 @@ that write have the lock WRITE, as SQLite allows one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from select import POLLIN, poll
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
-from proxy.batches.storage.backend import Part, Row
+from proxy.batches.storage.backend import Backend, Part, Row
 from proxy.batches.storage.rows import new_id, placeholders
-from proxy.batches.storage.schema import SCHEMA, VERSION, postgres_tables
+from proxy.batches.storage.schema import SCHEMA, UNSAVED, VERSION, postgres_tables
 from proxy.batches.types import DiskError, StoreFullError
 from proxy.config.redact import without_password
 from proxy.errors import ProxyError
@@ -55,7 +55,6 @@ SET tcp_user_timeout = 15000;
 SELECT set_config('synchronous_commit', 'on', false)
     WHERE current_setting('synchronous_commit') = 'off'
 """
-UNSAVED = "NOT EXISTS (SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)"
 CLAIM = f"""
 WITH free AS MATERIALIZED (
     SELECT number, size FROM lines AS l WHERE batch = ? AND owner IS NULL AND {UNSAVED}
@@ -92,15 +91,17 @@ DISK_FULL, NO_TABLE, NO_SCHEMA = "53100", "42P01", "3F000"
 SERVER_ERRORS = ("08", "25", "3D", "40", "53", "57", "58", "XX", "28")
 MORE_ERRORS = ("55P03", "42501", NO_TABLE, NO_SCHEMA)
 MAX_VALUES, MAX_BYTES = 60_000, 16 << 20  # of one statement
-Got = TypeVar("Got")
 
 
 class ServerDownError(DiskError):
     """The server does not respond; it may come back."""
 
 
-class PostgresBackend:
-    """One connection to a database, which is opened again when it is lost."""
+class PostgresBackend(Backend):
+    """One connection to a database, which is opened again when it is lost.
+
+    The server's autovacuum uses free space again.
+    """
 
     is_shared = True
 
@@ -273,13 +274,6 @@ class PostgresBackend:
 
     def check_room(self, size: int) -> None:
         """Do nothing: the server reports a full disk."""
-
-    def free_room(self, do: Callable[[], Got]) -> Got:
-        return do()
-
-    def shrink(self) -> bool:
-        """Return False: the server's autovacuum uses free space again."""
-        return False
 
     # Claims
 

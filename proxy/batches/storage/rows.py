@@ -30,10 +30,9 @@ def new_id(kind: str) -> str:
     return f"{kind}{uuid.uuid4().hex}"
 
 
-def error_result(job: LineJob, code: str, message: str) -> LineResult:
-    return LineResult(
-        job.batch, job.number, job.custom_id, new_id("batch_req_"), code=code, message=message
-    )
+def error_result(job: LineJob, code: str, message: str, request_id: str = "") -> LineResult:
+    request_id = request_id or new_id("batch_req_")
+    return LineResult(job.batch, job.number, job.custom_id, request_id, code=code, message=message)
 
 
 def output_line(result: LineResult) -> bytes:

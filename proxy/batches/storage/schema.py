@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from proxy.batches.types import ACTIVE
+
 VERSION = 1
 TABLES = """
 CREATE TABLE files (
@@ -35,6 +37,9 @@ CLIENT_BYTES = {
     "lines": "<custom_id> + <custom_id> + <model>",  # custom_id is also in an index
     "results": "length({row}.content)",
 }
+# The condition on `batches` that one is active, and on `lines AS l` that a line has no result.
+UNSAVED = "NOT EXISTS (SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)"
+IS_ACTIVE = f"status IN ({', '.join(map(repr, map(str, ACTIVE)))})"
 OWN_TENANT, BATCH_TENANT = "{row}.tenant", "(SELECT tenant FROM batches WHERE id = {row}.batch)"
 ROW_TENANT = {
     "files": OWN_TENANT,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from proxy.batches.storage.backend import Part, Row
+from proxy.batches.storage.backend import Backend, Part, Row
 from proxy.batches.storage.disk import (
     DATABASE,
     SETTING,
@@ -19,24 +19,20 @@ from proxy.batches.storage.disk import (
 )
 from proxy.batches.storage.lock import FolderLock
 from proxy.batches.storage.rows import placeholders
-from proxy.batches.storage.schema import TABLES, VERSION, sqlite_usage
+from proxy.batches.storage.schema import TABLES, UNSAVED, VERSION, sqlite_usage
 from proxy.batches.types import DiskError, StoreFullError
 
 BUSY_S = 30.0  # wait for a lock of another process
 MAX_PAGES = 1000  # returned to the disk in one step, so that other operations do not wait
 NEXT_LINES = (
-    "SELECT number, custom_id, model, start, size FROM lines AS l "
-    "WHERE batch = ? AND number > ? AND NOT EXISTS "
-    "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
-    "ORDER BY number LIMIT ?"
+    "SELECT number, custom_id, model, start, size FROM lines AS l "  # noqa: S608
+    f"WHERE batch = ? AND number > ? AND {UNSAVED} ORDER BY number LIMIT ?"
 )
 Got = TypeVar("Got")
 
 
-class SqliteBackend:
+class SqliteBackend(Backend):
     """The database of a folder. The process with the folder's lock runs the batches."""
-
-    is_shared = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,7 +47,6 @@ class SqliteBackend:
 
     @property
     def is_in_place(self) -> bool:
-        """True if the open database is still the folder's database."""
         return self._place is not None and place_of(self._path) == self._place
 
     def execute(self, sql: str, values: Row = ()) -> sqlite3.Cursor:
@@ -70,9 +65,6 @@ class SqliteBackend:
     def writing(self) -> Iterator[None]:
         with self.errors(), transaction(self.connection):
             yield
-
-    def claiming(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def errors(self) -> AbstractContextManager[None]:
         return disk_errors(self._path)
@@ -119,9 +111,6 @@ class SqliteBackend:
 
     def release_lines(self, batch: str, numbers: Sequence[int]) -> None:
         """Do nothing: there are no claims."""
-
-    def claimed_lines(self) -> list[tuple[str, int]]:
-        return []
 
     def contents(self, file_id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read parts of a file.

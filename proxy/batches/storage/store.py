@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from sys import maxsize
 from typing import Any
 
 from proxy.batches.storage.database import frees_room
@@ -23,8 +22,8 @@ from proxy.batches.storage.rows import (
     placeholders,
     row_of,
 )
+from proxy.batches.storage.schema import IS_ACTIVE, UNSAVED
 from proxy.batches.types import (
-    ACTIVE,
     OUTPUT,
     Batch,
     File,
@@ -55,9 +54,8 @@ class Store(FileStore):
         with self.backend.writing():
             self._check_bytes(batch.tenant, 0)
             (active,) = self.backend.execute(
-                f"SELECT count(*) FROM batches WHERE tenant = ? AND status "  # noqa: S608
-                f"IN ({placeholders(ACTIVE)})",
-                (batch.tenant, *ACTIVE),
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND {IS_ACTIVE}",  # noqa: S608
+                (batch.tenant,),
             ).fetchone()
             if active >= self.bounds.active_each:
                 raise TenantLimitError(
@@ -86,7 +84,7 @@ class Store(FileStore):
         return batch
 
     def active(self) -> list[Batch]:
-        return self._batches(f"status IN ({placeholders(ACTIVE)}) ORDER BY rowid", ACTIVE)
+        return self._batches(f"{IS_ACTIVE} ORDER BY rowid")
 
     def _move(self, batch: Batch, status: Status, now: float) -> None:
         batch.status = status
@@ -104,7 +102,6 @@ class Store(FileStore):
     # Lines
 
     def input(self, batch: Batch, at: int, size: int) -> bytes:
-        """Read part of a batch's input file."""
         return self._content(batch.input, at, size)
 
     def forget_lines(self, batch: Batch) -> bool:
@@ -144,8 +141,6 @@ class Store(FileStore):
             for name, value in changes.items():
                 setattr(found[0], name, value)
             self._move(found[0], status, now)
-            if status is Status.FAILED:
-                self.backend.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
         return True
 
     def jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
@@ -174,9 +169,8 @@ class Store(FileStore):
         with self.backend.writing():
             ids = list({result.batch for result in results})
             rows = self.backend.execute(
-                f"SELECT id FROM batches WHERE id IN ({placeholders(ids)}) "  # noqa: S608
-                f"AND status IN ({placeholders(ACTIVE)})",
-                (*ids, *ACTIVE),
+                f"SELECT id FROM batches WHERE id IN ({placeholders(ids)}) AND {IS_ACTIVE}",  # noqa: S608
+                ids,
             )
             active = {batch_id for (batch_id,) in rows.fetchall()}
             self._save(result for result in results if result.batch in active)
@@ -192,7 +186,6 @@ class Store(FileStore):
             )
 
     def is_complete(self, batch: Batch) -> bool:
-        """Return True if each line has a result."""
         return any(x.completed + x.failed >= x.total for x in self._batches("id = ?", (batch.id,)))
 
     def fail_lines(self, batch: Batch, status: Status, after: int) -> int | None:
@@ -204,35 +197,25 @@ class Store(FileStore):
         if not code:
             return None
         with self.backend.writing():
-            left = self._lines_left(batch, after, MAX_LINES)
+            left = self._lines_left(batch, after)
             self._save(error_result(job, code, message) for job in left)
         return left[-1].number if len(left) == MAX_LINES else None
 
     def end(self, batch_id: str, status: Status, now: float) -> None:
-        """End a batch.
-
-        Stores error results for lines that did not run, and creates the output files.
-        """
-        code, message = ENDS[status]
+        """End a batch whose lines are deleted, and create the output files."""
         with self.backend.writing():
-            (batch,) = self._batches("id = ?", (batch_id,))
-            left = self._lines_left(batch) if code else ()
-            self._save(error_result(job, code, message) for job in left)
             (batch,) = self._batches("id = ?", (batch_id,))
             batch.output = self._create_result_file(batch, now, ok=True)
             batch.error = self._create_result_file(batch, now, ok=False)
             if status is Status.COMPLETED:
                 batch.at[Status.FINALIZING] = now
             self._move(batch, status, now)
-            self.backend.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
-    def _lines_left(self, batch: Batch, after: int = 0, limit: int = maxsize) -> list[LineJob]:
+    def _lines_left(self, batch: Batch, after: int) -> list[LineJob]:
         rows = self.backend.execute(
-            "SELECT number, custom_id, model FROM lines AS l "
-            "WHERE batch = ? AND number > ? AND NOT EXISTS "
-            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
-            "ORDER BY number LIMIT ?",
-            (batch.id, after, limit),
+            "SELECT number, custom_id, model FROM lines AS l "  # noqa: S608
+            f"WHERE batch = ? AND number > ? AND {UNSAVED} ORDER BY number LIMIT ?",
+            (batch.id, after, MAX_LINES),
         )
         return [
             LineJob(batch.id, number, custom_id, model, b"")
@@ -262,9 +245,7 @@ class Store(FileStore):
         """
         since = now - self.keep_s
         with self.backend.writing():
-            over = self._batches(
-                f"status NOT IN ({placeholders(ACTIVE)}) AND expires < ? LIMIT 1", (*ACTIVE, since)
-            )
+            over = self._batches(f"NOT {IS_ACTIVE} AND expires < ? LIMIT 1", (since,))
             if over:
                 self._forget(over[0])
                 return True

@@ -31,7 +31,6 @@ class StoreThread:
 
     @property
     def is_shared(self) -> bool:
-        """True if several processes run lines."""
         return self._open_store().backend.is_shared
 
     async def renew_part(self) -> Part:
@@ -50,7 +49,6 @@ class StoreThread:
         return self._store
 
     def keep_for(self, keep_s: float, bounds: StoreLimits) -> None:
-        """Apply a new retention time and new limits."""
         self._keep_s, self._bounds = keep_s, bounds
         if (store := self._store) is not None:
             store.keep_s, store.bounds = keep_s, bounds

@@ -80,17 +80,21 @@ class Fleet:
         worker.requests += 1
         worker.placed += 1
         worker.sequences += ask.samples
-        worker.prefill_tokens += prefill
-        if ask.long:
-            worker.long_tokens += prefill
-        if prefill >= LARGE_PREFILL_TOKENS:
-            self.large_changes += 1
+        self._count_prefill(lease, 1)
         worker.decode_tokens += lease.decode_tokens
         kv_usage.charge(lease, now)
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
         if idle and prefill:
             worker.note_progress(now)
         lease.trial = worker.breaker.record_sent(now)
+
+    def _count_prefill(self, lease: Lease, sign: int) -> None:
+        worker, tokens = lease.worker, lease.prefill_tokens
+        worker.prefill_tokens += sign * tokens
+        if lease.ask.long:
+            worker.long_tokens += sign * tokens
+        if tokens >= LARGE_PREFILL_TOKENS:
+            self.large_changes += 1
 
     # Hand-overs
 
@@ -122,17 +126,18 @@ class Fleet:
 
     def hand_over(self, lease: Lease, now: float) -> None:
         """Release the prefill leg and start the decode leg."""
-        first = lease.prefill
-        if first is None or first.released or lease.released:
+        first, handover = lease.prefill, lease.decision.handover
+        if first is None or handover is None or first.released or lease.released:
             return
         worker = first.worker
         worker.note_progress(now)
         if now >= worker.pace.first_due:
-            self._learn_prefill(first, first.decision.handover, now)
-        if first.decision.handover is not None and first.decision.handover.tokens:
+            worker.pace.learn_length(first.ask.prompt_tokens)
+            self._learn_first_token(first, handover.cached_tokens, now)
+        if handover.tokens:
             lease.pins = True
             worker.pinned += 1
-            lease.worker.written += first.decision.handover.tokens
+            lease.worker.written += handover.tokens
         worker.written += first.prefill_tokens
         self.release(first)
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
@@ -141,8 +146,7 @@ class Fleet:
         lease.worker.sequences += lease.ask.samples
         if self.roster.leaving:
             self.roster.load_changed(lease.worker)
-        handover = lease.decision.handover
-        if handover is not None and not lease.ask.stream:
+        if not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
             due = now + SILENT_PREFILL_FACTOR * wait
             heappush(self._silent, (due, next(self.roster.numbers), lease))
@@ -154,7 +158,6 @@ class Fleet:
             self.roster.load_changed(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        """Move the decode leg to another decode worker."""
         if lease.released or not lease.sent or lease.decoding:
             return
         before, samples = lease.worker, lease.ask.samples
@@ -174,14 +177,12 @@ class Fleet:
         self.roster.load_changed(before)
         self.roster.load_changed(worker)
 
-    def _learn_prefill(self, first: Lease, handover: HandoverDecision | None, now: float) -> None:
-        cached = handover.cached_tokens if handover is not None else 0
-        tokens = first.ahead_tokens + first.ask.prompt_tokens - cached
-        pace = first.worker.pace
-        pace.learn_length(first.ask.prompt_tokens)
-        pace.learn_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
+    def _learn_first_token(self, lease: Lease, cached: int, now: float) -> None:
+        tokens = lease.ahead_tokens + lease.ask.prompt_tokens - cached
+        pace = lease.worker.pace
+        pace.learn_first_token(tokens, lease.behind_long, cached, now - lease.charged_at, now)
         if pace.prefills <= MAX_LENT_OBSERVATIONS:
-            self._copy_latency(first.worker)
+            self._copy_latency(lease.worker)
 
     def _start_decoding(self, lease: Lease) -> None:
         worker, samples = lease.worker, lease.ask.samples
@@ -228,16 +229,10 @@ class Fleet:
                 self.roster.load_changed(lease.worker)
             return
         ask, worker = lease.ask, lease.worker
-        pace = worker.pace
         # The time may include a wait for a slot.
         stood = worker.role is Role.DECODE and worker.queued_before
-        if now >= pace.first_due and (ask.stream or not ask.generates) and not stood:
-            cached = lease.decision.cached_tokens
-            tokens = lease.ahead_tokens + ask.prompt_tokens - cached
-            seconds = now - lease.charged_at
-            pace.learn_first_token(tokens, lease.behind_long, cached, seconds, now)
-            if pace.prefills <= MAX_LENT_OBSERVATIONS:
-                self._copy_latency(worker)
+        if now >= worker.pace.first_due and (ask.stream or not ask.generates) and not stood:
+            self._learn_first_token(lease, lease.decision.cached_tokens, now)
         self._end_prefill(lease, now)
 
     def _copy_latency(self, worker: Worker) -> None:
@@ -250,11 +245,7 @@ class Fleet:
     def _end_prefill(self, lease: Lease, now: float) -> None:
         worker = lease.worker
         worker.written += lease.prefill_tokens
-        worker.prefill_tokens -= lease.prefill_tokens
-        if lease.ask.long:
-            worker.long_tokens -= lease.prefill_tokens
-        if lease.prefill_tokens >= LARGE_PREFILL_TOKENS:
-            self.large_changes += 1
+        self._count_prefill(lease, -1)
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         if lease.ask.generates:
@@ -290,11 +281,7 @@ class Fleet:
         worker.decode_tokens -= lease.decode_tokens
         kv_usage.release(lease)
         if lease.prefill_tokens:
-            worker.prefill_tokens -= lease.prefill_tokens
-            if lease.ask.long:
-                worker.long_tokens -= lease.prefill_tokens
-            if lease.prefill_tokens >= LARGE_PREFILL_TOKENS:
-                self.large_changes += 1
+            self._count_prefill(lease, -1)
             worker.free_at -= worker.pace.token_s * lease.prefill_tokens
         if lease.decoding:
             worker.decoding -= lease.decoding

@@ -22,8 +22,6 @@ Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
-    """Receives changes of breakers and pools."""
-
     def breaker_opened(self, worker: Worker, now: float) -> None:
         """Note an opened breaker."""
 
@@ -50,19 +48,6 @@ def _is_live(worker: Worker) -> bool:
 
 class Ejections:
     """The open breakers and panicking pools of a fleet."""
-
-    __slots__ = (
-        "_clock",
-        "_live",
-        "_moved",
-        "_out",
-        "_workers",
-        "listener",
-        "panics",
-        "resting",
-        "started",
-        "threshold",
-    )
 
     def __init__(
         self,
@@ -135,7 +120,6 @@ class Ejections:
             self._update_panic(key)
 
     def _update_panic(self, key: Key) -> None:
-        """Start or end the panic of a pool."""
         live = self._live.get(key)
         if live is None:
             same = (worker for worker in self._workers.values() if key_of(worker) == key)

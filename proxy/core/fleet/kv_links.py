@@ -55,16 +55,16 @@ class KvLinks:
 
     def is_warm(self, prefill: Worker, decode: Worker) -> bool:
         """Return whether the connection needs no more work."""
-        return self._warm.get((prefill, decode)) == (prefill.up_since, decode.up_since)
+        return self._warm.get((prefill, decode)) == _start_times(prefill, decode)
 
     def set_warm(self, prefill: Worker, decode: Worker) -> None:
         """Note a connection, or one that only requests can make."""
-        self._warm[prefill, decode] = prefill.up_since, decode.up_since
+        self._warm[prefill, decode] = _start_times(prefill, decode)
         self._unmade.pop((prefill, decode), None)
         self.version += 1
 
     def set_unmade(self, prefill: Worker, decode: Worker) -> None:
-        self._unmade[prefill, decode] = prefill.up_since, decode.up_since
+        self._unmade[prefill, decode] = _start_times(prefill, decode)
 
     def keep_only(self, workers: Collection[Worker]) -> None:
         self._warm = {k: v for k, v in self._warm.items() if _are_of(k, workers)}
@@ -91,7 +91,6 @@ class KvLinks:
 
     @property
     def has_failures(self) -> bool:
-        """Return whether any link has failures."""
         return bool(self._strikes)
 
     def is_barred(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
@@ -109,15 +108,16 @@ class KvLinks:
             return (
                 "prefills nothing for now: it refuses, or its responses name no KV blocks to fetch"
             )
-        if unmade := [d.name for p, d in self._unmade if p is worker and self._is_unmade(p, d)]:
+        if unmade := [
+            decode.name
+            for (prefill, decode), lives in self._unmade.items()
+            if prefill is worker and lives == _start_times(prefill, decode)
+        ]:
             return f"prefills nothing for {', '.join(unmade)} yet: the first transfer failed"
         decodes = [d.name for p, d in self.barred_links(now) if p is worker and d is not None]
         if not decodes:
             return ""
         return f"prefills nothing for {', '.join(decodes)} for now: its transfers fail"
-
-    def _is_unmade(self, prefill: Worker, decode: Worker) -> bool:
-        return self._unmade.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
 
 def _start_times(prefill: Worker, decode: Worker | None) -> Lives:

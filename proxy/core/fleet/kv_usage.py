@@ -48,7 +48,6 @@ def charge(lease: Lease, now: float, *, together: bool = True) -> None:
 
 
 def mark_prompt_cached(lease: Lease) -> None:
-    """Note that the prompt is in the cache."""
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
     if lease.prefill is not None and lease.holds is None:

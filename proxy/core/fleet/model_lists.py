@@ -19,8 +19,6 @@ MAX_SERVED_MODELS = 10_000
 class ModelLists:
     """Served models, and pools and workers without a list yet."""
 
-    __slots__ = ("_clock", "_empty_since", "_served", "_up_since")
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._empty_since: dict[str, float] = {}  # expected models without workers

@@ -15,8 +15,6 @@ RETRY_LATENCY_SHARE = 0.1
 
 
 class WorkerHealth:
-    """The health of a roster's workers."""
-
     def __init__(self, roster: Roster, down_after: int, up_after: int) -> None:
         self.roster = roster
         self.down_after = down_after
@@ -67,7 +65,6 @@ class WorkerHealth:
         awaited_since: float,
         draining: bool,
     ) -> None:
-        """Apply the health that another process has probed."""
         worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:
@@ -132,7 +129,6 @@ class WorkerHealth:
         self.roster.load_changed(worker)
 
     def drop_old_gauges(self, name: str, now: float) -> None:
-        """Forget old gauges of a worker that reports none."""
         worker = self.roster.get(name)
         if worker is None or worker.gauges is None:
             return
@@ -152,7 +148,6 @@ class WorkerHealth:
         self.roster.load_changed(worker)
 
     def _allow_another_try(self, worker: Worker) -> None:
-        """Let a slow worker be tried again."""
         peers = [w.pace for w in self.roster.workers_of(worker.model) if w.pace.prefills]
         best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
         if best.token_s < worker.pace.token_s:

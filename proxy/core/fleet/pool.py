@@ -22,25 +22,6 @@ MAX_PREFIX_HOLDERS = 4  # that a decision looks at
 class Pool:
     """The live workers of one model. Changes make a new pool."""
 
-    __slots__ = (
-        "all",
-        "bits",
-        "boundaries",
-        "decodes",
-        "for_longs",
-        "for_shorts",
-        "groups",
-        "least",
-        "limit",
-        "longs",
-        "members",
-        "mixed",
-        "most",
-        "prefills",
-        "ranked",
-        "shorts",
-    )
-
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.all = [worker for worker in workers if worker.is_live]
         self.prefills = [worker for worker in workers if worker.can_prefill]
@@ -82,7 +63,6 @@ class Pool:
     def available_workers(
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
-        """Return the workers that can take a request."""
         if (
             ask.needed_context + ask.prompt_error <= self.least and not self.ranked
         ):  # the usual case

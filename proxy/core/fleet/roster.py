@@ -27,8 +27,6 @@ def time_zero() -> float:
 
 
 class Roster:
-    """The workers by name."""
-
     def __init__(self, clock: Callable[[], float] = time_zero) -> None:
         self.version = 0  # changes with the workers
         self.prefixes = PrefixIndex()
@@ -159,7 +157,6 @@ class Roster:
         return self.by_index.get(worker.index) is worker
 
     def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
-        """Note that a worker's cache will hold a prompt."""
         if not self.contains(worker):
             return
         self.prefixes.record(ask.prefix, worker.index)
@@ -186,7 +183,6 @@ class Roster:
             self._left[worker.url] = worker
 
     def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
-        """Return whether other processes have filled a chosen worker."""
         others = self.others
         return (
             others is not None
@@ -204,7 +200,6 @@ class Roster:
                 del self._left[worker.url]
 
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
-        """Remove and add workers in one change."""
         for worker in gone:
             self._detach_worker(worker)
         free = self._free()
@@ -286,7 +281,6 @@ class Roster:
         self.ejections.live_changed()
 
     def load_changed(self, worker: Worker) -> None:
-        """Update the pools after a change in load."""
         worker.shut = worker.is_full or (not worker.breaker.closed and worker.is_barred)
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)

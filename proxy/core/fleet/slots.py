@@ -76,7 +76,6 @@ def share_taken(worker: Worker, now: float) -> float:
 
 
 def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:
-    """Return whether a request would wait for a slot."""
     return wait_s(worker, now) > within_s
 
 

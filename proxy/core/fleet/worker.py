@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 from math import inf
 
 from proxy.core.fleet.breaker import Breaker
@@ -34,135 +35,85 @@ MAX_UNRANKED = 32  # largest group looked at whole
 MAX_LOOKED_AT = 8  # of a larger group
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Worker:
     """A worker. Only the fleet changes it."""
 
-    __slots__ = (
-        "awaited_since",
-        "bit",
-        "breaker",
-        "cached_price",
-        "decode_tokens",
-        "decoding",
-        "draining",
-        "due_at",
-        "elsewhere",
-        "failed_probes",
-        "flat_price",
-        "foreign_long_tokens",
-        "foreign_requests",
-        "foreign_requests_before",
-        "foreign_tokens",
-        "foreign_tokens_before",
-        "free_at",
-        "gauges",
-        "good_probes",
-        "in_panic",
-        "index",
-        "inherited",
-        "key",
-        "kv_apart",
-        "kv_capacity",
-        "kv_coming",
-        "kv_more",
-        "kv_spare",
-        "kv_tokens",
-        "long_tokens",
-        "max_model_len",
-        "misfit_long",
-        "misfit_short",
-        "models",
-        "most",
-        "name",
-        "origins",
-        "output_price",
-        "pace",
-        "pinned",
-        "placed",
-        "prefill_tokens",
-        "probed",
-        "prompt_price",
-        "queued",
-        "queued_before",
-        "ranked_in",
-        "reported_max_model_len",
-        "reports_cache",
-        "reports_prefixes",
-        "requests",
-        "reserved",
-        "role",
-        "running_prefixes",
-        "sequences",
-        "served",
-        "shut",
-        "slots",
-        "spec",
-        "successor",
-        "trouble",
-        "up",
-        "up_since",
-        "worked_at",
-        "written",
-    )
+    spec: WorkerSpec
+    index: int  # bit in the prefix index, reused after removal
+    bit: int = field(init=False)
+    name: str = field(init=False)
+    role: Role = field(init=False)
+    misfit_short: int = field(init=False)
+    misfit_long: int = field(init=False)
+    most: int = field(init=False)  # requests, less `reserved`
+    reserved: int = 0  # of its slots, for routers on other hosts
+    reported_max_model_len: int | None = None  # from /v1/models
+    max_model_len: int | None = field(init=False)
+    models: tuple[str, ...] = field(init=False)
+    origins: dict[str, Origin] = field(default_factory=dict)  # of `models`
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
-        self.index = index  # bit in the prefix index, reused after removal
-        self.bit = 1 << index
-        self.name = spec.name
-        self.reported_max_model_len: int | None = None  # from /v1/models
-        self.reserved = 0  # of its slots, for routers on other hosts
-        self.respecify(spec)
-        self.models: tuple[str, ...] = (spec.model,)
-        self.origins: dict[str, Origin] = {}  # of `models`
+    awaited_since: float = 0.0  # for a model list; -inf: no wait
+    up: bool = False
+    up_since: float = 0.0  # or restarted
+    probed: bool = False  # any probe ended
+    trouble: str = ""  # of the last failed probe
+    draining: bool = False
+    good_probes: int = 0  # in a row
+    failed_probes: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+    in_panic: bool = False  # its breaker is ignored
+    pace: LatencyModel = field(default_factory=LatencyModel)
+    gauges: Gauges | None = None
+    kv_capacity: int = 0  # 0: unknown
+    foreign_requests: int = 0  # other clients' requests
+    foreign_requests_before: int = 0
+    # Of these requests, if reported.
+    foreign_tokens: float = 0.0
+    foreign_tokens_before: float = 0.0
+    foreign_long_tokens: float = 0.0
+    reports_cache: bool = False
+    reports_prefixes: bool = False  # its journal is read
+    queued: int = 0  # on the worker
+    queued_before: int = 0
+    slots: float = inf  # slots learnt from its queue
 
-        self.awaited_since = 0.0  # for a model list; -inf: no wait
-        self.up = False
-        self.up_since = 0.0  # or restarted
-        self.probed = False  # any probe ended
-        self.trouble = ""  # of the last failed probe
-        self.draining = False
-        self.good_probes = self.failed_probes = 0  # in a row
-        self.breaker = Breaker()
-        self.in_panic = False  # its breaker is ignored
-        self.pace = LatencyModel()
-        self.gauges: Gauges | None = None
-        self.kv_capacity = 0  # 0: unknown
-        self.foreign_requests = self.foreign_requests_before = 0  # other clients' requests
-        # Of these requests, if reported.
-        self.foreign_tokens = self.foreign_tokens_before = self.foreign_long_tokens = 0.0
-        self.reports_cache = False
-        self.reports_prefixes = False  # its journal is read
-        self.queued = self.queued_before = 0  # on the worker
-        self.slots = inf  # slots learnt from its queue
+    requests: int = 0
+    sequences: int = 0  # prompts times samples
+    prefill_tokens: int = 0  # before the first token
+    long_tokens: int = 0  # of these
+    decode_tokens: int = 0  # output to come
+    kv_tokens: int = 0  # cached or promised
+    kv_coming: int = 0  # before the first token
+    kv_spare: int = 0  # charged but not held; negative: held but not charged
+    kv_more: int = 0  # beyond the charges
+    running_prefixes: PrefixTree = field(default_factory=PrefixTree)  # prefixes of its requests
+    kv_apart: float = 0.0  # learnt share of prefixes that is not shared
+    pinned: int = 0  # hand-overs not fetched yet
+    decoding: int = 0  # after the first token
+    written: int = 0  # to its cache, total
+    placed: int = 0  # requests, total
+    worked_at: float = -inf  # when its page last showed progress
+    free_at: float = 0.0  # when its prefills are done
+    due_at: float = 0.0  # next progress is due
+    elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
+    inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
+    successor: Worker | None = None  # new worker at its address after removal
 
-        self.requests = 0
-        self.sequences = 0  # prompts times samples
-        self.prefill_tokens = 0  # before the first token
-        self.long_tokens = 0  # of these
-        self.decode_tokens = 0  # output to come
-        self.kv_tokens = 0  # cached or promised
-        self.kv_coming = 0  # before the first token
-        self.kv_spare = 0  # charged but not held; negative: held but not charged
-        self.kv_more = 0  # beyond the charges
-        self.running_prefixes = PrefixTree()  # prefixes of its requests
-        self.kv_apart = 0.0  # learnt share of prefixes that is not shared
-        self.pinned = 0  # hand-overs not fetched yet
-        self.decoding = 0  # after the first token
-        self.written = 0  # to its cache, total
-        self.placed = 0  # requests, total
-        self.worked_at = -inf  # when its page last showed progress
-        self.free_at = 0.0  # when its prefills are done
-        self.due_at = 0.0  # next progress is due
-        self.elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
-        self.inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
-        self.successor: Worker | None = None  # new worker at its address after removal
+    flat_price: float = field(init=False)
+    prompt_price: float = field(init=False)
+    output_price: float = field(init=False)
+    cached_price: float = field(init=False)
 
+    served: int = 0  # order of its last request
+    shut: bool = False  # full or barred
+    ranked_in: tuple[Group, ...] = ()
+    key: float = 0.0  # sort key in groups
+
+    def __post_init__(self) -> None:
+        self.bit, self.name, self.models = 1 << self.index, self.spec.name, (self.spec.model,)
+        self.respecify(self.spec)
         self.reprice()
-
-        self.served = 0  # order of its last request
-        self.shut = False  # full or barred
-        self.ranked_in: tuple[Group, ...] = ()
-        self.key = 0.0  # sort key in groups
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.role} {self.requests} requests>"

@@ -33,8 +33,6 @@ class RequestMedia:
 
 
 class MediaSizes:
-    __slots__ = ("means", "seen", "spreads", "tokens")
-
     def __init__(self) -> None:
         self.tokens: Numbers = FIRST_SIZES
         self.means = [float(size) for size in FIRST_SIZES]

@@ -224,7 +224,6 @@ class PrefixIndex:
             self._ends.setdefault(block, {})[worker] = tokens
 
     def remove_block(self, block: int, worker: int) -> None:
-        """Note that a worker's cache holds a block no longer."""
         _clear(self._resident, block, 1 << worker)
         if block not in self._resident:
             self._tokens.pop(block, None)

@@ -81,7 +81,6 @@ class PrefixTree:
         return found
 
     def release(self, node: PrefixNode) -> None:
-        """Remove a request that ends at this node."""
         while (above := node.above) is not None:
             node.holders -= 1
             if node.holders:
@@ -93,7 +92,6 @@ class PrefixTree:
 
 
 def _common_length(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
-    """Return the common length of two chains."""
     while low < high:
         middle = (low + high) // 2
         if one[middle] == other[middle]:

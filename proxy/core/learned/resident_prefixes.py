@@ -16,6 +16,7 @@ tokens are interpolated.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 from struct import Struct, error, pack, unpack
 
 from proxy.core.learned.bytes_per_token import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
@@ -26,17 +27,13 @@ LEARNING_RATE = 0.25  # of the share of responses that are found
 HEAD = Struct("<BII")  # version, bytes of the prompt, and of tools before it
 
 
+@dataclass(slots=True, eq=False)
 class NamedPrompt:
-    __slots__ = ("bytes_before", "end", "hashes", "prompt_bytes", "prompt_tokens")
-
-    def __init__(
-        self, hashes: tuple[int, ...], prompt_bytes: int, bytes_before: int, prompt_tokens: int
-    ) -> None:
-        self.hashes = hashes
-        self.bytes_before = bytes_before
-        self.prompt_bytes = prompt_bytes
-        self.prompt_tokens = prompt_tokens
-        self.end = 0  # tokens that the cache holds of the prompt and its response
+    hashes: tuple[int, ...]
+    prompt_bytes: int
+    bytes_before: int
+    prompt_tokens: int
+    end: int = 0  # tokens that the cache holds of the prompt and its response
 
     def whole_blocks(self, tokens: int, block_tokens: int) -> int:
         """Return the blocks of bytes that the first tokens cover."""

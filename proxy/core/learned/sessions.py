@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from proxy.core.learned.prefix_index import ENDS
@@ -35,16 +36,14 @@ class Turn:
 TURNS = Turn.NEW, Turn.STAYED, Turn.MOVED, Turn.DISPLACED
 
 
+@dataclass(slots=True, eq=False)
 class Visit:
     """A session's last turn on one worker."""
 
-    __slots__ = ("since", "tokens", "worker", "written")
-
-    def __init__(self, worker: int, since: float, tokens: int, written: int) -> None:
-        self.worker = worker  # its index
-        self.since = since  # start of the worker
-        self.tokens = tokens  # of the prompt and the response
-        self.written = written  # by the worker until then
+    worker: int  # its index
+    since: float  # start of the worker
+    tokens: int  # of the prompt and the response
+    written: int  # by the worker until then
 
     def cached_tokens(self, capacity: int, written: int) -> int:
         """Return the tokens that should still be cached."""
@@ -71,7 +70,6 @@ class Session:
         self.strayed = False  # the last prompt was another, shorter one
 
     def may_extend(self, hashes: tuple[int, ...]) -> bool:
-        """Return whether a prompt may extend the last one."""
         return _may_have(hashes, self.depth, self.mark)
 
     def extends_nearly_all(self, hashes: tuple[int, ...]) -> bool:
@@ -79,7 +77,6 @@ class Session:
         return _may_have(hashes, *self.tail)
 
     def tokens_on(self, worker: int, since: float) -> int:
-        """Return the tokens of the last turn on a worker."""
         found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
         return next(found, 0)
 
@@ -158,7 +155,6 @@ class Sessions:
         *,
         estimated: bool,
     ) -> None:
-        """Note a served turn."""
         if not session.record_prompt(hashes, prompt_bytes):
             return
         session.add_visit(visit, estimated=estimated)

@@ -18,8 +18,6 @@ MAX_UPDATES_BETWEEN_MEDIANS = 64
 
 
 class TenantPrior:
-    __slots__ = ("_common", "_due", "_tenants", "_updates", "base")
-
     def __init__(self) -> None:
         self.base = LearnedSizes()  # first values, or without tenants
         self._tenants: dict[str, LearnedSizes] = {}

@@ -10,8 +10,6 @@ MIN_RECENT_LONGS = 0.05  # rest of a long request, after three memories
 
 
 class Traffic:
-    __slots__ = ("_at", "_long_s", "_longs", "_shorts", "long_s_ever", "longs_ever", "shorts_ever")
-
     def __init__(self) -> None:
         self._at = 0.0
         self._shorts = 0.0

@@ -27,8 +27,6 @@ MIN_SIZE_SPREAD = 1e-3  # relative
 
 
 class TransferTime:
-    __slots__ = ("_n", "_nn", "_nt", "_t", "_weight", "factor", "fixed_s", "seen", "token_s")
-
     def __init__(self) -> None:
         self.fixed_s = FIXED_S
         self.token_s = TOKEN_S

@@ -9,7 +9,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
 from proxy.core.model.route_table import route_names
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
-from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt, refund_prefill
+from proxy.core.queue.fairness import FairnessSettings, charge_output, charge_prompt
 from proxy.core.tenants.limits import Decided, LimitExceeded, PendingDecision
 from proxy.core.tenants.tenants import Tenant
 
@@ -87,10 +87,7 @@ def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False)
 def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
     """Return the limit that refuses every request now."""
     breach = tenant.ledger.spent_limit(now)
-    if breach is None:
-        return None
-    _count(tenant, breach)
-    return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
+    return None if breach is None else _refuse_for_now(tenant, breach)
 
 
 def charge_refused(tenant: Tenant, now: float) -> None:
@@ -99,18 +96,21 @@ def charge_refused(tenant: Tenant, now: float) -> None:
 
 
 def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
-    """Admit a request without a worker, or refuse it."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
         tenant.notify_watches()
         return None
-    _count(tenant, breach)
-    return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
+    return _refuse_for_now(tenant, breach)
 
 
 def leave_without_worker(tenant: Tenant, now: float) -> None:
     tenant.ledger.leave(now, 0, 0)
     tenant.notify_watches()
+
+
+def _refuse_for_now(tenant: Tenant, breach: LimitExceeded) -> Refusal:
+    _count(tenant, breach)
+    return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
 
 
 def _count(tenant: Tenant, breach: LimitExceeded) -> None:
@@ -158,7 +158,7 @@ def settle(
     charge_output(settings, ask, output - bill.prepaid)
     bill.prepaid = 0
     if not prompt:
-        refund_prefill(tenant, ask)
+        charge_prompt(tenant, ask, -bill.paid)
     tenant.settle(bill.unsettled, ask.rank)
     bill.unsettled = 0.0
     bill.settled_prompt += prompt

@@ -19,8 +19,6 @@ DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # faster than enum look-u
 
 
 class LeaseBook:
-    """The legs of placed requests, from the first token to the release."""
-
     def __init__(self, placer: Placer, sizer: Sizer) -> None:
         self._fleet = placer.fleet
         self._placer = placer
@@ -53,7 +51,6 @@ class LeaseBook:
             )
 
     def end_prefill(self, lease: Lease, now: float, usage: Usage | None) -> None:
-        """Note that the prefill leg is done."""
         first, halves = lease.prefill, lease.decision.handover
         if first is None or halves is None or first.released:
             return
@@ -92,13 +89,11 @@ class LeaseBook:
         return True
 
     def _choose_other_decode(self, lease: Lease, now: float, within_s: float) -> Worker | None:
-        workers = self._roster.pool(lease.ask.model).all
-        other = handover_cost.choose_other_decode(workers, lease, now, self._placer.links, within_s)
-        while other is not None and self._roster.is_filled_elsewhere(other, now):
-            other = handover_cost.choose_other_decode(
-                workers, lease, now, self._placer.links, within_s
-            )
-        return other
+        workers, links = self._roster.pool(lease.ask.model).all, self._placer.links
+        while True:
+            other = handover_cost.choose_other_decode(workers, lease, now, links, within_s)
+            if other is None or not self._roster.is_filled_elsewhere(other, now):
+                return other
 
     def _record_prefix(self, lease: Lease) -> None:
         """Record the prefix on the decode worker.
@@ -214,7 +209,6 @@ class LeaseBook:
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        """Return whether another worker could prefill."""
         ask, first = lease.ask, lease.prefill
         pool = self._roster.pool(ask.model)
         tried = frozenset(() if first is None else (first.worker,))

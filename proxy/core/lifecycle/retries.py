@@ -10,6 +10,7 @@ How it fails: many failing workers double the load, so at most half of the worke
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,6 @@ class RetryBudget:
         return self._saved >= 1.0
 
     def spend(self, now: float) -> bool:
-        """Take a retry, if one is left."""
         if not self.has_retry(now):
             return False
         self._saved -= 1.0
@@ -69,13 +69,11 @@ class RetryBudget:
         return max(self.share * lately, MIN_RESERVE)
 
 
+@dataclass(slots=True, eq=False)
 class WorkerFailureEvent:
-    __slots__ = ("at", "beside", "is_large")
-
-    def __init__(self, at: float, beside: int) -> None:
-        self.at = at
-        self.beside = beside  # live workers
-        self.is_large = False  # several requests failed
+    at: float
+    beside: int  # live workers
+    is_large: bool = False  # several requests failed
 
 
 class WorkerFailureEvents:

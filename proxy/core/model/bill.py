@@ -8,18 +8,6 @@ from proxy.core.tenants.limits import LimitExceeded
 class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
-    __slots__ = (
-        "decided",
-        "entered",
-        "exceeded",
-        "free",
-        "paid",
-        "prepaid",
-        "settled_output",
-        "settled_prompt",
-        "unsettled",
-    )
-
     def __init__(self) -> None:
         self.decided = -1  # tokens taken by a decision for all hosts, before it enters; -1: none
         self.exceeded: LimitExceeded | None = None  # by that decision

@@ -8,28 +8,6 @@ from proxy.core.model.types import NONE, Reason
 class FinishedRequest:
     """Labels and times of one request, made once at its end."""
 
-    __slots__ = (
-        "duration_s",
-        "fetched",
-        "left_workers",
-        "leg",
-        "leg_s",
-        "model",
-        "placed_s",
-        "pool",
-        "predicted_ttft_s",
-        "queue_s",
-        "reason",
-        "route",
-        "size",
-        "status",
-        "stream",
-        "target_s",
-        "tpot_s",
-        "ttft_s",
-        "worker",
-    )
-
     def __init__(self, route: str, status: int, reason: Reason, duration_s: float) -> None:
         self.route = route
         self.status = status

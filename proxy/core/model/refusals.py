@@ -52,7 +52,6 @@ def route_not_served(model: str, route: str, known: Iterable[str]) -> Refusal:
 
 
 def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
-    """503: model lists are missing."""
     message = (
         f"The model `{model[:200]}` is not known yet: some workers have not listed their "
         f"models. Known models: {_listed(known)}."
@@ -138,7 +137,6 @@ def queue_timeout(seconds: float, retry_after_s: float) -> Refusal:
 
 
 def router_full() -> Refusal:
-    """503: no room for a connection."""
     message = "The router has no room for another connection. Retry after the time given."
     return Refusal(503, Reason.ROUTER_FULL, message, "router_full", retry_after_s=1.0)
 
@@ -170,7 +168,6 @@ def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
 
 
 def origin_not_allowed(origin: str) -> Refusal:
-    """403: a page of another origin."""
     message = (
         f"This router has no API keys and refuses requests from web pages of `{origin[:200]}`. "
         "Configure tenants with keys, or set router.allow_anonymous: true."
@@ -203,7 +200,6 @@ def limited(ask: RequestInfo, exceeded: LimitExceeded) -> Refusal:
 
 
 def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
-    """429, with headers."""
     wait = f"{retry_after_s:.3g}s"
     message = f"Rate limit reached for {LIMIT_NAMES[exceeded.limit]}: Limit {exceeded.most}. "
     message += f"Please try again in {wait}."
@@ -227,7 +223,6 @@ def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
 
 
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
-    """429: the first token would be late."""
     message = (
         f"The first token would take about {wait_s:.1f} s; the limit is {target_s:g} s. "
         "Retry after the time given."

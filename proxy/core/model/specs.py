@@ -35,7 +35,6 @@ class Gauges:
     kv_capacity_tokens: int | None = None
     prompt_tokens_total: float = 0.0
     generation_tokens_total: float = 0.0
-    preemptions_total: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -23,8 +23,6 @@ IN_ORDER: Late = (True, False)
 
 
 class LastDispatch(NamedTuple):
-    """The last dispatch of a model."""
-
     at: float = 0.0
     passed: bool = False  # ahead of a higher class, by age
     passer: int = -1  # the class that last went ahead

@@ -18,8 +18,6 @@ from proxy.core.queue.ticket import Ticket
 
 
 class CacheWaits:
-    """The tickets by worker."""
-
     def __init__(self) -> None:
         self.length = 0
         self.processes = 1  # with as many each
@@ -52,7 +50,6 @@ class CacheWaits:
         return max(min((ticket.cache_due for ticket in tickets), default=inf) - now, 0.0)
 
     def pop_ended(self, now: float) -> list[Ticket]:
-        """Return the tickets that wait no longer."""
         ended: list[Ticket] = []
         for worker, tickets in self._tickets.items():
             at_once = not (worker.is_live and worker.is_full) or worker.is_barred

@@ -32,8 +32,6 @@ NO_TURN = LastDispatch()
 class Overtaking:
     """Each model's last dispatch; kept across rounds."""
 
-    __slots__ = ("last",)
-
     def __init__(self) -> None:
         self.last: dict[str, LastDispatch] = {}
 
@@ -54,18 +52,6 @@ class DispatchRound:
 
     `end` places or refuses a request, lets it wait for a cache, or returns None.
     """
-
-    __slots__ = (
-        "_ages",
-        "_end",
-        "_failed_need",
-        "_held_places",
-        "_lines",
-        "_misses",
-        "_now",
-        "_others",
-        "_overtaking",
-    )
 
     def __init__(
         self,

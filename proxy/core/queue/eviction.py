@@ -32,10 +32,10 @@ class QueueCapacity:
         self._used: dict[Tenant | None, Amounts] = {}
 
     def add(self, ask: RequestInfo) -> None:
-        self._used[ask.tenant] = _add_amounts(self._used.get(ask.tenant, NOTHING), amounts(ask))
+        self._used[ask.tenant] = add_amounts(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
     def remove(self, ask: RequestInfo) -> None:
-        left = _add_amounts(self._used[ask.tenant], amounts(ask), -1)
+        left = add_amounts(self._used[ask.tenant], amounts(ask), -1)
         if left[0]:
             self._used[ask.tenant] = left
         else:
@@ -49,10 +49,8 @@ class QueueCapacity:
         `over` is the excess with the request.
         """
         used = dict(self._used)
-        own = _share(_add_amounts(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
+        own = _share(add_amounts(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
         may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, ask)]
-        if not any(_exceeds_share(fifo, ask, used, own, most) for fifo in may):
-            return []
         return _choose_last(
             may, used, over, most, lambda fifo: _exceeds_share(fifo, ask, used, own, most)
         )
@@ -94,8 +92,8 @@ def _choose_last(
         left[fifo.key] -= 1
         ticket = tickets[fifo.key][left[fifo.key]]
         gone.append(ticket)
-        used[fifo.tenant] = _add_amounts(used[fifo.tenant], amounts(ticket.ask), -1)
-        over = _add_amounts(over, amounts(ticket.ask), -1)
+        used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts(ticket.ask), -1)
+        over = add_amounts(over, amounts(ticket.ask), -1)
     return gone if partly or max(over) <= 0 else []
 
 
@@ -128,5 +126,5 @@ def _share(used: Amounts, most: Amounts, tenant: Tenant | None) -> float:
     return share if tenant is None else share / tenant.spec.weight
 
 
-def _add_amounts(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
+def add_amounts(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
     return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]

@@ -31,8 +31,6 @@ SPARE_HEAP_ENTRIES = 64  # outdated heap entries before a sweep
 
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
-    """Set by the operator."""
-
     output_weight: float = 2.0  # per output token; a prompt token is 1
     cached_weight: float = 0.0  # per cached prompt token
     standard_age_s: float = 10.0  # of waiting, before a class goes ahead
@@ -67,11 +65,6 @@ def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
     tokens = max(tokens, -ask.bill.paid)
     tenant.charge(tokens, ask.rank, free=ask.bill.free)
     ask.bill.paid += tokens
-
-
-def refund_prefill(tenant: Tenant, ask: RequestInfo) -> None:
-    tenant.charge(-ask.bill.paid, ask.rank, free=ask.bill.free)
-    ask.bill.paid = 0.0
 
 
 class ShareFloor:

@@ -24,7 +24,7 @@ from proxy.core.model.types import RequestInfo
 from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
 from proxy.core.queue.cache_waits import CacheWaits
 from proxy.core.queue.dispatch import DispatchRound, End, Found, Overtaking
-from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, amounts
+from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, add_amounts, amounts
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
 from proxy.core.queue.request_fifo import Place, Turn
 from proxy.core.queue.ticket import Ticket
@@ -110,24 +110,22 @@ class Queue:
 
     def _excess(self, one: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
-        (length, size, tokens), most = self._total(), self._limits()
-        own = self.length, self.bytes, self.tokens
+        total, most = self._total(), self._limits()
         if (others := self.elsewhere) is not None:
-            parts = others.processes + 1
-            if all((a + b) * parts <= c for a, b, c in zip(own, one, most, strict=True)):
+            parts, own = others.processes + 1, add_amounts(self._own(), one)
+            if all(amount * parts <= limit for amount, limit in zip(own, most, strict=True)):
                 return NOTHING
-        most_tokens = most[2] if length else inf
-        return (
-            length + one[0] - most[0],
-            size + one[1] - most[1],
-            tokens + one[2] - most_tokens,
-        )
+        if not total[0]:  # an empty queue takes a prompt of any size
+            most = most[0], most[1], inf
+        return add_amounts(add_amounts(total, one), most, -1)
+
+    def _own(self) -> Amounts:
+        return self.length, self.bytes, self.tokens
 
     def _total(self) -> Amounts:
         if (others := self.elsewhere) is None:
-            return self.length, self.bytes, self.tokens
-        length, size = self.length + others.length, self.bytes + others.bytes
-        return length, size, self.tokens + others.tokens
+            return self._own()
+        return add_amounts(self._own(), (others.length, others.bytes, others.tokens))
 
     def _limits(self) -> Amounts:
         return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
@@ -146,7 +144,7 @@ class Queue:
         others = self.elsewhere
         if others is None or not others.length or not self.length:
             return []
-        elsewhere = others.has_more((self.length, self.bytes, self.tokens))
+        elsewhere = others.has_more(self._own())
         over = [
             0 if skip else total - limit
             for total, limit, skip in zip(self._total(), self._limits(), elsewhere, strict=True)
@@ -180,7 +178,6 @@ class Queue:
         )
 
     def any_ahead_of(self, ask: RequestInfo) -> bool:
-        """Return whether a waiting request goes before a new one."""
         if not self.has_waiting:
             return False
         place = place_of(ask)

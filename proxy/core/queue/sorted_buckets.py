@@ -15,8 +15,6 @@ MAX_SEGMENT_ENTRIES, MIN_SEGMENT_ENTRIES = 64, 8  # entries of a segment
 
 
 class Segment:
-    """Consecutive entries."""
-
     __slots__ = ("entries", "least")
 
     def __init__(self, entries: list[Entry]) -> None:
@@ -25,8 +23,6 @@ class Segment:
 
 
 class SortedBuckets:
-    __slots__ = ("_segments",)
-
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 

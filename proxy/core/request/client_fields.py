@@ -6,7 +6,7 @@ duplicates: the last counts, as in vLLM.
 Unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params`, `ec_transfer_params`: 400 (see `find_steering`).
-- A `request_id` with addresses, for older vLLM's P2pNcclConnector: 400; `X-Request-Id`: replaced.
+- A `request_id` with addresses, which vLLM's MoRIIO connector reads: 400; `X-Request-Id`: replaced.
 
 With tenants:
 
@@ -34,7 +34,6 @@ from proxy.core.request.json_edit import count_members, members
 from proxy.core.request.kv_transfer_fields import (
     TREE,
     Tree,
-    find,
     find_steering,
     find_steering_in_form,
 )
@@ -43,7 +42,7 @@ PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
 PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
-# In a request id, a worker's address for P2pNcclConnector follows these.
+# In a request id, a worker's address follows these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 WITH_PRIORITY = route_names(lambda route: route.takes_priority)
 WITH_ARGUMENTS = route_names(lambda route: route.takes_arguments)
@@ -54,7 +53,8 @@ MAX_SALT_LENGTH = 128
 WITH_OPTIONS = route_names(lambda route: route.usage_by_option)
 WITH_USAGE = b'{"include_usage":true}'
 TRUE = frozenset(["true", "t", "yes", "y", "on", "1", "1.0"])
-STRICT: Tree = {**TREE, ARGUMENTS.encode(): None, b"sampling_params": {b"extra_args": None}}
+NO_ARGUMENTS: Tree = {ARGUMENTS.encode(): None}
+STRICT: Tree = {**TREE, **NO_ARGUMENTS, b"sampling_params": {b"extra_args": None}}
 
 HEADERS = (b"x-vllm-priority", b"x-data-parallel-rank", b"endpoint-load-metrics-format")
 KEYS = (b"api-key", b"x-api-key")
@@ -72,16 +72,10 @@ def find_forbidden(
     """Return the first forbidden member of a JSON body, or ""."""
     if ID in fields and not may.kv_transfer and _id_names_addresses(body):
         return ID
-    if not tenants or may.arguments:
-        return ("" if may.kv_transfer else find_steering(fields, body)) or ""
-    if (
-        ARGUMENTS in fields
-        or "kv_transfer_params" in fields
-        or "ec_transfer_params" in fields
-        or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
-    ):
-        return find(body, {ARGUMENTS.encode(): None} if may.kv_transfer else STRICT) or ""
-    return ""
+    strict = tenants and not may.arguments
+    if may.kv_transfer:
+        return (find_steering(fields, body, NO_ARGUMENTS) if strict else "") or ""
+    return find_steering(fields, body, STRICT if strict else TREE) or ""
 
 
 def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:
@@ -98,7 +92,7 @@ def _id_names_addresses(body: bytes) -> bool:
 
 
 def has_address(request_id: bytes) -> bool:
-    """Return whether a worker with P2pNcclConnector would read an address from a request id."""
+    """Return whether a worker with the MoRIIO connector would read an address from a request id."""
     return any(mark in request_id for mark in ADDRESSES)
 
 

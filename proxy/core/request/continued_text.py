@@ -11,33 +11,48 @@ import orjson
 
 from proxy.core.model.route_table import PromptFields
 from proxy.core.request.json_edit import edit_members, members
+from proxy.core.request.sizing import COMPLETION_OUTPUT
+from proxy.core.request.token_estimate import parse_count
 
 # Of the whole output, or the end of the prompt.
 NOT_BY_TEXT = (
     "response_format", "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens",
-    "continue_final_message",
+    "continue_final_message", "include_stop_str_in_output",
 )  # fmt: skip
+NOT_DISABLED = "add_generation_prompt", "include_reasoning"
 TOOL_CHOICES = None, "auto", "none"  # the others constrain the output from its beginning
-LIMITS = "max_tokens", "max_completion_tokens", "min_tokens"
+NULL = b"null"
+MAX_OUTPUT, MAX_CHAT_OUTPUT, MIN_OUTPUT = "max_tokens", "max_completion_tokens", "min_tokens"
 
 
-def why_not_by_text(body: bytes) -> str:
+def why_not_by_text(body: bytes, shape: PromptFields) -> str:
     """Return the field that prevents it; empty if none does.
 
-    The body is one that `why_not_continued` accepts.
+    The body is one that `why_not_continued` accepts. Workers ignore the fields of other routes.
     """
     fields: dict[str, Any] = orjson.loads(body)
     for name in NOT_BY_TEXT:
         if fields.get(name):
             return name
-    if not isinstance(fields.get("prompt", ""), str):
-        return "prompt"
+    options = fields.get("stream_options")
+    if isinstance(options, dict) and options.get("continuous_usage_stats"):
+        return "stream_options"
+    if shape is not PromptFields.CHAT:
+        return "" if isinstance(fields.get("prompt"), str) else "prompt"
+    messages, tools = fields.get("messages"), fields.get("tools")
+    if not (messages and isinstance(messages, list)):
+        return "messages"
+    for name in NOT_DISABLED:
+        if fields.get(name) is False:
+            return name
     if fields.get("tool_choice") not in TOOL_CHOICES:
         return "tool_choice"
-    if any(tool.get("function", {}).get("strict") for tool in fields.get("tools") or ()):
-        return "tools"
-    options = fields.get("stream_options") or {}
-    return "stream_options" if options.get("continuous_usage_stats") else ""
+    return "tools" if isinstance(tools, list) and any(map(is_strict, tools)) else ""
+
+
+def is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))
 
 
 class TextSoFar:
@@ -53,22 +68,26 @@ class TextSoFar:
 
 def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextSoFar | None:
     """Return the body that goes on behind a text of so many tokens; None if none may follow."""
-    kept = text
-    if shape is PromptFields.CHAT:  # templates remove space at the end of a message
+    kept, is_chat = text, shape is PromptFields.CHAT
+    if is_chat:  # templates remove space at the end of a message
         kept = text.rstrip()
         if not kept:
             return TextSoFar(body, text)
         tokens -= kept != text  # the space is generated again
     there = {member.name.decode(): body[member.value : member.end] for member in members(body)}
+    name = MAX_CHAT_OUTPUT if is_chat and there.get(MAX_CHAT_OUTPUT, NULL) != NULL else MAX_OUTPUT
+    limit = parse_count(orjson.loads(there.get(name, NULL)))
+    if limit is None and not is_chat:
+        limit = COMPLETION_OUTPUT
     new: dict[str, bytes | None] = {}
-    for name in LIMITS:
-        limit = orjson.loads(there.get(name, b"null"))
-        if limit is not None:
-            left = int(limit) - tokens
-            if left <= 0 and name != "min_tokens":
-                return None
-            new[name] = b"%d" % max(left, 0)
-    if shape is PromptFields.CHAT:
+    if limit is not None:
+        if limit <= tokens:
+            return None
+        new[name] = b"%d" % (limit - tokens)
+    least = parse_count(orjson.loads(there.get(MIN_OUTPUT, NULL)))
+    if least is not None:
+        new[MIN_OUTPUT] = b"%d" % max(least - tokens, 0)
+    if is_chat:
         message = orjson.dumps({"role": "assistant", "content": kept})
         new["messages"] = b"%b,%b]" % (there["messages"][:-1], message)
         new |= {"continue_final_message": b"true", "add_generation_prompt": b"false"}

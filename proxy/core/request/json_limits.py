@@ -30,8 +30,6 @@ class JsonMask:
     Made on demand; that may take longer than parsing.
     """
 
-    __slots__ = ("_made", "text")
-
     def __init__(self, text: bytes) -> None:
         self.text = text
         self._made: bytes | None = None
@@ -50,13 +48,6 @@ class JsonMask:
 def masked(text: bytes) -> bytes:
     """Blank escaped quotes, after escaped backslashes."""
     return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
-
-
-def exceeded_bound(body: bytes) -> str:
-    """Return the bound that a JSON text exceeds, or ""."""
-    if len(body) <= LARGE_BODY_BYTES or not may_exceed(body):
-        return ""
-    return excess(JsonMask(body))
 
 
 def may_exceed(body: bytes) -> bool:

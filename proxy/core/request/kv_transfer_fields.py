@@ -46,8 +46,8 @@ VALUE = re.compile(rb"[ \t]*\"?([^\s;\"]*)")
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
 
 
-def find_steering(fields: Mapping[str, Any], body: bytes) -> str | None:
-    """Return the first steering member of a JSON body, or None."""
+def find_steering(fields: Mapping[str, Any], body: bytes, tree: Tree = TREE) -> str | None:
+    """Return the first member of `tree` in a JSON body that is not null, or None."""
     if (
         "kv_transfer_params" in fields
         or "ec_transfer_params" in fields
@@ -55,7 +55,7 @@ def find_steering(fields: Mapping[str, Any], body: bytes) -> str | None:
         # Every body of this route has it, with a long list of token ids.
         or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
     ):
-        return find(body, TREE)
+        return find(body, tree)
     return None
 
 

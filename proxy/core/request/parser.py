@@ -272,9 +272,6 @@ class RequestParser:
             ask.prefix = ()  # the body is the prompt's end
             ask.long = ask.expected_tokens > self.short_limit
 
-    def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        self.stored.remember(response_id, worker, tenant)
-
     def _hash(
         self, ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
     ) -> None:
@@ -341,7 +338,6 @@ def _name_session(
 def _member_names(
     fields: dict[str, Any], changed: dict[str, bytes | None] | None
 ) -> frozenset[str]:
-    """Return the member names after the edits."""
     if changed is None:
         return frozenset(fields)
     added = {name for name, text in changed.items() if text is not None}

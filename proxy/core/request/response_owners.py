@@ -15,8 +15,6 @@ MAX_RESPONSES = 10_000
 
 
 class ResponseOwners:
-    __slots__ = ("_count", "_of")
-
     def __init__(self) -> None:
         self._of: dict[Tenant | None, dict[str, str]] = {}  # worker by response; oldest first
         self._count = 0

@@ -9,12 +9,13 @@ boundary. At first the band is half the estimate, or 128 template tokens for sho
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from sys import maxsize
 from typing import Any
 
 from proxy.core.learned.bytes_per_token import MAX_BYTES_PER_TOKEN, MIN_BAND, LearnedSizes
-from proxy.core.learned.media_tokens import AUDIO, IMAGE, NONE, VIDEO, RequestMedia
+from proxy.core.learned.media_tokens import KINDS, NONE, RequestMedia
 from proxy.core.learned.tenant_prior import TenantPrior
 from proxy.core.model.route_table import PromptFields, Route, route_names
 from proxy.core.model.types import RequestInfo, Usage
@@ -40,23 +41,18 @@ TRUNCATION, WHOLE = "truncation", "disabled"
 
 class Sizer:
     def __init__(self) -> None:
-        self._priors: dict[tuple[str, str], TenantPrior] = {}
+        self._priors: dict[tuple[str, str], TenantPrior] = defaultdict(TenantPrior)
 
     def prior(self, model: str, route: str) -> TenantPrior:
         """Return the tenants' common rates; bounded, as models are the fleet's."""
-        key = (model, route)
-        found = self._priors.get(key)
-        if found is None:
-            found = self._priors[key] = TenantPrior()
-        return found
+        return self._priors[model, route]
 
     def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
         """Return the rates for a model and route, of a tenant if there is one."""
-        if tenant is not None:
-            found = tenant.learnt.get((model, route))
-            return found if found is not None else self.prior(model, route).median()
-        prior = self._priors.get((model, route))
-        return prior.base if prior is not None else self.prior(model, route).base
+        if tenant is None:
+            return self._priors[model, route].base
+        found = tenant.learnt.get((model, route))
+        return found if found is not None else self._priors[model, route].median()
 
     def _learning_rates(self, ask: RequestInfo) -> LearnedSizes:
         tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
@@ -171,9 +167,7 @@ def _guess_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
 
 def _media_tokens(extent: PromptExtent) -> int:
     counts, sizes = extent.media or NONE, extent.sizes
-    return (
-        counts[IMAGE] * sizes[IMAGE] + counts[AUDIO] * sizes[AUDIO] + counts[VIDEO] * sizes[VIDEO]
-    )
+    return sum(counts[kind] * sizes[kind] for kind in KINDS)
 
 
 def _media_to_learn(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:

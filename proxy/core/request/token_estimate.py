@@ -213,25 +213,16 @@ def _add_medium(extent: PromptExtent, kind: int, number: int) -> None:
     tokens = number * extent.sizes[kind]
     extent.tokens += tokens
     extent.guessed += tokens
-    images, audios, videos = extent.media or NONE
-    if kind == IMAGE:
-        images += number
-    elif kind == AUDIO:
-        audios += number
-    else:
-        videos += number
-    extent.media = images, audios, videos
+    counts = [*(extent.media or NONE)]
+    counts[kind] += number
+    extent.media = counts[IMAGE], counts[AUDIO], counts[VIDEO]
 
 
 def _add_media(extent: PromptExtent, one: PromptExtent, times: int = 1) -> None:
     if one.media is not None:
         images, audios, videos = extent.media or NONE
-        more = one.media
-        extent.media = (
-            images + times * more[IMAGE],
-            audios + times * more[AUDIO],
-            videos + times * more[VIDEO],
-        )
+        more = [times * number for number in one.media]
+        extent.media = images + more[IMAGE], audios + more[AUDIO], videos + more[VIDEO]
 
 
 def _measure_chat(extent: PromptExtent, body: dict[str, JSON]) -> None:

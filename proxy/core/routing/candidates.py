@@ -85,13 +85,11 @@ def keep_in_time(view: View) -> None:
 
 
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
-    """Keep workers with room to spare for a batch request."""
     ask, now = view.ask, view.now
     view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
 
 
 def disturbs_handovers(decision: Decision, view: View, settings: FairnessSettings) -> bool:
-    """Return whether a batch request would disturb hand-overs."""
     ask, halves, handing = view.ask, decision.handover, view.handing
     if halves is not None:
         return not leaves_room(halves.prefill, ask, view.now, settings)
@@ -142,7 +140,6 @@ def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
 
 
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
-    """Return whether another worker would take a request."""
     return not ask.pinned and any(
         attempts.may_try_now(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
         for w in roster.pool(ask.model).all
@@ -198,7 +195,6 @@ def why_excluded(worker: Worker, ask: RequestInfo, now: float) -> str:
 
 
 def with_panic(score: Score, worker: Worker) -> Score:
-    """Note that panic mode ignores the worker's open breaker."""
     if worker.breaker.closed or worker.is_barred:
         return score
     return replace(score, note=f"{score.note}; {IN_PANIC}" if score.note else IN_PANIC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from math import inf
 
@@ -31,8 +32,6 @@ MAX_MOVE_WAIT_S = 0.5
 
 
 class Placer:
-    """Places requests, and counts the decisions."""
-
     def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
         self.settings = settings
         self.fleet = fleet
@@ -46,8 +45,8 @@ class Placer:
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
         self.handovers: dict[tuple[str, str], int] = {}  # by model and verdict
-        self.transfers: dict[str, TransferTimes] = {}  # by model
-        self.traffic: dict[str, Traffic] = {}
+        self.transfers: dict[str, TransferTimes] = defaultdict(TransferTimes)  # by model
+        self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.links = KvLinks()
         self.rule = rule(settings.policy)
         self.roster.rank_by(self.rule.rank)
@@ -141,9 +140,10 @@ class Placer:
     ) -> tuple[View, Decision | None]:
         """Choose again while other processes fill the chosen worker."""
         while True:
-            view, decision = self._decide(
-                ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
-            )
+            view = self._make_view(ask, now, attempts, explain=explain)
+            if wait_since is not None:
+                self._allow_wait(view, wait_since)
+            decision = self._decide(view, aged=aged, late=late)
             if decision is None or not self._is_filled(decision, now):
                 return view, decision
 
@@ -153,20 +153,8 @@ class Placer:
             return True
         return roster.is_filled_elsewhere(decision.worker, now)
 
-    def _decide(
-        self,
-        ask: RequestInfo,
-        now: float,
-        attempts: Attempts,
-        *,
-        explain: bool,
-        aged: bool,
-        late: bool,
-        wait_since: float | None = None,
-    ) -> tuple[View, Decision | None]:
-        view = self._make_view(ask, now, attempts, explain=explain)
-        if wait_since is not None:
-            self._allow_wait(view, wait_since)
+    def _decide(self, view: View, *, aged: bool, late: bool) -> Decision | None:
+        ask = view.ask
         if ask.deadline < inf and view.handing is None:
             candidate_rules.keep_in_time(view)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
@@ -183,7 +171,7 @@ class Placer:
         ):
             candidate_rules.avoid_handovers(view, fair)
             decision = self._choose(view)
-        return view, decision
+        return decision
 
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
@@ -234,7 +222,7 @@ class Placer:
     ) -> View:
         queue = self.queue
         waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
-        traffic = self.traffic_of(ask.model)
+        traffic = self.traffic[ask.model]
         view = candidate_rules.find_candidates(
             self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
         )
@@ -255,15 +243,12 @@ class Placer:
         return view
 
     def transfer_times(self, model: str) -> TransferTimes:
-        found = self.transfers.get(model)
-        if found is None:
-            found = self.transfers[model] = TransferTimes()
-        return found
+        return self.transfers[model]
 
     def record_traffic(self, ask: RequestInfo, now: float) -> None:
         if not ask.needs_engine:
             return
-        traffic = self.traffic_of(ask.model)
+        traffic = self.traffic[ask.model]
         if not ask.long:
             traffic.record_short(now)
             return
@@ -271,12 +256,6 @@ class Placer:
         likely = pool.for_longs or pool.all
         token_s = likely[0].pace.token_s if likely else 0.0
         traffic.record_long(now, ask.prompt_tokens * token_s)
-
-    def traffic_of(self, model: str) -> Traffic:
-        found = self.traffic.get(model)
-        if found is None:
-            found = self.traffic[model] = Traffic()
-        return found
 
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""

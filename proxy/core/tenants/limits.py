@@ -56,8 +56,6 @@ class LimitExceeded:
 
 
 class TokenBucket:
-    __slots__ = ("_at", "_cells", "_each_s", "per_minute")
-
     def __init__(
         self,
         per_minute: int,
@@ -82,12 +80,6 @@ class TokenBucket:
         """Return the time until available; larger amounts need a full bucket."""
         wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
         return wait if wait > ROUNDING_S else 0.0
-
-    def try_charge(self, now: float, amount: float) -> float:
-        wait = self.wait_s(now, amount)
-        if not wait:
-            self.charge(now, amount)
-        return wait
 
     def charge(self, now: float, amount: float) -> None:
         """Take or return an amount unconditionally."""
@@ -134,28 +126,14 @@ class RemoteLimits(Protocol):
 
 
 class TenantUsage:
-    __slots__ = (
-        "_cells",
-        "_concurrency",
-        "_held",
-        "_limits",
-        "_parts",
-        "_requests",
-        "_tokens",
-        "elsewhere",
-        "others",
-        "remote",
-        "running",
-    )
-
-    def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.running = 0  # includes queued ones
         self.elsewhere = 0  # in other processes
         self.others: RemoteUsage | None = None
         self.remote: RemoteLimits | None = None  # decides for all hosts
         self._parts = 1
         self._held = 0  # places kept for retries
-        self._cells = array("d", [0.0] * CELLS_PER_TENANT) if cells is None else cells
+        self._cells: MutableSequence[float] = array("d", [0.0] * CELLS_PER_TENANT)
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
@@ -178,7 +156,6 @@ class TenantUsage:
 
     @property
     def is_divided(self) -> bool:
-        """Whether this host has a part of each limit."""
         return self._parts > 1
 
     @property
@@ -189,7 +166,6 @@ class TenantUsage:
     def apply_reported(
         self, requests_full_at: float, tokens_full_at: float, elsewhere: int
     ) -> None:
-        """Take over the state that was reported for all hosts."""
         self._cells[REQUESTS], self._cells[TOKENS] = requests_full_at, tokens_full_at
         self.elsewhere = elsewhere
 
@@ -250,18 +226,8 @@ class TenantUsage:
         """Return the limit that refuses every request now."""
         if self.remote is not None and not (self.is_limited and self.remote.is_fresh):
             return None
-        most, others, requests, bucket = (
-            self._concurrency, self.others, self._requests, self._tokens,
-        )  # fmt: skip
-        if most is not None:
-            elsewhere = self.elsewhere if others is None else others.running()
-            if self.running + elsewhere >= most:
-                return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
-        if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
-            return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
-        if bucket is not None and (wait := bucket.wait_s(now, 0)) > 0:
-            return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
-        return None
+        others = None if self._concurrency is None else self.others
+        return self._find_exceeded(now, self.elsewhere if others is None else others.running(), 0)
 
     def charge_read(self, now: float) -> None:
         if self._requests is not None:
@@ -270,21 +236,21 @@ class TenantUsage:
 
     def decide(self, now: float, tokens: int) -> LimitExceeded | None:
         """Charge a request to the buckets, or return the exceeded limit."""
-        most = self._concurrency
-        if most is not None and self.running + self.elsewhere >= most:
-            return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
-        return self._charge_buckets(now, tokens)
+        if (exceeded := self._find_exceeded(now, self.elsewhere, tokens)) is not None:
+            return exceeded
+        self.charge_known(now, 1, tokens)
+        if self._requests is not None or self._tokens is not None:
+            self._report(1, tokens)
+        return None
 
-    def _charge_buckets(self, now: float, tokens: int) -> LimitExceeded | None:
-        requests, bucket = self._requests, self._tokens
+    def _find_exceeded(self, now: float, elsewhere: int, tokens: int) -> LimitExceeded | None:
+        most, requests, bucket = self._concurrency, self._requests, self._tokens
+        if most is not None and self.running + elsewhere >= most:
+            return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
-        if bucket is not None and (wait := bucket.try_charge(now, tokens)) > 0:
+        if bucket is not None and (wait := bucket.wait_s(now, tokens)) > 0:
             return self._exceeded(now, Limit.TOKENS, bucket.per_minute, wait)
-        if requests is not None:
-            requests.charge(now, 1)
-        if requests is not None or bucket is not None:
-            self._report(1, tokens)
         return None
 
     def _add_running(self, more: int) -> None:

@@ -54,8 +54,6 @@ class TenantTotals:
 
 
 class ChangedTenants:
-    __slots__ = ("changed",)
-
     def __init__(self) -> None:
         self.changed: set[Tenant] = set()
 
@@ -65,24 +63,6 @@ class ChangedTenants:
 
 
 class Tenant:
-    __slots__ = (
-        "beside_salted",
-        "charged",
-        "learnt",
-        "ledger",
-        "lifts",
-        "mark",
-        "own_unsettled",
-        "spec",
-        "standings",
-        "totals",
-        "unsettled",
-        "virtual",
-        "waiting",
-        "waits",
-        "watches",
-    )
-
     def __init__(self, spec: TenantSpec, totals: TenantTotals | None = None) -> None:
         self.spec = spec
         self.mark = xxh3_64_intdigest(spec.name.encode()) >> 1 or NO_TENANT  # on all hosts

@@ -52,8 +52,6 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the server says of a tenant."""
-
     requests_s: float  # until the bucket is full
     tokens_s: float
     elsewhere: int  # requests in flight in other processes
@@ -106,7 +104,6 @@ class TenantLimits:
 
     @property
     def has_more(self) -> bool:
-        """True if another call is needed."""
         return bool(self.unsure or self.waiting or self.requests or self.tokens)
 
     def take(self, tokens: int) -> bool:
@@ -149,8 +146,6 @@ Asked: TypeAlias = tuple[TenantLimits, Call, list[LimitRequest]]
 
 
 class SharedLimiter:
-    """The limits of all tenants."""
-
     def __init__(
         self,
         settings: SharedConfig,
@@ -183,7 +178,6 @@ class SharedLimiter:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server decides."""
         return self._trusted_at is None
 
     def wake(self, limits: TenantLimits) -> None:

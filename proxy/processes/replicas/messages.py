@@ -24,14 +24,14 @@ PlaceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=PLACES)]
 Charges: TypeAlias = Annotated[
     tuple[Int, ...], Meta(min_length=len(NO_LOAD), max_length=len(NO_LOAD))
 ]
-Floors: TypeAlias = Annotated[tuple[float, ...], Meta(min_length=CLASSES, max_length=CLASSES)]
 Words: TypeAlias = Annotated[bytes, Meta(max_length=LOG * WORD)]
 Load: TypeAlias = tuple[Charges, float]  # and when the next progress is due
 Breaker: TypeAlias = tuple[float, tuple[bool, bool, float, Int, Int, float, str]]
 Front: TypeAlias = tuple[Int, float, float, float]
 Last: TypeAlias = tuple[float, bool, Int]
 Traffic: TypeAlias = tuple[Int, Int, float]
-Shares: TypeAlias = tuple[float, float, float]  # one number per class
+# One number per class.
+Shares: TypeAlias = Annotated[tuple[float, ...], Meta(min_length=CLASSES, max_length=CLASSES)]
 Usage: TypeAlias = tuple[Int, Int, Shares, Shares, Shares]
 Drained: TypeAlias = tuple[float, bool, bool]  # time of day, whether it drains, and at once
 Settled: TypeAlias = dict[Mark, Shares]  # charges of processes, by tenant
@@ -49,7 +49,7 @@ class ProcessChanges(msgspec.Struct, array_like=True):
     lasts: dict[PlaceIndex, Last] = {}
     traffic: dict[PlaceIndex, Traffic] = {}
     usage: dict[Mark, Usage] = {}
-    floors: Floors | None = None
+    floors: Shares | None = None
     prefixes: Words = b""  # as in the log
 
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from proxy.core.request.response_owners import MAX_RESPONSES
 from proxy.processes.ipc_messages import Joined, Serving, StoredResponses, WorkerDrained
@@ -20,6 +20,7 @@ MAX_DRAINS = 4096
 LATER_S = 1e-3
 NEVER_DRAINED: Drained = (-inf, False, False)
 Response = tuple[str, str, str]  # id, worker, tenant
+Value = TypeVar("Value")
 
 
 class Notices:
@@ -41,7 +42,7 @@ class Notices:
         match message:
             case StoredResponses(responses):
                 for response in responses:
-                    self._keep(response)
+                    _keep(self._responses, response[0], response, MAX_RESPONSES)
                     self._new_responses.append(response)
             case WorkerDrained():
                 self._drain_elsewhere(message)
@@ -68,11 +69,11 @@ class Notices:
         for name, state in update.drains.items():
             at, draining, now = state
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
-                self._keep_drain(name, state)
+                _keep(self._drains, name, state, MAX_DRAINS)
                 self._send(WorkerDrained(name, draining, now))
         new = [found for found in update.responses if found[0] not in self._responses]
         for response in new:
-            self._keep(response)
+            _keep(self._responses, response[0], response, MAX_RESPONSES)
         if new:
             self._send(StoredResponses(tuple(new)))
 
@@ -82,14 +83,10 @@ class Notices:
         # Later than the change that it follows, even if another host's time of day is ahead.
         state = max(time.time(), known_at + LATER_S), message.draining, message.now
         self._new_drains[message.name] = state
-        self._keep_drain(message.name, state)
+        _keep(self._drains, message.name, state, MAX_DRAINS)
 
-    def _keep_drain(self, name: str, state: Drained) -> None:
-        self._drains[name] = state
-        if len(self._drains) > MAX_DRAINS:
-            del self._drains[next(iter(self._drains))]
 
-    def _keep(self, response: Response) -> None:
-        self._responses[response[0]] = response
-        if len(self._responses) > MAX_RESPONSES:
-            del self._responses[next(iter(self._responses))]
+def _keep(known: dict[str, Value], name: str, value: Value, most: int) -> None:
+    known[name] = value
+    if len(known) > most:
+        del known[next(iter(known))]

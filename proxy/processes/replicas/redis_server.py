@@ -7,7 +7,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from proxy.errors import ProxyError
 
@@ -20,19 +20,6 @@ CHECK_INTERVAL_S = 1.0
 # Replicas publish at the same moments. After a pause their messages are read together.
 READ_PAUSE_S = 0.004
 READ_ONLY = "READONLY"
-
-
-class ReplicaChannel(Protocol):
-    """A publish/subscribe channel. Each message reaches every replica, including its sender."""
-
-    @property
-    def error(self) -> Exception | None:
-        """Why the channel cannot be used any more."""
-
-    def publish(self, message: bytes) -> None: ...
-
-    async def drain(self) -> None:
-        """Wait until the server has what was published."""
 
 
 def check(settings: SharedConfig) -> None:
@@ -103,7 +90,6 @@ class RedisConnection(asyncio.Protocol):
         self._transport.write(self._pack(words))
 
     async def ask(self, *words: Any) -> Any:
-        """Send a command; return its reply."""
         if self.error is not None:
             raise self.error
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -132,7 +118,6 @@ class RedisConnection(asyncio.Protocol):
             self.fail(reply)
 
     def fail(self, error: Exception) -> None:
-        """Close the connection."""
         if self.error is None:
             self.error = error
             self._transport.close()
@@ -183,7 +168,7 @@ async def connect(
 
 
 class RedisChannel:
-    """A channel of the server."""
+    """A publish/subscribe channel. Each message reaches every replica, including its sender."""
 
     def __init__(self, connection: RedisConnection, name: str, settings: SharedConfig) -> None:
         self._connection = connection
@@ -209,6 +194,7 @@ class RedisChannel:
             self._connection.pause_reading(READ_PAUSE_S)
 
     async def drain(self) -> None:
+        """Wait until the server has what was published."""
         await self._connection.ask("PING")
 
     def _check(self) -> None:
@@ -225,8 +211,7 @@ class RedisChannel:
 @asynccontextmanager
 async def open_channel(
     settings: SharedConfig, password: str | None, received: Callable[[bytes], None]
-) -> AsyncIterator[ReplicaChannel]:
-    """Connect to the channel of a fleet."""
+) -> AsyncIterator[RedisChannel]:
     name = f"{settings.namespace}:{VERSION}:replicas"
     async with asyncio.timeout(settings.timeout_s):
         connection = await connect(settings, password, name, received)

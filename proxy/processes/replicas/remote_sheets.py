@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from itertools import count
 from math import inf
 from operator import add
@@ -20,7 +21,6 @@ from proxy.processes.replicas.messages import (
     Load,
     ProcessChanges,
     Settled,
-    Shares,
     Update,
     Usage,
 )
@@ -28,6 +28,7 @@ from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
     BREAKS,
     LIFE,
+    NO_SHARES,
     TENANT_CHANGES,
     WAITING,
     QueueFront,
@@ -108,7 +109,6 @@ class RemoteSheets:
         return any(member.is_lost for member in self.alive(now))
 
     def apply(self, update: Update, now: float) -> None:
-        """Apply an update of another replica."""
         member = self.members.get(update.member)
         if member is None:
             member = self.members[update.member] = Member(update.member, now)
@@ -143,10 +143,10 @@ class RemoteSheets:
                 member.is_silent = member.is_lost = True
                 for index in member.processes:
                     self._clear(member, index)
-                self._table.mark_updated()
+                self._table.updates += 1
             if now - member.heard_at > FORGET_S:
                 self._forget(member)
-                self._table.mark_updated()
+                self._table.updates += 1
         return silent
 
     @property
@@ -161,25 +161,21 @@ class RemoteSheets:
                     sheet = self._table.sheet(process.index)
                     sheet.wipe(self._workers.rows[name])
                     self._write_worker(process, name, member.offset)
-        self._table.mark_updated()
+        self._table.updates += 1
 
     @property
     def waits(self) -> bool:
-        """True if requests wait on other hosts."""
-        return any(
-            process.waiting
-            for member in self.members.values()
-            for process in member.processes.values()
-        )
+        return any(process.waiting for process in self._all_processes())
 
     def requests(self, name: str) -> int:
         """Return the number of requests that other replicas have on a worker."""
         return sum(
-            process.loads[name][0][0]
-            for member in self.members.values()
-            for process in member.processes.values()
-            if name in process.loads
+            process.loads[name][0][0] for process in self._all_processes() if name in process.loads
         )
+
+    def _all_processes(self) -> Iterator[RemoteProcess]:
+        for member in self.members.values():
+            yield from member.processes.values()
 
     # Sheets
 
@@ -190,7 +186,7 @@ class RemoteSheets:
         if process is None and self._free:
             process = member.processes[index] = RemoteProcess(self._free.pop())
             in_use = process.index - self._table.processes + 1
-            self._table.use_remote(max(in_use, self._table.remote_in_use))
+            self._table.remote_in_use = max(in_use, self._table.remote_in_use)
         return process
 
     def _make_room(self, newcomer: Member) -> None:
@@ -290,9 +286,9 @@ class RemoteSheets:
                 continue  # of a host that has not forgotten it yet
             before = self.history.setdefault(name, {})
             for mark, shares in settled.items():
-                a, b, c = map(max, shares, before.get(mark, NO_SHARES))
-                if (a, b, c) != before.get(mark, NO_SHARES):
-                    before[mark] = a, b, c
+                known = before.get(mark, NO_SHARES)
+                if (larger := tuple(map(max, shares, known))) != known:
+                    before[mark] = larger
                     marks.add(mark)
         charges = sum(map(len, self.history.values()))
         while len(self.history) > MAX_HISTORY or charges > MAX_CHARGES:
@@ -303,8 +299,7 @@ class RemoteSheets:
             settled = self.history.pop(oldest)
             charges -= len(settled)
             for mark, shares in settled.items():
-                d, e, f = map(add, shares, self.folded.get(mark, NO_SHARES))
-                self.folded[mark] = d, e, f
+                self.folded[mark] = tuple(map(add, shares, self.folded.get(mark, NO_SHARES)))
         self._write_history(marks)
 
     def _learn_folded(self, folded: Settled, names: list[str]) -> None:
@@ -321,13 +316,12 @@ class RemoteSheets:
         for mark in marks:
             if (row := self._table.tenant_row(mark)) is not None:
                 ended = (*self.history.values(), self.folded)
-                known = [settled.get(mark, NO_SHARES) for settled in ended]
-                a, b, c = map(sum, zip(*known, strict=True))
-                sheet.write_usage(row, TenantRow(settled=(a, b, c)))
+                known = [charges.get(mark, NO_SHARES) for charges in ended]
+                settled = tuple(map(sum, zip(*known, strict=True)))
+                sheet.write_usage(row, TenantRow(settled=settled))
                 sheet.mark_changed(row, TENANT_CHANGES)
 
 
-NO_SHARES: Shares = (0.0, 0.0, 0.0)
 NO_USAGE: Usage = TenantRow()
 
 

@@ -56,13 +56,11 @@ RETRY_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 0.2
 WARNING_INTERVAL_S = 60.0  # between two warnings of unreadable messages
 OpenChannel = Callable[
-    [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.ReplicaChannel]
+    [Callable[[bytes], None]], AbstractAsyncContextManager[redis_server.RedisChannel]
 ]
 
 
 class Replication:
-    """Makes this host one of several replicas."""
-
     def __init__(
         self,
         table: SharedTable,
@@ -87,7 +85,7 @@ class Replication:
         self._reservations = Reservations(self.name)
         self._configured = replicas  # parts without the server, at least
         self._hosts = replicas  # that shared the workers when the server was last reached
-        table.write_hosts(replicas)
+        table.hosts = replicas
         self._connected_at, self._ran_at = -inf, clock()
         self._joined = False
         self._number = 0
@@ -133,7 +131,6 @@ class Replication:
 
     @property
     def counts(self) -> ReplicaCounts:
-        """The state for the metrics page."""
         now = self._clock()
         alive = self.sheets.alive(now)
         age_s = max((now - member.heard_at for member in alive), default=0.0)
@@ -151,7 +148,6 @@ class Replication:
             await asyncio.sleep(PUBLISH_INTERVAL_S)
 
     async def run(self) -> None:
-        """Exchange updates until cancelled."""
         while True:
             try:
                 async with self._open_channel(self._receive) as channel:
@@ -160,17 +156,17 @@ class Replication:
                 self._note_error(error)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _exchange(self, channel: redis_server.ReplicaChannel) -> None:
+    async def _exchange(self, channel: redis_server.RedisChannel) -> None:
         self._whole, self._last_whole, self._echo_at = True, -inf, self._clock()
         small = True  # changes are due too
         try:
             while True:
                 self._publish(channel, small=small)
-                self._table.await_urgent(awaits=True)  # before the last look
+                self._table.awaits_urgent = True  # before the last look
                 try:
                     small = await self._times.wait(urgent=self._has_urgent())
                 finally:
-                    self._table.await_urgent(awaits=False)
+                    self._table.awaits_urgent = False
         except asyncio.CancelledError:
             self._number += 1
             with suppress(Exception):  # the server may be gone too
@@ -194,7 +190,7 @@ class Replication:
         self._expire(now)
         self._reserve(now)
 
-    def _publish(self, channel: redis_server.ReplicaChannel, *, small: bool) -> None:
+    def _publish(self, channel: redis_server.RedisChannel, *, small: bool) -> None:
         now = self._now()
         if channel.error is not None:
             raise channel.error
@@ -217,7 +213,6 @@ class Replication:
         return now
 
     def is_due(self, now: float) -> bool:
-        """Return True if an update must be sent now."""
         return now - self._last_sent >= SMALL_INTERVAL_S - MIN_PAUSE_S or self._has_urgent()
 
     def _has_urgent(self) -> bool:
@@ -257,7 +252,7 @@ class Replication:
             update.folded, update.folded_names = self.sheets.folded, self.sheets.folded_names
         self._notices.write(update)
         self._number += 1
-        self._table.note_sent()
+        self._table.sent += 1
         self._last_sent, self._owes_answer = now, False
         self._gone = []
         if self._note_requests(update):  # before others take what is reported as free
@@ -290,7 +285,6 @@ class Replication:
             self.handle(update, now)
 
     def _note_echo(self, now: float) -> None:
-        """Note that a message of this replica came back."""
         self._echo_at = now
         if not self.connected:
             self.connected, self._connected_at = True, now
@@ -340,7 +334,7 @@ class Replication:
             self._hosts = len(alive) + 1
             acknowledged = self._reservations.acknowledge(alive)
             names = None if names is None else names | acknowledged
-            self._table.write_hosts(max(self._hosts, self._configured))
+            self._table.hosts = max(self._hosts, self._configured)
         limits = self.workers.limits
         if names is None or before != (self._joined, self._hosts):
             names = set(limits)

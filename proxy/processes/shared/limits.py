@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableSequence
+from operator import sub
 from typing import TYPE_CHECKING, cast
 
 from proxy.core.tenants.tenants import ChangedTenants, Rank
@@ -42,8 +43,6 @@ NONE: Sums = (0.0,) * 2 * len(Rank)
 
 
 class LimitsPeer:
-    """The rows of another process."""
-
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self.life = self.changes = 0
@@ -79,8 +78,6 @@ class SharedUsage:
 
 
 class SharedLimits:
-    """Shares the limits and charges of all tenants."""
-
     def __init__(
         self, tenants: Tenants, turns: ShareCounters, table: SharedTable, sharing: SharedLoad
     ) -> None:
@@ -208,8 +205,6 @@ def _sums(taken: TenantRow) -> Sums:
 
 
 def _row_of(tenant: Tenant) -> TenantRow:
-    a, b, c = tenant.charged
-    d, e, f = tenant.lifts
-    g, h, i = tenant.own_unsettled
-    settled = a - g, b - h, c - i
-    return TenantRow(tenant.ledger.running, tenant.waits, settled, (d, e, f), (g, h, i))
+    settled = tuple(map(sub, tenant.charged, tenant.own_unsettled))
+    lifts, unsettled = tuple(tenant.lifts), tuple(tenant.own_unsettled)
+    return TenantRow(tenant.ledger.running, tenant.waits, settled, lifts, unsettled)

@@ -12,7 +12,7 @@ A host's only process writes and reads when the supervisor does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
@@ -301,32 +301,21 @@ class WorkerRows:
         self._sharing = sharing
         self._clock = clock
         self._max_rows = max_rows
-        self._assigned: dict[Worker, tuple[int, float]] = {}
         # Rows of removed workers with the time of removal, oldest first.
         self._left: dict[int, float] = {}
         self._unused = 0
 
-    def row_of(self, worker: Worker) -> tuple[int, float] | None:
-        """Return a worker's row and when it was assigned; None if none is left."""
-        assigned = self._assigned.get(worker)
-        if assigned is None and (row := self._find_free_row()) is not None:
-            assigned = self._assigned[worker] = row, self._clock()
-        return assigned
-
-    def adopt(self, assigned: Mapping[Worker, tuple[int, float]]) -> None:
+    def adopt(self, rows: Collection[int]) -> None:
         """Continue with the rows that another leader assigned."""
-        self._assigned = dict(assigned)
-        rows = {row for row, _ in assigned.values()}
         self._unused = max(rows, default=-1) + 1
         now = self._clock()
         self._left = {row: now for row in range(self._unused) if row not in rows}
 
-    def release(self, worker: Worker) -> None:
-        """Release the row of a removed worker."""
-        if (assigned := self._assigned.pop(worker, None)) is not None:
-            self._left[assigned[0]] = self._clock()
+    def release(self, row: int) -> None:
+        self._left[row] = self._clock()
 
-    def _find_free_row(self) -> int | None:
+    def take(self) -> int | None:
+        """Return a row for a worker; None if none is left."""
         if self._unused < self._max_rows:
             self._unused += 1
             return self._unused - 1

@@ -31,8 +31,6 @@ UnreadPrompt = tuple["Worker", float, "array[int]"]
 
 
 class PrefixPeer:
-    """Another process's log."""
-
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self._life = self._read = 0
@@ -51,8 +49,6 @@ class PrefixPeer:
 
 
 class SharedPrefixes:
-    """Shares the prefix index."""
-
     def __init__(self, fleet: Fleet, sharing: SharedLoad) -> None:
         self._fleet = fleet
         self._sharing = sharing

@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Iterator
 from enum import Enum
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.queue.buckets import LastDispatch
@@ -56,6 +56,8 @@ PLACE_BYTES, FRONTS = FRONT_WORDS * WORD, PLACES * CLASSES
 NO_PLACES = bytes((FRONTS + 2 * PLACES) * PLACE_BYTES)
 CHUNK_BYTES = 16 * PLACE_BYTES  # compared first
 IDLE = Struct("@qq")  # the first two numbers of a tenant's row
+Shares: TypeAlias = tuple[float, ...]  # one number per class
+NO_SHARES: Shares = (0.0,) * CLASSES
 
 
 class QueueFront(NamedTuple):
@@ -81,9 +83,9 @@ class TenantRow(NamedTuple):
     running: int = 0
     waits: int = 0  # one bit per class
     # By class. A dead process's successor continues from these.
-    settled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # charged since the start
-    lifts: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    unsettled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # estimates of requests in flight
+    settled: Shares = NO_SHARES  # charged since the start
+    lifts: Shares = NO_SHARES
+    unsettled: Shares = NO_SHARES  # estimates of requests in flight
 
 
 class PlaceKind(Enum):
@@ -110,8 +112,6 @@ def changed_places(before: bytes, now: bytes) -> Iterator[tuple[PlaceKind, int]]
 
 
 class ProcessSheet:
-    """One process's part of the memory."""
-
     def __init__(self, memory: mmap.mmap, process: int) -> None:
         self._memory = memory
         self._start = process * SHEET_WORDS * WORD
@@ -138,7 +138,6 @@ class ProcessSheet:
         return requests
 
     def write_breaker(self, row: int, at: float, snapshot: BreakerSnapshot) -> None:
-        """Write a breaker's state and its time."""
         closed, busy, until, failures, openings, tried_at, why = snapshot
         flags = closed | busy << 1 | _number_of(why) << 2
         place = self._rows + row * ROW_BYTES + AT_BREAKER
@@ -163,7 +162,6 @@ class ProcessSheet:
 
     @property
     def changes(self) -> int:
-        """The number of changes since the start."""
         return self.count(CHANGES)
 
     def mark_changed(self, row: int, ring: int = CHANGES) -> None:
@@ -228,9 +226,9 @@ class ProcessSheet:
 
     def read_usage(self, row: int) -> TenantRow:
         place = self._tenants + row * TENANT_WORDS * WORD
-        running, waits, *served = TENANT.unpack_from(self._memory, place)
-        a, b, c, d, e, f, g, h, i = served
-        return TenantRow(running, waits, (a, b, c), (d, e, f), (g, h, i))
+        running, waits, *shares = TENANT.unpack_from(self._memory, place)
+        settled, lifts, unsettled = shares[:3], shares[3:6], shares[6:]
+        return TenantRow(running, waits, tuple(settled), tuple(lifts), tuple(unsettled))
 
     def write_running(self, row: int, running: int) -> None:
         place = self._tenants + row * TENANT_WORDS * WORD

@@ -36,19 +36,37 @@ MICRO = 1e-6
 MAX_REMOTE = 64  # sheets for processes of other hosts
 # After all sheets, written by all processes: each tenant row's mark, and the use of its limits.
 CELL_WORDS = 2
-# Then written by the supervisor: the number of remote sheets in use, of changes of reservations and
-# of remote sheets, of hosts, of updates sent, whether it awaits urgent changes, the microsecond of
-# the last message of another host, and for each worker the slots reserved for other hosts.
-AT_REMOTE = MAX_TENANTS * (1 + CELL_WORDS)
-AT_RESERVATIONS, AT_UPDATES, AT_HOSTS = range(AT_REMOTE + 1, AT_REMOTE + 4)
-AT_SENT, AT_AWAITS, AT_HEARD, AT_RESERVED = range(AT_HOSTS + 1, AT_HOSTS + 5)
+# Then the `SharedNumber`s, and for each worker the slots reserved for other hosts.
+AT_NUMBERS = MAX_TENANTS * (1 + CELL_WORDS)
+AT_RESERVED = AT_NUMBERS + 7
 COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 
 Peer = TypeVar("Peer")
 
 
+class SharedNumber:
+    """A number after the sheets, which the supervisor and all processes share."""
+
+    def __init__(self, at: int) -> None:
+        self._offset = (AT_NUMBERS + at) * WORD
+
+    def __get__(self, table: SharedTable, owner: type[SharedTable]) -> int:
+        value: int = ONE_COUNT.unpack_from(table.memory, table.common + self._offset)[0]
+        return value
+
+    def __set__(self, table: SharedTable, value: int) -> None:
+        store(table.memory, table.common + self._offset, ONE_COUNT.pack(value))
+
+
 class SharedTable:
-    """The shared memory."""
+    hosts = SharedNumber(0)  # that serve the fleet, as last known
+    remote_in_use = SharedNumber(1)  # remote sheets that have been used
+    reservation_changes = SharedNumber(2)
+    updates = SharedNumber(3)  # of remote sheets and reservations; processes then read them
+    sent = SharedNumber(4)  # updates that this host sent
+    # 1 if the supervisor does not look itself, but awaits a message of urgent changes.
+    awaits_urgent = SharedNumber(5)
+    heard_us = SharedNumber(6)  # the microsecond of the last message of another host
 
     def __init__(self, fd: int, processes: int) -> None:
         self.fd = fd
@@ -57,8 +75,8 @@ class SharedTable:
         self._given: list[memoryview[float]] = []
         self._marks = b""
         self._rows_of_marks: dict[int, int] = {}
-        self._common = self.sheets * SHEET_WORDS * WORD
-        self.memory = mmap.mmap(fd, self._common + COMMON_WORDS * WORD)
+        self.common = self.sheets * SHEET_WORDS * WORD
+        self.memory = mmap.mmap(fd, self.common + COMMON_WORDS * WORD)
 
     @classmethod
     def make(cls, processes: int, remote: int = 0) -> SharedTable:
@@ -68,82 +86,27 @@ class SharedTable:
         """
         fd = os.memfd_create("router-processes")
         os.ftruncate(fd, ((processes + remote) * SHEET_WORDS + COMMON_WORDS) * WORD)
-        return cls(fd, processes)
-
-    @property
-    def remote_in_use(self) -> int:
-        """The number of remote sheets that have been used."""
-        return self._common_count(AT_REMOTE)
-
-    def use_remote(self, count: int) -> None:
-        """Have all processes read this many remote sheets from now on."""
-        self._write_common(AT_REMOTE, count)
-
-    @property
-    def updates(self) -> int:
-        """The number of changes that were reported."""
-        return self._common_count(AT_UPDATES)
-
-    def mark_updated(self) -> None:
-        """Have processes read remote sheets and reservations."""
-        self._increment(AT_UPDATES)
+        table = cls(fd, processes)
+        table.hosts = 1
+        return table
 
     def note_heard(self, now: float) -> None:
         """Have processes read remote sheets once no other message has come for a moment."""
-        self._write_common(AT_HEARD, int(now / MICRO))
-        self.mark_updated()
-
-    @property
-    def heard_at(self) -> float:
-        return self._common_count(AT_HEARD) * MICRO
-
-    @property
-    def hosts(self) -> int:
-        """The number of hosts that serve the fleet, as last known."""
-        return max(self._common_count(AT_HOSTS), 1)
-
-    def write_hosts(self, count: int) -> None:
-        self._write_common(AT_HOSTS, count)
-
-    @property
-    def sent(self) -> int:
-        """The number of updates that this host sent."""
-        return self._common_count(AT_SENT)
-
-    def note_sent(self) -> None:
-        self._increment(AT_SENT)
-
-    @property
-    def awaits_urgent(self) -> bool:
-        """Whether the supervisor does not look itself, but awaits a message of urgent changes."""
-        return bool(self._common_count(AT_AWAITS))
-
-    def await_urgent(self, *, awaits: bool) -> None:
-        self._write_common(AT_AWAITS, int(awaits))
-
-    @property
-    def reservation_changes(self) -> int:
-        return self._common_count(AT_RESERVATIONS)
+        self.heard_us = int(now / MICRO)
+        self.updates += 1
 
     def reserve(self, row: int, slots: int) -> None:
-        """Reserve a worker's slots for other hosts."""
         if slots != self.reserved(row):
-            self._write_common(AT_RESERVED + row, slots)
-            self._increment(AT_RESERVATIONS)
-            self.mark_updated()
+            store(self.memory, self._place_of_slots(row), ONE_COUNT.pack(slots))
+            self.reservation_changes += 1
+            self.updates += 1
 
     def reserved(self, row: int) -> int:
-        return self._common_count(AT_RESERVED + row)
+        slots: int = ONE_COUNT.unpack_from(self.memory, self._place_of_slots(row))[0]
+        return slots
 
-    def _write_common(self, at: int, value: int) -> None:
-        store(self.memory, self._common + at * WORD, ONE_COUNT.pack(value))
-
-    def _increment(self, at: int) -> None:
-        self._write_common(at, self._common_count(at) + 1)
-
-    def _common_count(self, at: int) -> int:
-        value: int = ONE_COUNT.unpack_from(self.memory, self._common + at * WORD)[0]
-        return value
+    def _place_of_slots(self, row: int) -> int:
+        return self.common + (AT_RESERVED + row) * WORD
 
     def sheet(self, process: int) -> ProcessSheet:
         return ProcessSheet(self.memory, process)
@@ -172,7 +135,7 @@ class SharedTable:
         All processes create the same rows in the same order.
         """
         for row in ((mark + i) % MAX_TENANTS for i in range(MAX_TENANTS)):
-            place = self._common + row * WORD
+            place = self.common + row * WORD
             there = ONE_COUNT.unpack_from(self.memory, place)[0]
             if not there:
                 store(self.memory, place, ONE_COUNT.pack(mark))
@@ -181,7 +144,7 @@ class SharedTable:
         return None
 
     def tenant_marks(self) -> dict[int, int]:
-        marks = self.memory[self._common : self._common + MAX_TENANTS * WORD]
+        marks = self.memory[self.common : self.common + MAX_TENANTS * WORD]
         if marks != self._marks:
             self._marks = marks
             numbers = unpack_from(f"@{MAX_TENANTS}q", marks)
@@ -190,7 +153,7 @@ class SharedTable:
 
     def tenant_cells(self, row: int) -> memoryview[float]:
         """Return the numbers of a tenant that all processes write."""
-        start = self._common + (MAX_TENANTS + row * CELL_WORDS) * WORD
+        start = self.common + (MAX_TENANTS + row * CELL_WORDS) * WORD
         cells = memoryview(self.memory)[start : start + CELL_WORDS * WORD].cast("d")
         self._given.append(cells)
         return cells
@@ -224,7 +187,7 @@ class Peers(Generic[Peer]):
         if now < self._look_at:
             if updates == self._updates:
                 return False
-            if 0.0 <= now - self._table.heard_at < self.settle_s:
+            if 0.0 <= now - self._table.heard_us * MICRO < self.settle_s:
                 if self._noticed_at is None:
                     self._noticed_at = now
                 if now - self._noticed_at < MAX_SETTLE_S:

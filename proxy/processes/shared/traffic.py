@@ -16,8 +16,6 @@ NO_TRAFFIC = TrafficRow()
 
 
 class TrafficPeer:
-    """Another process's traffic."""
-
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
         self._life = 0
@@ -38,8 +36,6 @@ class TrafficPeer:
 
 
 class SharedTraffic:
-    """Shares the traffic of all models."""
-
     def __init__(self, router: Router, sharing: SharedLoad) -> None:
         self._router = router
         self._sheet = sharing.sheet
@@ -70,4 +66,4 @@ class SharedTraffic:
             for peer in self._peers:
                 traffic_row = peer.grown(at)
                 if traffic_row != NO_TRAFFIC:
-                    self._router.placer.traffic_of(model).record_remote(now, *traffic_row)
+                    self._router.placer.traffic[model].record_remote(now, *traffic_row)

@@ -54,5 +54,5 @@ class UrgentChanges:
         is_new = breaks != self._breaks or large != self._large
         if self._are_new or is_new or self._sheet.count(WAITING):
             self._are_new, self._breaks, self._large = False, breaks, large
-            self._table.await_urgent(awaits=False)
+            self._table.awaits_urgent = False
             self._report()

@@ -52,7 +52,6 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
 
 
 def _give_back(head: RequestHead) -> None:
-    """Restore the headers that were hidden before."""
     special = head.special
     if (authorization := special.get(b"authorization")) is not None:
         head.authorization = b"Authorization: %b\r\n" % authorization

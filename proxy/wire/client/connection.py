@@ -66,7 +66,12 @@ class ClientConnection(asyncio.Protocol):
         self.writable = True
         self.write: Callable[[bytes], None]
         self._wire = wire
-        self._reader = parser_for(wire)
+        self._reader = HttpRequestParser(
+            wire.check_head,
+            max_head=wire.settings.max_header_bytes,
+            max_body=wire.settings.max_body_bytes,
+            collecting=wire.collecting,
+        )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
         self._final_refusal: Refusal | None = None  # sent after earlier responses
@@ -80,7 +85,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if self._wire.encrypted:  # the TLS default is 512 KiB
+        if self._wire.tls is not None:  # the TLS default is 512 KiB
             self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self.write = partial(self._wire.outbox.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
@@ -118,7 +123,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Stop all work for the client."""
         self._wire.remove_client(self)
-        self._wire.unwatch_client(self)
+        self._wire.unread.discard(self)
         self._end_after_loss()
 
     def pause_writing(self) -> None:
@@ -133,7 +138,6 @@ class ClientConnection(asyncio.Protocol):
             self._pause_reading()
 
     def resume_writing(self) -> None:
-        """Resume the exchange or serve the next request."""
         self.writable = True
         now = self._wire.clock()
         if self._exchange is None:
@@ -200,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
         """Give a closing connection `idle_s` to deliver its last bytes."""
         self.deadline = now + self._wire.settings.idle_s
         self._closing.begin(self.deadline)
-        if self._wire.encrypted:
+        if self._wire.tls is not None:
             self.deadline = now  # check at the next sweep
 
     def close_if_gone(self) -> None:
@@ -266,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
         self._waits_for = ParserState.NOTHING  # restarts its deadline
         if not self._reading_paused:
             self._reading_paused = True
-            self._wire.watch_client(self)
+            self._wire.unread.add(self)
             self._transport.pause_reading()
             try:
                 self._reader.charge_ready()
@@ -277,7 +281,7 @@ class ClientConnection(asyncio.Protocol):
     def _resume_reading(self) -> None:
         if self._reading_paused:
             self._reading_paused = False
-            self._wire.unwatch_client(self)
+            self._wire.unread.discard(self)
             self._transport.resume_reading()
 
     def _wait_for_request(self, now: float) -> None:
@@ -333,7 +337,6 @@ class ClientConnection(asyncio.Protocol):
 
 
 def has_events(transport: asyncio.Transport, events: int) -> bool:
-    """Return True if a socket has one of these events."""
     if (raw := socket_of(transport)) is None:
         return False
     poll = select.poll()
@@ -346,14 +349,3 @@ def reset(transport: asyncio.Transport) -> None:
     if (raw := socket_of(transport)) is not None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
     transport.abort()
-
-
-def parser_for(wire: WireContext) -> HttpRequestParser:
-    """Return the parser of a new connection."""
-    settings = wire.settings
-    return HttpRequestParser(
-        wire.check_head,
-        max_head=settings.max_header_bytes,
-        max_body=settings.max_body_bytes,
-        collecting=wire.collecting,
-    )

@@ -21,7 +21,6 @@ METRICS, MODELS = "/metrics", "/v1/models"
 ONE_MODEL = f"{MODELS}/"  # names may contain slashes
 PATHS = frozenset(["/health", "/ready", MODELS, METRICS])
 METHODS = "GET", "HEAD"
-OPENMETRICS = b"application/openmetrics-text"
 
 
 def is_local(path: str) -> bool:
@@ -30,7 +29,6 @@ def is_local(path: str) -> bool:
 
 
 def local_refusal(head: RequestHead) -> Refusal | None:
-    """Return a refusal for methods other than GET and HEAD."""
     if head.method in METHODS:
         return None
     return refusals.wrong_method(head.path, head.method, METHODS)
@@ -42,7 +40,7 @@ def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> by
     bodiless = head.method == "HEAD"
     body = b""
     if head.path == "/ready":
-        if wire.leaving or not has_live_worker(roster):
+        if wire.leaving or not any(worker.is_live for worker in roster):
             why = "the router is shutting down" if wire.leaving else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
             return refuse(refusal, request, keep_alive=keep_alive)
@@ -55,26 +53,6 @@ def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> by
         body = found
     headers = [(b"X-Request-Id", request.id)]
     return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
-
-
-def wants_openmetrics(head: RequestHead) -> bool:
-    """Return True if the client asks for OpenMetrics."""
-    return OPENMETRICS in head.special.get(b"accept", b"")
-
-
-def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -> bytes:
-    return answer(
-        200,
-        body,
-        kind.encode(),
-        headers=[(b"X-Request-Id", request.id)],
-        keep_alive=keep_alive,
-        bodiless=request.head.method == "HEAD",
-    )
-
-
-def has_live_worker(roster: Roster) -> bool:
-    return any(worker.is_live for worker in roster)
 
 
 def models(roster: Roster, tenant: Tenant | None = None) -> bytes:

@@ -7,8 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.local_responses import refuse
-from proxy.wire.client import endpoints
+from proxy.http.local_responses import answer, refuse
 
 if TYPE_CHECKING:
     from proxy.http.request import Request
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OPENMETRICS = b"application/openmetrics-text"
 Found = asyncio.Task[tuple[bytes, str]]
 
 
@@ -30,9 +30,9 @@ class MetricsRequest:
         self._found: Found | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
-        self._wire.add_visit(self)
-        pages = self._wire.pages(endpoints.wants_openmetrics(self._request.head))
-        self._found = asyncio.ensure_future(pages)
+        self._wire.visits.add(self)
+        openmetrics = OPENMETRICS in self._request.head.special.get(b"accept", b"")
+        self._found = asyncio.ensure_future(self._wire.pages(openmetrics))
         self._found.add_done_callback(self._answer)
 
     def _answer(self, found: Found) -> None:
@@ -42,15 +42,21 @@ class MetricsRequest:
         if self not in self._wire.visits:  # the client has left
             return
         self._wire.remove_visit(self)
-        keep_alive = self._request.head.keep_alive and not self._wire.leaving
+        request = self._request
+        keep_alive = request.head.keep_alive and not self._wire.leaving
         if error:
             logger.warning("cannot write the metrics page: %s", repr(error))
             refusal = Refusal(
                 503, Reason.NO_WORKER, "not all router processes responded", retry_after_s=1.0
             )
-            self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))
+            self._client.write(refuse(refusal, request, keep_alive=keep_alive))
         else:
-            page = endpoints.page_answer(*found.result(), self._request, keep_alive=keep_alive)
+            body, kind = found.result()
+            headers = [(b"X-Request-Id", request.id)]
+            bodiless = request.head.method == "HEAD"
+            page = answer(
+                200, body, kind.encode(), headers=headers, keep_alive=keep_alive, bodiless=bodiless
+            )
             self._client.write(page)
         self._client.end_response(self._wire.clock(), keep_alive=keep_alive)
 
@@ -66,6 +72,5 @@ class MetricsRequest:
         self._wire.remove_visit(self)
 
     def end_for_shutdown(self, now: float) -> None:
-        """End the request because the router stops."""
         self.client_left(now)
         self._client.break_off()

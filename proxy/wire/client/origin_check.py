@@ -21,7 +21,6 @@ PAGES = ("http", "https")
 
 
 def page_refusal(head: RequestHead) -> Refusal | None:
-    """Return the refusal of a foreign web page."""
     origin = head.special.get(b"origin", b"").decode("latin-1")
     return refusals.origin_not_allowed(origin) if origin and not _may_ask(origin) else None
 

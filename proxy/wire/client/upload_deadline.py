@@ -44,7 +44,6 @@ class UploadDeadline:
         return min(due, self._body_due(settings)) if in_body else due
 
     def too_late(self, now: float, settings: WireSettings) -> Refusal:
-        """Return the refusal for the passed deadline."""
         request_s = settings.request_s
         if request_s is not None and now > self._came_at + request_s:
             return refusals.request_late(request_s)

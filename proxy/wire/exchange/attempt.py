@@ -117,7 +117,6 @@ class Attempt:
         pool.send(now, self, to_worker(request, pool, body_with_targets(owner, now), request.id))
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        """Send the decode leg."""
         handover, owner = self.handover, self._owner
         if handover is None:
             return
@@ -240,7 +239,6 @@ class Attempt:
         return True
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
-        """Use the fast path for the rest of a stream."""
         connection, lease, stream = self.connection, self.lease, response.flowing
         if connection is not None and lease is not None and stream is not None:
             if self._passage is None:
@@ -280,7 +278,6 @@ class Attempt:
         return error_body
 
     def extra_wait_s(self, now: float) -> float:
-        """Return the extra seconds for a slow worker."""
         lease, handover = self.lease, self.handover
         if lease is None:
             return 0.0
@@ -355,7 +352,6 @@ class Attempt:
             self.connection.resume(now)
 
     def stop(self, now: float, outcome: Outcome) -> None:
-        """Stop the worker and release the lease."""
         wire = self._wire
         connection, self.connection = self.connection, None
         if self.handover is not None:

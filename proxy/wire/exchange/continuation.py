@@ -83,13 +83,36 @@ Output: TypeAlias = Sequence[int] | TextSoFar
 
 
 def find_output(
-    owner: AttemptOwner, lease: Lease, response: ResponseWriter, since: float
+    owner: AttemptOwner,
+    lease: Lease,
+    response: ResponseWriter,
+    since: float,
+    *,
+    regenerates: bool = False,
 ) -> Output | Obstacle:
-    """Return the output of a stream for another worker, or why there is none."""
-    found = find_tokens(owner, lease, response, since)
-    if isinstance(found, Obstacle) and found.reason == NO_TOKENS and may_use_text(owner):
-        return find_text(owner)
-    return found
+    """Return the output of a stream for another worker, or why there is none.
+
+    `regenerates`: without tokens and text, it may begin anew.
+    """
+    found: Output | Obstacle = find_tokens(owner, lease, response, since)
+    if not isinstance(found, Obstacle):
+        if not (found and may_use_text(owner)) or others_take_tokens(owner, lease):
+            return found
+        by_text = find_text(owner)
+        return found if isinstance(by_text, Obstacle) else by_text
+    if found.reason != NO_TOKENS:
+        return found
+    if may_use_text(owner):
+        found = find_text(owner)
+    sent = owner.sent_text
+    if not isinstance(found, Obstacle) or sent is None or not regenerates:
+        return found
+    return () if may_regenerate(owner, sent) else found
+
+
+def others_take_tokens(owner: AttemptOwner, lease: Lease) -> bool:
+    live_workers = owner.wire.router.fleet.roster.pool(lease.ask.model).all
+    return any(each.can_continue and each is not lease.worker for each in live_workers)
 
 
 def find_text(owner: AttemptOwner) -> Output | Obstacle:
@@ -102,7 +125,7 @@ def find_text(owner: AttemptOwner) -> Output | Obstacle:
         return Obstacle(OTHER_OUTPUT, "reasoning, tool calls or a long text")
     if not content:
         return ()
-    if field := why_not_by_text(body):
+    if field := why_not_by_text(body, owner.route.shape):
         return Obstacle(FIELD, field)
     found = with_text(body, owner.route.shape, content, record.opening + record.tokens)
     return Obstacle(NO_TOKENS) if found is None else found
@@ -199,9 +222,7 @@ def move_stream(
     sent = owner.sent_text
     if sent is None or lease is None:
         return False
-    found = find_output(owner, lease, response, lease.charged_at)
-    if isinstance(found, Obstacle) and found.reason == NO_TOKENS and may_regenerate(owner, sent):
-        found = ()
+    found = find_output(owner, lease, response, lease.charged_at, regenerates=True)
     if not isinstance(found, Obstacle):
         prepare(owner, lease, response, found)
         refusal = owner.try_another(now, outcome, error)
@@ -231,7 +252,8 @@ def attempts_elsewhere(owner: AttemptOwner, lease: Lease) -> Attempts:
     """Return the attempts of a stream that would leave its silent worker."""
     restore_attempts(owner, lease)
     has_tokens = lease.worker.can_continue and lease.prefill is None
-    return continued(owner, lease.attempts, needs_journal=has_tokens)
+    needs = has_tokens and others_take_tokens(owner, lease)
+    return continued(owner, lease.attempts, needs_journal=needs)
 
 
 def is_silent(owner: AttemptOwner, now: float) -> bool:

@@ -85,7 +85,7 @@ class Exchange(AttemptOwner):
     def start(self, now: float) -> None:
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
-        wire.add_exchange(self)
+        wire.exchanges.add(self)
         if (refusal := self._collect(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
@@ -170,7 +170,6 @@ class Exchange(AttemptOwner):
         self.wire.queue(ticket, self)
 
     def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
-        """Send the request to its worker, or refuse it."""
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
             self._ticket = None
@@ -238,12 +237,10 @@ class Exchange(AttemptOwner):
     # Off a worker that is drained
 
     def uses(self, worker: Worker) -> bool:
-        """Return whether the worker has a part of the request."""
         lease = None if self._attempt is None else self._attempt.lease
         return lease is not None and worker in (lease.worker, lease.running_leg.worker)
 
     def move(self, now: float) -> str:
-        """Go to another worker if one has room; return why not, or nothing."""
         attempt = self._attempt
         if attempt is None or attempt.lease is None:
             return ENDS
@@ -276,20 +273,17 @@ class Exchange(AttemptOwner):
             self._attempt.pause()
 
     def resume(self, now: float) -> None:
-        """Read again."""
         if self._attempt is not None:
             self._attempt.resume(now)
 
     # The end
 
     def client_left(self, now: float) -> None:
-        """Stop: the client has left."""
         self._stop(now)
         self.close(now, CLIENT_GONE)
         self.wire.dispatch_queued(now)
 
     def end_for_shutdown(self, now: float) -> None:
-        """End: the router stops."""
         attempt = self._attempt
         if attempt is not None and attempt.end_complete_stream(now):
             return
@@ -301,7 +295,6 @@ class Exchange(AttemptOwner):
             break_off(self, now, response, "The router was stopped.", "router_stopped")
 
     def expire(self, now: float) -> None:
-        """End the exchange at its time limit."""
         attempt = self._attempt
         if attempt is not None and attempt.end_complete_stream(now):
             return
@@ -330,7 +323,7 @@ class Exchange(AttemptOwner):
                 wire.router.leave(self.ask, now)
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
-            wire.forget_ticket(ticket)
+            del wire.queued[ticket]
             wire.router.withdraw(ticket, now)
         if self._attempt is not None:
             self._attempt.stop(now, Outcome.CLIENT_GONE)

@@ -87,7 +87,6 @@ class WorkerMoves:
         self._waiting = deque(self._why)
 
     def step(self, now: float) -> None:
-        """Move the next requests."""
         waiting = self._waiting
         for _ in range(min(MAX_MOVES_PER_SWEEP, len(waiting))):
             exchange = waiting.popleft()
@@ -132,7 +131,6 @@ class Moves:
         return moves.moved, moves.remaining()
 
     def step(self, now: float) -> None:
-        """Move the next requests."""
         for worker, moves in list(self._of.items()):
             if worker.draining:
                 moves.step(now)

@@ -50,7 +50,6 @@ class AttemptOwner:
         self.state = state
 
     def condense_text(self) -> None:
-        """Count the text that was sent, and forget it."""
         if self.sent_text is not None and len(self.sent_text.pieces) > MAX_PIECES:
             self.sent_text.condense()
 

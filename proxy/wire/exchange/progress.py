@@ -39,7 +39,6 @@ def writer_for(
 def record_first_bytes(
     owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, data: bytes
 ) -> None:
-    """Record that the response has begun."""
     router = owner.wire.router
     owner.set_state(ANSWERING)
     if not keep_for_continuation(owner, lease, response):
@@ -71,7 +70,6 @@ def count_tokens(owner: AttemptOwner, lease: Lease | None, now: float, tokens: i
 def fast_path(
     owner: AttemptOwner, lease: Lease, response: ResponseWriter, stream: EventStream
 ) -> StreamFastPath:
-    """Return the fast path for the rest of a stream."""
     return StreamFastPath(
         owner.wire.router,
         lease,
@@ -85,7 +83,6 @@ def fast_path(
 
 
 def may_pass_at_once(owner: AttemptOwner, head: ResponseHead) -> bool:
-    """Return True if `pass_at_once` may handle the response."""
     request_head = owner.request.head
     return (
         head.length is not None
@@ -120,7 +117,6 @@ def pass_at_once(
 
 
 def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter) -> None:
-    """End an exchange after a complete response."""
     wire, status = owner.wire, response.status
     if lease is not None:
         done = status < BAD_REQUEST

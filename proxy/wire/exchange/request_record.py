@@ -89,7 +89,6 @@ class RequestRecord:
 
     @property
     def trace(self) -> Trace | None:
-        """The router's span, if traced."""
         return None if self.request is None else self.request.trace
 
     def begin(self, now: float, request: Request, metrics: Metrics) -> None:

@@ -165,7 +165,6 @@ class ResponseWriter:
         return self._stream.rest() if self._stream is not None else b""
 
     def drop_partial_event(self) -> None:
-        """Prepare for events of another worker."""
         if self._stream is not None:
             self._stream.drop_partial_event()
 
@@ -180,7 +179,6 @@ class ResponseWriter:
 
     @property
     def end(self) -> bytes:
-        """The framing that ends the body."""
         return LAST_CHUNK if self._chunked else b""
 
     def final_error_event(self, message: str, code: str) -> bytes | None:

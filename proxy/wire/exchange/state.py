@@ -46,5 +46,4 @@ NEXT: dict[str, tuple[ExchangeState, ...]] = {
 
 
 def may_follow(before: ExchangeState, after: ExchangeState) -> bool:
-    """Return True if there is a transition from one state to the other."""
     return after in NEXT[before._value_]  # `value` is a slow property

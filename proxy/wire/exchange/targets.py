@@ -49,7 +49,6 @@ def deadline_in(
 
 
 def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> RequestInfo | Refusal:
-    """Read a request with its deadline, or refuse it."""
     router, request = owner.wire.router, owner.request
     head, special = request.head, request.head.special
     deadline = deadline_in(special, owner.record.started, owner.wire.settings)

@@ -12,8 +12,7 @@ from proxy.http.headers import JSON
 from proxy.http.response_parser import OK, ResponseHead
 
 if TYPE_CHECKING:
-    from proxy.wire.worker.connection import WorkerConnection, WorkerError
-    from proxy.wire.worker.pool import ConnectionPool
+    from proxy.wire.worker.connection import ConnectionPool, WorkerConnection, WorkerError
 
 MAX_RESPONSE_BYTES = 1 << 20
 
@@ -41,7 +40,6 @@ class TokenizeRequest:
             self.connection.drop()
 
     def expire(self, now: float) -> None:
-        """Give up at the deadline."""
         self.drop()
         self._done(now, None)
 
@@ -57,11 +55,9 @@ class TokenizeRequest:
             self.expire(now)
 
     def extra_wait_s(self, now: float) -> float:  # noqa: ARG002
-        """Allow no extra time."""
         return 0.0
 
     def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
-        """Continue without a count."""
         self.connection = None
         self._done(now, None)
 

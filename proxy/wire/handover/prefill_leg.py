@@ -11,7 +11,6 @@ from proxy.wire.worker.connection import WorkerError
 if TYPE_CHECKING:
     from proxy.http.response_parser import ResponseHead
     from proxy.wire.worker.connection import WorkerConnection
-    from proxy.wire.worker.pool import ConnectionPool
 
 MAX_RESPONSE_BYTES = 64 << 20  # may list all token ids
 # From head to end of the response: the worker keeps the blocks only briefly.
@@ -39,19 +38,16 @@ class PrefillOwner(Protocol):
 class PrefillLeg:
     """One prefill request."""
 
-    __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "timeout_s")
+    __slots__ = ("_passes", "_pieces", "_size", "begun_at", "connection", "owner", "timeout_s")
 
     def __init__(self, owner: PrefillOwner, timeout_s: float) -> None:
         self.connection: WorkerConnection | None = None
         self.timeout_s = timeout_s
         self.begun_at = inf  # end of the prefill
-        self._owner = owner
+        self.owner = owner
         self._pieces: list[bytes] = []
         self._size = -1  # until the response begins
         self._passes = False  # an error, passed to the owner
-
-    def send(self, now: float, pool: ConnectionPool, request: tuple[bytes, ...]) -> None:
-        pool.send(now, self, request)
 
     @property
     def is_answering(self) -> bool:
@@ -63,9 +59,6 @@ class PrefillLeg:
         """True if the prefill may have started."""
         return self.connection is not None and self.connection.is_open
 
-    def set_owner(self, owner: PrefillOwner) -> None:
-        self._owner = owner
-
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Keep a successful response; pass on an error."""
         if head.status == OK:
@@ -74,18 +67,18 @@ class PrefillLeg:
             self._limit_rest()
             return
         self._passes = True
-        self._owner.connection = self.connection
-        self._owner.response_begun(now, head)
+        self.owner.connection = self.connection
+        self.owner.response_begun(now, head)
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
         if self._passes:
-            self._owner.body_received(now, body, ended)
+            self.owner.body_received(now, body, ended)
             return
         self._pieces.append(body)
         self._size += len(body)
         if ended:
             self.connection = None
-            self._owner.prefill_ended(now, b"".join(self._pieces))
+            self.owner.prefill_ended(now, b"".join(self._pieces))
         elif self._size > MAX_RESPONSE_BYTES and self.connection is not None:
             self.connection.drop()
             self.connection_failed(now, WorkerError.BROKEN)
@@ -102,10 +95,9 @@ class PrefillLeg:
 
     def connection_failed(self, now: float, error: WorkerError) -> None:
         self.connection = None
-        self._owner.connection_failed(now, error)
+        self.owner.connection_failed(now, error)
 
     def drop(self) -> None:
-        """Cancel the prefill."""
         if self.connection is not None:
             self.connection.drop()
             self.connection = None

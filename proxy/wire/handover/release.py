@@ -53,7 +53,7 @@ class BlockRelease:
         authorization = pool.authorization or self._authorization
         start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
         framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
-        wire.add_release(self)
+        wire.releases.add(self)
         pool.send(now, self, (start + framing + body,))
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
@@ -110,11 +110,10 @@ class AbandonedPrefill:
 
     def adopt(self, now: float) -> None:
         self.deadline = now + ABANDONED_GRACE_S
-        self._wire.add_release(self)
-        self._leg.set_owner(self)
+        self._wire.releases.add(self)
+        self._leg.owner = self
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        """Release the blocks."""
         connector = self._wire.connector
         taken = (
             PrefillResult()

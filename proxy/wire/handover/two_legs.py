@@ -98,7 +98,7 @@ class TwoLegExchange:
         settings = wire.settings
         within_s = prefill_timeout_s(lease, settings.prefill_s, settings.first_byte_s)
         leg = self._leg = PrefillLeg(exchange, within_s)
-        leg.send(now, pool, to_worker(request, pool, body, self._id, plain=True))
+        pool.send(now, leg, to_worker(request, pool, body, self._id, plain=True))
 
     def decode(self, now: float, exchange: ResponseReceiver, answer: bytes) -> bool:
         """Send the decode leg; False if no healthy worker is left."""
@@ -141,7 +141,6 @@ class TwoLegExchange:
 
     @property
     def is_prefilling(self) -> bool:
-        """True while the prefill leg runs."""
         return self._leg is not None
 
     @property

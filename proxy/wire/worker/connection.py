@@ -1,4 +1,4 @@
-"""One connection to a worker.
+"""The connections to one worker.
 
 A worker may close an idle connection as a request is sent. The request is sent again only if the
 worker's kernel confirmed no byte: otherwise the worker may have acted on it.
@@ -7,6 +7,7 @@ worker's kernel confirmed no byte: otherwise the worker may have acted on it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 from enum import StrEnum
@@ -15,7 +16,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 from urllib.parse import urlsplit
 
 from proxy.http.response_parser import ResponseError, ResponseHead, ResponseParser
+from proxy.net.resolver import NoAddressAnswersError, connect
+from proxy.net.tls import TlsError, to_worker
+from proxy.transfer.types import Side
 from proxy.wire.sockets import unacknowledged
+from proxy.wire.worker.keepalive import PROBES_AND_TIMEOUT, enable_keepalive
 
 if TYPE_CHECKING:
     from proxy.core.model.specs import WorkerSpec
@@ -27,6 +32,13 @@ logger = logging.getLogger(__name__)
 
 # uvicorn closes connections after 5 s idle.
 MAX_IDLE_S = 4.0
+PORTS = {"http": 80, "https": 443}
+# No file descriptors or socket memory.
+LOCAL_ERRNOS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+# No local port left, or no route, as to ::1 without IPv6.
+NO_PORT = errno.EADDRNOTAVAIL
+NO_ROUTE = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # unrelated to ports
+MAX_HANDSHAKE_S = 60.0
 
 
 class WorkerError(StrEnum):
@@ -60,8 +72,8 @@ class ResponseReceiver(Protocol):
         """Handle a failed connection."""
 
 
-class ConnectionOwner:
-    """Base class of a pool."""
+class ConnectionPool:
+    """The connections to one worker; the latest used is reused first."""
 
     def __init__(
         self,
@@ -74,16 +86,62 @@ class ConnectionOwner:
         self.settings = settings
         self.clock = clock
         self.outbox = outbox
-        self.host = b"%b\r\n" % urlsplit(spec.url).netloc.encode()  # ends its line
+        address = urlsplit(spec.url)
+        self.host = b"%b\r\n" % address.netloc.encode()  # ends its line
+        key = spec.api_key
+        self.authorization = b"Authorization: Bearer %b\r\n" % key.encode() if key else b""
         self.idle: list[WorkerConnection] = []
+        self.open: set[WorkerConnection] = set()  # or opening
+        self._where = address.hostname or "", address.port or PORTS.get(address.scheme, 80)
+        self.side = Side(spec.name, self._where[0])
+
+    def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
+        """Send a request on an idle connection or a new one."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.is_usable():
+                caller.connection = connection
+                connection.send(now, caller, request)
+                return
+        self.open_for(now, caller, request)
 
     def open_for(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
         """Send a request on a new connection."""
-        raise NotImplementedError
+        connection = WorkerConnection(self)
+        caller.connection = connection
+        self.open.add(connection)
+        connection.send(now, caller, request)
+        connection.opening = asyncio.get_running_loop().create_task(self._open(connection))
 
     def forget(self, connection: WorkerConnection) -> None:
-        """Remove a closed connection."""
-        raise NotImplementedError
+        self.open.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        for connection in [c for c in self.open if c.deadline < now]:
+            connection.expire(now)
+
+    async def _open(self, connection: WorkerConnection) -> None:
+        host, port = self._where
+        try:
+            tls = to_worker(self.spec.tls)
+            transport, _ = await connect(lambda: connection, host, port, tls, MAX_HANDSHAKE_S)
+            enable_keepalive(transport, PROBES_AND_TIMEOUT)
+        except (OSError, UnicodeError, TlsError) as error:  # UnicodeError: invalid host name
+            connection.fail(
+                self.clock(), WorkerError.OURS if is_local_failure(error) else WorkerError.CONNECT
+            )
+
+
+def is_local_failure(error: Exception) -> bool:
+    """Return True if this machine lacks resources for a connection."""
+    if not isinstance(error, NoAddressAnswersError):
+        return isinstance(error, OSError) and (
+            error.errno in LOCAL_ERRNOS or error.errno == NO_PORT
+        )
+    errnos = {failure.errno for failure in error.errors}
+    return not LOCAL_ERRNOS.isdisjoint(errnos) or errnos - NO_ROUTE == {NO_PORT}
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -103,7 +161,7 @@ class WorkerConnection(asyncio.Protocol):
         "opening",
     )
 
-    def __init__(self, pool: ConnectionOwner) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.caller: ResponseReceiver | None = None
         self.deadline = inf
         self.opening: asyncio.Task[None] | None = None
@@ -155,7 +213,6 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self, now: float) -> None:
-        """Read again."""
         if self._transport is not None and self._paused:
             self._paused = False
             # Without a response yet, an earlier response caused the pause.
@@ -171,23 +228,19 @@ class WorkerConnection(asyncio.Protocol):
             self.fail(now, WorkerError.TIMEOUT)
 
     def fail(self, now: float, error: WorkerError) -> None:
-        """Close and report the error."""
         caller, self.caller = self.caller, None
         self.drop()
         if caller is not None:
             caller.connection_failed(now, error)
 
     def open_fast_path(self, fast_path: StreamFastPath) -> None:
-        """Use the fast path if possible."""
         if self._reader.between_chunks:
             self.fast_path = fast_path
 
     def is_usable(self) -> bool:
-        """Return True if the connection is still open."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the kept request."""
         self._transport = cast("asyncio.Transport", transport)
         self.opening = None
         if self.caller is None:

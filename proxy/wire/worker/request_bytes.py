@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from proxy.http.request import Request
-    from proxy.wire.worker.pool import ConnectionPool
+    from proxy.wire.worker.connection import ConnectionPool
 
 # Larger bodies are not copied behind their head.
 MAX_JOINED_BYTES = 1 << 16

@@ -130,9 +130,9 @@ def test_workers_on_one_accelerator_share_its_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
-    result = canned_comparison((2.0, 2.0), (0.5, 0.5))
-    result.save(tmp_path / "out.json")
-    saved = json.loads((tmp_path / "out.json").read_text())
+    path, result = tmp_path / "out.json", canned_comparison((2.0, 2.0), (0.5, 0.5))
+    result.save(path)
+    saved = json.loads(path.read_text())
     assert saved["settings"]["rounds"] == 2
     assert saved["settings"]["workload"]["name"] == "long-blocks-short"
     short = saved["sides"]["candidate"]["classes"]["short"]
@@ -141,20 +141,26 @@ def test_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
     assert len(saved["sides"]["baseline"]["per_round"]) == 2
     ratio = next(f for f in saved["figures"] if (f["group"], f["measure"]) == ("short", "TTFT p50"))
     assert ratio["ratio"] == pytest.approx(0.25)
+    # With more than two contenders, the figures are named by the others.
+    first, second = result.contenders
+    replace(result, contenders=[first, second, replace(second, role="third")]).save(path)
+    saved = json.loads(path.read_text())
+    assert list(saved["sides"]) == ["baseline", "candidate", "third"]
+    assert list(saved["figures"]) == ["candidate", "third"]
 
 
 def test_disturbed_rounds_are_reported_and_not_drawn() -> None:
     result = canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0))
     assert result.typical() == 2  # the median
-    result.candidate.rounds[2] = canned_round(3, 1.95)
+    result.contenders[1].rounds[2] = canned_round(3, 1.95)
     assert result.typical() == 1
     assert result.warning() == ""
-    result.baseline.rounds[2] = replace(result.baseline.rounds[2], stall=0.75)
+    result.contenders[0].rounds[2] = replace(result.contenders[0].rounds[2], stall=0.75)
     assert result.disturbed == [2]
     assert result.warning().startswith("1 of 3 rounds were disturbed")
     assert "0.75 s" in result.warning()
     assert result.typical() != 2
-    for side in result.sides:
+    for side in result.contenders:
         side.rounds[:] = [replace(played, stall=0.2) for played in side.rounds]
     assert result.typical() == 1  # all rounds are disturbed
 

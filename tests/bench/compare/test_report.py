@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -108,19 +109,25 @@ def test_values_are_shown_with_units(value: float | None, unit: str, shown: str)
     assert report.show(value, unit) == shown
 
 
-def rendered(failed: list[int], rounds: list[Round]) -> str:
-    figures = report.figures(rounds, rounds)
-    return printed(report.table(figures, ["default", "mine"], failed), 100)
+def rendered(failed: list[int], *rounds: Round) -> str:
+    """Return the table of sides with a round each, beside the first."""
+    first, *others = ([each] for each in rounds)
+    figures = [report.figures(first, each) for each in others]
+    return printed(report.table(["default", "mine", "P/D"], figures, failed), 160)
 
 
-def test_table_names_sides_classes_and_failures() -> None:
-    text = rendered([0, 2], [canned_round(1, 1.0)])
-    for word in ("default", "mine", "short prompts", "running decodes", "a short alone", "1.00x"):
+def test_table_compares_sides_with_the_first() -> None:
+    text = rendered([0, 0, 2], canned_round(1, 2.0), canned_round(1, 0.5), canned_round(1, 1.0))
+    for word in ("default", "mine", "P/D", "running decodes", "a short alone", "1.00x"):
         assert word in text
-    assert "failed requests" in text
-    assert "failed requests" not in rendered([0, 0], [canned_round(1, 1.0)])
+    (line,) = (line for line in text.splitlines() if "short prompts" in line)
+    assert re.split("  +", line.strip()) == [
+        "short prompts", "TTFT p50", "2.00 s", "500 ms (0.25x)", "1.00 s (0.50x)",
+    ]  # fmt: skip
+    assert text.splitlines()[-2].split() == ["failed", "requests", "0", "0", "2"]
+    assert "failed requests" not in rendered([0, 0], canned_round(1, 1.0), canned_round(1, 1.0))
     broken = Round(1, (record("short", 0.1, []), record("long", 0.0, [])))
-    assert "-" in rendered([2, 2], [broken])
+    assert "- (-)" in rendered([2, 2], broken, broken)
 
 
 def test_summary_has_the_keys_of_vllm_bench_serve() -> None:

@@ -7,12 +7,13 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
+from tests.bench.fake_openai import hosting
 from vllm_sched.bench.compare.runner import play, request_body
 from vllm_sched.bench.compare.workloads import PlannedRequest, Workload, agent_turns
 from vllm_sched.bench.results.outcome import Outcome
@@ -32,19 +33,14 @@ def usage(tokens: int) -> bytes:
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    servers: list[TestServer] = []
+    async with AsyncExitStack() as stack:
 
-    async def start(handler: Handler) -> str:
-        app = web.Application()
-        app.router.add_post("/v1/completions", handler)
-        server = TestServer(app)
-        await server.start_server()
-        servers.append(server)
-        return str(server.make_url("")).rstrip("/")
+        async def start(handler: Handler) -> str:
+            app = web.Application()
+            app.router.add_post("/v1/completions", handler)
+            return await stack.enter_async_context(hosting(app))
 
-    yield start
-    for server in servers:
-        await server.close()
+        yield start
 
 
 async def streamed(request: web.Request, *chunks: bytes) -> web.StreamResponse:

@@ -129,10 +129,10 @@ def drawn_with_trace(played: Round) -> str:
 
 def test_engine_trace_is_drawn_as_chunks() -> None:
     svg = drawn_with_trace(canned_round(1, 2.0))
-    # The legend's boxes have their attributes in another order.
+    # The legend's three boxes come first.
     boxes = re.findall(r'class="(chunk long|out)" x="([\d.]*)" y="[\d.]*" width="([\d.]*)"', svg)
-    assert [name for name, _, _ in boxes] == ["chunk long", "chunk long", "out"]
-    first, second = [(float(x), float(width)) for _, x, width in boxes[:2]]
+    assert [name for name, _, _ in boxes] == ["chunk long", "chunk long", "out"] * 2
+    first, second = [(float(x), float(width)) for _, x, width in boxes[3:5]]
     assert first[1] == second[1]
     assert second[0] - first[0] == pytest.approx(3 * first[1], rel=0.01)
     assert "in the engine&#x27;s queue 500 ms, prompt in 2 chunks, preempted 1 time," in svg

@@ -79,12 +79,12 @@ async def test_survey_compares_every_setting_under_every_load(
 
 
 def test_contender_becomes_a_table_line(knob: ModuleType) -> None:
-    line = knob.summarise(canned_comparison((2.0,)).baseline)
+    line = knob.summarise(canned_comparison((2.0,)).contenders[0])
     assert line.failed == 0
     assert (line.short_p50, line.long_mean, line.long_max) == pytest.approx((2.0, 3.9, 3.9))
     text = printed(knob.table("2 long prompts", "ours", [knob.Duel("64", line, line)]), 100)
     assert text.count("2.00 s") == 4  # p50 and p99 of both sides
-    silent = canned_comparison().baseline
+    silent = canned_comparison().contenders[0]
     for record in silent.rounds[0].records:
         record.error = "gone"
     assert knob.summarise(silent).short_p99 == knob.summarise(silent).long_max == float("inf")

@@ -44,7 +44,7 @@ def test_every_listed_source_is_found() -> None:
         ("/a/ok.jsonl:0.5,/a/b.jsonl:0.5", r"/a/ok.jsonl is a trace, which can't be"),
         ("ok.jsonl:1", r"ok.jsonl is a trace, .* without a share"),
         ("nowhere/a:0.5,b.jsonl:1,c.jsonl", r"nowhere/a is a trace"),
-        (f"ok.jsonl:{'9' * 5000}.jsonl", r"ok.jsonl is a trace"),
+        (f"ok.jsonl,{'9' * 5000}.jsonl", r"ok.jsonl is a trace"),
         ("nowhere/a:b.jsonl", r"nowhere/a:b.jsonl: No such file"),
         ("0x100", r"0x100: PROMPTxOUTPUT takes two numbers"),
         ("999999999x1", r"999999999x1: PROMPTxOUTPUT takes .* each 1 to 100,000,000"),

@@ -79,14 +79,13 @@ def test_full_disk_is_reported_after_the_figures(
 
 
 def test_failed_requests_and_stalls_are_shown(result: Comparison, program: Program) -> None:
-    result.baseline.rounds[0] = replace(result.baseline.rounds[0], stall=0.5)
+    result.contenders[0].rounds[0] = replace(result.contenders[0].rounds[0], stall=0.5)
     assert "disturbed" in program(*COMPARE).out
-    for record in (*result.candidate.rounds[0].records, *result.candidate.rounds[0].lone):
+    for record in (*result.contenders[1].rounds[0].records, *result.contenders[1].rounds[0].lone):
         record.error = "HTTP 500: [boom]"
     printed = program(*COMPARE, status=1).out
     assert "failed requests" in printed
-    assert "candidate: short: HTTP 500: [boom]" in printed
-    assert "and 1 more" in printed
+    assert "2 failed: candidate: short: HTTP 500: [boom]" in printed
 
 
 def test_failed_worker_is_reported_with_its_log(

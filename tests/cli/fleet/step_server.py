@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.bench.fake_openai import hosting
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 
@@ -115,15 +116,9 @@ async def served(server: StepServer) -> AsyncIterator[str]:
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/metrics", server.page)
     app.router.add_post("/v1/completions", server.completions)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    stepping = asyncio.create_task(server.steps())
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        stepping.cancel()
-        await asyncio.gather(stepping, return_exceptions=True)
-        await runner.cleanup()
+    async with hosting(app) as url:
+        stepping = asyncio.create_task(server.steps())
+        try:
+            yield url
+        finally:
+            stepping.cancel()

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from proxy.config import FleetConfig, load, parse
 from tests.bench.canned import canned_comparison
 from tests.cli.program import Program
-from vllm_sched.bench.compare.compare import ComparisonPlan, Contest
+from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
 from vllm_sched.cli.fleet.up import assign_ports
@@ -176,14 +177,12 @@ async def test_hand_overs_are_reported_for_each_fleet_with_a_transfer(
 def test_three_contenders_are_printed_drawn_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two, other = canned_comparison((2.0,), (0.5,)), canned_comparison((2.0,), (1.0,))
-    first, second = two.sides
-    third = other.candidate
-    second.role, third.role, third.label = "pools", "halves", "P/D"
+    two = canned_comparison()
+    third = replace(canned_comparison().contenders[1], role="halves", label="P/D")
     third.rounds[0].records[1].error = "gone"
 
-    async def play(_: Any) -> Contest:
-        return Contest(two.plan, (first, second, third))
+    async def play(_: Any) -> Comparison:
+        return replace(two, contenders=[*two.contenders, third])
 
     arguments = argparse.Namespace(save=tmp_path / "c.json", plot=tmp_path / "c.svg")
     assert demo.measuring.run_measurement(play, arguments) == 1

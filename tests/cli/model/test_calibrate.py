@@ -20,7 +20,7 @@ from vllm_sched.bench.calibrate import step_times, token_times
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps
 from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
 from vllm_sched.cli.model import calibrate as command
-from vllm_sched.cli.model.calibrate import StepSource, WholePrompts
+from vllm_sched.cli.model.calibrate import WholePrompts
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.workers import launch
 
@@ -101,7 +101,7 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[StepServer], s
     def serve(server: StepServer) -> str:
         measure = command._measure
 
-        async def measured(args: Namespace, *report: Any) -> tuple[StepSource, MeasuredSteps]:
+        async def measured(args: Namespace, *report: Any) -> tuple[dict[str, Any], MeasuredSteps]:
             async with served(server) as args.url:
                 return await measure(args, *report)
 
@@ -160,8 +160,8 @@ def test_calibrate_recovers_known_step_times(
 def test_full_disk_is_reported_in_one_line_after_the_figures(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
-    async def measured(*_: object) -> tuple[StepSource, MeasuredSteps]:
-        return StepSource("m", "here"), MeasuredSteps(steps_of(TIME), [])
+    async def measured(*_: object) -> tuple[dict[str, Any], MeasuredSteps]:
+        return {"model": "m"}, MeasuredSteps(steps_of(TIME), [])
 
     monkeypatch.setattr("vllm_sched.cli.model.calibrate._measure", measured)
     path = tmp_path / "full.svg"
@@ -214,7 +214,7 @@ def test_front_time_is_the_rest_of_short_prompts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--url localhost:8000", "must be http://HOST:PORT"),
+        ("--url ftp://x", "is not a URL; write http://HOST:PORT"),
         ("--url http://x --arg=--seed=1", "--arg is for a worker started here"),
         ("--url http://x --budget 0", "--budget 0: must be at least 1"),
         ("--url http://x --max-batch 0", "--max-batch 0"),

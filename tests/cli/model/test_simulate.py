@@ -16,6 +16,7 @@ import pytest
 from tests.cli.program import Printed, Program
 from vllm_sched.cli import exits, progress_bar
 from vllm_sched.cli.model import simulate
+from vllm_sched.sim.engines import exact_engine
 
 FLEET = """
 model: m
@@ -313,7 +314,7 @@ def test_model_without_a_worker_is_refused(program: Program, fleet: Path) -> Non
 def test_fluid_engine_works_without_vllm(
     program: Program, fleet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate, "find_spec", lambda _: None)
+    monkeypatch.setattr(exact_engine, "find_spec", lambda _: None)
     words = ["simulate", fleet, "--workload", "100x5", "--num-requests", "5"]
     assert "vLLM is not installed" in program.refusal(*words)
     program(*words, *FLUID)

@@ -141,21 +141,6 @@ def test_earliest_due_request_of_a_lane_enters_first() -> None:
     assert admit_all(queue) == [dated, first, second]
 
 
-def test_front_that_is_late_lets_others_pass() -> None:
-    rules, queue, _ = queue_of()
-    late, timely = make_request(5), make_request(6)
-    rules.left_s = {5: 1.0, 6: 5.0}
-    for request in (late, timely):
-        queue.add_request(request)
-    rules.left_s[5] = 30.0
-    rules.now = 2.0
-    queue.begin_step(2.0)
-    queue.remove_request(timely)
-    queue.add_request(timely)
-    assert admit_all(queue) == [timely, late]
-    assert not len(queue)
-
-
 def test_preempted_request_enters_before_an_earlier_deadline() -> None:
     rules = FakeRules()
     rules.left_s = {5: 30.0, 6: -5.0}
@@ -204,14 +189,6 @@ def test_gate_is_asked_once_per_lane() -> None:
     assert len(rules.waits) == 2
 
 
-def test_first_choice_keeps_no_request_on_offer() -> None:
-    rules, queue, (long,) = queue_of(20)
-    assert queue.first_choice() is long
-    rules.gates["long",] = Gate.CLOSED
-    assert not queue
-    assert queue.first_choice() is None
-
-
 # Waits
 
 
@@ -241,25 +218,6 @@ def test_preempted_head_keeps_the_wait_of_its_lane() -> None:
 
 
 # Requests that change their lane
-
-
-def test_request_moves_to_its_new_lane_at_the_front() -> None:
-    rules, queue, requests = queue_of(20, 20, 5)
-    rules.gates["long",] = Gate.CLOSED
-    rules.limit = 30
-    assert admit_all(queue) == requests
-    assert queue.counts[0]["long"].requests == 0
-
-
-def test_pop_is_correct_after_a_request_moves_lanes() -> None:
-    rules, queue, (evicted, long, short) = queue_of(8, 20, 5)
-    rules.limit = 6  # the first request becomes long
-    rules.gates["long",] = Gate.CLOSED
-    assert admit_all(queue) == [short]
-    rules.gates["long",] = Gate.OPEN
-    queue.begin_step(1.0)
-    assert admit_all(queue) == [evicted, long]
-    assert not len(queue)
 
 
 def test_few_of_many_requests_with_a_new_lane_move_per_step() -> None:

@@ -18,7 +18,6 @@ ROUTER = ("Host", "router.example.com")
 async def ask(
     *headers: tuple[str, str], host: str = "127.0.0.1", key: AdminKey | None = None
 ) -> httpx.Response:
-    """Send a request with these headers; return the response."""
     app = HostCheck(PlainTextResponse("in"), host, key)
     encoded = [(name.encode(), value.encode()) for name, value in headers]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

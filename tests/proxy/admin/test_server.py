@@ -47,6 +47,7 @@ class Served:
         self.streams = 0
         self.clients: list[Client] = []
         self.server: AdminServer
+        self.port: int
 
         @self.app.get("/hello")
         async def hello() -> str:
@@ -72,7 +73,7 @@ class Served:
 
     async def send(self, data: bytes, **options: Any) -> Client:
         """Send bytes on a new connection, which stays open until the server has stopped."""
-        client = await Client.connect(self.server.port, **options)
+        client = await Client.connect(self.port, **options)
         self.clients.append(client)
         await client.send(data)
         return client
@@ -85,7 +86,9 @@ class Served:
 @asynccontextmanager
 async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
     served = Served()
-    served.server = AdminServer(served.app, await admin_socket("127.0.0.1", 0), tls=tls)
+    sock = await admin_socket("127.0.0.1", 0)
+    served.port = sock.getsockname()[1]
+    served.server = AdminServer(served.app, sock, tls=tls)
     task = asyncio.create_task(served.server.run())
     async with asyncio.timeout(3 * DEADLINE_S):
         try:
@@ -445,7 +448,7 @@ async def test_server_accepts_once_descriptors_are_free(
     raw.setblocking(False)
     with limit_descriptors():
         with suppress(BlockingIOError):
-            raw.connect(("127.0.0.1", served.server.port))
+            raw.connect(("127.0.0.1", served.port))
         await asyncio.sleep(0.2)
         assert served.server.connections == 0
     client = Client(*await asyncio.open_connection(sock=raw))

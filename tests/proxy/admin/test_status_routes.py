@@ -19,7 +19,7 @@ from proxy.admin.status_routes import page_file
 from proxy.setup.app import App
 from proxy.status_page.live import MAX_VIEWERS
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.running import ask, running, serving, wait_until_up, write_fleet
+from tests.proxy.running import answer_of, ask, running, serving, wait_until_up, write_fleet
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.raw_client import Answer, Client, chat, get
@@ -116,7 +116,7 @@ async def test_events_are_refused_to_other_sites_and_too_many_viewers(
         assert (await answer.json())["error"]["code"] == "too_many_viewers"
     for viewer in viewers:
         viewer.close()
-    await eventually(lambda: not app.live.watched, within=DEADLINE_S)
+    await eventually(lambda: not app.live._viewers, within=DEADLINE_S)
 
 
 def record_requests(app: App, requests: int) -> None:
@@ -129,14 +129,14 @@ def record_requests(app: App, requests: int) -> None:
 async def test_viewer_that_does_not_read_is_dropped(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.admin.status_routes.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("proxy.admin.connection.TIMEOUT_S", 0.3)
     client = await Client.connect(
         int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
     )
     await client.send(get("/admin/live"))
-    await eventually(lambda: app.live.watched, within=DEADLINE_S)
+    await eventually(lambda: app.live._viewers, within=DEADLINE_S)
     give_up = app.wire.clock() + DEADLINE_S
-    while app.live.watched:  # until all buffers are full
+    while app.live._viewers:  # until all buffers are full
         assert app.wire.clock() < give_up
         record_requests(app, 2000)
         await app.live.send_updates()
@@ -160,21 +160,17 @@ async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[
 
 
 async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
-    """Request a stream with this request ID."""
     async with at_once:
-        client = await Client.connect(app.wire.port)
-        try:
-            data = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
-            return await client.ask(data, within=2 * DEADLINE_S)
-        finally:
-            client.close()
+        data = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
+        return await answer_of(app.wire.port, data, 2 * DEADLINE_S)
 
 
 async def test_stuck_viewers_delay_no_one_and_buffer_nothing(
     app: App, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("status_page.live", "admin.status_routes"):  # slow viewers are not dropped
-        monkeypatch.setattr(f"proxy.{module}.READ_TIMEOUT_S", 600.0)
+    # Slow viewers are not dropped.
+    monkeypatch.setattr("proxy.status_page.live.READ_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("proxy.admin.connection.TIMEOUT_S", 600.0)
     admin = int(app.admin_url.rsplit(":", 1)[1])
     stuck_clients = [await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(2)]
     for client in stuck_clients:

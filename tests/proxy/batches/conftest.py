@@ -8,7 +8,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.proxy.batches.harness import OPEN, BatchHarness
+from proxy.batches import scheduler
+from proxy.batches.storage.postgres import PostgresBackend
+from proxy.batches.storage.sqlite import SqliteBackend
+from proxy.batches.storage.store import Store
+from tests.proxy.batches.harness import KEEP_S, OPEN, BatchHarness
 from tests.proxy.batches.postgres import PostgresServer
 from tests.proxy.wire.conftest import Start, pytest_asyncio_loop_factories, start
 from tests.proxy.wire.site import Fake
@@ -18,7 +22,6 @@ __all__ = ["Start", "pytest_asyncio_loop_factories", "start"]
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """Start a server for all tests."""
     server = PostgresServer()
     yield server
     server.close()
@@ -26,7 +29,6 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def url(postgres: PostgresServer) -> str:
-    """Return the URL of a new database."""
     return postgres.new_database()
 
 
@@ -36,12 +38,25 @@ def database(request: pytest.FixtureRequest) -> str | None:
     return new_database(request)
 
 
+@pytest.fixture
+def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
+    store = Store(PostgresBackend(database) if database else SqliteBackend(tmp_path), KEEP_S)
+    yield store
+    store.close()
+
+
 def new_database(request: pytest.FixtureRequest) -> str | None:
     """Return the URL of a new PostgreSQL database, or None for SQLite."""
     if getattr(request, "param", "sqlite") == "sqlite":
         return None
     server: PostgresServer = request.getfixturevalue("postgres")
     return server.new_database()
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let batches that paused after an error go on soon."""
+    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
 
 
 class OpenHarness(Protocol):

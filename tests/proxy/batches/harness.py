@@ -26,6 +26,7 @@ DEADLINE_S = 30.0
 CHAT = "/v1/chat/completions"
 OPEN = {"idle_s": 1e9, "client_idle_s": 1e9}  # connections stay open when tests skip days
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the system's certificates take 30 ms to load
+NOW, KEEP_S = 1_000_000.0, 1000.0  # of tests of the store alone
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -48,7 +49,6 @@ class BatchHarness:
         return time.time() + self.ahead
 
     async def open(self) -> None:
-        """Start."""
         self.batches = Batches(self.site.wire, self.settings, self.wall)
         await self.batches.start()
         url = f"http://127.0.0.1:{self.site.port}/v1"
@@ -63,7 +63,6 @@ class BatchHarness:
         await self.batches.stop()
 
     async def reopen(self) -> None:
-        """Restart."""
         await self.close()
         await self.open()
 
@@ -79,7 +78,6 @@ class BatchHarness:
         return file.id
 
     async def begin(self, lines: Iterable[object], **more: Any) -> Batch:
-        """Upload lines and create a batch from them."""
         file = await self.upload(lines)
         window: Any = more.pop("window", "24h")
         return await self.client.batches.create(
@@ -88,8 +86,7 @@ class BatchHarness:
 
     async def begin_held(self, count: int) -> tuple[Batch, asyncio.Event]:
         """Begin a batch whose lines are at the worker until the returned event is set."""
-        opening = asyncio.Event()
-        self.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+        opening = self.site.fake.hold(scripts.answer(200, b'"well"'))
         batch = await self.begin(lines(count))
         await self.site.fake.got(count)
         return batch, opening
@@ -112,7 +109,6 @@ class BatchHarness:
 
 
 def line(custom_id: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
-    """Return an input line."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | fields
 
@@ -128,13 +124,11 @@ def content_of(lines: Iterable[object]) -> bytes:
 
 
 def texts(calls: Sequence[Call]) -> list[str]:
-    """Return the prompts of calls."""
     return [call.json()["messages"][0]["content"] for call in calls]
 
 
 @contextmanager
 def busy(keeper: StoreThread) -> Iterator[None]:
-    """Block the store's thread."""
     over = threading.Event()
     keeper._thread.submit(over.wait, 60)
     try:

@@ -56,7 +56,6 @@ class PostgresServer:
             )  # fmt: skip
 
     def url(self, name: str, password: str = PASSWORD) -> str:
-        """Return the URL of a database."""
         return f"postgresql://test:{password}@/{name}?host={self._folder}"
 
     def new_database(self) -> str:
@@ -68,7 +67,6 @@ class PostgresServer:
         return self.url("test")
 
     def execute(self, sql: str, url: str = "") -> None:
-        """Run a statement."""
         with psycopg.connect(url or self.url("postgres"), autocommit=True) as connection:
             connection.execute(sql.encode())
 
@@ -96,6 +94,5 @@ class PostgresServer:
         self._process.wait(DEADLINE_S)
 
     def close(self) -> None:
-        """Stop the server and delete it."""
         self.stop()
         shutil.rmtree(self._folder)

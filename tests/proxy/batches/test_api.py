@@ -16,12 +16,10 @@ from tests.proxy.wire.site import eventually
 
 
 def post(path: str, body: object) -> bytes:
-    """Return the bytes of a POST request."""
     return request(json.dumps(body).encode(), path=path)
 
 
 def form(purpose: str | None = "batch", content: bytes | None = b"{}") -> bytes:
-    """Return the bytes of an upload."""
     body = b""
     if purpose is not None:
         body += b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n%b\r\n' % (

@@ -83,7 +83,6 @@ async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> Non
 
 
 async def number_of(harness: BatchHarness, query: str) -> int:
-    """Return the number that a query of the store finds."""
     return await harness.batches.keeper(lambda store: store.backend.execute(query).fetchone()[0])
 
 
@@ -171,8 +170,7 @@ async def test_batch_expires_after_its_window(harness: BatchHarness) -> None:
 async def test_interactive_requests_go_before_lines(open_harness: OpenHarness) -> None:
     harness = await open_harness(Fake(max_requests=2), concurrency=4)
     site = harness.site
-    opening = asyncio.Event()
-    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    opening = site.fake.hold(scripts.obey("w0"))
     interactive = [asyncio.create_task(site.ask(chat("interactive"), within=30)) for _ in range(6)]
     await eventually(lambda: len(site.router.queue) == 4)
     batch = await harness.begin(lines(3))
@@ -188,8 +186,7 @@ async def test_interactive_requests_go_before_lines(open_harness: OpenHarness) -
 async def test_batches_take_turns_with_concurrency_one(open_harness: OpenHarness) -> None:
     harness = await open_harness(concurrency=1)
     site = harness.site
-    opening = asyncio.Event()
-    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    opening = site.fake.hold(scripts.obey("w0"))
     first = await harness.begin(lines(9, "a"))
     await site.fake.got(1)
     second = await harness.begin(lines(3, "b"))
@@ -257,10 +254,7 @@ async def test_unfinished_line_is_not_retried(harness: BatchHarness) -> None:
 
 async def test_request_time_limit_does_not_hold_for_lines(open_harness: OpenHarness) -> None:
     harness = await open_harness(wire={"request_s": 30.0})
-    opening = asyncio.Event()
-    harness.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
-    batch = await harness.begin(lines(1))
-    await harness.site.fake.got()
+    batch, opening = await harness.begin_held(1)
     harness.skip(60)
     await asyncio.sleep(0.5)  # two sweeps
     opening.set()
@@ -299,7 +293,6 @@ async def test_failed_purge_is_retried(
 
 
 async def results_after_purge(harness: BatchHarness) -> int:
-    """Purge; return the number of results left."""
     for _ in range(4):  # a batch, files, and their space
         harness.batches.lane.purge_soon()  # as a reload does
         await harness.batches.lane.turn()

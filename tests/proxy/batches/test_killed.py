@@ -15,16 +15,10 @@ from openai import AsyncOpenAI
 
 from tests.present import present
 from tests.proxy.batches.harness import ACTIVE, CHAT, content_of, lines, texts
-from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, leave
+from tests.proxy.processes.router_group import DEADLINE_S, RouterGroup, serving
 from tests.proxy.wire import scripts
 
 COUNT = 24
-
-
-async def start_group(folder: Path) -> RouterGroup:
-    """Start a router with batches in this folder."""
-    batches = f", batches: {{path: {folder / 'kept'}, concurrency: 2}}"
-    return await asyncio.to_thread(RouterGroup, folder, ["a"], router=batches)
 
 
 def client_of(group: RouterGroup) -> AsyncOpenAI:
@@ -35,7 +29,6 @@ def client_of(group: RouterGroup) -> AsyncOpenAI:
 
 
 async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
-    """Wait until a batch has ended or has this number of completed lines."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -48,34 +41,32 @@ async def wait_for_lines(client: AsyncOpenAI, batch_id: str, at_least: int) -> A
 
 
 async def test_each_line_has_one_result_after_kills(tmp_path: Path) -> None:
-    group = await start_group(tmp_path)
-    fakes = await group.start_workers()
-    fake, opening = fakes["a"], asyncio.Event()
-    fake.then(*[scripts.obey("a")] * 5)
-    fake.always(scripts.gated(opening, scripts.obey("a")))
-    try:
-        async with client_of(group) as client:
-            file = await client.files.create(file=("in", content_of(lines(COUNT))), purpose="batch")
-            batch = await client.batches.create(
-                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
-            )
-            await wait_for_lines(client, batch.id, 5)
-            await fake.got(7, within=DEADLINE_S)
-            for pid in group.pids.values():  # new processes replace them
-                os.kill(pid, signal.SIGKILL)
-            await fake.got(9, within=DEADLINE_S)  # interrupted lines are repeated
-        await asyncio.to_thread(group.close)  # kills all processes
-        await leave(fakes)
-        group = await start_group(tmp_path)
-        fakes = await group.start_workers()
-        async with client_of(group) as client:
-            done = await wait_for_lines(client, batch.id, COUNT + 1)
-            assert done.status == "completed"
-            counts = {"total": COUNT, "completed": COUNT, "failed": 0}
-            assert done.request_counts.model_dump() == counts
-            results = (await client.files.content(done.output_file_id)).text.splitlines()
-    finally:
-        await asyncio.to_thread(group.close)
-        await leave(fakes)
+    batches = f", batches: {{path: {tmp_path / 'kept'}, concurrency: 2}}"
+    async with (
+        serving(tmp_path, ["a"], router=batches) as (group, fakes),
+        client_of(group) as client,
+    ):
+        fake = fakes["a"]
+        fake.then(*[scripts.obey("a")] * 5)
+        fake.hold(scripts.obey("a"))
+        file = await client.files.create(file=("in", content_of(lines(COUNT))), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        await wait_for_lines(client, batch.id, 5)
+        await fake.got(7, within=DEADLINE_S)
+        for pid in group.pids.values():  # new processes replace them
+            os.kill(pid, signal.SIGKILL)
+        await fake.got(9, within=DEADLINE_S)  # interrupted lines are repeated
+    # The end of the block has killed all processes.
+    async with (
+        serving(tmp_path, ["a"], router=batches) as (group, fakes),
+        client_of(group) as client,
+    ):
+        done = await wait_for_lines(client, batch.id, COUNT + 1)
+        assert done.status == "completed"
+        counts = {"total": COUNT, "completed": COUNT, "failed": 0}
+        assert done.request_counts.model_dump() == counts
+        results = (await client.files.content(done.output_file_id)).text.splitlines()
     assert [json.loads(text)["custom_id"] for text in results] == [f"r{n}" for n in range(COUNT)]
     assert len(texts(fakes["a"].served)) == COUNT - 5

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,18 +12,16 @@ from proxy.batches import validate as lines_module
 from proxy.batches.maintenance import Maintenance, Slices, end_batch, validate_input
 from proxy.batches.storage import store as store_module
 from proxy.batches.storage.rows import ListPage
-from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
 from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, Status, StoreFullError
 from proxy.core.tenants.tenants import TenantSpec
 from tests.present import present
 from tests.proxy.batches.conftest import OpenHarness
-from tests.proxy.batches.harness import CHAT, content_of, lines
+from tests.proxy.batches.harness import CHAT, NOW, content_of, lines
+from tests.proxy.batches.storage.test_store import rows
 from tests.proxy.batches.test_tenants import KEYS, set_tenants
 from tests.proxy.wire import scripts
-
-NOW, KEEP_S = 1_000_000.0, 1000.0
 
 
 @pytest.fixture
@@ -39,22 +36,12 @@ def maintenance() -> Maintenance:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Open a store."""
-    store = Store(SqliteBackend(tmp_path), KEEP_S)
-    yield store
-    store.close()
-
-
-@pytest.fixture
 def slices_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set slices to ten lines."""
     monkeypatch.setattr(lines_module, "SLICE_LINES", 10)
     monkeypatch.setattr(store_module, "MAX_LINES", 10)
 
 
 def batch_of(name: str, tenant: str, file: str = "f") -> Batch:
-    """Return a batch."""
     return Batch(name, tenant, CHAT, file, "1m", Status.VALIDATING, NOW, NOW + 60)
 
 
@@ -129,17 +116,10 @@ async def test_failed_work_is_removed(maintenance: Maintenance) -> None:
 
 
 def new_batch(store: Store, count: int) -> Batch:
-    """Add a batch with this number of lines."""
     file = store.add_file("t", "in", "batch", content_of(lines(count)), NOW)
     batch = batch_of("batch_1", "t", file.id)
     store.add_batch(batch)
     return batch
-
-
-def count_of(store: Store, table: str) -> int:
-    """Return the number of rows of a table."""
-    found: int = store.backend.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
-    return found
 
 
 @pytest.mark.usefixtures("slices_of_ten")
@@ -148,7 +128,7 @@ def test_interrupted_validation_restarts(store: Store) -> None:
     interrupted = validate_input(store, batch, 100, lambda: NOW)
     for _ in range(2):
         next(interrupted)
-    assert count_of(store, "lines") == 20
+    assert rows(store)["lines"] == 20
     slices = list(validate_input(store, batch, 100, lambda: NOW))
     assert len(slices) == 2 + 2, "two slices delete earlier lines, two read"
     [started] = store.batches("t", ListPage(1, None))
@@ -164,7 +144,7 @@ def test_input_with_too_many_lines_leaves_no_lines(store: Store) -> None:
     [refused] = store.batches("t", ListPage(1, None))
     assert refused.status is Status.FAILED
     assert [problem.code for problem in refused.complaints] == ["too_many_lines"]
-    assert count_of(store, "lines") == 0
+    assert rows(store)["lines"] == 0
 
 
 def test_missing_input_file_fails_the_batch(store: Store) -> None:
@@ -195,7 +175,7 @@ def test_interrupted_end_of_a_batch_continues(
     list(end_batch(store, batch, Status.EXPIRED, lambda: NOW))
     [ended] = store.batches("t", ListPage(1, None))
     assert (ended.status, ended.failed, ended.completed) == (Status.EXPIRED, 10, 0)
-    assert (count_of(store, "lines"), count_of(store, "results")) == (0, 10)
+    assert (rows(store)["lines"], rows(store)["results"]) == (0, 10)
 
 
 async def test_lines_run_while_another_tenants_input_is_validated(

@@ -20,12 +20,10 @@ def test_form_of_the_official_client() -> None:
 
 
 def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
-    """Return a form of these parts."""
     return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + end
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """Return a part with a name."""
     return b'content-disposition: form-data; name="%b"\r\n\r\n%b' % (name, value)
 
 

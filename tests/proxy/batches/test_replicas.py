@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from openai.types import Batch
 
-from proxy.batches import claims, scheduler
+from proxy.batches import claims
 from proxy.batches.maintenance import BatchMaintenance, run_slice
 from proxy.batches.storage import postgres as backend_module
 from proxy.batches.storage.postgres import PostgresBackend
@@ -32,11 +32,7 @@ from tests.proxy.wire.raw_client import get
 from tests.proxy.wire.site import eventually
 
 COUNT = 300
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from hashlib import sha256
 from typing import Any
 
 import openai
@@ -30,9 +29,7 @@ KEYS = {name: f"key-of-{name}-0123456789" for name in ("ann", "bob")}
 
 
 def set_tenants(harness: BatchHarness, *specs: TenantSpec) -> None:
-    """Set the tenants and their keys."""
-    keys = {sha256(KEYS[spec.name].encode()).digest(): spec.name for spec in specs}
-    harness.site.router.tenants.replace(specs, keys)
+    harness.site.set_tenants(*specs, **{spec.name: KEYS[spec.name] for spec in specs})
 
 
 @pytest.fixture
@@ -56,12 +53,10 @@ async def harness(start_harness: StartHarness) -> BatchHarness:
 
 
 def limit_ann(harness: BatchHarness, **limits: int) -> None:
-    """Limit the first tenant."""
     set_tenants(harness, TenantSpec("ann", limits=Limits(**limits)), TenantSpec("bob"))
 
 
 def ask_as_ann(harness: BatchHarness) -> Awaitable[Answer]:
-    """Send an interactive request of the first tenant."""
     return harness.site.ask(chat("hi", bearer(KEYS["ann"])), within=30)
 
 
@@ -72,7 +67,6 @@ async def check_counts(harness: BatchHarness, batch: openai.types.Batch, complet
 
 
 def client_of(harness: BatchHarness, name: str) -> AsyncOpenAI:
-    """Return the client of another tenant."""
     return harness.client.with_options(api_key=KEYS.get(name, name))
 
 
@@ -140,8 +134,7 @@ async def test_lines_use_at_most_half_of_requests_per_minute(harness: BatchHarne
 
 async def test_lines_use_at_most_half_of_the_concurrency(harness: BatchHarness) -> None:
     limit_ann(harness, concurrency=4)
-    opening = asyncio.Event()
-    harness.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    opening = harness.site.fake.hold(scripts.obey("w0"))
     batch = await harness.begin(lines(6))
     await harness.site.fake.got(2)
     await harness.batches.lane.turn()
@@ -193,7 +186,7 @@ async def test_uploads_count_as_requests_per_minute(harness: BatchHarness) -> No
     with pytest.raises(openai.RateLimitError, match=r"\(RPM\): Limit 3"):
         await harness.upload(["{}"])
     assert len([file async for file in harness.client.files.list()]) == 3
-    ann = present(harness.site.router.tenants.get("ann"))
+    ann = harness.site.tenant("ann")
     assert ann.ledger.running == 0
     assert ann.totals.limited == {"requests_per_minute": 1}
 

@@ -13,7 +13,6 @@ from tests.proxy.batches.harness import CHAT, content_of, line, lines
 
 
 def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[InputProblem]]:
-    """Read a whole file."""
     check = InputFileCheck(len(content), CHAT, max_lines)
     found: list[InputLine] = []
     while True:
@@ -23,7 +22,6 @@ def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[I
 
 
 def read_slice(check: InputFileCheck, content: bytes) -> list[InputLine]:
-    """Read a slice."""
     at, size = check.next_slice
     return check.validate(content[at : at + size])
 

@@ -45,6 +45,14 @@ def problems_of(*workers: Json, **blocks: Any) -> dict[str, str]:
     return problems(fleet(*workers, **blocks))
 
 
+def blocks_of(path: str, value: object) -> Json:
+    """Return the blocks of a fleet file with a value at a path."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
 def check_problem(found: dict[str, str], path: str, words: str) -> None:
     """Check that the only problem is at a path, and that its message has all `words`."""
     assert list(found) == [path]

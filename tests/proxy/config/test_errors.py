@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.proxy.config.fleet_files import (
-    Json,
+    blocks_of,
     check_problem,
     fleet,
     problems,
@@ -140,14 +140,9 @@ HEADERS, PROCESSES = "OTEL_EXPORTER_OTLP_HEADERS", "from 1 to 64, or auto"
     ],
 )
 def test_invalid_value(path: str, value: object, words: str) -> None:
-    blocks: Json = {}
-    if path.startswith("discovery"):
-        blocks["discovery"] = {"pools": [{"name": "a", "selector": "a=b"}]}  # required
-    *parents, field = path.split(".")
-    block = blocks
-    for name in parents:
-        block = block.setdefault(name, {})
-    block[field] = value
+    blocks = blocks_of(path, value)
+    if "discovery" in blocks:
+        blocks["discovery"]["pools"] = [{"name": "a", "selector": "a=b"}]  # required
     found = problems_of(**blocks)
     check_problem(found, path, words)
     assert "secret" not in found[path]

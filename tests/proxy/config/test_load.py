@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from proxy.config import PartialConfig, load, parse, shown
 from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
-from tests.proxy.config.fleet_files import fleet, read, worker
+from tests.proxy.config.fleet_files import blocks_of, fleet, read, worker
 
 GOOD = """
 model: tiny
@@ -50,29 +51,17 @@ def test_example_file_is_read() -> None:
     assert parse(yaml.safe_dump(shown(config)), "again.yaml") == config
 
 
-def test_missing_keys_have_defaults() -> None:
-    config = read(worker(url="http://a"))
-    assert config.workers[0].role == "general"
-    assert config.workers[0].address == ("a", 80)
-    router = config.router
-    assert (router.port, router.admin.port, router.max_body_bytes) == (8000, 8001, 64 << 20)
-    assert (router.queue.max_bytes, router.retries.attempts) == (256 << 20, 3)
-    assert (router.processes, router.shared) == (1, None)
-    assert (config.routing.policy, config.routing.prefix_affinity) == ("adaptive", True)
-
-
-@pytest.mark.parametrize("number", [1, 2, 64, "auto"])
-def test_processes_may_be_a_number_or_auto(number: object) -> None:
-    assert read(router={"processes": number}).router.processes == number
-
-
 @pytest.mark.parametrize(
-    "url", ["redis://r:6379/0", "rediss://user@r", "unix:///run/redis.sock", "redis://[::1]:7"]
-)
-def test_urls_of_redis(url: str) -> None:
-    shared = read(router={"shared": {"url": url}}).router.shared
-    assert shared is not None
-    assert (shared.url, shared.cluster, shared.namespace) == (url, False, "vllm-sched")
+    ("path", "value"),
+    [
+        *(("router.processes", number) for number in (1, 2, 64, "auto")),
+        *(("router.shared.url", url) for url in (
+            "redis://r:6379/0", "rediss://user@r", "unix:///run/redis.sock", "redis://[::1]:7",
+        )),
+    ],
+)  # fmt: skip
+def test_valid_value_is_kept(path: str, value: object) -> None:
+    assert attrgetter(path)(read(**blocks_of(path, value))) == value
 
 
 @pytest.mark.parametrize(
@@ -95,8 +84,11 @@ def test_scheme_is_normalised(url: str) -> None:
     assert config.tls_of(config.workers[0]) is not None
 
 
-def test_ipv6_url_has_an_address() -> None:
-    assert read(worker(url="http://[::1]:9001")).workers[0].address == ("::1", 9001)
+@pytest.mark.parametrize(
+    ("url", "address"), [("http://a", ("a", 80)), ("http://[::1]:9001", ("::1", 9001))]
+)
+def test_url_has_an_address(url: str, address: tuple[str, int]) -> None:
+    assert read(worker(url=url)).workers[0].address == address
 
 
 def test_worker_tls_is_merged() -> None:

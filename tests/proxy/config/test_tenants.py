@@ -16,24 +16,6 @@ def tenant(name: str = "t", **fields: Any) -> dict[str, Any]:
     return {"name": name, "key_hashes": [HASH], **fields}
 
 
-def test_tenant_defaults() -> None:
-    config = read(tenants=[tenant()])
-    (spec,) = config.tenants
-    assert (spec.class_, spec.weight, spec.models) == ("standard", 1.0, None)
-    assert not spec.cache_salt
-    assert set(spec.limits.model_dump().values()) == {None}
-    assert set(config.router.admission.model_dump().values()) == {None}
-
-
-def test_all_tenant_fields_are_read() -> None:
-    limits = {"requests_per_minute": 60, "tokens_per_minute": 9, "concurrency": 3}
-    given = {"weight": 0.5, "models": ["m"], "cache_salt": True, "class": "batch"}
-    given |= {"keys_file": "keys", "keys_env": "KEYS"}
-    (spec,) = read(tenants=[tenant(limits=limits | {"max_prompt_tokens": 100}, **given)]).tenants
-    assert (spec.class_, spec.weight, spec.models) == ("batch", 0.5, ("m",))
-    assert spec.limits.tokens_per_minute == 9
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "router.example", "127.example"])  # noqa: S104
 def test_public_host_needs_tenants_or_allow_anonymous(host: str) -> None:
     problems = problems_of(router={"host": host})

@@ -394,7 +394,7 @@ def test_only_computed_requests_count_as_traffic(path: str, shorts: int) -> None
     router = router_of(spec("a"))
     info = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
     lease = placed(router.submit(info, 0.0))
-    assert router.placer.traffic_of(MODEL).shorts_ever == shorts
+    assert router.placer.traffic[MODEL].shorts_ever == shorts
     assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -40,6 +41,25 @@ MAX_WAITING, MAX_BYTES, WAIT_S = 4, 40_000, 5.0
 SIDES = [Role.PREFILL, Role.DECODE]
 MOSTLY_TRUE = st.sampled_from([True, True, True, False])
 ROLES = st.sampled_from([*Role, *SIDES])
+
+
+def make_request(
+    prompt: int = 400, error: int = 0, prefix: tuple[int, ...] = (), **fields: Any
+) -> RequestInfo:
+    prefix = prefix if prompt else ()
+    return ask(prompt, error=min(error, prompt), size=prompt * 4 + 1, prefix=prefix, **fields)
+
+
+REQUESTS = st.builds(
+    make_request,
+    prompt=st.sampled_from([0, 10, 400, 900, 5000]),
+    error=st.sampled_from([0, 100, 1000]),
+    output=st.sampled_from([None, 0, 50, 1500]),
+    samples=st.integers(1, 3),
+    stream=st.booleans(),
+    generates=MOSTLY_TRUE,
+    prefix=st.sampled_from([(), (1,), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (3, 4, 5, 6, 7)]),
+)
 
 
 @cache
@@ -162,13 +182,7 @@ class RouterMachine(RuleBasedStateMachine):
     # Requests
 
     @rule(
-        prompt=st.sampled_from([0, 10, 400, 900, 5000]),
-        error=st.sampled_from([0, 100, 1000]),
-        output=st.sampled_from([None, 0, 50, 1500]),
-        samples=st.integers(1, 3),
-        stream=st.booleans(),
-        generates=MOSTLY_TRUE,
-        prefix=st.sampled_from([(), (1,), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (3, 4, 5, 6, 7)]),
+        info=REQUESTS,
         failed=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
         pinned=st.sampled_from(["", "", "", "w0"]),
         splits=MOSTLY_TRUE,
@@ -176,31 +190,15 @@ class RouterMachine(RuleBasedStateMachine):
     )
     def submit(
         self,
-        prompt: int,
-        error: int,
-        output: int | None,
-        samples: int,
-        stream: bool,
-        generates: bool,
-        prefix: tuple[int, ...],
+        info: RequestInfo,
         failed: frozenset[str],
         pinned: str,
         splits: bool,
         tenant_index: int,
     ) -> None:
-        info = ask(
-            prompt,
-            output,
-            error=min(error, prompt),
-            samples=samples,
-            stream=stream,
-            generates=generates,
-            prefix=prefix if prompt else (),
-            size=prompt * 4 + 1,
-        )
         info.long = info.expected_tokens > 1000
         info.pinned, info.deadline = pinned, self.deadline
-        info.whole = "samples" if not splits or pinned or not generates else ""
+        info.whole = "samples" if not splits or pinned or not info.generates else ""
         info.tenant = self.tenants[tenant_index % len(self.tenants)]
         if info.tenant is not None:
             info.rank = info.tenant.spec.rank
@@ -493,9 +491,8 @@ class CacheMachine(TenantMachine):
         for lease in self.leases:
             self.router.leases.record_first_token(lease, self.now)
         self.deadline = self.now + deadline
-        self.submit(
-            400, 0, 50, 1, True, True, tuple(range(1, 7)), frozenset(), "", True, tenant_index
-        )
+        info = make_request(prefix=tuple(range(1, 7)))
+        self.submit(info, frozenset(), "", True, tenant_index)
         self.deadline = inf
 
     @invariant()

@@ -34,7 +34,6 @@ def endpoint(
 def endpoint_slice(
     name: str, *endpoints: Json, pool: str = "short", port: int = 8000, family: str = "IPv4"
 ) -> Json:
-    """Return a slice."""
     return {
         "kind": "EndpointSlice",
         "metadata": {"name": name, "labels": {"pool": pool}},
@@ -66,14 +65,12 @@ class RecordingListener:
         return list(self.updates[-1]) if self.updates else None
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def wait_for(self, *names: str) -> None:
-        """Wait until an update has these names."""
         await self.wait_until(lambda: self.names == list(names))
 
 
@@ -101,13 +98,11 @@ class ApiServer:
     # Events of the cluster
 
     async def apply(self, *slices: Json) -> None:
-        """Create or change slices."""
         for item in slices:
             name = item["metadata"]["name"]
             await self._record("MODIFIED" if name in self.slices else "ADDED", name, item)
 
     async def delete(self, name: str) -> None:
-        """Delete a slice."""
         await self._record("DELETED", name, self.slices[name])
 
     async def _record(self, kind: str, name: str, item: Json) -> None:
@@ -139,7 +134,6 @@ class ApiServer:
         self.forgotten = self.version
 
     def drop(self) -> None:
-        """Break all watches."""
         for request in list(self._open):
             if request.transport is not None:
                 request.transport.abort()
@@ -151,7 +145,6 @@ class ApiServer:
         self.drop()
 
     async def wait_for_watches(self, times: int) -> None:
-        """Wait until this number of watches is open."""
         async with asyncio.timeout(DEADLINE_S), self._changed:
             await self._changed.wait_for(lambda: len(self.watches) >= times)
 
@@ -162,7 +155,6 @@ class ApiServer:
     # Responses
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer a list or a watch."""
         self.tokens.append(request.headers.get("Authorization"))
         if self.status is not None:
             code, message = self.status
@@ -228,7 +220,6 @@ def _matches(item: Json, selector: str) -> bool:
 
 @asynccontextmanager
 async def api_server(context: ssl.SSLContext | None = None) -> AsyncIterator[ApiServer]:
-    """Serve on a free port."""
     server = ApiServer()
     app = web.Application()
     app.router.add_get(PATH, server.answer)

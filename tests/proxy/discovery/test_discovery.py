@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,16 +19,16 @@ from proxy.core.router import Router, RouterSettings
 from proxy.discovery import discovery as module
 from proxy.discovery.discovery import Discovery, source
 from proxy.discovery.dns import DnsSource
-from proxy.discovery.endpoints import Endpoint, EndpointListener
+from proxy.discovery.endpoints import Endpoint
 from proxy.discovery.kubernetes import KubernetesSource
-from proxy.discovery.reconcile import keys_of
+from proxy.discovery.reconcile import DiscoveredPool, keys_of
 from proxy.errors import ProxyError
 from proxy.setup.settings import specs, worker_spec
 from tests.present import present
 from tests.proxy.core.making import chat, read, refused, sized
 from tests.proxy.discovery.test_reconcile import endpoints
+from tests.proxy.wire.site import eventually
 
-DEADLINE_S = 60.0
 POOLS = """
 model: tiny
 discovery:
@@ -46,7 +46,7 @@ class FakeSource:
         self.pool = pool
         self.runs = 0
 
-    async def run(self, listener: EndpointListener) -> None:
+    async def run(self, listener: DiscoveredPool) -> None:
         assert listener is not None
         self.runs += 1
         await asyncio.Event().wait()
@@ -54,14 +54,11 @@ class FakeSource:
 
 @dataclass
 class DiscoverySite:
-    """A fleet and its discovery."""
-
     fleet: Fleet = field(default_factory=lambda: Fleet(down_after=1, up_after=1))
     sources: list[FakeSource] = field(default_factory=list)
     discovery: Discovery = field(init=False)
 
     def start(self, text: str = POOLS) -> None:
-        """Start with a fleet file."""
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
             self.fleet.roster.add(spec)
@@ -101,7 +98,6 @@ class DiscoverySite:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the discovery within the block."""
         task = asyncio.create_task(self.discovery.run())
         try:
             yield
@@ -119,11 +115,9 @@ def site() -> DiscoverySite:
     return site
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - the fleet has no change event
-            await asyncio.sleep(0.005)
+@pytest.fixture(autouse=True)
+def _short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
 
 
 def test_discovered_worker_has_the_settings_of_its_pool(site: DiscoverySite) -> None:
@@ -309,10 +303,7 @@ def test_failed_reload_changes_nothing(site: DiscoverySite, tmp_path: Path) -> N
     assert site.worker("s-2").spec.max_requests == 7
 
 
-async def test_vanished_workers_stay_while_up(
-    site: DiscoverySite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
+async def test_vanished_workers_stay_while_up(site: DiscoverySite) -> None:
     site.update("s-1", "s-2")
     for name in site.names:
         site.fleet.health.probe_ok(name, 0.0)
@@ -321,38 +312,30 @@ async def test_vanished_workers_stay_while_up(
         assert site.names == ["s-1", "s-2"]
         assert not site.draining("s-1")
         site.fleet.health.probe_failed("s-1", 1.0)
-        await wait_until(lambda: site.names == ["s-2"])
+        await eventually(lambda: site.names == ["s-2"])
         site.fleet.health.probe_failed("s-2", 1.0)
-        await wait_until(lambda: site.names == [])
+        await eventually(lambda: site.names == [])
 
 
-async def test_reload_restarts_changed_sources(
-    site: DiscoverySite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
+async def test_reload_restarts_changed_sources(site: DiscoverySite) -> None:
     async with site.running():
-        await wait_until(lambda: [source.runs for source in site.sources] == [1, 1])
+        await eventually(lambda: [source.runs for source in site.sources] == [1, 1])
         site.reload(POOLS.replace("pool=long", "pool=longer"))
-        await wait_until(lambda: [source.runs for source in site.sources] == [1, 1, 1])
+        await eventually(lambda: [source.runs for source in site.sources] == [1, 1, 1])
         assert len(site.discovery._tasks) == 2
 
 
-async def test_failed_source_is_restarted(
-    site: DiscoverySite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHECK_INTERVAL_S", 0.01)
-    runs = asyncio.Event()
+async def test_failed_source_is_restarted(site: DiscoverySite) -> None:
+    first = site.sources[0]
+    run = first.run
 
-    async def fail(listener: EndpointListener) -> None:
-        if site.sources[0].runs:
-            runs.set()
-            await asyncio.Event().wait()
-        site.sources[0].runs += 1
+    async def fail_once(listener: DiscoveredPool) -> None:
+        first.run = run  # type: ignore[method-assign]
         raise RuntimeError(str(listener))
 
-    site.sources[0].run = fail  # type: ignore[method-assign]
-    async with site.running(), asyncio.timeout(DEADLINE_S):
-        await runs.wait()
+    first.run = fail_once  # type: ignore[method-assign]
+    async with site.running():
+        await eventually(lambda: first.runs == 1)
 
 
 def test_source_depends_on_the_pools_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from tests.proxy.discovery.api_server import Json, endpoint, endpoint_slice
 
 
 def read(*slices: Json, **fields: Any) -> list[Endpoint]:
-    """Return the endpoints of slices for a pool."""
     pool = PoolConfig(name="short", selector="pool=short", **fields)
     return list(read_slices(slices, pool).values())
 

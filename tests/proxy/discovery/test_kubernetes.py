@@ -54,7 +54,6 @@ async def listener(api: ApiServer) -> AsyncIterator[RecordingListener]:
 async def watching(
     api: ApiServer, listener: RecordingListener, **settings: Any
 ) -> AsyncIterator[None]:
-    """Run a source within the block."""
     options = {"url": api.url, "namespace": "llm", "token_file": Path("/none")} | settings
     pool = PoolConfig(name="short", selector="pool=short")
     task = asyncio.create_task(KubernetesSource(KubernetesConfig(**options), pool).run(listener))
@@ -201,13 +200,27 @@ async def test_malformed_list_is_a_failure(
     assert listener.names == ["s-1", "s-2"]
 
 
+MANY = [endpoint(f"s-{n}", f"10.0.{n // 250}.{n % 250}") for n in range(1000)]
+
+
 async def test_slice_longer_than_a_line_of_aiohttp_is_read(
     api: ApiServer, listener: RecordingListener
 ) -> None:
-    many = [endpoint(f"s-{n}", f"10.0.{n // 250}.{n % 250}") for n in range(1000)]
-    await api.apply(endpoint_slice("a", *many))
+    await api.apply(endpoint_slice("a", *MANY))
     await listener.wait_until(lambda: len(listener.names or ()) == 1000)
     assert listener.failures == []
+
+
+async def test_event_above_the_limit_is_a_failure(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "MAX_EVENT_BYTES", 1 << 16)
+    listener = RecordingListener()
+    async with watching(api, listener):
+        await api.wait_for_watches(1)
+        await api.apply(endpoint_slice("a", *MANY))
+        await listener.wait_until(lambda: bool(listener.failures))
+    assert "the API server: " in listener.failures[0]
 
 
 async def test_token_is_read_for_each_request(api: ApiServer, tmp_path: Path) -> None:

@@ -223,12 +223,17 @@ async def test_cancel_in_the_handshake_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_router_starts_without_libraries_that_it_may_not_need() -> None:
-    """Discovery and warm-up of transfers import aiohttp, a client of the admin API the others."""
+    """Discovery in Kubernetes imports aiohttp, a client of the admin API the others."""
+    fleet = """
+model: m
+transfer: nixl
+workers: [{name: a, role: prefill, url: 'http://a:1'}, {name: b, role: decode, url: 'http://b:1'}]
+"""
     code = (
         "import sys, proxy.app, proxy.processes.__main__\n"
         "from proxy.setup.app import App\n"
         "from proxy.config import parse\n"
-        "App(parse(\"{model: m, workers: [{name: a, url: 'http://h:1'}]}\", 'fleet.yaml'))\n"
+        f"App(parse({fleet!r}, 'fleet.yaml'))\n"
         "print(*sorted({'aiohttp', 'fastapi', 'uvicorn'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

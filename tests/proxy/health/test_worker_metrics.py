@@ -14,9 +14,7 @@ from proxy.health.worker_metrics import parse
 from tests.present import present
 from tests.proxy.health.vllm_page import STARTED, Engine, vllm_page
 
-BUSY = Engine(
-    running=3, waiting=5, usage=0.25, prompt_tokens=1000, generation_tokens=200, preemptions=2
-)
+BUSY = Engine(running=3, waiting=5, usage=0.25, prompt_tokens=1000, generation_tokens=200)
 PAGE = vllm_page(BUSY)
 ONE = b'vllm:num_requests_running{engine="0"} '
 
@@ -129,7 +127,6 @@ ENGINES = st.builds(
     usage=st.floats(0, 1),
     prompt_tokens=st.integers(0, 10**15),
     generation_tokens=st.integers(0, 10**15),
-    preemptions=st.integers(0, 1000),
 )
 
 
@@ -152,6 +149,5 @@ def test_parser_agrees_with_the_prometheus_library(engines: list[Engine], model:
         kv_capacity_tokens=16_000 * len(engines),
         prompt_tokens_total=totals["vllm:prompt_tokens_total"],
         generation_tokens_total=totals["vllm:generation_tokens_total"],
-        preemptions_total=totals["vllm:num_preemptions_total"],
         extra={"started": STARTED, "queued": sum(engine.waiting for engine in engines)},
     )

@@ -35,7 +35,6 @@ class Engine:
     usage: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    preemptions: int = 0
     fetching: int = 0  # part of `waiting`
 
 
@@ -46,7 +45,6 @@ def vllm_page(
     block_size: int = 16,
     started: float | None = STARTED,
 ) -> bytes:
-    """Return the page of a worker with these engines."""
     registry = CollectorRegistry()
     if started:
         Gauge("process_start_time_seconds", "Start time.", registry=registry).set(started)
@@ -78,7 +76,6 @@ def vllm_page(
         sources.labels(*labels, "local_compute").inc(77)
         counters["prompt_tokens"].labels(*labels).inc(engine.prompt_tokens)
         counters["generation_tokens"].labels(*labels).inc(engine.generation_tokens)
-        counters["num_preemptions"].labels(*labels).inc(engine.preemptions)
         # Tokens are of this engine, blocks of all engines.
         tokens = num_blocks and num_blocks * block_size
         blocks = num_blocks and num_blocks * len(engines)

@@ -172,6 +172,9 @@ def test_content_is_kept_on_request() -> None:
     found.condense(1)
     assert found.content == "onetwo three"
     assert sent("one").content is None
+    found.pieces.append(event(" four", reasoning=""))
+    found.condense(0)
+    assert found.content == "onetwo three four"
     found.pieces.append(event(None, reasoning="hm"))
     assert found.content is None
 

@@ -274,15 +274,6 @@ async def test_messages_from_before_the_end_do_not_bring_a_connection_back() -> 
         assert not site.subscriber.up
 
 
-async def test_all_messages_are_read_at_once_if_wanted(site: JournalSite) -> None:
-    await site.connected()
-    site.step(5 * MAX_MESSAGES_PER_WAKEUP)
-    site.publisher.socket.close(linger=POLL_MS)
-    assert site.subscriber._monitor._socket.poll(POLL_MS)
-    site.subscriber.read_all()
-    assert site.journal.number == site.engine.number
-
-
 async def test_new_connection_has_a_snapshot_soon() -> None:
     """Also one of many that end: only too many gaps on one connection make the pauses longer."""
     with publishing() as publisher:

@@ -13,7 +13,6 @@ def finished(
     duration_s: float = 1.0,
     **more: object,
 ) -> FinishedRequest:
-    """Make a record with these fields."""
     done = FinishedRequest(route, status, reason, duration_s)
     for name, value in more.items():
         setattr(done, name, value)

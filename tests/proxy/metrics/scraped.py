@@ -17,17 +17,14 @@ class Counts(Protocol):
 
 
 def written(page: MetricsPage) -> str:
-    """Return the text of a page."""
     return b"".join(page.slices()).decode()
 
 
 def scraped(metrics: Metrics, *, openmetrics: bool = False) -> str:
-    """Return the text of a scrape."""
     return b"".join(slices(metrics, MetricsPage(openmetrics=openmetrics))).decode()
 
 
 def shown(counts: Counts) -> dict[str, float]:
-    """Return all samples of the counters."""
     page = MetricsPage(openmetrics=False)
     counts.show(page)
     lines = written(page).splitlines()

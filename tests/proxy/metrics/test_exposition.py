@@ -23,7 +23,6 @@ READERS = {False: read_text, True: read_openmetrics}
 
 @pytest.fixture(params=[False, True], ids=["text", "openmetrics"])
 def openmetrics(request: pytest.FixtureRequest) -> bool:
-    """Return whether the format is OpenMetrics."""
     return bool(request.param)
 
 

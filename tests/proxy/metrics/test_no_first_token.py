@@ -72,22 +72,15 @@ def test_whole_responses_are_timed_without_streams_and_failures(metrics: Metrics
     finish(metrics, status=502, seconds=9.0, stream=False)
     finish(metrics, status=200, seconds=9.0, stream=False, generates=False, prompt=0)
     assert shown(metrics.unseen) == {}
-    finish(metrics, status=200, seconds=45.0, stream=False)
-    finish(metrics, status=499, seconds=9.0, stream=False)  # has its own label
-    found = shown(metrics.unseen)
     labels = 'pool="general",model="m",class="short"'
+    finish(metrics, status=499, seconds=9.0, stream=False)  # has its own label
+    assert shown(metrics.unseen)[f"proxy_whole_answer_seconds_count{{{labels}}}"] == 0
+    finish(metrics, status=200, seconds=45.0, stream=False)
+    found = shown(metrics.unseen)
     assert found[f'proxy_whole_answer_seconds_bucket{{{labels},le="40.0"}}'] == 0
     assert found[f'proxy_whole_answer_seconds_bucket{{{labels},le="60.0"}}'] == 1
     assert found[f"proxy_whole_answer_seconds_count{{{labels}}}"] == 1
     assert found[f'proxy_left_seconds_count{{worker="a",{labels},stream="false"}}'] == 1
-
-
-def test_leaving_before_a_whole_response_creates_the_series_of_whole_responses(
-    metrics: Metrics,
-) -> None:
-    finish(metrics, status=499, seconds=9.0, stream=False)
-    labels = 'pool="general",model="m",class="short"'
-    assert shown(metrics.unseen)[f"proxy_whole_answer_seconds_count{{{labels}}}"] == 0
 
 
 @pytest.mark.parametrize(("prefilled_at", "worker"), [(None, "p"), (101.0, "d")])

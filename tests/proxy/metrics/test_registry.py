@@ -97,7 +97,6 @@ REFUSED = {"worker": "none", "reason": "queue_full", "status": "429", "class": "
 
 
 def refuse(metrics: Metrics) -> None:
-    """Count a request that no worker got."""
     metrics.count_request(finished(CHAT, 429, Reason.QUEUE_FULL, 0.001, model="tiny"))
 
 
@@ -310,7 +309,6 @@ def fill_with_old_models(metrics: Metrics, router: Router, monkeypatch: pytest.M
 
 
 def decide(router: Router, model: str) -> None:
-    """Count a decision and a hand-over decision."""
     router.placer.decisions[model, Reason.SHORT_POOL] = 1
     router.placer.handovers[model, HandoverVerdict.CACHED] = 1
 

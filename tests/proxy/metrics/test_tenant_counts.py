@@ -7,6 +7,7 @@ from hashlib import sha256
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, Tenants, TenantSpec
 from proxy.metrics import tenant_counts
+from proxy.metrics.exposition import Family
 from proxy.metrics.tenant_counts import MAX_TENANTS, TenantCounts
 from tests.proxy.metrics.scraped import shown
 
@@ -79,9 +80,7 @@ def test_tenants_above_the_limit_are_counted_as_other() -> None:
 
 
 def test_labels_contain_no_text_of_clients() -> None:
-    families = [
-        item for item in vars(tenant_counts).values() if isinstance(item, tenant_counts.Family)
-    ]
+    families = [item for item in vars(tenant_counts).values() if isinstance(item, Family)]
     assert {label for family in families for label in family.labels} == {
         "tenant", "class", "status", "kind", "limit",
     }  # fmt: skip

@@ -239,7 +239,6 @@ class MovedFiles:
 
 @pytest.fixture
 async def moved(authority: Authority, tmp_path: Path) -> AsyncIterator[MovedFiles]:
-    """Start the router."""
     fake = FakeWorker("a")
     async with serving(fake):
         moved = MovedFiles(authority, tmp_path, fake)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from proxy.core.model.specs import WorkerSpec
-from tests.proxy.processes.virtual_group import AloneGroup, HostGroup, VirtualGroup
-
-MakeAny = Callable[..., VirtualGroup]
+from tests.proxy.processes.virtual_group import AloneGroup, HostGroup, MakeGroup, VirtualGroup
 
 
 @pytest.fixture
-def make_any() -> Iterator[MakeAny]:
+def make_any() -> Iterator[MakeGroup]:
     """Return a function that makes virtual groups of a class."""
     groups: list[VirtualGroup] = []
 
@@ -30,18 +28,18 @@ def make_any() -> Iterator[MakeAny]:
 
 
 @pytest.fixture(params=[VirtualGroup, HostGroup])
-def make_group(request: pytest.FixtureRequest, make_any: MakeAny) -> Callable[..., VirtualGroup]:
+def make_group(request: pytest.FixtureRequest, make_any: MakeGroup) -> MakeGroup:
     """Make groups of processes, and of hosts in a second run of the test."""
     return partial(make_any, request.param)
 
 
 @pytest.fixture(params=[VirtualGroup, HostGroup, AloneGroup])
-def make_all(request: pytest.FixtureRequest, make_any: MakeAny) -> Callable[..., VirtualGroup]:
+def make_all(request: pytest.FixtureRequest, make_any: MakeGroup) -> MakeGroup:
     """Make groups of processes, groups of hosts, and one router for what all of these must do."""
     return partial(make_any, request.param)
 
 
 @pytest.fixture
-def make_processes(make_any: MakeAny) -> Callable[..., VirtualGroup]:
+def make_processes(make_any: MakeGroup) -> MakeGroup:
     """Make groups of processes, which see each other's changes at once."""
     return partial(make_any, VirtualGroup)

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,10 @@ class RouterGroup:
         notice_s: float = 0.0,
         more: str = "",
         router: str = "",
+        admin: str = "",
+        routing: str = "{policy: least_loaded}",
         ports: dict[str, int] | None = None,
+        fields: dict[str, str] | None = None,
     ) -> None:
         self.ports = ports or {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
@@ -49,7 +52,9 @@ class RouterGroup:
         self.listens = listens  # configured ports of clients and of the admin API
         self.drain_s, self.notice_s = drain_s, notice_s
         self.more = more  # appended to the fleet file
-        self.router = router  # more of its block `router`
+        self.router, self.admin_fields = router, admin  # more of its blocks `router` and `admin`
+        self.routing = routing
+        self.fields = fields or {}  # of workers, by name
         self.write(*workers)
         self.clients: list[Client] = []
         self.lines: list[str] = []
@@ -66,17 +71,18 @@ class RouterGroup:
         self.port = int(line.split("/v1")[0].rsplit(":", 1)[1])
         self.admin = line.split("admin ")[1].split()[0]
 
-    def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
+    def write(self, *workers: str, routing: str = "") -> None:
         """Write the fleet file for some of the workers."""
         lines = "".join(
-            f"  - {{name: {name}, url: 'http://127.0.0.1:{self.ports[name]}', max_requests: 4}}\n"
+            f"  - {{name: {name}, url: 'http://127.0.0.1:{self.ports[name]}', "
+            f"{self.fields.get(name, 'max_requests: 4')}}}\n"
             for name in workers
         )
         port, admin = self.listens
         self.file.write_text(
-            f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
-            f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
-            f"drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
+            f"model: tiny\nworkers:\n{lines}routing: {routing or self.routing}\n"
+            f"router: {{port: {port}, admin: {{port: {admin}{self.admin_fields}}}, "
+            f"processes: {self.count}, drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
             f"probe: {{interval_s: 0.1}}{self.router}}}\n{self.more}"
         )
 
@@ -117,15 +123,12 @@ class RouterGroup:
 
     @property
     def leader(self) -> int:
-        """The index of the leader."""
         return int(self.wait_for_line(" leads").split(" leads")[0].rsplit(" ", 1)[1])
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the supervisor."""
         self.process.send_signal(number)
 
     def close(self) -> None:
-        """End all processes."""
         pids = list(self.pids.values())
         if self.process.poll() is None:
             self.process.kill()
@@ -142,7 +145,6 @@ class RouterGroup:
     # Workers, clients and operators
 
     async def start_workers(self) -> dict[str, FakeWorker]:
-        """Start the workers."""
         fakes = {name: FakeWorker(name) for name in self.ports}
         for name, fake in fakes.items():
             fake.port = self.ports[name]
@@ -168,7 +170,6 @@ class RouterGroup:
         return found
 
     async def one_of_each(self) -> list[Client]:
-        """Return a client for every process."""
         return [*(await self.connect_to_each()).values()]
 
     async def admin_request(self, path: str, method: str = "GET", **more: Any) -> Any:
@@ -181,18 +182,15 @@ class RouterGroup:
             return await answer.json()
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """Return the workers of the admin API by name."""
         return {worker["name"]: worker for worker in await self.admin_request("/workers")}
 
     async def wait_until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
-        """Wait until a condition on the workers holds."""
         give_up = time.monotonic() + DEADLINE_S
         while not condition(found := await self.workers()):
             assert time.monotonic() < give_up, found
             await asyncio.sleep(POLL_S)
 
     async def wait_for_requests(self, count: int) -> None:
-        """Wait until the workers have this number of requests."""
         await self.wait_until(
             lambda workers: sum(worker["requests"] for worker in workers.values()) == count
         )
@@ -211,6 +209,20 @@ class RouterGroup:
                 used |= {await worker_of(client)} - {""}
                 await asyncio.sleep(POLL_S)
             client.close()
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, workers: Sequence[str], **settings: Any
+) -> AsyncIterator[tuple[RouterGroup, dict[str, FakeWorker]]]:
+    """Run a router and its workers within the block."""
+    group = await asyncio.to_thread(RouterGroup, folder, workers, **settings)
+    fakes = await group.start_workers()
+    try:
+        yield group, fakes
+    finally:
+        await asyncio.to_thread(group.close)
+        await leave(fakes, group)
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:
@@ -244,7 +256,6 @@ async def worker_of(client: Client) -> str:
 
 
 async def id_prefix_of(client: Client) -> bytes:
-    """Return the prefix of a process's request IDs."""
     answer = await client.ask(get("/health"))
     return answer.one(b"x-request-id").rpartition(b"-")[0]
 
@@ -265,7 +276,6 @@ async def worker_of_response(
 
 
 async def worker_that_serves(client: Client, fakes: dict[str, FakeWorker], data: bytes) -> str:
-    """Send a request; return the name of its worker."""
     counts = {name: len(fake.served) for name, fake in fakes.items()}
     assert (await client.ask(data)).status == 200
     [worker] = [name for name, fake in fakes.items() if len(fake.served) > counts[name]]
@@ -273,7 +283,6 @@ async def worker_that_serves(client: Client, fakes: dict[str, FakeWorker], data:
 
 
 async def samples(client: Client) -> dict[str, float]:
-    """Return the samples of the metrics page."""
     answer = await client.ask(get("/metrics"))
     assert answer.status == 200
     lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
@@ -281,5 +290,4 @@ async def samples(client: Client) -> dict[str, float]:
 
 
 def total(found: dict[str, float], name: str) -> float:
-    """Return the sum of all series of a metric."""
     return sum(value for series, value in found.items() if series.partition("{")[0] == name)

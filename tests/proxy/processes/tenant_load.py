@@ -15,8 +15,6 @@ PUBLISH_STEPS = 20  # of a millisecond, between two messages of a host
 
 
 class TenantLoad:
-    """The waiting requests of tenants, and what was served."""
-
     def __init__(self, group: VirtualGroup, waiting: dict[tuple[int, str], int]) -> None:
         self.group = group
         self.waiting = waiting  # by process and tenant
@@ -26,20 +24,17 @@ class TenantLoad:
         self.rng = Random(1)
 
     def tenant(self, index: int, name: str) -> Tenant:
-        """Return a tenant in one process."""
         found = self.group.routers[index].tenants.get(name)
         assert found is not None
         return found
 
     def serve(self, index: int, lease: Lease) -> None:
-        """Serve a request for a while."""
         self.running.append((self.group.now + self.rng.uniform(0.2, 0.4), index, lease))
         if (tenant := lease.ask.tenant) is not None:
             self.served[tenant.name] += 1
             self.first_served.setdefault(tenant.name, self.group.now)
 
     def add_request(self, index: int, name: str) -> None:
-        """Submit a request."""
         info: RequestInfo = ask(100, 50)
         info.tenant = self.tenant(index, name)
         info.rank = info.tenant.spec.rank

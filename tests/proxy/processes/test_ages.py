@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from tests.proxy.core.making import spec
 from tests.proxy.processes.tenant_load import TenantLoad
-from tests.proxy.processes.virtual_group import VirtualGroup
+from tests.proxy.processes.virtual_group import MakeGroup
 
-MakeGroup = Callable[..., VirtualGroup]
 INTERACTIVE, STANDARD, BATCH = Rank
 AGES = FairnessSettings(standard_age_s=1.0, batch_age_s=3.0)
 
@@ -23,9 +20,7 @@ def start_load(
     """Return a load of tenants, named by rank and suffix; the first process runs 8 requests."""
     group = make_all(size, spec("a", most=8), fairness=AGES, queue_wait_s=1e6)
     names = sorted({name for _, name in waiting})
-    specs = [TenantSpec(name, Rank[name.partition(" ")[0]]) for name in names]
-    for router in group.routers:
-        router.tenants.replace(specs, {})
+    group.set_tenants(*(TenantSpec(name, Rank[name.partition(" ")[0]]) for name in names))
     load = TenantLoad(group, waiting)
     for _ in range(8):
         load.serve(0, group.submit(0))

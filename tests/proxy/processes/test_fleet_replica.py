@@ -29,8 +29,6 @@ CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml"
 
 
 class Process:
-    """A router and its replica."""
-
     def __init__(self, table: SharedTable, index: int) -> None:
         self.now = 1.0
         self.fleet = Fleet(clock=lambda: self.now)
@@ -57,7 +55,6 @@ class Process:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Process, Process]]:
-    """Return a leader and another process."""
     table = SharedTable.make(3)
     leader, other = Process(table, 0), Process(table, 1)
     leader.replica.lead()
@@ -235,7 +232,7 @@ def test_more_workers_than_rows_are_logged(
     pair: tuple[Process, Process], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, other = pair
-    monkeypatch.setattr(sharing_module.WorkerRows, "row_of", lambda *_: None)
+    monkeypatch.setattr(sharing_module.WorkerRows, "take", lambda *_: None)
     leader.up("a")
     with caplog.at_level(logging.ERROR):
         assert send_changes(leader, other)

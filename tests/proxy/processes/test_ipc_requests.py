@@ -11,7 +11,7 @@ import pytest
 
 from proxy.processes import ipc_requests as module
 from proxy.processes.child import Child
-from proxy.processes.ipc_messages import IpcQuestion
+from proxy.processes.ipc_messages import IpcAnswer, IpcQuestion
 from proxy.processes.ipc_requests import PendingQuestions
 from proxy.processes.metrics_totals import MetricsTotals
 from tests.proxy.processes.test_metrics_merge import page
@@ -20,8 +20,6 @@ from tests.proxy.wire.site import eventually
 
 
 class RecordingChildren:
-    """Processes that record their messages."""
-
     def __init__(self, *indices: int) -> None:
         self.messages: list[tuple[int, Any]] = []
         self.children = [self._child(index) for index in indices]
@@ -47,15 +45,15 @@ async def test_answers_are_in_the_order_of_processes() -> None:
     (number,) = {message.number for _, message in children.messages}
     assert all((m.what, m.given) == ("page", True) for _, m in children.messages)
     for index in range(3):
-        questions.record_answer(index, number, f"of {index}")
+        questions.record(index, IpcAnswer(number, f"of {index}"))
     assert list((await asking).items()) == [(2, "of 2"), (0, "of 0"), (1, "of 1")]
 
 
 async def test_concurrent_questions_are_distinguished() -> None:
     questions, first, second = PendingQuestions(), RecordingChildren(0), RecordingChildren(0)
     one, other = await first.start(questions, 1), await second.start(questions, 2)
-    questions.record_answer(0, second.messages[0][1].number, "second")
-    questions.record_answer(0, first.messages[0][1].number, "first")
+    questions.record(0, IpcAnswer(second.messages[0][1].number, "second"))
+    questions.record(0, IpcAnswer(first.messages[0][1].number, "first"))
     assert (await one, await other) == ({0: "first"}, {0: "second"})
 
 
@@ -63,10 +61,10 @@ async def test_question_ends_when_processes_are_gone_or_cannot_answer() -> None:
     questions, children = PendingQuestions(), RecordingChildren(0, 1, 2)
     asking = await children.start(questions)
     questions.remove_process(0)
-    questions.record_no_answer(2, 77)
-    questions.record_answer(1, 77, "here")
+    questions.record(2, IpcAnswer(77, failed=True))
+    questions.record(1, IpcAnswer(77, "here"))
     assert await asyncio.wait_for(asking, 1.0) == {1: "here"}
-    questions.record_no_answer(2, 77)  # after the end of the question
+    questions.record(2, IpcAnswer(77, failed=True))  # after the end of the question
     assert await asyncio.wait_for(questions.ask(IpcQuestion(78, "page"), []), 1.0) == {}
 
 
@@ -77,10 +75,10 @@ async def test_answer_of_a_dead_process_is_dropped() -> None:
     summed(totals, pages)
     asking = await children.start(questions)
     number = children.messages[0][1].number
-    questions.record_answer(1, number, pages[1])
+    questions.record(1, IpcAnswer(number, pages[1]))
     totals.keep_counters(1)
     questions.remove_process(1)
-    questions.record_answer(0, number, pages[0])
+    questions.record(0, IpcAnswer(number, pages[0]))
     assert summed(totals, await asking)['proxy_requests_total{worker="a"}'] == "3"
 
 
@@ -91,11 +89,11 @@ async def test_late_process_is_left_out_and_logged(
     questions, children = PendingQuestions(), RecordingChildren(0, 1, 2)
 
     def answer_in_time(_: Any) -> None:
-        questions.record_answer(1, 77, "in time")
+        questions.record(1, IpcAnswer(77, "in time"))
 
     children.children[1].channel = cast("Any", SimpleNamespace(send=answer_in_time))
     with caplog.at_level(logging.WARNING):
         found = await questions.ask(IpcQuestion(77, "page", True), children.children)
     assert found == {1: "in time"}
     assert "no answer from process 0, 2" in caplog.text
-    questions.record_answer(0, 77, "too late")  # no effect
+    questions.record(0, IpcAnswer(77, "too late"))  # no effect

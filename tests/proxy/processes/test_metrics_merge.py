@@ -44,7 +44,6 @@ BYTES = Family("proxy_transfer_bytes", "counter", "Bytes that workers tell.", ("
 
 
 def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -> str:
-    """Return the metrics page of one process."""
     metrics_page = MetricsPage(openmetrics=False)
     metrics_page.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
     metrics_page.values(INFLIGHT, [(("a",), inflight)])

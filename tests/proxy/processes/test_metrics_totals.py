@@ -18,7 +18,6 @@ NUMBERS = count(1)
 
 
 def summed(totals: MetricsTotals, found: dict[int, str], number: int = 0) -> dict[str, str]:
-    """Return the samples of the totals of these pages."""
     number = number or next(NUMBERS)
     written, _ = totals.merge(found, number=number, serving=2, restarts=4, openmetrics=False)
     lines = written.decode().splitlines()
@@ -46,7 +45,6 @@ def test_late_process_counts_with_its_last_page_and_a_dead_one_without_gauges() 
 
 
 def process(*workers: str) -> Metrics:
-    """Return the metrics of a process with these workers."""
     return Metrics(router_of(*map(spec, workers)))
 
 

@@ -12,20 +12,17 @@ from proxy.processes.ports import Ports
 
 
 def config(host: str = "127.0.0.1", port: int = 0) -> RouterConfig:
-    """Return settings with a port, and any admin port."""
     return RouterConfig(host=host, port=port, admin=AdminConfig(port=0))
 
 
 @pytest.fixture
 def ports() -> Iterator[Ports]:
-    """Return ports that are released at the end."""
     ports = Ports()
     yield ports
     ports.close()
 
 
 def listen(ports: Ports) -> socket.socket:
-    """Listen as a process does."""
     ((family, address),) = ports.addresses
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -81,8 +81,6 @@ class RandomRouter:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run."""
-
     work: Counter[str]  # tokens by worker
     ttfts: list[float]  # of short requests
 
@@ -90,7 +88,6 @@ class Result:
 def simulate(
     count: int, specs: tuple[WorkerSpec, ...], rate: float, longs: float, policy: str
 ) -> Result:
-    """Simulate half a minute of requests."""
     toy = Toy(*specs, speed=GPU, policy=policy)
     group = None
     if count > 1:

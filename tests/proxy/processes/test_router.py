@@ -22,6 +22,7 @@ from tests.proxy.processes.router_group import (
     hold,
     leave,
     samples,
+    serving,
     stored_response,
     total,
     until,
@@ -57,12 +58,10 @@ async def fakes(group: RouterGroup) -> AsyncIterator[Fakes]:
 
 
 async def send_requests(client: Client, count: int) -> list[int]:
-    """Send requests one after the other; return their statuses."""
     return [(await client.ask(chat())).status for _ in range(count)]
 
 
 async def wait_for_served(fakes: Fakes, count: int) -> None:
-    """Wait until workers have got this number of requests."""
     await eventually(
         lambda: sum(len(fake.served) for fake in fakes.values()) >= count, within=DEADLINE_S
     )
@@ -215,13 +214,11 @@ async def test_restarted_process_uses_the_last_read_fleet_file(tmp_path: Path) -
     (tmp_path / "goes").write_text(goes)
     tenant = "- {{name: {0}, keys_file: {1}/{0}}}\n"
     first, second = (tenant.format(name, tmp_path) for name in ("stays", "goes"))
-    group = RouterGroup(tmp_path, ("a",), more=f"tenants:\n{first}{second}")
-    fakes = await group.start_workers()
 
     async def status_with(client: Client, key: str) -> int:
         return (await client.ask(chat("hi", bearer(key)))).status
 
-    async def wait_for(key: str, status: int, *refused: str) -> None:
+    async def wait_for(group: RouterGroup, key: str, status: int, *refused: str) -> None:
         """Wait until all processes answer a key with a status; they refuse other keys."""
         for client in await group.one_of_each():
             async with asyncio.timeout(DEADLINE_S):
@@ -229,12 +226,12 @@ async def test_restarted_process_uses_the_last_read_fleet_file(tmp_path: Path) -
                     await asyncio.sleep(POLL_S)
             assert {await status_with(client, other) for other in refused} <= {401}
 
-    try:
+    async with serving(tmp_path, ["a"], more=f"tenants:\n{first}{second}") as (group, _):
         await group.wait_until(lambda workers: workers["a"]["state"] == "up")
         group.more = f"tenants:\n{first}"
         group.write("a")
         group.send_signal(signal.SIGHUP)
-        await wait_for(goes, 401)
+        await wait_for(group, goes, 401)
         (tmp_path / "goes").unlink()
         (tmp_path / "stays").write_text(comes)
         for victim, old in group.pids.items():
@@ -243,12 +240,9 @@ async def test_restarted_process_uses_the_last_read_fleet_file(tmp_path: Path) -
                 lambda victim=victim, old=old: group.pids.get(victim, old) != old,
                 within=DEADLINE_S,
             )
-            await wait_for(stays, 200, goes, comes)
+            await wait_for(group, stays, 200, goes, comes)
         group.send_signal(signal.SIGHUP)
-        await wait_for(comes, 200, stays)
-    finally:
-        group.close()
-        await leave(fakes, group)
+        await wait_for(group, comes, 200, stays)
 
 
 async def test_breaker_is_open_in_all_processes(group: RouterGroup, fakes: Fakes) -> None:
@@ -356,8 +350,6 @@ async def test_process_with_sigterm_finishes_requests_and_is_replaced(
 
 
 class LiveView:
-    """The state of a status page."""
-
     def __init__(self) -> None:
         self.fields: list[str] = []
         self.rows: dict[int, dict[str, object]] = {}
@@ -377,7 +369,6 @@ class LiveView:
                         break
 
     def take(self, data: dict[str, list[list[int]]]) -> None:
-        """Apply an event."""
         if "fields" in data:  # a full state
             self.fields, self.rows = [*map(str, data["fields"])], {}
         for row in data["rows"]:
@@ -386,7 +377,6 @@ class LiveView:
 
     @property
     def running(self) -> int:
-        """The number of requests at workers."""
         return sum(row["ended"] is None and bool(row["worker"]) for row in self.rows.values())
 
 

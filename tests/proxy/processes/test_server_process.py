@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from proxy.config import load, parse
+from proxy.config import FleetConfig, load, parse
 from proxy.metrics.recent import ANY
 from proxy.processes.channel import Channel
 from proxy.processes.ipc_messages import (
     Begin,
     Drain,
     IpcAnswer,
-    IpcNoAnswer,
     IpcQuestion,
     Message,
     Stop,
@@ -35,27 +34,38 @@ from tests.proxy.wire.site import eventually
 CONFIG = parse("model: m\nworkers: [{name: x, url: 'http://x'}]\n", "fleet.yaml")
 
 
-def make_server(channel: object) -> ServerProcess:
+def ignore(*_: Message) -> None: ...
+
+
+def make_server(
+    config: FleetConfig = CONFIG, channel: object = SimpleNamespace(send=ignore)
+) -> ServerProcess:
     """Return the process of a router of one."""
-    keys = SecretKeys.read(CONFIG, "fleet.yaml")
-    begin = Begin(1, CONFIG, CONFIG, keys, None, load, ())
+    begin = Begin(1, config, config, SecretKeys.read(config, "fleet.yaml"), None, load, ())
     return ServerProcess(begin, 0, SharedTable.make(1).fd, cast("Channel", channel))
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[ServerProcess]:
     """Return a process; its log takes the handlers over before a test starts."""
-    server = make_server(SimpleNamespace(send=lambda _: None))
+    server = make_server()
     yield server
     server.app.logs.close()
 
 
-def ignore(_: Message) -> None:
-    """Ignore a message."""
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[..., Awaitable[tuple[Channel, Channel]]]]:
+    """Return a function that makes both ends of a channel, given what handles their messages."""
+    ends: list[Channel] = []
 
+    async def connected(*handlers: Callable[[Message], None]) -> tuple[Channel, Channel]:
+        for sock, handle in zip(socket.socketpair(), handlers, strict=True):
+            ends.append(await Channel.open(sock, handle, ignore))
+        return ends[0], ends[1]
 
-def ignore_end() -> None:
-    """Ignore the end of the channel."""
+    yield connected
+    for end in ends:
+        end.close()
 
 
 QUESTIONS = {
@@ -90,43 +100,37 @@ async def test_failed_question_does_not_end_the_process(
     assert "ZeroDivisionError" in caplog.text
     assert not server.ended.is_set()
     assert not server.failed
-    assert await sent.get() == IpcNoAnswer(1)
+    assert await sent.get() == IpcAnswer(1, failed=True)
     server.handle(IpcQuestion(2, "page"))
     answer = await sent.get()
     assert isinstance(answer, IpcAnswer)
     assert answer.number == 2
 
 
-async def test_unpicklable_answer_does_not_end_the_process() -> None:
+async def test_unpicklable_answer_does_not_end_the_process(
+    server: ServerProcess, connect: Callable[..., Awaitable[tuple[Channel, Channel]]]
+) -> None:
     """Only the write finds it."""
-    ours, theirs = socket.socketpair()
     received: asyncio.Queue[Message] = asyncio.Queue()
-    there = await Channel.open(ours, received.put_nowait, ignore_end)
-    here = await Channel.open(theirs, ignore, ignore_end)
-    server = make_server(here)
+    server._channel, _ = await connect(ignore, received.put_nowait)
     recent = server.app.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(ask(), None, finished())
     server.handle(IpcQuestion(1, "decisions", (1, ANY)))
-    assert await asyncio.wait_for(received.get(), 5.0) == IpcNoAnswer(1)
+    assert await asyncio.wait_for(received.get(), 5.0) == IpcAnswer(1, failed=True)
     assert not server.ended.is_set()
-    for channel in (here, there):
-        channel.close()
-    server.app.logs.close()
 
 
 async def test_failing_message_handler_does_not_end_the_process(
-    caplog: pytest.LogCaptureFixture,
+    connect: Callable[..., Awaitable[tuple[Channel, Channel]]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours, theirs = socket.socketpair()
     handled: list[Message] = []
 
     def record_and_fail(message: Message) -> None:
         handled.append(message)
         raise ZeroDivisionError
 
-    there = await Channel.open(ours, ignore, ignore_end)
-    here = await Channel.open(theirs, record_and_fail, ignore_end)
+    here, there = await connect(record_and_fail, ignore)
     with caplog.at_level(logging.ERROR):
         here.handle(Stop())
         there.send(Drain())
@@ -134,5 +138,3 @@ async def test_failing_message_handler_does_not_end_the_process(
         await eventually(lambda: len(handled) == 3)
     assert handled == [Stop(), Drain(), Stop()]
     assert caplog.text.count("a message of another process") == 3
-    for channel in (here, there):
-        channel.close()

@@ -13,7 +13,6 @@ from proxy.processes.size import process_count
 
 
 def config(processes: int | str) -> FleetConfig:
-    """Return a config with this setting."""
     worker = "{name: a, url: 'http://127.0.0.1:9'}"
     text = f"model: tiny\nworkers: [{worker}]\nrouter: {{processes: {processes}}}\n"
     return parse(text, "fleet.yaml")

@@ -42,7 +42,6 @@ DEADLINE_S = 240.0
 
 
 def config(processes: int = 2, port: int = 0, more: str = "") -> FleetConfig:
-    """Return a config with this number of processes."""
     return parse(
         "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
         f"router: {{{more}port: {port}, admin: {{port: 0}}, processes: {processes}}}\n",

@@ -9,22 +9,19 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import httpx
 import pytest
 from cryptography import x509
 
-from proxy.config import FleetConfig, TlsConfig, load, parse
-from proxy.processes.channel import Channel
-from proxy.processes.ipc_messages import Begin, ConfigReloaded
+from proxy.config import FleetConfig, TlsConfig, parse
+from proxy.processes.ipc_messages import ConfigReloaded
 from proxy.processes.server_process import ServerProcess
-from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.secrets import SecretKeys
 from tests.present import present
 from tests.proxy.certificates import Authority
 from tests.proxy.processes.router_group import RouterGroup, id_prefix_of, until
+from tests.proxy.processes.test_server_process import make_server
 from tests.proxy.wire.raw_client import Client
 
 KEY = "an-admin-key-of-many-letters"
@@ -32,30 +29,21 @@ WORKERS = "workers: [{name: a, url: 'http://127.0.0.1:1'}]\n"
 
 
 class TlsGroup(RouterGroup):
-    """A group whose port uses TLS."""
-
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder / "certificates")
         self.files = self.authority.port("router")
-        super().__init__(folder, ["a"], router=f", tls: {paths_of(self.files)}")
-
-    def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
-        """Write the fleet file; the admin API has TLS and a key too."""
-        super().write(*workers, routing=routing)
-        key_file = self.file.with_name("admin.key")
+        key_file = folder / "admin.key"
         key_file.write_text(KEY)
-        admin = f"admin: {{tls: {paths_of(self.files)}, key_file: '{key_file}', "
-        self.file.write_text(self.file.read_text().replace("admin: {", admin))
+        tls = f", tls: {paths_of(self.files)}"
+        super().__init__(folder, ["a"], router=tls, admin=f"{tls}, key_file: '{key_file}'")
 
     async def admin_statuses(self) -> list[int]:
-        """Return the statuses of the admin API with and without its key."""
         async with httpx.AsyncClient(verify=self.authority.client()) as client:
             url = f"{self.admin}/admin/workers"
             keys: list[dict[str, str]] = [{"Authorization": f"Bearer {KEY}"}, {}]
             return [(await client.get(url, headers=headers)).status_code for headers in keys]
 
     def serial(self) -> int:
-        """Return the serial number of the certificate file."""
         return x509.load_pem_x509_certificate(self.files.cert_file.read_bytes()).serial_number
 
     async def wait_for_serial(self, serial: int) -> None:
@@ -110,21 +98,17 @@ async def test_all_processes_use_a_renewed_certificate_and_none_a_bad_one(group:
     assert await group.admin_statuses() == [200, 401]
 
 
-def config_of(authority: Authority, name: str, key: str) -> tuple[FleetConfig, SecretKeys]:
-    """Return a config with certificates and a tenant's key, and its keys."""
+def config_of(authority: Authority, name: str, key: str) -> FleetConfig:
+    """Return a config with certificates and a tenant's key."""
     tls = paths_of(authority.port(name))
     tenants = f"tenants: [{{name: t, key_hashes: ['sha256:{key * 64}']}}]\n"
-    config = parse(f"model: m\n{WORKERS}{tenants}router: {{tls: {tls}}}\n", "fleet.yaml")
-    return config, SecretKeys.read(config, "fleet.yaml")
+    return parse(f"model: m\n{WORKERS}{tenants}router: {{tls: {tls}}}\n", "fleet.yaml")
 
 
 @pytest.fixture
 async def follower(tmp_path: Path) -> AsyncIterator[ServerProcess]:
     """Return a process; its log takes the handlers over before a test starts."""
-    config, keys = config_of(Authority(tmp_path), "first", "1")
-    channel = cast("Channel", SimpleNamespace(send=lambda _: None))
-    begin = Begin(2, config, config, keys, None, load, ())
-    server = ServerProcess(begin, 1, SharedTable.make(2).fd, channel)
+    server = make_server(config_of(Authority(tmp_path), "first", "1"))
     yield server
     server.app.logs.close()
 
@@ -132,7 +116,8 @@ async def follower(tmp_path: Path) -> AsyncIterator[ServerProcess]:
 async def test_reload_with_a_bad_certificate_applies_the_rest(
     follower: ServerProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, keys = config_of(Authority(tmp_path / "next"), "second", "2")
+    config = config_of(Authority(tmp_path / "next"), "second", "2")
+    keys = SecretKeys.read(config, "fleet.yaml")
     key_file = present(config.router.tls).key_file
     key_file.write_text("half a k")
     with caplog.at_level(logging.WARNING):

@@ -13,16 +13,14 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome
 from proxy.core.queue.ticket import Ticket
+from proxy.core.tenants.tenants import TenantSpec
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import decode
 from proxy.processes.replicas.replication import Replication
-from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import READ_INTERVAL_S, REMOTE_INTERVAL_S, SharedLoad
-from proxy.processes.shared.prefixes import SharedPrefixes
-from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
-from proxy.processes.shared.traffic import SharedTraffic
+from proxy.processes.shared.sharing import share_router
 from tests.proxy.core.making import ask, placed, router_of, worker_of
 
 
@@ -39,6 +37,7 @@ class VirtualGroup:
         self.leases: dict[Ticket, Lease] = {}  # of dispatched tickets
         self.specs = specs
         self.settings = settings
+        self.tenants: list[TenantSpec] = []
         self.routers = [router_of(*specs, **settings) for _ in range(size)]
         self.queues: list[SharedQueues] = [None] * size  # type: ignore[list-item]
         self.sharings = [self.join(i) for i in range(size)]
@@ -50,7 +49,6 @@ class VirtualGroup:
         return self.now
 
     def run_later(self, callback: Callable[[], None]) -> None:
-        """Run a callback at the end of the turn."""
         self.callbacks.append(callback)
 
     def place_of(self, index: int) -> tuple[SharedTable, int]:
@@ -67,29 +65,20 @@ class VirtualGroup:
         table.clear(process)
 
     def join(self, index: int) -> SharedLoad:
-        """Let a process share its load."""
         router = self.routers[index]
-        fleet = router.fleet
-        table, process = self.place_of(index)
-        sharing = SharedLoad(table, process, fleet, self.clock, self.run_later)
         self.lives += 1
-        sharing.sheet.write_count(LIFE, self.lives)
-        queues = self.queues[index] = SharedQueues(router.queue, sharing)
-        sharing.parts += (
-            queues,
-            SharedLimits(router.tenants, router.queue.turns, table, sharing),
-            SharedTraffic(router, sharing),
-            SharedPrefixes(fleet, sharing),
+        sharing, self.queues[index] = share_router(
+            router, *self.place_of(index), self.clock, self.run_later, life=self.lives
         )
-        for row, worker in enumerate(fleet.roster):
+        for row, worker in enumerate(router.fleet.roster):
             sharing.place(worker, row, 0.0)
-        fleet.roster.others, router.queue.elsewhere = sharing, queues
         return sharing
 
     def restart(self, index: int) -> None:
         """Replace a process as after a crash."""
         self.crash(index)
-        self.routers[index] = router_of(*self.specs, **self.settings)
+        router = self.routers[index] = router_of(*self.specs, **self.settings)
+        router.tenants.replace(self.tenants, {})
         self.sharings[index] = self.join(index)
 
     def exchange_once(self) -> bool:
@@ -103,25 +92,37 @@ class VirtualGroup:
             callback()
         self.now += self.turn_s
 
-    def read_all(self) -> None:
-        """Let every process read the table."""
+    def read_all(self, *, after_s: float = 0.0) -> None:
+        """Let every process read the table, after some time."""
+        self.now += after_s
         for sharing in self.sharings:
             sharing.take_in_charges(self.now)
 
+    def set_tenants(self, *specs: TenantSpec) -> None:
+        """Give all processes these tenants, as a reload does."""
+        self.tenants = [*specs]
+        for router in self.routers:
+            router.tenants.replace(specs, {})
+
     def submit(self, index: int, **fields: int) -> Lease:
-        """Place a request in a process."""
         lease = placed(self.routers[index].submit(ask(**fields), self.now))
         self.end_turn()
         return lease
 
     def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
-        """Finish a request."""
         self.routers[index].leases.finish(lease, self.now, outcome)
         self.end_turn()
 
     def worker(self, index: int, name: str) -> Worker:
-        """Return a worker in one process."""
         return worker_of(self.routers[index], name)
+
+    def open_breaker(self, index: int, name: str) -> None:
+        """Let requests of one process fail on a worker until its breaker opens."""
+        for _ in range(3):
+            self.routers[index].fleet.health.record_failure(self.worker(index, name), self.now)
+
+
+MakeGroup = Callable[..., VirtualGroup]  # what the fixtures return
 
 
 class HostGroup(VirtualGroup):
@@ -150,8 +151,8 @@ class HostGroup(VirtualGroup):
         super().end_turn()
         self.exchange()
 
-    def read_all(self) -> None:
-        super().read_all()
+    def read_all(self, *, after_s: float = 0.0) -> None:
+        super().read_all(after_s=after_s)
         self.exchange()
         self.now += self.turn_s
         super().read_all()

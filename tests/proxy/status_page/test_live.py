@@ -24,8 +24,6 @@ from tests.proxy.wire.site import eventually
 
 
 class ManualLiveView(LiveView):
-    """A live view without its own loop."""
-
     async def _run(self) -> None:
         pass
 
@@ -186,7 +184,7 @@ async def test_viewer_that_does_not_read_is_dropped(site: Site, viewer: Viewer) 
     await site.beat()
     await site.beat(live.READ_TIMEOUT_S + 1)
     assert viewer.ended
-    assert not site.live.watched
+    assert not site.live._viewers
 
 
 async def test_number_of_viewers_is_limited(site: Site, viewer: Viewer) -> None:

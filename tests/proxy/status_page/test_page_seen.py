@@ -177,7 +177,6 @@ async def test_failing_workers_are_shown_first(
 
 
 async def colours_in(page: Page, scheme: str) -> list[str]:
-    """Return the picture's colours in a colour scheme."""
     await page.prefer(color_scheme=scheme)
     drawn = await page.run("statusPage.frames")
     await page.wait_until(f"statusPage.frames > {drawn} + 2")

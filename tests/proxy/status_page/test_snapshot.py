@@ -59,7 +59,6 @@ def test_new_series_count_from_zero() -> None:
 
 
 def served(model: str, worker: str, reason: Reason, pool: str) -> FinishedRequest:
-    """Make the record of a served stream."""
     return finished(
         "completions", 200, reason, 2.0, model=model, worker=worker, ttft_s=0.2, pool=pool,
         predicted_ttft_s=0.1, size="short", tpot_s=0.02,

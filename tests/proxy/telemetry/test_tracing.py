@@ -42,7 +42,6 @@ def collector() -> Iterator[Collector]:
 
 
 def by_id(spans: Iterable[Span]) -> dict[str, tuple[str, str, str]]:
-    """Return the name, trace and parent of each span by ID."""
     return {span.id: (span.name, span.trace, span.parent) for span in spans}
 
 
@@ -182,9 +181,9 @@ def test_queue_span_is_the_time_in_the_queue(
 ) -> None:
     record = RequestRecord()
     record.request = Request(RequestHead(), b"")
-    record.request.trace = Trace.begin(None, sample=True)
+    trace = record.request.trace = Trace.begin(None, sample=True)
     record.started, record.queue_s, record.placed_at = 10.0, queue_s, placed_at
-    found = tracing.spans_of(record, 18.0, "completions", reason)
+    found = tracing.spans_of(record, trace, 18.0, "completions", reason)
     spans = {name: (start, end) for name, _, _, start, end, _ in found}
     assert "router completions" in spans
     start, end = spans["queue"]

@@ -17,7 +17,7 @@ from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of
 from tests.proxy.wire.raw_client import Answer, Client, request
 from tests.proxy.wire.scripts import DONE
-from tests.proxy.wire.site import Fake, Site
+from tests.proxy.wire.site import Fake, Site, eventually
 
 ROUTER = {"transfer": True, "disaggregate_above": 1, "retry_budget": 10.0}
 numbers = itertools.count(1)
@@ -51,10 +51,12 @@ class Pairs:
         """Send a request; its response is not read yet."""
         return await self.site.send(request(body, path=path), **options)
 
-    async def check_served(self, body: bytes | None = None, **fields: Any) -> None:
-        """Check that a chat gets its whole response and that nothing is left of it."""
+    async def check_served(
+        self, body: bytes | None = None, *headers: bytes, path: str = CHAT, **fields: Any
+    ) -> None:
+        """Check that a request, by default a chat, gets its whole response."""
         body = chat_body(**fields) if body is None else body
-        assert words(await ask(self, body)) == expected(body)
+        assert words(await ask(self, body, *headers, path=path)) == expected(body)
         await self.settled()
 
     def kinds(self) -> list[str]:
@@ -143,6 +145,19 @@ async def pairs(
         fake = site.fakes[spec.name]
         fake.always(kv.worker(fake, spec.role.value))
     return Pairs(site, kv)
+
+
+async def start_between_legs(start: Start, **options: Any) -> tuple[Pairs, Client, FakeWorker]:
+    """Send a request whose decode leg waits for a connection; return its decode worker too."""
+    here = await pairs(start, prefills=1, decodes=2, **options)
+    here.site.stand_still()  # so that connect does not time out
+    body = chat_body()
+    victim = here.victim(Role.DECODE, body)
+    await victim.hang()
+    client = await here.send(body)
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    return here, client, victim
 
 
 def chat_body(**fields: Any) -> bytes:

@@ -154,17 +154,6 @@ def stream(
     return run
 
 
-def drip(data: bytes, *, size: int = 1, gap_s: float = 0.0) -> Script:
-    """Send a few bytes at a time, in separate segments."""
-
-    async def run(call: Call) -> None:
-        for at in range(0, len(data), size):
-            await call.send(data[at : at + size])
-            await asyncio.sleep(gap_s)
-
-    return run
-
-
 def gated(opening: asyncio.Event, script: Script) -> Script:
     """Run a script once an event is set."""
 

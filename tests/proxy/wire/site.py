@@ -150,9 +150,9 @@ class Site:
         await client.send(data)
         return client
 
-    async def ask(self, data: bytes, *, within: float = DEADLINE_S) -> Answer:
+    async def ask(self, data: bytes, *, within: float = DEADLINE_S, **options: Any) -> Answer:
         """Send a request on a new connection; return its response."""
-        client = await self.client()
+        client = await self.client(**options)
         try:
             return await client.ask(data, within=within)
         finally:

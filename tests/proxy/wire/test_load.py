@@ -1,4 +1,4 @@
-"""Load is charged in tokens when a request is sent."""
+"""Requests go elsewhere while a worker's responses are overdue."""
 
 from __future__ import annotations
 
@@ -20,18 +20,6 @@ async def send(site: Site, *requests: bytes) -> None:
     await eventually(lambda: len(site.served()) == before + len(requests))
 
 
-def loads(site: Site) -> list[int]:
-    """Return the requests of each worker."""
-    return [len(fake.served) for fake in site.fakes.values()]
-
-
-async def test_burst_of_long_prompts_spreads_before_any_response(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    site.always(scripts.stall)
-    await send(site, *(chat(f"{n} " + "word " * 8000) for n in range(12)))
-    assert loads(site) == [4, 4, 4]
-
-
 SYSTEM = "you are a helpful assistant. " * 300
 
 
@@ -51,14 +39,6 @@ async def known_prefix(start: Start) -> Site:
     for fake in site.fakes.values():
         fake.calls.clear()
     return site
-
-
-async def test_shared_prefix_does_not_overload_one_worker(start: Start) -> None:
-    site = await known_prefix(start)
-    site.always(scripts.stream(1, end="stall"))
-    for batch in range(8):
-        await send(site, *prompts(20, batch * 20))
-    assert min(loads(site)) >= 32
 
 
 @pytest.mark.parametrize("system", [SYSTEM, ""], ids=["one prefix", "none"])

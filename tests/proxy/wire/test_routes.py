@@ -161,12 +161,3 @@ async def test_model_is_returned_by_name(start: Start) -> None:
     answer = await client.ask(get("/v1/models/llama%2F8b"))
     assert (answer.status, answer.error()["code"]) == (503, "no_worker")
     assert not any(fake.calls for fake in site.fakes.values())
-
-
-async def test_ready_needs_a_live_worker(start: Start) -> None:
-    site = await start(Fake("w0", up=False))
-    client = await site.client()
-    assert (await client.ask(get("/ready"))).status == 503
-    assert (await client.ask(get("/health"))).status == 200
-    site.up("w0")
-    assert (await client.ask(get("/ready"))).status == 200

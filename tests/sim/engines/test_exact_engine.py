@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, pairwise
-from math import inf
 from typing import Any
 
 import pytest
@@ -20,18 +17,12 @@ from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine
-from vllm_sched.sim.types import Job, Leg, WorkerModel
+from vllm_sched.sim.types import Job, Leg
 
 
-def test_step_times_follow_the_cost_model() -> None:
+def test_facts_tell_steps_and_policies() -> None:
     engine = ExactEngine(worker(policies={"long_prompt": {}}))
-    events = run(engine, [(1.0, job("a", 100, 3))])
-    # The prompt: 10 ms and 100 tokens; then two steps of decoding alone.
-    assert [(event.at, event.tokens, event.finished) for event in events] == [
-        (pytest.approx(1.02), 1, False),
-        (pytest.approx(1.03), 1, False),
-        (pytest.approx(1.04), 1, True),
-    ]
+    run(engine, [(1.0, job("a", 100, 3))])
     facts = engine.facts()
     assert (facts["steps"], facts["busy_s"]) == (3, pytest.approx(0.04))
     assert facts["scheduler_s"] > 0
@@ -74,16 +65,6 @@ def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> N
     assert throughput == pytest.approx(Recursion(regime).solve_for(departures).throughput, rel=0.05)
 
 
-def test_async_scheduling_makes_arrivals_wait_for_two_steps() -> None:
-    engine = ExactEngine(worker(async_scheduling=True))
-    events = run(engine, [(0.0, job("a", 100, 50)), (0.105, job("b", 100, 1))])
-    # At 0.105 two steps of 10 ms are settled: they end at 0.11 and 0.12; b's own takes 20 ms.
-    assert firsts(events)["b"] == pytest.approx(0.14)
-    waiting = ExactEngine(worker())
-    events = run(waiting, [(0.0, job("a", 100, 50)), (0.105, job("b", 100, 1))])
-    assert firsts(events)["b"] == pytest.approx(0.13)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_every_job_ends_once_with_all_its_tokens(asynchronous: bool) -> None:
     engine = ExactEngine(worker(async_scheduling=asynchronous, kv_tokens=4096))
@@ -121,122 +102,23 @@ def test_long_prefill_token_threshold_applies_only_beside_other_requests() -> No
     assert alone.facts()["steps"] == 3
 
 
-def test_cached_prefix_is_not_computed_again() -> None:
-    engine = ExactEngine(worker())
-    shared = (("system", 400),)
-    events = run(
-        engine,
-        [
-            (0.0, job("a", 450, 1, shared=shared)),
-            (1.0, job("b", 450, 1, shared=shared)),
-            (2.0, job("c", 450, 1, shared=(("other", 400),))),
-        ],
-    )
-    assert [event.cached_tokens for event in events] == [0, 400, 0]
-    assert firsts(events)["b"] == pytest.approx(1.015)
-    without = ExactEngine(worker(prefix_caching=False))
-    run(without, [(0.0, job("a", 450, 1, shared=shared))])
-    (event,) = run(without, [(1.0, job("b", 450, 1, shared=shared))])
-    assert event.cached_tokens == 0
-
-
-def test_aborted_job_yields_no_events_and_frees_its_blocks() -> None:
-    engine = ExactEngine(worker())
-    engine.submit(job("a", 100, 1000), 0.0)
-    engine.submit(job("b", 100, 5), 0.0)
-    events = drain(engine, 0.045)
-    engine.abort("a", 0.045)
-    engine.abort("unknown", 0.045)
-    engine.submit(job("c"), 0.045)
-    engine.abort("c", 0.045)  # before its first step
-    later = drain(engine)
-    assert "a" in firsts(events)
-    assert {event.job_id for event in later} == {"b"}
-    assert engine.gauges(9.0).kv_usage == 0
-    assert engine.next_at() == float("inf")
-
-
 # Hand-overs
 
-WIRE = TransferTime(setup_s=0.05)
-End = Callable[..., WorkerModel]
-POLICIES: dict[str, dict[str, dict[str, object]]] = {
-    "none": {},
-    "long_prompt": {"long_prompt": {"long_prefill_token_threshold": 100}},
-}
+LIMITED: dict[str, dict[str, object]] = {"long_prompt": {"long_prefill_token_threshold": 100}}
 
 
-@pytest.fixture(params=POLICIES)
-def end(request: pytest.FixtureRequest) -> End:
-    """Return a factory for a worker of a hand-over; with `long_prompt` its prompts are long."""
-    return partial(worker, transfers=True, policies=POLICIES[request.param])
+def decode_leg(name: str, prompt: int) -> Job:
+    return job(name, prompt, 3, leg=Leg.DECODE)
 
 
-def legs(name: str = "a", prompt: int = 400, output: int = 3) -> tuple[Job, Job]:
-    whole = job(name, prompt, output)
-    return replace(whole, leg=Leg.PREFILL), replace(whole, leg=Leg.DECODE)
-
-
-def test_prefill_leg_keeps_its_blocks_until_release(end: End) -> None:
-    engine = ExactEngine(end())
-    first, _ = legs()
-    (event,) = run(engine, [(0.0, first)])
-    assert (event.tokens, event.finished, event.at) == (1, True, pytest.approx(0.05))
-    assert engine.gauges(1.0).kv_usage > 0
-    engine.release("a", 2.0)
-    engine.release("unknown", 2.0)
-    drain(engine)
-    assert engine.gauges(3.0).kv_usage == 0
-
-
-@pytest.mark.parametrize(("leg", "at"), [(0, 0.045), (1, 0.01)], ids=["last prefill", "transfer"])
-def test_aborted_leg_frees_its_blocks(end: End, leg: int, at: float) -> None:
-    engine = ExactEngine(end(transfer=WIRE))
-    engine.submit(legs()[leg], 0.0)
-    drain(engine, at)
-    engine.abort("a", at)
-    assert [event for event in drain(engine) if event.tokens] == []
-    assert engine.gauges(1.0).kv_usage == 0
-
-
-def test_decode_leg_fetches_its_kv_and_computes_one_token(end: End) -> None:
-    engine = ExactEngine(end(transfer=WIRE))
-    _, second = legs()
-    events = run(engine, [(1.0, second)])
-    assert (events[0].fetched, events[0].at) == (True, pytest.approx(1.05))
-    # One token of prefill, then two steps of decoding.
-    assert [event.at for event in events[1:]] == pytest.approx([1.0601, 1.0701, 1.0801])
-    assert events[-1].finished
-    assert engine.gauges(3.0).kv_usage == 0
-
-
-def test_cached_kv_is_not_fetched(end: End) -> None:
-    wire = TransferTime(byte_s=1e-3)
-    model = end(transfer=wire, kv_token_bytes=1)
-    engine = ExactEngine(model)
-    shared = (("system", 320),)
-    again = job("b", 400, 1, leg=Leg.DECODE, shared=shared)
-    events = run(engine, [(0.0, job("a", 400, 1, shared=shared)), (1.0, again)])
-    fetched = next(event for event in events if event.fetched)
-    assert fetched.at == pytest.approx(1.0 + 0.080)
-
-
-def test_worker_fetches_sequentially_while_others_decode(end: End) -> None:
-    engine = ExactEngine(end(transfer=WIRE))
-    (_, a), (_, b) = legs("a"), legs("b")
-    events = run(engine, [(0.0, job("c", 10, 100)), (0.5, a), (0.5, b)])
-    fetched = [event.at for event in events if event.fetched]
-    assert fetched[1] - fetched[0] == pytest.approx(0.05, abs=0.011)
-    ticks = [event.at for event in events if event.job_id == "c"]
-    assert max(y - x for x, y in pairwise(ticks)) < 0.0121
-
-
-@pytest.mark.parametrize("name", ["long_prompt", "rotation", "chunk_budget", "deferred_prefill"])
-def test_decode_leg_with_fetched_kv_waits_for_one_step(name: str) -> None:
-    wire, policies = TransferTime(setup_s=0.2), POLICIES.get(name, {name: {}})
+@pytest.mark.parametrize(
+    "policies", [LIMITED, {"rotation": {}}, {"chunk_budget": {}}, {"deferred_prefill": {}}], ids=str
+)
+def test_decode_leg_with_fetched_kv_waits_for_one_step(policies: dict[str, Any]) -> None:
+    wire = TransferTime(setup_s=0.2)
     engine = ExactEngine(worker(transfers=True, transfer=wire, policies=policies))
     # The long prompt has whole steps of 61 ms, except for the leg's one token.
-    events = run(engine, [(0.0, legs()[1]), (0.1, job("long", 4000, 1))])
+    events = run(engine, [(0.0, decode_leg("a", 400)), (0.1, job("long", 4000, 1))])
     (fetched,) = (event.at for event in events if event.fetched)
     found = firsts(events)
     assert fetched < found["a"] < fetched + 2 * 0.062 < found["long"]
@@ -244,12 +126,9 @@ def test_decode_leg_with_fetched_kv_waits_for_one_step(name: str) -> None:
 
 def test_transfers_in_progress_leave_a_prompt_half_of_the_step() -> None:
     slow = TransferTime(setup_s=10.0)
-    few = worker(
-        transfers=True, transfer=slow, policies=POLICIES["long_prompt"],
-        max_num_batched_tokens=16,
-    )  # fmt: skip
+    few = worker(transfers=True, transfer=slow, policies=LIMITED, max_num_batched_tokens=16)
     engine = ExactEngine(few)
-    decode_legs = [(0.0, legs(f"{number}", 32)[1]) for number in range(20)]
+    decode_legs = [(0.0, decode_leg(f"{number}", 32)) for number in range(20)]
     found = firsts(run(engine, [*decode_legs, (0.1, job("long", 160, 1))]))
     # One step of sixteen tokens, then eighteen of eight.
     assert found["long"] == pytest.approx(0.1 + 0.0116 + 18 * 0.0108)
@@ -257,47 +136,13 @@ def test_transfers_in_progress_leave_a_prompt_half_of_the_step() -> None:
 
 def test_decode_legs_without_a_slot_do_not_slow_a_running_prompt() -> None:
     one = worker(transfers=True, max_num_seqs=1, max_num_batched_tokens=16)
-    limited = replace(one, policies=POLICIES["long_prompt"])
-    decode_legs = [(0.05, legs(f"{number}", 32)[1]) for number in range(20)]
+    limited = replace(one, policies=LIMITED)
+    decode_legs = [(0.05, decode_leg(f"{number}", 32)) for number in range(20)]
     alone, beside = (
         firsts(run(ExactEngine(limited), [(0.0, job("long", 1600, 1)), *others]))["long"]
         for others in ([], decode_legs)
     )
     assert beside == pytest.approx(alone)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_random_legs_all_end_and_free_their_blocks(end: End, asynchronous: bool) -> None:
-    engine = ExactEngine(end(transfer=WIRE, kv_tokens=6144, async_scheduling=asynchronous))
-    rng = random.Random(2)
-    jobs = []
-    for number in range(150):
-        prompt, output = rng.choice([20, 90, 400, 1500]), rng.randint(1, 30)
-        jobs.append(job(f"{number}", prompt, output, leg=rng.choice([*Leg])))
-    leg_of = {each.id: each.leg for each in jobs}
-    left: set[str] = set()
-    ended: set[str] = set()
-
-    def play(until: float) -> None:
-        while (at := engine.next_at()) <= until and at < inf:
-            for event in engine.advance(at):
-                if event.finished:
-                    ended.add(event.job_id)
-                    if leg_of[event.job_id] is Leg.PREFILL:
-                        engine.release(event.job_id, event.at)
-
-    for number, each in enumerate(jobs):
-        now = number * 0.02
-        play(now)
-        engine.submit(each, now)
-        leaves = f"{number - rng.randrange(5)}"
-        if number % 5 == 4 and leaves not in ended:
-            engine.abort(leaves, now)
-            left.add(leaves)
-    play(inf)
-    assert ended == leg_of.keys() - left
-    assert left
-    assert engine.gauges(0.0).kv_usage == 0
 
 
 def test_request_larger_than_the_cache_raises() -> None:

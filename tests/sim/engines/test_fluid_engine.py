@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from tests.sim.making import MANY_POLICIES, run, worker
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
-from vllm_sched.sim.types import Event, Job, Leg, WorkerModel
+from vllm_sched.sim.types import Event, Job, WorkerModel
 
 PLAIN = StepTime(
     decode_fixed_s=0.010, decode_s=1e-4, prefill_fixed_s=0.011, prefill_s=1e-4, mixed_s=0.002
@@ -26,31 +27,16 @@ BENT = StepTime(
 )  # fmt: skip
 
 
-def model(**given: Any) -> WorkerModel:
-    settings: dict[str, Any] = {
-        "name": "w", "time": PLAIN, "max_model_len": 32_768, "kv_tokens": 100_000,
-        "max_num_seqs": 32, "max_num_batched_tokens": 1000, "async_scheduling": False,
-    }  # fmt: skip
-    return WorkerModel(**settings | given)
+def model(time: StepTime = PLAIN, **changes: Any) -> WorkerModel:
+    sizes = {"kv_tokens": 100_000, "max_num_seqs": 32, "max_num_batched_tokens": 1000}
+    return worker(time, **sizes | changes)
 
 
 def play(engine: FluidEngine, jobs: list[tuple[float, Job]]) -> dict[str, list[Event]]:
-    events_of: dict[str, list[Event]] = {}
-    last = 0.0
-    waiting = sorted(jobs, key=lambda item: item[0])
-    for _ in range(1_000_000):
-        due = engine.next_at()
-        at = min(due, waiting[0][0] if waiting else float("inf"))
-        if at == float("inf"):
-            break
-        if waiting and waiting[0][0] < due:
-            engine.submit(waiting.pop(0)[1], at)
-            continue
-        for event in engine.advance(at):
-            assert event.at >= last - 1e-12
-            last = event.at
-            events_of.setdefault(event.job_id, []).append(event)
-        assert engine.next_at() > at
+    """Return the events of each job."""
+    events_of: dict[str, list[Event]] = defaultdict(list)
+    for event in run(engine, jobs):
+        events_of[event.job_id].append(event)
     return events_of
 
 
@@ -92,37 +78,16 @@ def test_arrival_during_a_step_waits_for_its_end() -> None:
     assert ends(events_of)["b"][0] == pytest.approx(begun + 0.002 + step + 100 * 1e-4)
 
 
-def test_async_scheduling_adds_one_step_of_waiting() -> None:
-    jobs = [(0.0, Job("a", 100, 100)), (0.5003, Job("b", 100, 1))]
-    at_once = ends(play(FluidEngine(model()), jobs))["b"][0]
-    ahead = ends(play(FluidEngine(model(async_scheduling=True)), jobs))["b"][0]
-    assert ahead == pytest.approx(at_once + 0.010 + 1e-4)
-
-
-POLICIES: list[dict[str, Any]] = [
-    {},
-    {"prefill_first": {}},
-    {"static_batching": {}},
-    {"static_batching": {"size": 4}},
-    {"chunk_budget": {"itl_ms": 40}},
-    {"chunk_budget": {"chunk": 128}},
-    {"long_prompt": {"long_prefill_token_threshold": 1500}},
-    {"deferred_prefill": {"departures": 2}},
-    {"prefill_first": {}, "deferred_prefill": {"departures": 2}},
-    {"deferred_prefill": {}},
-]
-
-
 @pytest.mark.parametrize(("time", "ahead"), [(PLAIN, False), (PLAIN, True), (BENT, True)])
-@pytest.mark.parametrize("policies", POLICIES, ids=str)
+@pytest.mark.parametrize("policies", MANY_POLICIES, ids=str)
 def test_merged_steps_have_the_times_of_single_steps(
     policies: dict[str, Any], time: StepTime, ahead: bool
 ) -> None:
-    worker = model(time=time, policies=policies, max_num_seqs=8, async_scheduling=ahead)
+    made = model(time, policies=policies, max_num_seqs=8, async_scheduling=ahead)
     jobs = crowd(150)
     longest: dict[str, float] = {}
-    by_step = FluidEngine(worker, each_token=True)
-    by_run = FluidEngine(worker, ended=lambda job, gap: longest.update({job.id: gap}))
+    by_step = FluidEngine(made, each_token=True)
+    by_run = FluidEngine(made, ended=lambda job, gap: longest.update({job.id: gap}))
     step_events = play(by_step, jobs)
     slow, fast = ends(step_events), ends(play(by_run, jobs))
     assert slow.keys() == fast.keys() == {job.id for _, job in jobs}
@@ -198,47 +163,10 @@ def test_job_larger_than_the_cache_runs_alone() -> None:
     assert found["a"][1] < found["b"][0] < found["b"][1] < found["c"][0]
 
 
-def test_shared_prefix_is_computed_once() -> None:
-    shared = (("head", 800),)
-    jobs = [(0.0, Job("a", 900, 2, 1, shared)), (1.0, Job("b", 900, 2, 2, shared))]
-    events_of = play(FluidEngine(model()), jobs)
-    assert events_of["b"][0].cached_tokens == 800
-    found = ends(events_of)
-    assert found["b"][0] - 1.0 == pytest.approx(0.011 + 100 * 1e-4)
-    without = play(FluidEngine(model(prefix_caching=False)), jobs)
-    assert without["b"][0].cached_tokens == 0
-
-
-def test_prefill_leg_keeps_its_kv_until_release() -> None:
-    engine = FluidEngine(model(kv_tokens=1000))
-    engine.submit(Job("a", 900, 1, leg=Leg.PREFILL), 0.0)
-    (event,) = engine.advance(1.0)
-    assert event.finished
-    engine.submit(Job("b", 900, 1, leg=Leg.PREFILL), 1.0)
-    assert engine.advance(2.0) == []
-    assert engine.gauges(2.0).kv_usage == pytest.approx(0.9)
-    engine.release("a", 2.0)
-    (event,) = engine.advance(3.0)
-    assert event.job_id == "b"
-    assert event.at == pytest.approx(2.0 + 0.011 + 900 * 1e-4)
-
-
-def test_decode_legs_are_fetched_sequentially_and_computed() -> None:
-    worker = model(kv_token_bytes=1000, kv_pieces=0, transfer=TransferTime(0.1, 0.0, 1e-7))
-    engine = FluidEngine(worker)
-    events_of = play(engine, [(0.0, Job(n, 1600, 3, leg=Leg.DECODE)) for n in "ab"])
-    fetched = [events_of[name][0] for name in "ab"]
-    assert all(event.fetched for event in fetched)
-    assert [event.at for event in fetched] == pytest.approx([0.26, 0.52])
-    assert events_of["a"][1].at == pytest.approx(0.26 + 0.011 + 1e-4)
-    assert ends(events_of)["a"][2] == 3
-    assert engine.facts()["prefill_tokens"] == 2
-
-
 def test_long_prompt_lets_shorts_pass() -> None:
     jobs = [(0.0, Job("a", 20_000, 2)), (0.0, Job("b", 20_000, 2)), (0.2, Job("s", 100, 2))]
-    worker = {"long_prompt": {"long_prefill_token_threshold": 1500}}
-    with_policy = ends(play(FluidEngine(model(policies=worker)), jobs))
+    policies = {"long_prompt": {"long_prefill_token_threshold": 1500}}
+    with_policy = ends(play(FluidEngine(model(policies=policies)), jobs))
     without = ends(play(FluidEngine(model()), jobs))
     assert with_policy["s"][0] < 0.6 < 4 < without["s"][0]
     assert with_policy["a"][0] < with_policy["b"][0]
@@ -283,70 +211,3 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause:
         time, slots=slots, mean_output=mean, mean_prompt=prompt, decodes_pause=decodes_pause
     )
     assert throughput == pytest.approx(Recursion(regime).solve_for(threshold).throughput, rel=0.03)
-
-
-@pytest.mark.parametrize("seed", range(30))  # every policy with and without asynchronous steps
-def test_random_arrivals_and_aborts_leave_no_state(seed: int) -> None:
-    rng = random.Random(seed)
-    policies = POLICIES[seed % len(POLICIES)]
-    engine = FluidEngine(
-        model(
-            policies=policies,
-            max_num_seqs=rng.choice((2, 8, 32)),
-            kv_tokens=rng.choice((3000, 20_000)),
-            async_scheduling=seed % 2 == 0,
-            transfer=TransferTime(0.01, 0.0, 1e-10),
-        ),
-        each_token=seed % 3 == 0,
-    )
-    now, events_of, gone, kept = 0.0, dict[str, list[Event]](), set[str](), list[str]()
-    jobs = {
-        f"j{i}": Job(
-            f"j{i}", rng.randint(1, 4000), rng.choice((1, 2, 30)), leg=rng.choice(list(Leg))
-        )
-        for i in range(60)
-    }
-    waiting = list(jobs.values())
-
-    def advance(at: float) -> None:
-        for event in engine.advance(at):
-            assert event.job_id not in gone
-            events_of.setdefault(event.job_id, []).append(event)
-            if event.finished and jobs[event.job_id].leg is Leg.PREFILL:
-                kept.append(event.job_id)
-
-    present = set[str]()
-    for _ in range(20_000):
-        due = engine.next_at()
-        if waiting and (due == float("inf") or rng.random() < 0.3):
-            now = min(now + rng.random() * 0.1, due)
-            advance(now)
-            present.add(waiting[-1].id)
-            engine.submit(waiting.pop(), now)
-        elif kept and (due == float("inf") or rng.random() < 0.3):
-            engine.release(kept.pop(rng.randrange(len(kept))), now)
-        elif due == float("inf"):
-            break
-        else:
-            now = due
-            advance(now)
-        # A job may be aborted at any time, before its first event too.
-        if present and rng.random() < 0.02:
-            name = rng.choice(sorted(present - gone))
-            if name not in events_of or not events_of[name][-1].finished:
-                gone.add(name)
-                engine.abort(name, now)
-    assert engine.next_at() == float("inf")
-    for name, events in events_of.items():
-        if name not in gone:
-            output = 1 if jobs[name].leg is Leg.PREFILL else jobs[name].output_tokens
-            assert sum(event.finished for event in events) == 1
-            assert events[-1].finished
-            if jobs[name].leg is not Leg.PREFILL:
-                assert sum(event.tokens for event in events) == output
-    assert events_of.keys() | gone == jobs.keys()
-    assert engine.gauges(now).waiting == 0
-    gauges = engine.gauges(now)
-    assert gauges == gauges._replace(
-        running=0, waiting=0, kv_usage=0.0, backlog_tokens=0, backlog_long_tokens=0
-    )

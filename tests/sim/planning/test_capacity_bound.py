@@ -15,13 +15,13 @@ from vllm_sched.sim.planning import capacity_bound
 from vllm_sched.sim.types import WorkerModel
 
 TIME = StepTime(decode_fixed_s=0.02, decode_s=1e-4, prefill_fixed_s=0.022, prefill_s=1e-4)
-BLOCKS = {"token_bytes": 1000, "block": 10, "pieces": 4}
+MODEL = WorkerModel(
+    name="w", time=TIME, max_model_len=16_384, kv_tokens=100_000, max_num_seqs=50,
+    kv_token_bytes=1000, block_tokens=10, kv_pieces=4,
+)  # fmt: skip
 
 
 def test_prefill_seconds_adds_the_fixed_cost_of_each_step() -> None:
-    # Held sequences have half of their answer.
-    assert capacity_bound.sequences_held(100_000, 900, 200) == 100
-    assert capacity_bound.sequences_held(500, 900, 200) == 0
     assert capacity_bound.prefill_seconds(TIME, 2500, 1000) == pytest.approx(3 * 0.022 + 0.25)
     floored = StepTime(prefill_s=1e-4, floor_s=0.05)
     assert capacity_bound.prefill_seconds(floored, 10, 1000) == 0.05
@@ -37,30 +37,25 @@ def test_compute_bounds_the_request_rate() -> None:
 
 
 def test_least_seconds_matches_a_calculation_by_hand() -> None:
-    model = WorkerModel(
-        name="w", time=TIME, max_model_len=16_384, kv_tokens=100_000, max_num_seqs=50,
-        max_num_batched_tokens=8192,
-    )  # fmt: skip
     alike = [(1000, 100, 0)] * 7
     request_s = 0.1 + 99 * 1e-4 + 99 / 50 * 0.02
-    assert capacity_bound.least_seconds(model, alike) == pytest.approx(7 * request_s)
+    assert capacity_bound.least_seconds(MODEL, alike) == pytest.approx(7 * request_s)
     # The cache holds ten requests of 10,000 tokens, which share the fixed cost.
     request_s = 1.0 + 99 * 1e-4 + 99 * 10_050 / 100_000 * 0.02
-    assert capacity_bound.least_seconds(model, [(10_000, 100, 0)]) == pytest.approx(request_s)
+    assert capacity_bound.least_seconds(MODEL, [(10_000, 100, 0)]) == pytest.approx(request_s)
     # Cached tokens cost attention only.
-    pairs = replace(model, time=replace(TIME, pair_s=1e-8))
+    pairs = replace(MODEL, time=replace(TIME, pair_s=1e-8))
     request_s = 0.02 + 200 * 100 * 1e-8 + 200 * 800 * 1e-8 + 99 / 50 * 0.02 + 99 * 1e-4
     assert capacity_bound.least_seconds(pairs, [(1000, 100, 800)]) == pytest.approx(request_s)
 
 
 def test_link_rate_counts_bytes_and_descriptors() -> None:
-    link = TransferTime(0.5, 1e-6, 1e-9)
+    linked = replace(MODEL, transfer=TransferTime(0.5, 1e-6, 1e-9))
     per_token = 1000e-9 + 4 / 10 * 1e-6
-    assert capacity_bound.link_tokens_per_s(link, **BLOCKS) == pytest.approx(1 / per_token)
-    assert capacity_bound.transfer_seconds(link, 95, **BLOCKS) == pytest.approx(
-        0.5 + 100e-6 + 40e-6
-    )
-    assert capacity_bound.link_tokens_per_s(TransferTime(0.5), **BLOCKS) == math.inf
+    assert capacity_bound.link_tokens_per_s(linked) == pytest.approx(1 / per_token)
+    assert linked.transfer_s(95) == pytest.approx(0.5 + 100e-6 + 40e-6)
+    unlimited = replace(MODEL, transfer=TransferTime(0.5))
+    assert capacity_bound.link_tokens_per_s(unlimited) == math.inf
 
 
 def test_prefill_work_counts_reading_earlier_chunks() -> None:
@@ -76,14 +71,17 @@ def test_prefill_work_counts_reading_earlier_chunks() -> None:
 
 def test_limiting_prompt_is_where_transfer_equals_prefill() -> None:
     # Per token 0.2 ms against 0.1 ms of prefill, which has 22 ms besides: equal at 220 tokens.
-    slow = TransferTime(0.0, 0.0, 2e-7)
-    found = present(capacity_bound.limiting_prompt(TIME, slow, **BLOCKS))
+    def limit(setup_s: float, byte_s: float, time: StepTime = TIME) -> int | None:
+        transfer = TransferTime(setup_s, 0.0, byte_s)
+        return capacity_bound.limiting_prompt(replace(MODEL, time=time, transfer=transfer))
+
+    found = present(limit(0.0, 2e-7))
     assert found == pytest.approx(221, abs=10)
-    assert capacity_bound.limiting_prompt(TIME, TransferTime(0.0, 0.0, 1e-9), **BLOCKS) is None
-    assert capacity_bound.limiting_prompt(TIME, TransferTime(1.0, 0.0, 1e-6), **BLOCKS) == 1
+    assert limit(0.0, 1e-9) is None
+    assert limit(1.0, 1e-6) == 1
     # With slow attention, the link limits prompts of medium length.
     pairs = replace(TIME, pair_s=TIME.prefill_s / 20_000)
-    between = present(capacity_bound.limiting_prompt(pairs, slow, **BLOCKS))
+    between = present(limit(0.0, 2e-7, pairs))
     assert found <= between < 2 * found
 
 
@@ -95,6 +93,8 @@ def test_capacity_of_a_worker() -> None:
     slower = replace(model, transfer=TransferTime(0.002, 0.0, 1 / 1e9))
     found, slow = (capacity_bound.Capacity.from_model(each, 1000, 200) for each in (model, slower))
     assert found.held == 256
+    # Held sequences have half of their answer.
+    assert capacity_bound.Capacity.from_model(model, 20_000, 2000).held == 19
     assert found.prefill_s == pytest.approx(0.0449, rel=0.005)
     assert found.link_bytes_per_s == pytest.approx(87e9)
     assert found.kv_bytes_per_s == pytest.approx(1000 * 131_072 / found.prefill_s)

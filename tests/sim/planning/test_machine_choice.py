@@ -15,6 +15,7 @@ from tests.sim.planning.test_plan import question
 from vllm_sched.cli.fleet.fleet import note_missing_limits, note_narrow_workers, read
 from vllm_sched.cost.profiles import measured
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL, PREFILL_DECODE, FleetShape
 from vllm_sched.sim.planning.machine_choice import (
@@ -26,7 +27,8 @@ from vllm_sched.sim.planning.machine_choice import (
     precision,
     rate_on,
 )
-from vllm_sched.sim.planning.plan import machine_of, machines_of, plan
+from vllm_sched.sim.planning.plan import machines_of, plan
+from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.search import FleetSearch
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_sched.sim.types import WorkerModel
 
-MACHINE = replace(machine_of("h100-8b"), time=LINEAR_8B)
+MACHINE = replace(of_profile("h100-8b"), time=LINEAR_8B)
 SLOW = replace(MACHINE, profile="slow", time=replace(LINEAR_8B, decode_fixed_s=0.2))
 LARGE = replace(MACHINE, profile="large", gpus=2)
 FP8 = replace(MACHINE, profile="fp8", flags=("--quantization=fp8",))
@@ -42,10 +44,6 @@ FP8 = replace(MACHINE, profile="fp8", flags=("--quantization=fp8",))
 
 def quick(**given: Any) -> Any:
     return question("1500x60", "ttft:500 tpot:40", effort=0.05, draws=2, **given)
-
-
-def silent(_what: str, _share: float) -> None:
-    """Ignore progress."""
 
 
 def test_machine_with_the_highest_rate_is_planned() -> None:
@@ -85,7 +83,7 @@ def test_pairs_are_of_the_best_precision(families: tuple[str, ...]) -> None:
     def coarse(search: FleetSearch) -> float:
         return rates[search.question.machine.profile]
 
-    found = compare_machines(asked, machines, coarse, highest, silent)
+    found = compare_machines(asked, machines, coarse, highest, PlanProgress())
     pairs = [
         (each.question.prefill_machine.profile, each.question.machine.profile)
         for each in found

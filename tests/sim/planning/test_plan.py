@@ -21,8 +21,10 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet.fleet import note_missing_limits, note_narrow_workers, read
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines import exact_engine
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult
+from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning import exact_check
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import (
@@ -39,7 +41,8 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
-from vllm_sched.sim.planning.plan import machine_of, plan
+from vllm_sched.sim.planning.plan import plan
+from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
@@ -58,7 +61,7 @@ def question(workload: str, targets: str, **given: Any) -> PlanQuestion:
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
         "source": find(workload),
-        "machine": replace(machine_of("h100-8b"), time=LINEAR_8B, transfer=link),
+        "machine": replace(of_profile("h100-8b"), time=LINEAR_8B, transfer=link),
         "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.2, "draws": 3,
     }  # fmt: skip
     return PlanQuestion(**settings | given)
@@ -112,7 +115,7 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 def test_policy_can_replace_a_second_pool() -> None:
     asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
-    best = FleetSearch(asked).family(ONE_POOL, 2, (0, 1))[0]
+    best = FleetSearch(asked).family(ONE_POOL, 2)[0]
     assert best.shape.policy == LONG_PROMPT
 
 
@@ -169,11 +172,11 @@ def test_search_for_one_more_worker_requires_a_higher_rate(rated: Rated) -> None
     best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
     rates = {(2, 1): 9.9, (1, 2): 12.0}
     rated.rate_of = lambda shape: rates[shape.prefill, shape.decode]
-    found = present(search.with_one_more(best, (0.0, 1.0)))
+    found = present(search.with_one_more(best))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
     assert [(each.prefill, each.decode) for each in rated.tried[:2]] == [(2, 1), (1, 2)]
     rates[1, 2] = 10.0
-    assert search.with_one_more(best, (0.0, 1.0)) is None
+    assert search.with_one_more(best) is None
 
 
 def test_best_policy_is_chosen(rated: Rated) -> None:
@@ -181,7 +184,7 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     # The rate falls with the size of the long pool.
     rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(SHORT_LONG, 4, (0, 1))
+    best, *_ = search.family(SHORT_LONG, 4)
     # Only policies close to the best are judged, each with its best shape.
     assert best.shape.policy == CHUNKS
     assert {each.policy for each in rated.judged} == {CHUNKS, BOTH}
@@ -194,7 +197,7 @@ def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
     rated.rate_of = lambda _: 10.0 * 1.015 ** next(after)
     rated.judge = lambda _: 10.0
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(ONE_POOL, 2, (0, 1))
+    best, *_ = search.family(ONE_POOL, 2)
     assert best.shape.policy == DEFAULT
 
 
@@ -299,7 +302,7 @@ def test_few_long_prompts_are_judged_with_tolerance() -> None:
 # Refusals
 
 
-def refusal(asked: PlanQuestion, gpus: int | None = 2, **given: Any) -> str:
+def refusal(asked: PlanQuestion, gpus: int = 2, **given: Any) -> str:
     """Return the message of the refusal; check that it is one line."""
     with pytest.raises(UsageError) as caught:
         plan(asked, gpus, **given)
@@ -376,25 +379,23 @@ def test_rate_beyond_the_gpus_is_refused_with_the_number_needed() -> None:
     ("asked", "gpus", "message"),
     [
         (
-            question("300x60", "ttft:500", machine=machine_of("h100-70b-tp4")), 3,
+            question("300x60", "ttft:500", machine=of_profile("h100-70b-tp4")), 3,
             "--gpus 3: a worker of h100-70b-tp4 takes 4; give 4",
         ),
         (
             question("140000x10", "ttft:60000"), 2,
             "100% of the requests are longer than the 131,072 tokens",
         ),
-        (question("300x60", ""), 2, "name the targets"),
-        (question("300x60", "ttft:500"), None, "give --gpus, or --min-gpus"),
     ],
 )  # fmt: skip
-def test_unusable_question_is_refused(asked: PlanQuestion, gpus: int | None, message: str) -> None:
+def test_unusable_question_is_refused(asked: PlanQuestion, gpus: int, message: str) -> None:
     assert message in refusal(asked, gpus)
 
 
 def test_exact_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_check, "find_spec", lambda _name: None)
+    monkeypatch.setattr(exact_engine, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="vLLM is not installed"):
-        exact_check.require_vllm()
+        plan(question("300x60", "ttft:500"), 2, exact=True)
 
 
 @pytest.fixture(scope="module")
@@ -436,7 +437,8 @@ def test_exact_run_uses_fresh_requests_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[str, float]] = []
-    search = FleetSearch(question("300x60", "ttft:500"), lambda *what: seen.append(what))
+    progress = PlanProgress(lambda *what: seen.append(what))
+    search = FleetSearch(question("300x60", "ttft:500"), progress)
     draws: list[int] = []
     schedule = PlanQuestion.schedule
 
@@ -445,8 +447,8 @@ def test_exact_run_uses_fresh_requests_and_reports_progress(
         return schedule(asked, rate, count, draw)
 
     monkeypatch.setattr(PlanQuestion, "schedule", drawn)
-    search.report("before", 0.7)
-    run = exact_check.play_exactly(search, FleetShape(general=1), 10.0)
+    with progress.part(0.7, 0.8):
+        run = exact_check.play_exactly(search, FleetShape(general=1), 10.0)
     assert run.all.done == 300
     assert draws == [search.question.draws + 1]  # neither a search draw nor a judging draw
     assert {share for _, share in seen} == {0.7}
@@ -559,7 +561,7 @@ def test_shapes_of_unequal_workers_fit_the_gpus(
     ids=str,
 )
 def test_every_shape_is_a_valid_fleet_file(shape: FleetShape, tmp_path: Path) -> None:
-    machine = machine_of("h100-70b-tp4")
+    machine = of_profile("h100-70b-tp4")
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(shape.to_fleet("m", machine)))
     config = read(path)
@@ -661,7 +663,7 @@ def test_too_many_gpus_are_refused_with_the_largest_number(
 
 def test_traffic_is_measured_and_a_run_lasts_longer_than_its_target() -> None:
     traffic = FleetSearch(question("100x10:0.5,900x90:0.5", "ttft:500")).trials.traffic
-    assert traffic.largest == 990
+    assert traffic.totals[-1] == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
     assert traffic.above(990) == 0
@@ -709,7 +711,7 @@ def test_plan_uses_a_calibration_file(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     time = {"decode_fixed_s": 0.02, "prefill_fixed_s": 0.02, "prefill_s": 1e-4}
     path.write_text(json.dumps({"step_time": time, "kv_tokens": 50_000}))
-    machine = machine_of(str(path))
+    machine = of_profile(str(path))
     assert (machine.gpus, machine.kv_tokens, machine.time.prefill_s) == (1, 50_000, 1e-4)
     asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.05), machine=machine)
     found = plan(asked, 1)

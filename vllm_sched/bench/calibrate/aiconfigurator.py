@@ -201,8 +201,6 @@ def _numbers(name: str) -> list[int]:
 
 
 def _check(key: ProfileKey) -> None:
-    if not installed():
-        raise UsageError(f"install {EXTRA} for profiles that are not built in")
     if key.system not in systems():
         raise UsageError(f"system={key.system}: no data; valid: {', '.join(systems())}")
     if key.dtype not in DTYPES:
@@ -343,17 +341,14 @@ def _package() -> Path:
     return Path(aiconfigurator_core.__file__).parent
 
 
-def find_profile(text: str) -> profiles.Profile:
+def find_profile(text: str) -> Profile:
     """Return a built-in profile, or fit one to the optional source."""
     try:
         return profiles.find(text)
     except profiles.NotBuiltInError as error:
         if not installed():
-            raise UsageError(f"{error}; for others install {profiles.EXTRA}") from None
-        return _live(text, error.key)
-
-
-def _live(text: str, key: profiles.ProfileKey) -> profiles.Profile:
+            raise UsageError(f"{error}; for others install {EXTRA}") from None
+        key = error.key
     try:
         return profile_of(key)
     except UsageError as error:

@@ -47,8 +47,6 @@ MAX_TOKEN_SPREAD: Final = 0.3
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """The points to measure."""
-
     batches: tuple[int, ...]
     contexts: tuple[int, ...]  # of decodes; the sum in a batch is at most the longest
     prompts: tuple[int, ...]  # prompts of one step

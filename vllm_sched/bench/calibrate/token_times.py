@@ -104,7 +104,6 @@ class TokenApi:
         self.block_tokens: int | None = None
 
     async def read_model(self) -> None:
-        """Read the model's name and limits."""
         content = await self._get("/v1/models")
         try:
             card = json.loads(content)["data"][0]

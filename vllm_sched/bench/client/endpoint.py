@@ -43,8 +43,6 @@ class EndpointError(VllmSchedError):
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """The endpoint options of the command line."""
-
     url: str
     model: str = ""
     path: str = COMPLETIONS
@@ -79,7 +77,6 @@ class Endpoint:
         return self.body_of(text, output_tokens, tenant)
 
     def body_of(self, text: str, output_tokens: int, tenant: str = "") -> bytes:
-        """Return a request body with this prompt field."""
         fields = [
             f'{{"model":{json.dumps(self.model)}',
             text,

@@ -7,6 +7,7 @@ import resource
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, Final
 from uuid import NAMESPACE_OID, uuid5
@@ -152,16 +153,12 @@ class _Player:
 
     async def run(self) -> PlayedRun:
         wire = self._wire
-        first = self._numbered()
-        head = next(first, None)  # created before the clock starts
+        jobs = self._numbered()
+        jobs = chain([*islice(jobs, 1)], jobs)  # the first is created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
         self._tally.began = self._start
         closed = self._schedule.concurrency is not None
-        sending = asyncio.create_task(
-            self._play_closed(_chain(head, first))
-            if closed
-            else self._play_open(_chain(head, first))
-        )
+        sending = asyncio.create_task(self._play_closed(jobs) if closed else self._play_open(jobs))
         stopped = asyncio.create_task(self._stop.wait())
         try:
             async with StallWatch() as stalls:
@@ -233,14 +230,22 @@ class _Player:
         outcome.sent = self._now()
         self._tally.sent += 1
         stream = EventStream(outcome, answer)
-        headers = _Headers(outcome)
+        retry_after_s = 0.0
+
+        def take_header(name: bytes, value: bytes) -> None:
+            nonlocal retry_after_s
+            if name == b"x-route":
+                outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
+            elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
+                retry_after_s = float(value)
+
         try:
             await self._wire.stream(
                 self._endpoint.path,
                 body,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
-                on_header=headers.take,
+                on_header=take_header,
                 session=self._session_id(request.session),
             )
             if not outcome.error and not (stream.done and outcome.ticks):
@@ -255,7 +260,7 @@ class _Player:
         counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
             self._tally.failed += 1
-            return outcome, headers.retry_after_s
+            return outcome, retry_after_s
         self._uncounted += not counted
         self._tally.done += 1
         self._tally.tokens += outcome.completed
@@ -280,26 +285,6 @@ class _Player:
 def _slack(limit: int) -> int:
     """Return a margin for the error in a text's length."""
     return limit // 50 + 4
-
-
-class _Headers:
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-        self.retry_after_s = 0.0
-
-    def take(self, name: bytes, value: bytes) -> None:
-        if name == b"x-route":
-            self._outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
-        elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
-            self.retry_after_s = float(value)
-
-
-def _chain(
-    head: tuple[Request, bytes] | None, rest: Iterator[tuple[Request, bytes]]
-) -> Iterator[tuple[Request, bytes]]:
-    if head is not None:
-        yield head
-        yield from rest
 
 
 def _allow_many_connections() -> None:

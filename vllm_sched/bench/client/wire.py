@@ -90,6 +90,11 @@ class Wire:
     async def post(self, path: str, body: bytes, timeout_s: float) -> bytes:
         return await self._fetch("POST", path, body, timeout_s)
 
+    async def _fetch(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        pieces: list[bytes] = []
+        await self.stream(path, body, pieces.append, timeout_s, method=method)
+        return b"".join(pieces)
+
     async def stream(
         self,
         path: str,
@@ -100,32 +105,12 @@ class Wire:
         on_header: OnHeader = _ignore,
         request_id: str = "",
         session: str = "",
+        method: str = "POST",
     ) -> None:
-        """Send a POST request and pass on the response's pieces; raise if it is incomplete."""
-        line = f"X-Request-Id: {request_id}\r\n" if request_id else ""
-        line += f"X-Session-Id: {session}\r\n" if session else ""
-        await self._send("POST", path, body, on_header, on_body, timeout_s, line)
-
-    def close(self) -> None:
-        for each in list(self._open):
-            each.abort()
-
-    async def _fetch(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        pieces: list[bytes] = []
-        await self._send(method, path, body, _ignore, pieces.append, timeout_s)
-        return b"".join(pieces)
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        on_header: OnHeader,
-        on_body: OnBody,
-        timeout_s: float,
-        line: str = "",
-    ) -> None:
-        head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}{line}"
+        """Send a request and pass on the response's pieces; raise if it is incomplete."""
+        head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}"
+        head += f"X-Request-Id: {request_id}\r\n" if request_id else ""
+        head += f"X-Session-Id: {session}\r\n" if session else ""
         data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         try:
             async with asyncio.timeout(timeout_s):
@@ -143,6 +128,10 @@ class Wire:
             raise WireError(f"no complete response within {timeout_s:g} s") from None
         except OSError as error:
             raise WireError(f"{self.address}: {_error_text(error)}") from None
+
+    def close(self) -> None:
+        for each in list(self._open):
+            each.abort()
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
-
-from rich.table import Table
-from rich.text import Text
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round, play
 from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
 from vllm_sched.bench.results import engine_trace
-from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing, worker
 
@@ -29,6 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.status import Status
+    from rich.table import Table
 
     from vllm_sched.bench.compare.workloads import Workload
     from vllm_sched.bench.results.engine_trace import Stories
@@ -77,7 +74,6 @@ class ProgressReporter:
         self._step = ""
 
     def step(self, text: str) -> None:
-        """Report the begin of a step."""
         self._step = text
         if self._status:
             self._status.update(text)
@@ -173,26 +169,30 @@ async def compare(
             if each.trace is not None:
                 narrator.step(f"reading the trace of {each.role}")
                 each.stories = await asyncio.to_thread(engine_trace.fetch, each.worker, each.trace)
-    return Comparison(plan, *sides)
+    return Comparison(plan, sides)
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """Contenders under the same load; the others are compared with the first."""
+
     plan: ComparisonPlan
-    baseline: Contender
-    candidate: Contender
+    contenders: Sequence[Contender]
 
     @property
-    def sides(self) -> tuple[Contender, Contender]:
-        return self.baseline, self.candidate
+    def figures(self) -> dict[str, list[report.Figure]]:
+        """The figures of each other contender beside the first, by role."""
+        first, *others = self.contenders
+        return {each.role: report.figures(first.rounds, each.rounds) for each in others}
 
     @property
-    def figures(self) -> list[report.Figure]:
-        return report.figures(self.baseline.rounds, self.candidate.rounds)
+    def drawn(self) -> tuple[Contender, Contender]:
+        """The first and the last contender, which uses all pools of a fleet."""
+        return self.contenders[0], self.contenders[-1]
 
     @property
     def failed(self) -> bool:
-        return any(each.failed for each in self.sides)
+        return any(each.failed for each in self.contenders)
 
     @property
     def disturbed(self) -> list[int]:
@@ -200,14 +200,14 @@ class Comparison:
         return [
             index
             for index in range(self.plan.rounds)
-            if any(each.rounds[index].stall > STALL_LIMIT_S for each in self.sides)
+            if any(each.rounds[index].stall > STALL_LIMIT_S for each in self.contenders)
         ]
 
     def warning(self) -> str:
         """Return a warning if the machine was too busy to measure; otherwise an empty text."""
         if not self.disturbed:
             return ""
-        worst = max(played.stall for each in self.sides for played in each.rounds)
+        worst = max(played.stall for each in self.contenders for played in each.rounds)
         return (
             f"{len(self.disturbed)} of {self.plan.rounds} rounds were disturbed: because of other "
             f"work on this machine the client had no CPU for up to {worst:.2f} s; measure again "
@@ -218,14 +218,14 @@ class Comparison:
         """Return the round to draw: undisturbed, with the median gain of shorts or turns."""
 
         def gain(index: int) -> float:
-            ours, theirs = (
+            theirs, ours = (
                 report.percentile(
                     report.ttfts([each.rounds[index]], SHORT)
                     or report.ttfts([each.rounds[index]], TURN),
                     50,
                 )
                 or 0.0
-                for each in (self.candidate, self.baseline)
+                for each in self.drawn
             )
             return ours / theirs if theirs else 0.0
 
@@ -233,18 +233,25 @@ class Comparison:
         by_gain = sorted(set(everything) - set(self.disturbed) or everything, key=gain)
         return by_gain[len(by_gain) // 2]
 
+    def table(self) -> Table:
+        labels = [each.label for each in self.contenders]
+        failed = [len(each.failed) for each in self.contenders]
+        return report.table(labels, [*self.figures.values()], failed)
+
     def to_json(self) -> dict[str, Any]:
-        workload = self.plan.workload
+        figures = {
+            role: [asdict(figure) for figure in lines] for role, lines in self.figures.items()
+        }
         return {
             "settings": {
                 "model": self.plan.model,
-                "workload": asdict(workload),
+                "workload": asdict(self.plan.workload),
                 "rounds": self.plan.rounds,
                 "lone_samples": self.plan.lone_samples,
             },
             "warning": self.warning(),
-            "sides": {each.role: _side_json(each) for each in self.sides},
-            "figures": [asdict(figure) for figure in self.figures],
+            "sides": {each.role: _side_json(each) for each in self.contenders},
+            "figures": figures if len(figures) > 1 else next(iter(figures.values())),
         }
 
     def save(self, path: Path) -> None:
@@ -294,68 +301,3 @@ async def play_round(
         lone_samples=plan.lone_samples if number else 1,
         on_done=count,
     )
-
-
-# Lines that are left out of the table: the same for every contender, or redundant.
-HIDDEN_LINES = frozenset([("short", "tokens/s"), ("long", "tokens/s"), ("lone", "TTFT p99")])
-
-
-@dataclass(frozen=True)
-class Contest:
-    """A finished contest; the others are compared with the first contender."""
-
-    plan: ComparisonPlan
-    contenders: Sequence[Contender]
-
-    @property
-    def pairs(self) -> list[Comparison]:
-        """Comparisons of the first contender with each of the others."""
-        first, *others = self.contenders
-        first = replace(first, role="baseline")
-        return [Comparison(self.plan, first, replace(each, role="candidate")) for each in others]
-
-    @property
-    def failed(self) -> bool:
-        return any(each.failed for each in self.contenders)
-
-    def warning(self) -> str:
-        return next((said for pair in self.pairs if (said := pair.warning())), "")
-
-    def table(self) -> Table:
-        layout = plain_table(("", ""), (each.label for each in self.contenders))
-        group = ""
-        for lines in zip(*(pair.figures for pair in self.pairs), strict=True):
-            line = lines[0]
-            if (line.group, line.measure) in HIDDEN_LINES:
-                continue
-            if group and line.group != group:
-                layout.add_section()
-            layout.add_row(
-                report.GROUPS[line.group] if line.group != group else "",
-                line.measure,
-                report.show(line.baseline, line.unit),
-                *(_cell(each) for each in lines),
-            )
-            group = line.group
-        if self.failed:
-            layout.add_section()
-            counts = (str(len(each.failed)) for each in self.contenders)
-            layout.add_row("failed requests", "", *counts, style="bold red")
-        return layout
-
-    def to_json(self) -> dict[str, Any]:
-        first, *others = self.pairs
-        whole = first.to_json()
-        sides, figures = {self.contenders[0].role: whole["sides"]["baseline"]}, {}
-        for each, pair in zip(self.contenders[1:], (first, *others), strict=True):
-            sides[each.role] = pair.to_json()["sides"]["candidate"]
-            figures[each.role] = [asdict(figure) for figure in pair.figures]
-        return {**whole, "warning": self.warning(), "sides": sides, "figures": figures}
-
-    def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-
-def _cell(line: report.Figure) -> Text:
-    value = f"{report.show(line.candidate, line.unit)} ({report.show_ratio(line.ratio)})"
-    return Text(value, style=report.STYLES[line.better])

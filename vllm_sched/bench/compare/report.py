@@ -184,33 +184,37 @@ def show(value: float | None, unit: str) -> str:
 
 
 def show_ratio(ratio: float | None) -> str:
-    """Format a ratio to three digits."""
     if ratio is None:
         return "-"
     return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.3f}x"
 
 
-def table(lines: Sequence[Figure], labels: Sequence[str], failed: Sequence[int]) -> Table:
-    sides = (f"baseline\n{labels[0]}", f"candidate\n{labels[1]}", "candidate /\nbaseline")
-    layout = plain_table(("", ""), sides)
+def table(
+    labels: Sequence[str], compared: Sequence[Sequence[Figure]], failed: Sequence[int]
+) -> Table:
+    """Return the table of a baseline and of the sides that were compared with it."""
+    layout = plain_table(("", ""), labels)
     group = ""
-    for line in lines:
+    for lines in zip(*compared, strict=True):
+        line = lines[0]
         if group and line.group != group:
             layout.add_section()
         layout.add_row(
             GROUPS[line.group] if line.group != group else "",
             line.measure,
             show(line.baseline, line.unit),
-            show(line.candidate, line.unit),
-            Text(show_ratio(line.ratio), style=STYLES[line.better]),
+            *map(_candidate_cell, lines),
         )
         group = line.group
     if any(failed):
         layout.add_section()
-        layout.add_row(
-            "failed requests", "", *(str(count) for count in failed), "", style="bold red"
-        )
+        layout.add_row("failed requests", "", *map(str, failed), style="bold red")
     return layout
+
+
+def _candidate_cell(line: Figure) -> Text:
+    value = f"{show(line.candidate, line.unit)} ({show_ratio(line.ratio)})"
+    return Text(value, style=STYLES[line.better])
 
 
 def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str, Any]:

@@ -31,8 +31,6 @@ NO_REUSE = {"Connection": "close"}
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a workload against one worker."""
-
     number: int
     records: tuple[Outcome, ...]
     lone: tuple[Outcome, ...] = ()

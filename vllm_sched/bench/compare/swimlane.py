@@ -174,10 +174,10 @@ def check_suffix(path: Path) -> None:
 def write(comparison: Comparison, path: Path) -> None:
     check_suffix(path)
     index = comparison.typical()
-    lines = comparison.figures
+    *_, lines = comparison.figures.values()
     panels = [
-        Panel(each.role, each.label, each.rounds[index], _numbers(lines, each.role), each.stories)
-        for each in comparison.sides
+        Panel(role, each.label, each.rounds[index], _numbers(lines, role), each.stories)
+        for role, each in zip(("baseline", "candidate"), comparison.drawn, strict=True)
     ]
     workload = comparison.plan.workload
     title = f"{workload.name}: the same arrivals under two schedulers"
@@ -187,7 +187,7 @@ def write(comparison: Comparison, path: Path) -> None:
     )
     svg = swimlane(panels, title=title, subtitle=notes)
     if path.suffix == ".html":
-        roles = [f"{each.role}: {each.label}" for each in comparison.sides]
+        roles = [f"{each.role}: {each.label}" for each in panels]
         write_whole(
             path, page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
         )
@@ -232,14 +232,10 @@ def _lane(
     begin, first = scale.x(record.sent), scale.x(waited_until)
     parts = [
         f"<title>{escape(_tooltip(record, name, phases))}</title>",
-        f'<rect class="hit" x="{LEFT:g}" y="{top:g}" width="{WIDTH - LEFT - RIGHT:g}" '
-        f'height="{LANE:g}"/>',
+        _rect("hit", LEFT, top, WIDTH - LEFT - RIGHT, LANE),
     ]
     if first > LEFT:
-        parts.append(
-            f'<rect class="wait" x="{begin:.1f}" y="{middle - 2.5:g}" '
-            f'width="{first - begin:.1f}" height="5"/>'
-        )
+        parts.append(_rect("wait", begin, middle - 2.5, first - begin, 5))
     parts += _boxes(record, phases, scale, middle)
     shown = [tick for tick in record.ticks if 0 <= tick <= scale.until]
     if shown:
@@ -262,10 +258,7 @@ def _boxes(record: Outcome, phases: Sequence[Phase], scale: Scale, middle: float
         if phase.name not in styles or phase.end <= 0 or phase.start >= scale.until:
             continue
         begin, end = scale.x(phase.start), scale.x(phase.end)
-        yield (
-            f'<rect class="{styles[phase.name]}" x="{begin:.1f}" y="{middle - 4:g}" '
-            f'width="{max(end - begin, 0.4):.1f}" height="8"/>'
-        )
+        yield _rect(styles[phase.name], begin, middle - 4, max(end - begin, 0.4), 8)
 
 
 def _pauses(record: Outcome, scale: Scale, middle: float) -> Iterator[str]:
@@ -318,17 +311,14 @@ def _legend(scale: Scale, y: float, *, engines: bool = False) -> str:
         at += width
 
     entry(
-        f'<rect class="wait" x="{at:g}" y="{y - 2.5:g}" width="24" height="5"/>',
+        _rect("wait", at, y - 2.5, 24, 5),
         "waiting for the engine" if engines else "waiting for the first token",
         185 if engines else 215,
     )
     if engines:
-        box = f'y="{y - 4:g}" height="8"'
-        chunks = "".join(
-            f'<rect class="chunk long" x="{at + dx:g}" {box} width="11"/>' for dx in (0, 12)
-        )
+        chunks = "".join(_rect("chunk long", at + dx, y - 4, 11, 8) for dx in (0, 12))
         entry(chunks, "a chunk of the prompt", 190)
-        entry(f'<rect class="out" x="{at:g}" {box} width="24"/>', "preempted", 120)
+        entry(_rect("out", at, y - 4, 24, 8), "preempted", 120)
     entry(f'<circle class="short" cx="{at + 14:g}" cy="{y:g}" r="3.4"/>', "first token", 118)
     ticks = "".join(f"M{at + dx:g} {y - 4.5:g}v9" for dx in (4, 9, 14, 19))
     entry(f'<path class="tick short" d="{ticks}"/>', "a token", 98)
@@ -403,6 +393,11 @@ def _method(comparison: Comparison) -> str:
 def _nice(step: float) -> float:
     magnitude = 10.0 ** math.floor(math.log10(step))
     return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= step)
+
+
+def _rect(style: str, x: float, y: float, width: float, height: float) -> str:
+    size = f'width="{width:.1f}" height="{height:g}"'
+    return f'<rect class="{style}" x="{x:.1f}" y="{y:g}" {size}/>'
 
 
 def _text(x: float, y: float, words: str, style: str = "", anchor: str = "start") -> str:

@@ -32,8 +32,6 @@ NO_CACHE = "--no-enable-prefix-caching"
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """The time, class and lengths of one request."""
-
     at: float  # seconds after the round's start; not used for the background
     klass: str
     prompt_tokens: int

@@ -27,8 +27,6 @@ INCHES: Final = (8.6, 4.8)
 
 @dataclass(frozen=True)
 class Series:
-    """A line or a set of dots."""
-
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
@@ -36,8 +34,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart's content."""
-
     title: str
     x: str
     y: str

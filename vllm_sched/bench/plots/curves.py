@@ -16,6 +16,7 @@ from vllm_sched.bench.plots.style import (
     picture,
     plain_log,
 )
+from vllm_sched.bench.results.knee import SERVED_SHARE
 from vllm_sched.bench.results.stats import interval
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ class Curve:
     knee: float | None = None
 
 
-def draw_goodput(
-    stem: Path, curves: Mapping[str, Curve], targets: str, *, share: float = 0.9
-) -> None:
+def draw_goodput(stem: Path, curves: Mapping[str, Curve], targets: str) -> None:
     """Draw goodput against the offered rate, with 95 % intervals over the seeds."""
     title = "Goodput against offered load" if targets else "Throughput against offered load"
     y = "requests/s in time" if targets else "requests/s done"
@@ -49,7 +48,7 @@ def draw_goodput(
         if targets:
             words = f"in time: {targets}"
             if any(curve.knee is not None for curve in curves.values()):
-                words += f"; marked: the highest rate with {share:.0%} in time"
+                words += f"; marked: the highest rate with {SERVED_SHARE:.0%} in time"
             axes.annotate(
                 words, (0, -0.16), xycoords="axes fraction", color=MUTED, fontsize=8, va="top",
                 annotation_clip=False,

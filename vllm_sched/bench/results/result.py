@@ -35,11 +35,9 @@ class BenchResult:
     sessions: Sequence[PlayedSession] = ()
 
     def classes(self) -> dict[str, dict[str, Any]]:
-        """Return the figures by class and for all requests."""
         return by_class(self.outcomes, self.duration, self.targets)
 
     def session_figures(self) -> dict[str, Any] | None:
-        """Return the figures of sessions; None without sessions."""
         return session_figures(self.sessions, self.outcomes) if self.sessions else None
 
     def to_json(self) -> dict[str, Any]:

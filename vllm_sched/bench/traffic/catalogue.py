@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,7 @@ def find(
 
 
 def _find(workload: str, block_tokens: int) -> TrafficSource:
-    if _is_trace(workload) and not _mixes_traces(workload):
+    if _is_trace(workload) and ("," not in workload or os.path.exists(workload)):  # noqa: PTH110 - `Path.exists` raises if the name is long
         path = Path(workload)
         return (SessionTrace if has_sessions(path) else RequestTrace)(path, block_tokens)
     if "," in workload or ":" in workload:
@@ -42,22 +43,6 @@ def _find(workload: str, block_tokens: int) -> TrafficSource:
 
 def _is_trace(name: str) -> bool:
     return name.endswith(".jsonl") or "/" in name
-
-
-def _mixes_traces(workload: str) -> bool:
-    """Return whether this is a mixture with a trace in it, and not a file of that name."""
-    names = [part.strip().partition(":")[0] for part in workload.split(",")]
-    if names == [workload] or not any(_is_known(name) for name in names):
-        return False
-    try:
-        return not Path(workload).exists()
-    except OSError:  # the name is too long
-        return True
-
-
-def _is_known(name: str) -> bool:
-    names = (*NAMES, *SESSION_NAMES)
-    return name.endswith(".jsonl") or name in names or LENGTHS.fullmatch(name) is not None
 
 
 def _part(workload: str, part: str) -> tuple[TrafficSource, float]:

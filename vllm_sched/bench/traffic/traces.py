@@ -39,12 +39,13 @@ class BadLineError(Exception):
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any], int], T]) -> Iterator[T]:
     """Yield what `parse` makes of each line's object and number."""
-    number = 0
+    number, empty = 0, True
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for line in lines:
                 number += 1
                 if line.strip():
+                    empty = False
                     yield parse(_entry(line), number)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
@@ -52,6 +53,8 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any], int], T]) -> Iterato
         raise UsageError(f"{path}, line {number + 1}: is not UTF-8 text") from None
     except BadLineError as error:
         raise UsageError(f"{path}, line {number}: {error}") from None
+    if empty:
+        raise UsageError(f"{path}: the trace is empty; it needs a JSON object per line")
 
 
 def _entry(line: str) -> dict[str, Any]:
@@ -101,7 +104,6 @@ def read_milliseconds(entry: dict[str, Any], key: str, most: float = float_info.
 
 
 def pieces_of(names: Any, prompt: int, block_tokens: int) -> tuple[Piece, ...]:
-    """Return the pieces of a prompt's `hash_ids`."""
     if names is None:
         return ()
     if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
@@ -147,8 +149,6 @@ class RequestTrace(TrafficFile):
         for request in self._repeat():
             count += 1
             last = request.at
-        if not count:
-            raise UsageError(f"{path}: the trace is empty; it needs a JSON object per line")
         self.count = count
         self.rate = count / last if last else float(count)
 

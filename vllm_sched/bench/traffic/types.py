@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 # A text's name and the number of its first tokens that are used. Prompts that begin with pieces of
 # the same names share these tokens in a prefix cache.
@@ -70,24 +70,17 @@ class Request:
 
     @property
     def shared_tokens(self) -> int:
-        """The number of prompt tokens in shared pieces."""
         return sum(tokens for _, tokens in self.shared)
 
     def scaled(self, factor: float) -> Request:
         """Return the request with lengths multiplied, each at least one token."""
         prompt = _scaled(self.prompt_tokens, factor)
-        pieces = []
-        left = prompt
-        for name, tokens in self.shared:
-            pieces.append((name, min(left, _scaled(tokens, factor))))
-            left -= pieces[-1][1]
-            if not left:
-                break
+        shared = ((name, _scaled(tokens, factor)) for name, tokens in self.shared)
         return replace(
             self,
             prompt_tokens=prompt,
             output_tokens=_scaled(self.output_tokens, factor),
-            shared=tuple(pieces),
+            shared=_first_tokens(shared, prompt),
             begins=self.begins and self.begins.scaled(factor),
         )
 
@@ -97,14 +90,18 @@ class Request:
             return self
         output = min(self.output_tokens, max(1, limit // 2))
         prompt = max(1, min(self.prompt_tokens, limit - output))
-        pieces = []
-        left = prompt
-        for name, tokens in self.shared:
-            if not left:
-                break
-            pieces.append((name, min(left, tokens)))
-            left -= pieces[-1][1]
-        return replace(self, prompt_tokens=prompt, output_tokens=output, shared=tuple(pieces))
+        shared = _first_tokens(self.shared, prompt)
+        return replace(self, prompt_tokens=prompt, output_tokens=output, shared=shared)
+
+
+def _first_tokens(pieces: Iterable[Piece], tokens: int) -> tuple[Piece, ...]:
+    kept = []
+    for name, size in pieces:
+        if tokens <= 0:
+            break
+        kept.append((name, min(size, tokens)))
+        tokens -= size
+    return tuple(kept)
 
 
 def _scaled(tokens: int, factor: float) -> int:

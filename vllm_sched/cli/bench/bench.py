@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, probe_endpoint
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint, probe_endpoint
 from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
@@ -22,7 +23,6 @@ from vllm_sched.cli.bench.load import (
     require_ended,
     require_requests,
     run_interruptibly,
-    run_until_stopped,
     salt_of,
     save_and_draw,
     schedule_of,
@@ -31,7 +31,6 @@ from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping, Sequence
 
     from vllm_sched.bench.traffic.schedule import Schedule
@@ -67,15 +66,18 @@ def run_bench(args: argparse.Namespace) -> int:
     schedule = schedule_of(args, insist=args.trace)
     check_outputs(args.save, args.plot)
     console = Output()
-    args.prompt_salt = salt_of(args)
-    played, endpoint = run_interruptibly(
-        lambda stop: _measure(
-            endpoint_options(args, explain=bool(args.plot)), schedule, args, console, stop
+    salt = salt_of(args)
+    endpoint = asyncio.run(probe_endpoint(endpoint_options(args, explain=bool(args.plot))))
+    label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
+    played = run_interruptibly(
+        lambda stop: play_with_progress(
+            console, "bench", label, endpoint, schedule,
+            salt=salt, timeout_s=args.timeout, stop=stop,
         )
-    )
+    )  # fmt: skip
     if played.interrupted:
         require_ended(played.outcomes)
-    notes = {"prompt_salt": args.prompt_salt}
+    notes = {"prompt_salt": salt}
     result = as_result(played, endpoint, schedule, targets, notes)
     if not played.interrupted:
         require_requests(result)
@@ -131,26 +133,9 @@ def print_result(result: BenchResult, played: PlayedRun, console: Output) -> Non
 
 
 def print_tables(result: BenchResult, console: Output) -> None:
-    """Print the figures of requests, and those of sessions if there are any."""
     console.print(table(result.classes(), result.targets))
     if figures := result.session_figures():
         console.print(session_table(figures))
-
-
-async def _measure(
-    endpoint_options: EndpointOptions,
-    schedule: Schedule,
-    args: argparse.Namespace,
-    console: Output,
-    stop: asyncio.Event,
-) -> tuple[PlayedRun, Endpoint]:
-    endpoint = await run_until_stopped(stop, probe_endpoint(endpoint_options))
-    label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
-    played = await play_with_progress(
-        console, "bench", label, endpoint, schedule,
-        salt=args.prompt_salt, timeout_s=args.timeout, stop=stop,
-    )  # fmt: skip
-    return played, endpoint
 
 
 def print_errors(errors: Sequence[str], console: Output) -> None:

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.compare import report, swimlane
-from vllm_sched.bench.compare.compare import ComparisonPlan, Contest, ProgressReporter, compare
+from vllm_sched.bench.compare import swimlane
+from vllm_sched.bench.compare.compare import ComparisonPlan, ProgressReporter, compare
 from vllm_sched.bench.compare.workloads import WORKLOADS, build
+from vllm_sched.cli.bench.bench import print_errors
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.errors import UsageError
@@ -19,7 +20,7 @@ from vllm_sched.workers.tiny_model import TINY, loadable
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
 
     from vllm_sched.bench.compare.compare import Comparison
 
@@ -27,7 +28,6 @@ SIDE_HELP = (
     f"{DEFAULT} (vLLM's own scheduler), {NONE} (ours without a policy), or NAME[+NAME...] "
     "(policies; default: %(default)s)"
 )
-ERRORS_SHOWN = 5
 
 
 def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,7 +108,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def run_measurement(
-    measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison | Contest]],
+    measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison]],
     args: argparse.Namespace,
 ) -> int:
     """Measure, print and save the result; return 1 if a server or a request failed."""
@@ -124,9 +124,7 @@ def run_measurement(
         return INTERRUPTED
     _print_result(result, console)
     console.save(args.save, result.save)
-    # Draw the last pair, because it uses all pools.
-    pair = result.pairs[-1] if isinstance(result, Contest) else result
-    console.save(args.plot, partial(swimlane.write, pair), "drew")
+    console.save(args.plot, partial(swimlane.write, result), "drew")
     return int(result.failed)
 
 
@@ -142,22 +140,9 @@ def check(args: argparse.Namespace) -> None:
     require_folders(args.save, args.plot)
 
 
-def _print_result(result: Comparison | Contest, console: Output) -> None:
-    sides = result.contenders if isinstance(result, Contest) else result.sides
-    failed = [each.failed for each in sides]
-    if isinstance(result, Contest):
-        console.print(result.table())
-    else:
-        labels = [each.label for each in sides]
-        console.print(report.table(result.figures, labels, [len(some) for some in failed]))
+def _print_result(result: Comparison, console: Output) -> None:
+    console.print(result.table())
     if warning := result.warning():
         console.print_text(warning, "yellow")
-    for each, some in zip(sides, failed, strict=True):
-        _print_errors(console, each.role, [f"{record.klass}: {record.error}" for record in some])
-
-
-def _print_errors(console: Output, role: str, errors: Sequence[str]) -> None:
-    for error in errors[:ERRORS_SHOWN]:
-        console.print_text(f"{role}: {error}", "red")
-    if len(errors) > ERRORS_SHOWN:
-        console.print(f"{role}: and {len(errors) - ERRORS_SHOWN} more", style="red")
+    failed = [(each.role, record) for each in result.contenders for record in each.failed]
+    print_errors([f"{role}: {each.klass}: {each.error}" for role, each in failed], console)

@@ -7,8 +7,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -226,10 +225,6 @@ def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Output
         console.save(args.plot, partial(draw_run, result), "drew")
 
 
-class NothingYetError(Exception):
-    """The run was interrupted before it had a result."""
-
-
 def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     """Run with an event that Ctrl-C sets, to show partial results; a second Ctrl-C exits."""
 
@@ -241,27 +236,10 @@ def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
             stop.set()
             loop.remove_signal_handler(signal.SIGINT)
 
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-            loop.add_signal_handler(signal.SIGINT, interrupt)
+        loop.add_signal_handler(signal.SIGINT, interrupt)
         return await work(stop)
 
-    try:
-        return uvloop.run(run())
-    except NothingYetError:
-        raise KeyboardInterrupt from None
-
-
-async def run_until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; raise `NothingYetError` if the user stops the command first."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        stopped.cancel()
-        return task.result()
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    raise NothingYetError
+    return uvloop.run(run())
 
 
 async def play_with_progress(

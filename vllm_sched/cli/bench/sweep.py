@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import random
@@ -28,7 +29,6 @@ from vllm_sched.cli.bench.load import (
     endpoint_options,
     play_with_progress,
     run_interruptibly,
-    run_until_stopped,
     salt_of,
     traffic_of,
 )
@@ -38,7 +38,6 @@ from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
 
 AUTO = "auto"
@@ -95,8 +94,11 @@ def run_sweep(args: argparse.Namespace) -> int:
     check_outputs(args.save, args.plot)
     console = Output()
     sweep = Sweep()
+    endpoint = asyncio.run(probe_endpoint(endpoint_options(args)))
+    for doubt in endpoint.doubts:
+        console.print_text(doubt, "yellow")
     stopped = run_interruptibly(
-        lambda stop: _Runner(args, targets, sweep, console, stop).run(plans)
+        lambda stop: _Runner(args, targets, endpoint, sweep, console, stop).run(plans)
     )
     if stopped and not sweep.points:
         raise KeyboardInterrupt  # keep older results
@@ -144,12 +146,14 @@ class _Runner:
         self,
         args: argparse.Namespace,
         targets: goodput.Targets,
+        endpoint: Endpoint,
         sweep: Sweep,
         console: Output,
         stop: asyncio.Event,
     ) -> None:
         self._args = args
         self._targets = targets
+        self._endpoint = endpoint
         self._sweep = sweep
         self._console = console
         self._stop = stop
@@ -157,13 +161,10 @@ class _Runner:
 
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play the plans; return True if the user stopped the sweep."""
-        endpoint = await run_until_stopped(self._stop, probe_endpoint(endpoint_options(self._args)))
-        for doubt in endpoint.doubts:
-            self._console.print_text(doubt, "yellow")
         for plan in plans:
 
             async def measure(load: float, plan: _Plan = plan) -> float:
-                return await self._measure(endpoint, plan, load)
+                return await self._measure(plan, load)
 
             try:
                 if plan.loads:
@@ -177,7 +178,7 @@ class _Runner:
                 return True
         return False
 
-    async def _measure(self, endpoint: Endpoint, plan: _Plan, load: float) -> float:
+    async def _measure(self, plan: _Plan, load: float) -> float:
         """Play a load with every seed; return the mean of the figure that the search uses."""
         found = []
         for seed in range(self._args.seeds):
@@ -190,7 +191,7 @@ class _Runner:
             label = f"{name} at {load:g} {unit}, seed {seed}"
             salt = f"{self._salt}/{name}/{plan.axis}/{load:g}"
             played = await play_with_progress(
-                self._console, "sweep", label, endpoint, schedule,
+                self._console, "sweep", label, self._endpoint, schedule,
                 salt=salt, timeout_s=self._args.timeout, stop=self._stop,
             )  # fmt: skip
             if played.interrupted:  # half a run has another load than its label says
@@ -259,11 +260,11 @@ def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
         console.print_text(f"{name}: {words}", "")
     for name, concurrency in sweep.knees(CONCURRENCY).items():
-        points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
+        tokens = sweep.figures(CONCURRENCY, "tokens")[name]
         if concurrency is not None:
             words = f"more than {concurrency:g} concurrent requests gain less than a tenth"
-        elif any(p.tokens for p in points):
-            most = max(p.load for p in points)
+        elif any(any(values) for values in tokens.values()):
+            most = max(tokens)
             words = f"throughput still grows at {most:g} concurrent requests, the most measured"
         else:
             words = "no request completed"

@@ -29,7 +29,6 @@ from vllm_sched.bench.compare.compare import (
     Comparison,
     ComparisonPlan,
     Contender,
-    Contest,
     ProgressReporter,
     measure,
     running,
@@ -102,7 +101,7 @@ async def _play(
     folder: Path,
     told: list[str],
     narrator: ProgressReporter,
-) -> Comparison | Contest:
+) -> Comparison:
     """Measure all fleets; append a line on hand-overs to `told` for each."""
     workers = [
         make_worker(config, played_worker(worker, cpu), beside, folder)
@@ -118,9 +117,7 @@ async def _play(
             if each.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
                 told.append(f"{contender.label}: {describe_handovers(page, plan)}")
-    if len(contenders) > 2:
-        return Contest(plan, contenders)
-    return Comparison(plan, *contenders)
+    return Comparison(plan, contenders)
 
 
 def _page(router: Worker) -> str:

@@ -37,7 +37,6 @@ def describe(commands: Commands) -> None:
 
 
 def drain(arguments: argparse.Namespace, config: FleetConfig) -> int:
-    """Drain a worker, and print what it still has."""
     live = LiveRouter.from_config(config, arguments.fleet, arguments.url)
     path = f"workers/{quote(arguments.worker, safe='')}"
     if arguments.undo:

@@ -86,7 +86,8 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     elif live is None:
         raise UsageError("--prompt-tokens is missing; give the prompt's length, such as 12000")
     if live is not None and config.transfer is not None:
-        _show_sides(balances(live))
+        sides = call_router(live, "balance", BALANCES)
+        _show_sides(sides)
     elif arguments.prompt_tokens is None:
         print("this fleet has no prefill and decode workers; give --prompt-tokens")
     return status
@@ -117,7 +118,9 @@ def _explain_one(
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"no max_model_len is given, so no limit is assumed: {', '.join(unstated)}")
     else:
-        found = live_explanation(live, question)
+        unset = {name for name in ("session", "tenant") if not getattr(question, name)}
+        asked = question.model_dump_json(exclude=unset)
+        found = call_router(live, "explain", EXPLANATION, asked)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
@@ -150,17 +153,6 @@ def predict(config: FleetConfig, question: Question) -> Explanation:
         fleet.health.probe_ok(spec.name, now=0.0)
     router = Router(router_settings(config), fleet)
     return explanation(router, question, config.model, now=0.0)
-
-
-def live_explanation(live: LiveRouter, question: Question) -> Explanation:
-    """Return a running router's decision from its admin API."""
-    unset = {name for name in ("session", "tenant") if not getattr(question, name)}
-    return call_router(live, "explain", EXPLANATION, question.model_dump_json(exclude=unset))
-
-
-def balances(live: LiveRouter) -> list[BalanceShown]:
-    """Return the load of prefill and decode workers from a running router's admin API."""
-    return call_router(live, "balance", BALANCES)
 
 
 def _verdict(found: Explanation) -> str:

@@ -33,8 +33,6 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class LiveRouter:
-    """A running router's admin API."""
-
     url: str
     key: str | None = field(default=None, repr=False)
     tls: TlsConfig | None = None

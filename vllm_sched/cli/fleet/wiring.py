@@ -284,7 +284,6 @@ def missing_connector(config: FleetConfig) -> Iterator[Problem]:
 
 
 FIELD: Final = "launch.kv_offloading_size"
-HANDS_OVER: Final = ("prefill", "decode")
 
 
 def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
@@ -292,7 +291,7 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.workers.items():
         if (settings := worker.launch) is None:
             continue
-        moved_by = draft.transfer if worker.role in HANDS_OVER else None
+        moved_by = draft.transfer if worker.role in PARTS else None
         size, flag = (
             settings.kv_offloading_size,
             last(expanded(settings.args), transfer.OFFLOADING_FLAG),

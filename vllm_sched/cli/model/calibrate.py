@@ -7,7 +7,7 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
-from vllm_sched.bench.compare.compare import ProgressReporter
+from vllm_sched.bench.compare.compare import ProgressReporter, running
 from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
@@ -108,20 +108,6 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 @dataclass(frozen=True)
-class StepSource:
-    """The worker that was measured."""
-
-    model: str
-    where: str
-    gpus: int = 1
-    max_model_len: int = 0
-    max_num_batched_tokens: int = 0
-    kv_tokens: int | None = None
-    block_tokens: int | None = None
-    kv_token_bytes: int | None = None
-
-
-@dataclass(frozen=True)
 class WholePrompts:
     """Prompts that ran alone, compared with the sum of their steps."""
 
@@ -148,7 +134,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     console = Output()
     try:
         with ProgressReporter(console) as narrator:
-            source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
+            facts, seen = asyncio.run(_measure(args, narrator))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
@@ -160,9 +146,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
     _print_calibration(console, found)
     _print_whole_prompts(console, whole)
     _print_nearest(console, found, args.gpus)
-    content = json.dumps(to_json(source, found, whole), indent=1) + "\n"
+    content = json.dumps(to_json(facts, found, whole), indent=1) + "\n"
     console.save(args.save, lambda path: write_whole(path, content))
-    console.save(args.plot, partial(draw_chart, picture(source, found)), "drew")
+    console.save(args.plot, partial(draw_chart, picture(facts["model"], found)), "drew")
     return 0
 
 
@@ -173,21 +159,20 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.args and args.url:
         raise UsageError("--arg is for a worker started here; leave it out, or give --model")
-    if args.url and not args.url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {args.url}: must be http://HOST:PORT")
     if args.plot:
         check_chart(args.plot)
     require_folders(args.save, args.plot)
 
 
 async def _measure(
-    args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
-) -> tuple[StepSource, MeasuredSteps]:
+    args: argparse.Namespace, narrator: ProgressReporter
+) -> tuple[dict[str, Any], MeasuredSteps]:
+    """Return facts of the worker, for the file, and its steps."""
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
-            step("starting a worker (about a minute)")
-            worker = await stack.enter_async_context(_worker(args))
+            worker = _worker(args)
+            await stack.enter_async_context(running([worker], narrator))
             url = worker.url
         found = await stack.enter_async_context(meter(url, args.seed))
         plan = CalibrationPlan.from_limits(
@@ -196,19 +181,19 @@ async def _measure(
             max_model_len=found.max_model_len,
             seed=args.seed,
         )
-        step("measuring (some minutes)")
-        seen = await found.measure(plan, detail)
-        source = StepSource(
-            args.model or found.model,
-            args.url or "here",
-            args.gpus,
-            found.max_model_len,
-            args.budget,
-            found.kv_tokens,
-            found.block_tokens,
-            _kv_token_bytes(found.root),
-        )
-        return source, seen
+        narrator.step("measuring (some minutes)")
+        seen = await found.measure(plan, narrator.detail)
+        facts = {
+            "model": args.model or found.model,
+            "where": args.url or "here",
+            "gpus": args.gpus,
+            "max_model_len": found.max_model_len,
+            "max_num_batched_tokens": args.budget,
+            "kv_tokens": found.kv_tokens,
+            "block_tokens": found.block_tokens,
+            "kv_token_bytes": _kv_token_bytes(found.root),
+        }
+        return {name: fact for name, fact in facts.items() if fact is not None}, seen
 
 
 def _kv_token_bytes(root: str) -> int | None:
@@ -225,10 +210,10 @@ def _worker(args: argparse.Namespace) -> launch.Worker:
     return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
 
 
-def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict[str, Any]:
+def to_json(facts: Mapping[str, Any], found: Calibration, whole: WholePrompts) -> dict[str, Any]:
     """Return the file for `threshold --cost` and a fleet's `profile`, with all measured steps."""
     return {
-        **{name: value for name, value in asdict(source).items() if value is not None},
+        **facts,
         "step_time": found.time.to_json(),
         "front_s": whole.front_s,
         "intervals": dict(found.intervals),
@@ -246,14 +231,13 @@ def to_json(source: StepSource, found: Calibration, whole: WholePrompts) -> dict
     }  # fmt: skip
 
 
-def picture(source: StepSource, found: Calibration) -> Chart:
-    """Return a chart of measured against fitted steps, with the held-out ones."""
+def picture(model: str, found: Calibration) -> Chart:
     everything = (*found.fitted, *found.held_out)
     times = [each.seconds * 1000 for each in everything]
     ends = [(at, at) for at in (min(times), max(times))]
     error = found.error() or 0.0
     return Chart(
-        title=f"Steps of {Path(source.model).name}: measured against fitted",
+        title=f"Steps of {Path(model).name}: measured against fitted",
         subtitle=f"median error of held-out steps {error:.1%}",
         x="fitted, ms",
         y="measured, ms",

@@ -15,7 +15,7 @@ from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
 from vllm_sched.cli.bench.load import WORKLOAD_HELP, add_block_tokens, add_goodput
 from vllm_sched.cli.exits import INTERRUPTED
-from vllm_sched.cli.model.plan_report import chart_of, length_options, show, simulate_options
+from vllm_sched.cli.model.plan_report import chart_of, show, simulate_options
 from vllm_sched.cli.model.simulate import add_link
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cli.progress_bar import progress
@@ -23,7 +23,6 @@ from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.models import to_si
 from vllm_sched.sim.planning import plan as planning
-from vllm_sched.sim.planning.exact_check import require_vllm
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
 from vllm_sched.sim.planning.question import DRAWS, FEW_DRAWS, QUICK_EFFORT, PlanQuestion
@@ -114,12 +113,12 @@ def run_plan(args: argparse.Namespace) -> int:
             question,
             args.gpus,
             machines=machines,
-            rate=args.request_rate,
+            rate=args.request_rate or 0.0,
             exact=args.exact,
             tell=tell,
         )
     show(console, found, args)
-    command = shlex.join(["vllm-sched", "plan", *_plan_options(args)])
+    command = shlex.join(["vllm-sched", *args.argv])
     traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
     fleet = partial(write, found, model=args.model, command=command, traffic=traffic)
     console.save(args.save, fleet)
@@ -143,29 +142,5 @@ def _check(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )
     if args.exact:
-        require_vllm()
         # vLLM's warnings on this machine do not apply to the simulated one.
         logging.getLogger("vllm").setLevel(logging.ERROR)
-
-
-def _plan_options(args: argparse.Namespace) -> list[str]:
-    said = [f"--workload={args.workload}"]
-    said.append("--min-gpus" if args.min_gpus else f"--gpus={args.gpus}")
-    if len(args.profile) == 1:
-        said.append(f"--profile={args.profile[0]}")
-    said += [
-        f"--{name.replace('_', '-')}={value:g}"
-        for name in ("request_rate", "burstiness", "prefix_hit", "bandwidth", "mixed_ms")
-        if (value := getattr(args, name)) is not None
-    ]
-    said += length_options(args)
-    if args.seed:
-        said.append(f"--seed={args.seed}")
-    said += [f"--{name}" for name in ("exact", "quick") if getattr(args, name)]
-    if len(args.profile) > 1:
-        said += ["--profile", *args.profile]
-    if tuple(args.policies) != POLICIES:
-        said += ["--policies", *args.policies]
-    if args.model:
-        said.append(f"--model={args.model}")
-    return [*said, "--goodput", *args.goodput]

@@ -112,7 +112,6 @@ def _machines(found: FleetPlan) -> Table:
 
 
 def _frontier(found: FleetPlan) -> Table:
-    """Return the rates of fleets of several sizes."""
     layout = plain_table((), ("GPUs", "req./s", "per GPU"), padding=TIGHT)
     layout.add_column("fleet")
     for gpus, served in found.frontier:
@@ -299,11 +298,8 @@ def simulate_options(args: argparse.Namespace, found: FleetPlan, *, exact: bool)
         for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
-    return [*said, *length_options(args), "--goodput", *args.goodput]
-
-
-def length_options(args: argparse.Namespace) -> list[str]:
-    said = [] if args.scale == 1 else [f"--scale={args.scale:g}"]
+    if args.scale != 1:
+        said.append(f"--scale={args.scale:g}")
     if args.block_tokens != BLOCK_TOKENS:
         said.append(f"--block-tokens={args.block_tokens}")
-    return said
+    return [*said, "--goodput", *args.goodput]

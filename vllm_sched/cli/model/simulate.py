@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +34,7 @@ from vllm_sched.cli.output import Output, require_folders, writing
 from vllm_sched.cli.progress_bar import progress, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.engines.exact_engine import ExactEngine
+from vllm_sched.sim.engines.exact_engine import ExactEngine, require_vllm
 from vllm_sched.sim.engines.policy_effects import declared_effects
 from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, to_si, worker_models
@@ -129,8 +128,6 @@ def add_link(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class SimulationRun:
-    """A finished simulation and its cost."""
-
     played: PlayedFleet
     fleet: SimulatedFleet
     wall_s: float
@@ -170,11 +167,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     print_tables(result, console)
     _print_result(console, result, run)
     save_and_draw(result, args, console)
-    if args.plot:
-        with writing(args.plot):
-            drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
-        for path in drawn:
-            console.print_text(f"drew {path}")
+    console.save(args.plot, partial(draw_steps_of, run.fleet, run.played.duration), "drew")
     if args.trace:
         from vllm_sched.sim.fleet.perfetto import write
 
@@ -217,12 +210,7 @@ def _checked(
 def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
     """Return a function that makes engines; with `each_token`, fluid engines report every gap."""
     if name == EXACT:
-        if find_spec("vllm") is None:
-            raise UsageError(
-                "--engine exact needs vLLM's own schedulers, and vLLM is not installed; install "
-                "it (pip install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' without a GPU), or use "
-                "--engine fluid"
-            )
+        require_vllm("--engine exact", "use --engine fluid")
         return partial(ExactEngine, traced=traced)
     from vllm_sched.sim.engines.fluid_engine import FluidEngine
 
@@ -276,7 +264,7 @@ def is_coarse(engine: str, schedule: Schedule) -> bool:
     return engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
 
 
-def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:
+def draw_steps_of(fleet: SimulatedFleet, played_until: float, folder: Path) -> list[Path]:
     """Draw the steps of the first workers with a trace; return the files."""
     from vllm_sched.bench.plots.steps import draw_steps, steps_of
     from vllm_sched.bench.plots.style import files
@@ -334,7 +322,6 @@ def _warnings(
     schedule: Schedule,
     cut: int,
 ) -> list[str]:
-    """Return warnings on options that the simulation could not follow."""
     found = schedule.falls_short
     if cut:
         found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))

@@ -19,7 +19,6 @@ from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost import profiles
-from vllm_sched.cost.curved import step_time_of
 from vllm_sched.cost.events import EventRun, play
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
@@ -29,6 +28,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
+from vllm_sched.sim.fleet.models import read_calibration
 
 POINTS_DRAWN = 96
 MAX_SLOTS = 4096
@@ -97,8 +97,6 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 @dataclass(frozen=True)
 class Row:
-    """One threshold's results, by recursion and by simulation."""
-
     role: str
     k: int
     throughput: float
@@ -107,8 +105,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The results for one way of prefilling."""
-
     name: str
     regime: Regime
     closed_form: int
@@ -176,31 +172,9 @@ def check(args: argparse.Namespace) -> None:
     require_folders(args.save, args.plot)
 
 
-def read_costs(path: Path) -> StepTime:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(
-            f"--cost {path}: {error.strerror}; save one with `vllm-sched calibrate --save`"
-        ) from None
-    except ValueError:
-        raise UsageError(
-            f"--cost {path} is not JSON; save one with `vllm-sched calibrate --save`"
-        ) from None
-    given = content.get("step_time") if isinstance(content, dict) else None
-    if given is None:
-        raise UsageError(
-            f"--cost {path} has no step_time; save one with `vllm-sched calibrate --save`"
-        )
-    try:
-        return step_time_of(given)
-    except UsageError as error:
-        raise UsageError(f"--cost {path}: {error}") from None
-
-
 def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
     if args.cost:
-        time = read_costs(args.cost)
+        time = read_calibration(args.cost, f"--cost {args.cost}")[1]
         if not time.seconds(StepShape(decodes=1, context_tokens=1)):
             raise UsageError(
                 f"--cost {args.cost}: its decode steps take no time, which is impossible; "

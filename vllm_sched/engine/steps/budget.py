@@ -14,8 +14,6 @@ from vllm_sched.policies.types import Step
 
 
 class StepBudget:
-    """Computes the limits of a step."""
-
     def __init__(
         self,
         scheduler: Scheduler,
@@ -23,15 +21,12 @@ class StepBudget:
         admission: Admission,
         prefixes: PrefixCacheLookups,
         blocks: BlockChunks | None,
-        *,
-        prefills_lead: bool,
     ) -> None:
         self._scheduler = scheduler
         self._budgets = hooks.budget
         self._admission = admission
         self._prefixes = prefixes
         self._blocks = blocks  # None unless chunks end at block boundaries
-        self._prefills_lead = prefills_lead
         self._tokens_per_decode = 1 + int(scheduler.num_spec_tokens)
         self._whole_images = bool(scheduler.scheduler_config.disable_chunked_mm_input)
 
@@ -80,11 +75,8 @@ class StepBudget:
         if not (holding or plan.decode_is_last or limit.kept_for_image):
             return None
         tokens = limit.tokens - limit.kept_for_image
-        if self._prefills_lead:
-            room = tokens
-        else:
-            # vLLM serves the decodes in front first.
-            room = max(tokens - step.decodes, 0 if plan.decode_is_last else 1)
+        # vLLM serves the decodes in front first.
+        room = max(tokens - step.decodes, 0 if plan.decode_is_last else 1)
         # Some KV may not have arrived: prefills get at least half.
         left = room - min(holding, room // 2)
         return left if self._blocks is None else max(left, min(self._blocks.block, room))

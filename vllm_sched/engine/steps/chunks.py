@@ -26,7 +26,6 @@ class StepChunks:
         *,
         token_limit: int,
         room: int | None,
-        prefills_lead: bool,
     ) -> None:
         self._step = step
         self._hooks = hooks
@@ -34,7 +33,6 @@ class StepChunks:
         self._blocks = blocks  # None unless chunks end at block boundaries
         self._token_limit = token_limit  # of vLLM; may exceed the step's budget
         self._room = room  # tokens left for running prefills, None for no cap
-        self._prefills_lead = prefills_lead
         self._given = 0  # tokens of the chunks so far
         self._granted = 0  # tokens that policies count, with `blocks`
 
@@ -85,8 +83,6 @@ class StepChunks:
         wanted = max(min(granted, room), int(holds))
         if wanted <= 0:
             return 0
-        if self._prefills_lead:  # leave decodes their tokens
-            room = min(room, step.budget - step.decodes - self._given)
         chunk, unused = blocks.chunk(
             request,
             computed,

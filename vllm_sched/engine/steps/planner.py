@@ -46,7 +46,6 @@ class StepPlanner:
         self._scheduler = scheduler
         self._policies = policies
         self._kv_cache = policy_setup.kv_cache_of(scheduler)
-        self._prefills_lead = any(policy.prefills_lead for policy in policies)
         self._may_cut = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self._blocks = None  # where chunks end at block boundaries
         if scheduler.need_mamba_block_aligned_split:
@@ -74,7 +73,6 @@ class StepPlanner:
             self.admission,
             self.prefixes,
             self._blocks,
-            prefills_lead=self._prefills_lead,
         )
 
     def begin_step(self, now: float, wall_now: float) -> StepPlan:
@@ -137,7 +135,6 @@ class StepPlanner:
             self._blocks,
             token_limit=limit.tokens,
             room=self._budget.prefill_room(plan, limit),
-            prefills_lead=self._prefills_lead,
         )
 
     def end_step(self, output: SchedulerOutput, plan: StepPlan) -> StepStarted | None:

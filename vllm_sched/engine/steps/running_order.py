@@ -30,7 +30,6 @@ class RunningOrder:
         self._classes = classes
         self._kv_cache = kv_cache
         self._arranges = any(policy.arranges for policy in policies)
-        self._prefills_lead = any(policy.prefills_lead for policy in policies)
         # With priority scheduling vLLM preempts by priority.
         self._by_class = (
             classes.policy is not None and scheduler.policy != SchedulingPolicy.PRIORITY
@@ -60,8 +59,8 @@ class RunningOrder:
         if by_class:
             classes = self._classes.of_decodes(decoding)
             decoding.sort(key=classes.__getitem__)
-        running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
-        if self._prefills_lead or not (prefills and decoding):
+        running[:] = decoding + prefills
+        if not (prefills and decoding):
             return False
         newest, class_of = decoding[-1], self._classes.of
         decode_is_last = False

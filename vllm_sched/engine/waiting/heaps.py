@@ -37,8 +37,6 @@ class Place(NamedTuple):
 
 
 class LaneHeaps:
-    """The waiting requests and their places."""
-
     def __init__(
         self, num_policies: int, open_adapters: Callable[[], Collection[int] | None]
     ) -> None:

@@ -52,8 +52,6 @@ class HeldTime:
 
 
 class LaneCounts:
-    """The waiting requests, counted by lane."""
-
     def __init__(self, num_policies: int) -> None:
         # For each policy, by its own lanes.
         self.by_policy: list[defaultdict[str, LaneCount]] = [

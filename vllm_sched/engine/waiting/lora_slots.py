@@ -26,8 +26,6 @@ class Skipped:
 
 
 class LoraSlots:
-    """The adapters of the running requests."""
-
     def __init__(self, max_loras: int) -> None:
         self.max_loras = max_loras
         self._running: Counter[int] = Counter()  # requests, by adapter

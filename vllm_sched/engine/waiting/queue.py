@@ -69,8 +69,6 @@ class LaneRules(Protocol):
 
 
 class LaneQueue(LaneHeaps, RequestQueue):
-    """The waiting requests, in lanes."""
-
     def __init__(
         self,
         rules: LaneRules,

@@ -17,8 +17,6 @@ MIN_MARGIN, FIRST_MARGIN, MAX_MARGIN = 1.03, 1.15, 2.0
 
 
 class PredictionError:
-    """The recent ratios of measured to predicted step times."""
-
     def __init__(self) -> None:
         self.drift = 1.0  # lasting part of the ratio, at least 1
         self._last_ratio = 1.0

@@ -16,8 +16,6 @@ ENDS: Final[tuple[End, ...]] = ("departures", "room", "few", "idle", "overdue")
 
 @dataclass(slots=True)
 class Hold:
-    """The state of a hold since it began."""
-
     since: float
     max_s: float
     slots_full: bool  # the hold began because no slot was free

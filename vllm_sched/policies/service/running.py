@@ -13,13 +13,11 @@ class RunningLanes:
         self.requests: dict[str, tuple[str, float]] = {}
 
     def add(self, name: str, lane: str, now: float) -> None:
-        """Add an admitted request."""
         if name not in self.requests:
             self.requests[name] = (lane, now)
             self.counts[lane] += 1
 
     def discard(self, name: str) -> None:
-        """Remove a request."""
         if (found := self.requests.pop(name, None)) is not None:
             self.counts[found[0]] -= 1
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from heapq import heappop, heappush
+from importlib.util import find_spec
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,15 @@ IDLE_POLL_S: Final = 0.001
 IDLE_POLL_SHARE: Final = 0.01
 # Idle time without admission after which the waiting requests can never be served.
 STUCK_S: Final = 60.0
+
+
+def require_vllm(option: str, instead: str) -> None:
+    """Raise `UsageError` if vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise UsageError(
+            f"{option} needs vLLM's own schedulers, and vLLM is not installed; install it (pip "
+            f"install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' without a GPU), or {instead}"
+        )
 
 
 def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngine:
@@ -96,7 +106,6 @@ class ExactEngine:
             waiting + len(self._arrived),
             self.scheduler.kv_usage,
             self.scheduler.backlog(),
-            preemptions=self.scheduler.preemptions,
             steps=self.steps,
             fetching=self.scheduler.deferred,
         )

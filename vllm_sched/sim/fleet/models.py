@@ -20,10 +20,12 @@ from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.cost import profiles
 from vllm_sched.cost.curved import step_time_of
+from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.types import WorkerModel
 from vllm_sched.workers.flags import parse
+from vllm_sched.workers.transfer import ROLES
 
 # Defaults for calibrated files.
 MAX_MODEL_LEN: Final = 131_072
@@ -79,9 +81,6 @@ PIECE_S: Final = (0.174 - 313e6 / PUBLISHED_BANDWIDTH) / 40_000
 def transfer_of(gpus: int, bandwidth: float | None = None) -> TransferTime:
     """Return the transfer time at `bandwidth` bytes/s, or over one link per GPU."""
     return TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / (bandwidth or gpus * GPU_BANDWIDTH))
-
-
-ROLES_OF_A_TRANSFER: Final = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,19 +150,7 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
 
 
 def _load_calibration(name: str, path: Path) -> WorkerModel:
-    advice = "save one with `vllm-sched calibrate --save`"
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"profile {name}: {error.strerror}; {advice}") from None
-    except ValueError:
-        raise UsageError(f"profile {name} is not JSON; {advice}") from None
-    if not isinstance(content, dict) or "step_time" not in content:
-        raise UsageError(f"profile {name} has no step_time; {advice}")
-    try:
-        time = step_time_of(content["step_time"])
-    except UsageError as error:
-        raise UsageError(f"profile {name}: {error}") from None
+    content, time = read_calibration(path, f"profile {name}")
     front_s = content.get("front_s", 0.0)
     if type(front_s) not in (int, float) or not 0 <= front_s < math.inf:
         raise UsageError(f"profile {name}: front_s is {front_s!r}; give seconds, 0 or more")
@@ -181,6 +168,23 @@ def _load_calibration(name: str, path: Path) -> WorkerModel:
         assumed=tuple(key for key in DEFAULT_SIZES if key not in content),
         **sizes,
     )
+
+
+def read_calibration(path: Path, called: str) -> tuple[dict[str, Any], StepTime]:
+    """Return a calibrated file's content and cost model; errors begin with `called`."""
+    advice = "save one with `vllm-sched calibrate --save`"
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{called}: {error.strerror}; {advice}") from None
+    except ValueError:
+        raise UsageError(f"{called} is not JSON; {advice}") from None
+    if not isinstance(content, dict) or "step_time" not in content:
+        raise UsageError(f"{called} has no step_time; {advice}")
+    try:
+        return content, step_time_of(content["step_time"])
+    except UsageError as error:
+        raise UsageError(f"{called}: {error}") from None
 
 
 def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int:
@@ -224,7 +228,7 @@ def model_of(
         longest_chunk_adapts=_is_on(
             flags, f"{CHUNK_LIMIT[2:]}-adaptive", machine.longest_chunk_adapts
         ),
-        transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
+        transfers=config.transfer is not None and worker.role in ROLES,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
         unread=_ignored_flags(flags, machine.flags),

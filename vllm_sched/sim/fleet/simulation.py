@@ -80,7 +80,6 @@ class FleetSimulation:
         now: float,
         ended: Callable[[float], None] | None,
     ) -> None:
-        """Submit a request to a router."""
         number = self._number
         self._number += 1
         flight = RequestFlight(request, number, str(number), router, outcome, ended)
@@ -130,7 +129,6 @@ class FleetSimulation:
             request.shared,
             leg,
             request.klass,
-            request.tenant,
             flight.priority,
         )
         if front_s := self.engines[name].model.front_s:
@@ -259,7 +257,6 @@ class FleetSimulation:
                     seen.waiting,
                     seen.kv_usage,
                     model.kv_tokens,
-                    preemptions_total=seen.preemptions,
                     extra=extra,
                 ),
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.step_time import StepShape
 
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_sched.cost.step_time import StepTime
-    from vllm_sched.cost.transfer import TransferTime
     from vllm_sched.sim.types import WorkerModel
 
-
-def sequences_held(tokens: int, prompt: float, output: float) -> int:
-    return max(int(tokens / (prompt + output / 2)), 0)
+MAX_PROMPT_TOKENS: Final = 1 << 20  # for the search of the limiting prompt
 
 
 def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
@@ -74,42 +71,24 @@ def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]
     return work + max(fixed, chunks * min(time.decode_fixed_s, time.prefill_fixed_s))
 
 
-def transfer_seconds(
-    transfer: TransferTime, tokens: float, *, token_bytes: int, block: int, pieces: int
-) -> float:
-    blocks = math.ceil(tokens / block)
-    return transfer.seconds(blocks * block * token_bytes, blocks * pieces)
-
-
-def link_tokens_per_s(
-    transfer: TransferTime, *, token_bytes: int, block: int, pieces: int
-) -> float:
-    seconds = token_bytes * transfer.byte_s + pieces / block * transfer.descriptor_s
+def link_tokens_per_s(model: WorkerModel) -> float:
+    descriptors = model.kv_pieces / model.block_tokens
+    seconds = model.kv_token_bytes * model.transfer.byte_s
+    seconds += descriptors * model.transfer.descriptor_s
     return 1 / seconds if seconds > 0 else math.inf
 
 
-def limiting_prompt(
-    time: StepTime,
-    transfer: TransferTime,
-    *,
-    token_bytes: int,
-    block: int,
-    pieces: int,
-    most: int = 1 << 20,
-) -> int | None:
+def limiting_prompt(model: WorkerModel) -> int | None:
     """Return the shortest prompt with transfer slower than prefill, or None."""
 
     def slower(tokens: int) -> bool:
-        moved = transfer_seconds(
-            transfer, tokens, token_bytes=token_bytes, block=block, pieces=pieces
-        )
-        return moved > prefill_seconds(time, tokens, tokens)
+        return model.transfer_s(tokens) > prefill_seconds(model.time, tokens, tokens)
 
     # Prefill grows faster than transfer, so very long prompts may not be `slower`.
     low, high = 0, 1
     while not slower(high):
         low, high = high, 2 * high
-        if high > most:
+        if high > MAX_PROMPT_TOKENS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
@@ -134,11 +113,9 @@ class Capacity:
     @classmethod
     def from_model(cls, model: WorkerModel, prompt: float, output: float) -> Capacity:
         time, size = model.time, model.kv_token_bytes
-        held = min(sequences_held(model.kv_tokens, prompt, output), model.max_num_seqs)
+        held = min(int(model.kv_tokens / (prompt + output / 2)), model.max_num_seqs)
         step = decode_seconds(time, max(held, 1), prompt + output / 2)
         alone = prefill_seconds(time, prompt, model.max_num_batched_tokens)
-        blocks = {"token_bytes": size, "block": model.block_tokens, "pieces": model.kv_pieces}
-        link = link_tokens_per_s(model.transfer, **blocks)
         return cls(
             kv_tokens=model.kv_tokens,
             held=held,
@@ -148,7 +125,7 @@ class Capacity:
                 time, prompt, output, held, model.max_num_batched_tokens
             ),
             kv_bytes_per_s=prompt * size / alone if alone else math.inf,
-            link_bytes_per_s=link * size,
-            transfer_s=transfer_seconds(model.transfer, prompt, **blocks),
-            limiting_prompt=limiting_prompt(time, model.transfer, **blocks),
+            link_bytes_per_s=link_tokens_per_s(model) * size,
+            transfer_s=model.transfer_s(math.ceil(prompt)),
+            limiting_prompt=limiting_prompt(model),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_sched.errors import UsageError
@@ -29,29 +28,13 @@ class ExactProof(NamedTuple):
     requests: int
 
 
-def has_vllm() -> bool:
-    return find_spec("vllm") is not None
-
-
-def require_vllm() -> None:
-    if not has_vllm():
-        raise UsageError(
-            "--exact: the exact engine steps vLLM's own schedulers, and vLLM is not installed; "
-            "install it (pip install 'vllm-sched[vllm]') or leave --exact out"
-        )
-
-
 def rank_exactly(
-    search: FleetSearch,
-    ranking: list[ServedRate],
-    played: dict[str, ExactProof],
-    progress: tuple[float, float],
+    search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
     """Return the fleets that serve their rates, or lower ones, with vLLM's own schedulers."""
     again: list[ServedRate] = []
-    for at, served in enumerate(ranking):
-        done = progress[0] + (progress[1] - progress[0]) * at / len(ranking)
-        search.report(f"exactly: {served.shape}", done)
+    for served in search.progress.each(ranking):
+        search.progress.note(f"exactly: {served.shape}")
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):
@@ -88,7 +71,7 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
     count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 
     def told(_now: float, _sent: int, done: int) -> None:
-        search.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
+        search.progress.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
 
     told(0.0, 0, 0)
     played = fleet.play(question.schedule(rate, count, question.draws + 1), told)

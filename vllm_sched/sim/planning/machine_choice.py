@@ -23,8 +23,8 @@ from vllm_sched.sim.planning.search import FleetSearch
 from vllm_sched.sim.planning.trials import IDLE_LOAD
 
 if TYPE_CHECKING:
+    from vllm_sched.sim.planning.progress import PlanProgress
     from vllm_sched.sim.planning.question import PlanQuestion
-    from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
 COARSE_FAMILIES: Final = (ONE_POOL, PREFILL_DECODE)
@@ -46,29 +46,30 @@ def compare_machines(
     machines: Sequence[WorkerModel],
     coarse: Callable[[FleetSearch], float],
     best_of: Callable[[Sequence[Candidate]], list[Candidate]],
-    tell: Tell,
+    progress: PlanProgress,
 ) -> list[Candidate]:
     """Return every machine with its result by `coarse`, and pairs of the best precision.
 
     `coarse` may raise a `UsageError` for a machine that can't serve the traffic.
     """
-    asked = [replace(question, machine=each) for each in machines]
     found: list[Candidate] = []
-    for at, each in enumerate(asked):
-        tell(each.profiles, at / (2 * len(asked)))
-        found.append(_compare(each, coarse))
+    with progress.part(0.0, 0.5):
+        for each in progress.each(machines):
+            progress.note(each.profile)
+            found.append(_compare(replace(question, machine=each), coarse))
     if PREFILL_DECODE not in question.families or not (best := best_of(found)):
         return found
     wanted = precision(best[0].question.machine)
     able = [each.question.machine for each in found if not each.why]
     able = [each for each in able if precision(each) == wanted]
     pairs = [(one, other) for one in able for other in able if one.gpus != other.gpus]
-    for at, (prefill, decode) in enumerate(pairs):
-        pair = replace(
-            question, machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,)
-        )
-        tell(pair.profiles, (1 + at / len(pairs)) / 2)
-        found.append(_compare(pair, coarse))
+    with progress.part(0.5, 1.0):
+        for prefill, decode in progress.each(pairs):
+            pair = replace(
+                question, machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,)
+            )
+            progress.note(pair.profiles)
+            found.append(_compare(pair, coarse))
     return found
 
 
@@ -96,7 +97,7 @@ def rate_on(gpus: int) -> Callable[[FleetSearch], float]:
         rough = [
             served.rate
             for family in search.question.families
-            for served in search.rough_rates(family, gpus, (0.0, 1.0))
+            for served in search.rough_rates(family, gpus)
         ]
         if not rough:
             raise UsageError("it serves no rate in time")

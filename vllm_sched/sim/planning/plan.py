@@ -15,9 +15,10 @@ from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.cost.profiles import named_by
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.engines.exact_engine import require_vllm
 from vllm_sched.sim.fleet.models import of_profile, with_assumed
 from vllm_sched.sim.planning.capacity_bound import Capacity
-from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly, require_vllm
+from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
 from vllm_sched.sim.planning.machine_choice import (
     Candidate,
@@ -27,13 +28,14 @@ from vllm_sched.sim.planning.machine_choice import (
     highest,
     rate_on,
 )
+from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_sched.sim.planning.progress import Tell
     from vllm_sched.sim.planning.question import PlanQuestion
-    from vllm_sched.sim.planning.search import Tell
     from vllm_sched.sim.types import WorkerModel
 
 # Progress of several machines' comparison, and of the search for the fewest GPUs.
@@ -82,41 +84,16 @@ class FleetPlan:
         return served.shape.gpus(*self.question.machines)
 
 
-def machine_of(
-    profile: str, bandwidth: float | None = None, mixed_s: float | None = None
-) -> WorkerModel:
-    return with_assumed(of_profile(profile), bandwidth, mixed_s)
-
-
 def machines_of(
     profiles: Sequence[str], bandwidth: float | None = None, mixed_s: float | None = None
 ) -> list[WorkerModel]:
     """Return the machines of profiles; `model=M,system=S` names one for each tp and dtype."""
     names = dict.fromkeys(name for each in profiles for name in named_by(each))
-    return [machine_of(name, bandwidth, mixed_s) for name in names]
-
-
-class ProgressParts:
-    """Passes on progress, and knows the latest."""
-
-    def __init__(self, tell: Tell) -> None:
-        self.done = 0.0
-        self._tell = tell
-
-    def part(self, low: float, high: float) -> Tell:
-        """Return a function for the progress of a part."""
-
-        def tell(what: str, share: float) -> None:
-            self.done = low + share * (high - low)
-            self._tell(what, self.done)
-
-        return tell
+    return [with_assumed(of_profile(name), bandwidth, mixed_s) for name in names]
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one machine's fleets."""
-
     search: FleetSearch
     plainly: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
     exactly: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
@@ -142,50 +119,46 @@ def plan(
     gpus: int | None = None,
     *,
     machines: Sequence[WorkerModel] = (),
-    rate: float | None = None,
+    rate: float = 0.0,
     exact: bool = False,
-    tell: Tell = lambda _what, _share: None,
+    tell: Tell | None = None,
 ) -> FleetPlan:
     """Return the best fleet, or raise a `UsageError`.
 
     It has `gpus` GPUs, or as few as serve `rate`. Of several machines the best is taken. Ctrl-C
     returns the best fleet so far, if there is one.
     """
-    if not question.targets:
-        raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
-    progress = ProgressParts(tell)
+    progress = PlanProgress(tell)
     if exact:
-        require_vllm()
+        require_vllm("--exact", "leave --exact out")
     if gpus is not None:
         machines = _fitting_machines(machines or [question.machine], gpus)
     compared = COMPARED if len(machines) > 1 else 0.0
-    candidates, chosen = _choose(question, machines, gpus, rate, progress.part(0.0, compared))
+    with progress.part(0.0, compared):
+        candidates, chosen = _choose(question, machines, gpus, rate, progress)
     begin, sized = compared, gpus is None
     if gpus is None:
-        if rate is None:
-            raise UsageError("give --gpus, or --min-gpus with a --request-rate")
         begin = SIZED
-        chosen, gpus = _smallest(chosen, rate, progress.part(compared, SIZED))
+        with progress.part(compared, SIZED):
+            chosen, gpus = _smallest(chosen, rate, progress)
     found: list[_Known] = []
     stopped_at: float | None = None
-    width = (SEARCH_DONE - begin) / len(chosen)
     try:
-        for at, each in enumerate(chosen):
-            part = progress.part(begin + at * width, begin + (at + 1) * width)
-            found.append(_Known(FleetSearch(each.question, part)))
-            _find(found[-1], gpus)
-        known = _best(found)
-        while sized and rate is not None and known.plain.rate < rate:
-            gpus += known.search.question.machine.gpus  # not all that serve it were judged
-            _find(known, gpus)
-        if rate is not None:
-            _check_rate(rate, known, gpus)
-        known.search.told = progress.part(0.0, 1.0)
+        with progress.part(begin, SEARCH_DONE):
+            for each in progress.each(chosen):
+                found.append(_Known(FleetSearch(each.question, progress)))
+                _find(found[-1], gpus)
+            known = _best(found)
+            while sized and known.plain.rate < rate:
+                gpus += known.search.question.machine.gpus  # not all that serve it were judged
+                _find(known, gpus)
+        _check_rate(rate, known, gpus)
         if exact:
-            part_done = SEARCH_DONE, EXACT_DONE
-            known.exactly = rank_exactly(known.search, known.plainly, known.proofs, part_done)
+            with progress.part(SEARCH_DONE, EXACT_DONE):
+                known.exactly = rank_exactly(known.search, known.plainly, known.proofs)
         _find_others(known, gpus)
-        known.search.report("done", 1.0)
+        with progress.part(1.0, 1.0):
+            progress.note("done")
     except KeyboardInterrupt:
         if not any(each.plainly for each in found):
             raise
@@ -203,9 +176,9 @@ def _find(known: _Known, gpus: int) -> None:
     question = search.question
     _check_size(search, gpus)
     try:
-        search.report("an idle worker", 0.0)
+        search.progress.note("an idle worker")
         search.check()
-        known.plainly = search.best(gpus, (0.02, 1.0))
+        known.plainly = search.best(gpus)
     except KeyboardInterrupt:
         known.plainly = search.best_so_far(gpus)
         raise
@@ -217,22 +190,21 @@ def _find(known: _Known, gpus: int) -> None:
 
 
 def _find_others(known: _Known, gpus: int) -> None:
-    """Find fleets of other sizes."""
-    search, plain = known.search, known.plain
+    search, plain, progress = known.search, known.plain, known.search.progress
     workers, each = plain.shape.workers, search.question.machine.gpus
-    known.more = search.with_one_more(
-        plain, (EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE)
-    )
-    known.fewer = search.with_one_fewer(plain, (MORE_DONE, FEWER_DONE))
-    if known.fewer is None and workers > 1 and search.question.prefill_machine is None:
-        # Two pools need two workers.
-        fewer = search.family(ONE_POOL, gpus - each, (MORE_DONE, FEWER_DONE))
-        known.fewer = next(iter(fewer), None)
+    with progress.part(EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE):
+        known.more = search.with_one_more(plain)
+    with progress.part(MORE_DONE, FEWER_DONE):
+        known.fewer = search.with_one_fewer(plain)
+        if known.fewer is None and workers > 1 and search.question.prefill_machine is None:
+            # Two pools need two workers.
+            known.fewer = next(iter(search.family(ONE_POOL, gpus - each)), None)
     sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
-    for size in sorted(sizes):
-        search.report(format_count(size, "worker"), FEWER_DONE)
-        if (served := search.at_size(plain, size - workers)) is not None:
-            known.smaller.append(served)
+    with progress.part(FEWER_DONE, 1.0):
+        for size in progress.each(sorted(sizes)):
+            progress.note(format_count(size, "worker"))
+            if (served := search.at_size(plain, size - workers)) is not None:
+                known.smaller.append(served)
 
 
 def _plan_of(
@@ -273,8 +245,8 @@ def _choose(
     question: PlanQuestion,
     machines: Sequence[WorkerModel],
     gpus: int | None,
-    rate: float | None,
-    tell: Tell,
+    rate: float,
+    progress: PlanProgress,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return all machines as candidates, if there are several, and those to plan in full."""
     if len(machines) < 2:
@@ -282,11 +254,9 @@ def _choose(
         return [], [Candidate(replace(question, machine=machine))]
     if gpus is not None:
         coarse, best_of = rate_on(gpus), highest
-    elif rate is not None:
-        coarse, best_of = partial(fewest_gpus, rate=rate), fewest
     else:
-        raise UsageError("give --gpus, or --min-gpus with a --request-rate")
-    candidates = compare_machines(question, machines, coarse, best_of, tell)
+        coarse, best_of = partial(fewest_gpus, rate=rate), fewest
+    candidates = compare_machines(question, machines, coarse, best_of, progress)
     chosen = best_of(candidates)
     if not chosen:
         reasons = "\n".join(f"  {each.question.profiles}: {each.why}" for each in candidates)
@@ -294,12 +264,14 @@ def _choose(
     return candidates, chosen
 
 
-def _smallest(chosen: Sequence[Candidate], rate: float, tell: Tell) -> tuple[list[Candidate], int]:
+def _smallest(
+    chosen: Sequence[Candidate], rate: float, progress: PlanProgress
+) -> tuple[list[Candidate], int]:
     """Return the machine that needs the fewest GPUs for a rate, and their number."""
     found: list[tuple[int, Candidate]] = []
-    for at, each in enumerate(chosen):
-        search = FleetSearch(each.question, tell)
-        search.report("an idle worker", at / len(chosen))
+    for each in progress.each(chosen):
+        search = FleetSearch(each.question, progress)
+        progress.note("an idle worker")
         search.check()
         found.append((fewest_gpus(search, rate, int(each.result)), each))
     gpus, best = min(found, key=lambda pair: pair[0])

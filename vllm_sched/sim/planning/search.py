@@ -9,7 +9,6 @@ the earlier family and fewer policies win.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -24,6 +23,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     TrafficHints,
     shapes,
 )
+from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.question import FEW_DRAWS, QUICK_EFFORT
 from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials, check_feasible
 
@@ -38,7 +38,6 @@ MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate
 MAX_FINALISTS: Final = 3  # per family, plus the best of each policy that is close
 BOUNDARY_QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 MAX_ROUGH_RUNS: Final = 24
-Tell = Callable[[str, float], None]  # activity, overall progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +54,18 @@ class ServedRate:
 
 
 class FleetSearch:
-    def __init__(self, question: PlanQuestion, tell: Tell = lambda _what, _share: None) -> None:
+    def __init__(self, question: PlanQuestion, progress: PlanProgress | None = None) -> None:
         self.question = question
-        self.trials = FleetTrials(question, self.note)
-        self.told, self._done = tell, 0.0
+        self.progress = progress or PlanProgress()
+        self.trials = FleetTrials(question, self.progress.note)
         self._roughly: dict[int, float] = {}  # best rough rate, by number of GPUs
         self._judged: list[ServedRate] = []
         self._judge = CapacitySearch(question.draws, self._served_of, self.trials.is_good_enough)
-
-    def report(self, what: str, share: float) -> None:
-        self._done = share
-        self.told(what, share)
 
     @property
     def runs(self) -> int:
         quick = vars(self).get("_quick")
         return self.trials.runs + (quick.trials.runs if quick else 0)
-
-    def note(self, what: str) -> None:
-        self.told(what, self._done)
 
     def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
         run = self.trials.play(shape, rate, fine=True, draw=draw)
@@ -164,13 +156,14 @@ class FleetSearch:
             prefill_gpus=prompt_machine.gpus,
         )
 
-    def family(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
-        """Return the judged fleets of a family, best first; `share` is the range of progress."""
-        half = (share[0] + share[1]) / 2
-        rough = self.rough_rates(family, gpus, (share[0], half))
-        return self._judge_family(rough, (half, share[1]))
+    def family(self, family: str, gpus: int) -> list[ServedRate]:
+        """Return the judged fleets of a family, best first."""
+        with self.progress.part(0.0, 0.5):
+            rough = self.rough_rates(family, gpus)
+        with self.progress.part(0.5, 1.0):
+            return self._judge_family(rough)
 
-    def rough_rates(self, family: str, gpus: int, share: tuple[float, float]) -> list[ServedRate]:
+    def rough_rates(self, family: str, gpus: int) -> list[ServedRate]:
         """Return the rough rates of a family's fleets.
 
         Each split is tried with the last policy, and the best splits with the others.
@@ -179,24 +172,20 @@ class FleetSearch:
         # This family has many shapes and is rarely the best: drop it early.
         floor = self._roughly.get(gpus, 0.0) if family == SHORT_APART else 0.0
         *others, last = self.question.policies
-        half = (share[0] + share[1]) / 2
-        found = self._keep_best(
-            [replace(each, policy=last) for each in splits], (share[0], half), floor
-        )
+        with self.progress.part(0.0, 0.5):
+            found = self._keep_best([replace(each, policy=last) for each in splits], floor)
         best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
         if not best and not floor:
             best = splits  # none serves anything with that policy
         again = [replace(shape, policy=policy) for policy in others for shape in best]
-        floor = _most(found) or floor
-        return found + self._keep_best(again, (half, share[1]), floor)
+        with self.progress.part(0.5, 1.0):
+            return found + self._keep_best(again, _most(found) or floor)
 
-    def _keep_best(
-        self, tried: list[FleetShape], share: tuple[float, float], floor: float = 0.0
-    ) -> list[ServedRate]:
+    def _keep_best(self, tried: list[FleetShape], floor: float = 0.0) -> list[ServedRate]:
         """Return rough rates, without those of fleets below `floor` or the best of them."""
         found: list[ServedRate] = []
-        for at, shape in enumerate(tried):
-            self.report(str(shape), share[0] + at * (share[1] - share[0]) / len(tried))
+        for shape in self.progress.each(tried):
+            self.progress.note(str(shape))
             least = max(_most(found), floor) * (1 - SAME)
             start = least or self.trials.worker_rate * shape.workers * 0.5
             if (served := self.rate_of(shape, start, least=least)) is not None:
@@ -205,17 +194,15 @@ class FleetSearch:
                 self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
         return found
 
-    def _judge_finalists(
-        self, rough: list[ServedRate], share: tuple[float, float], floor: float = 0.0
-    ) -> list[ServedRate]:
+    def _judge_finalists(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
         """Judge the finalists above `floor`, by falling rough rate.
 
         The rest must exceed the best rate by `SAME`, or be simpler and equal to it.
         """
-        finalists, judged = _finalists(rough), list[ServedRate]()
+        judged: list[ServedRate] = []
         best: ServedRate | None = None
-        for at, each in enumerate(finalists):
-            self.report(str(each.shape), share[0] + (share[1] - share[0]) * at / len(finalists))
+        for each in self.progress.each(_finalists(rough)):
+            self.progress.note(str(each.shape))
             least = floor
             if best is not None:
                 simpler = _order_by_simplicity(each)[:2] < _order_by_simplicity(best)[:2]
@@ -226,10 +213,8 @@ class FleetSearch:
                 best = rank_fleets(judged)[0]
         return rank_fleets(judged)
 
-    def _judge_family(
-        self, rough: list[ServedRate], share: tuple[float, float]
-    ) -> list[ServedRate]:
-        found = self._judge_finalists(rough, share)
+    def _judge_family(self, rough: list[ServedRate]) -> list[ServedRate]:
+        found = self._judge_finalists(rough)
         return rank_fleets(
             [*found, *(each for best in found[:1] for each in self._thresholds(best))]
         )
@@ -249,27 +234,23 @@ class FleetSearch:
         wanted = targets.itl or targets.tpot
         return 100 if wanted is None else max(round(wanted * 1000), 1)
 
-    def best(self, gpus: int, share: tuple[float, float] = (0.0, 1.0)) -> list[ServedRate]:
+    def best(self, gpus: int) -> list[ServedRate]:
         """Return the best fleet of each family, best first.
 
         A family that is far from the best is judged by fewer runs.
         """
         families = self.question.families
-        half = (share[0] + share[1]) / 2
-        width = (half - share[0]) / len(families)
-        rough: list[list[ServedRate]] = []
-        for at, family in enumerate(families):
-            start = share[0] + at * width
-            rough.append(self.rough_rates(family, gpus, (start, start + width)))
+        with self.progress.part(0.0, 0.5):
+            rough = [self.rough_rates(family, gpus) for family in self.progress.each(families)]
         promising = sorted(filter(None, rough), key=lambda found: -_most(found))
         judged: list[ServedRate] = []
         far: list[ServedRate] = []
-        for at, found in enumerate(promising):
-            start = half + at * width
-            if _most(found) * MAX_ROUGH_RATIO < _most(judged) * (1 - SAME):
-                far += self._judge_quickly(found)
-            else:
-                judged += self._judge_family(found, (start, start + width))[:1]
+        with self.progress.part(0.5, 1.0):
+            for found in self.progress.each(promising):
+                if _most(found) * MAX_ROUGH_RATIO < _most(judged) * (1 - SAME):
+                    far += self._judge_quickly(found)
+                else:
+                    judged += self._judge_family(found)[:1]
         return rank_fleets(judged) + rank_fleets(far)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
@@ -278,27 +259,23 @@ class FleetSearch:
             best.setdefault(each.shape.family, each)
         return list(best.values())
 
-    def with_one_fewer(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
-        """Return the rate of the same kind of fleet with one worker fewer."""
-        return next(iter(self._rate_of_size(served, -1, share, 0.0)), None)
+    def with_one_fewer(self, served: ServedRate) -> ServedRate | None:
+        return next(iter(self._rate_of_size(served, -1, 0.0)), None)
 
-    def with_one_more(self, served: ServedRate, share: tuple[float, float]) -> ServedRate | None:
+    def with_one_more(self, served: ServedRate) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
-        found = self._rate_of_size(served, 1, share, served.rate)
+        found = self._rate_of_size(served, 1, served.rate)
         return next((each for each in found if each.rate > served.rate), None)
 
-    def _rate_of_size(
-        self, served: ServedRate, change: int, share: tuple[float, float], floor: float
-    ) -> list[ServedRate]:
-        half = (share[0] + share[1]) / 2
-        rough = self._keep_best(self._similar_fleets(served.shape, change), (share[0], half), floor)
-        return self._judge_finalists(rough, (half, share[1]), floor)
+    def _rate_of_size(self, served: ServedRate, change: int, floor: float) -> list[ServedRate]:
+        with self.progress.part(0.0, 0.5):
+            rough = self._keep_best(self._similar_fleets(served.shape, change), floor)
+        with self.progress.part(0.5, 1.0):
+            return self._judge_finalists(rough, floor)
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
-        rough = self._quick._keep_best(
-            self._similar_fleets(served.shape, change), (self._done, self._done)
-        )
+        rough = self._quick._keep_best(self._similar_fleets(served.shape, change))
         return next(iter(self._judge_quickly(rough)), None)
 
     @cached_property
@@ -307,7 +284,7 @@ class FleetSearch:
         question = self.question
         draws = min(question.draws, FEW_DRAWS)
         quick = replace(question, effort=question.effort * QUICK_EFFORT, draws=draws)
-        return FleetSearch(quick, lambda what, _share: self.note(what))
+        return FleetSearch(quick, self.progress)
 
     def _judge_quickly(self, rough: list[ServedRate]) -> list[ServedRate]:
         """Judge the fleet with the highest rough rate."""
@@ -321,7 +298,7 @@ class FleetSearch:
         for family in self.question.families:
             for split in shapes(family, gpus, self.traffic_seen(), self._itl_ms()):
                 shape = replace(split, policy=policy)
-                self.note(f"{gpus} GPUs: {shape}")
+                self.progress.note(f"{gpus} GPUs: {shape}")
                 if rate > self._most(shape) or self.trials.serves(shape, rate) is None:
                     continue
                 if (served := self.judge(shape, rate, least=rate)) is not None:

@@ -36,7 +36,6 @@ UNLIMITED_TOKENS = 1 << 60  # tokens
 class TrafficStats:
     prompt: float  # mean
     output: float  # mean
-    largest: int  # prompt + output
     prompts: tuple[int, ...]  # sorted
     totals: tuple[int, ...]  # prompt + output, sorted
     most_each: float  # requests/s that one worker can compute with a perfect cache
@@ -51,7 +50,6 @@ class TrafficStats:
         return cls(
             sum(each.prompt_tokens for each in sample) / len(sample),
             sum(each.output_tokens for each in sample) / len(sample),
-            totals[-1],
             tuple(sorted(each.prompt_tokens for each in sample)),
             tuple(totals),
             len(sample) / seconds if seconds > 0 else math.inf,
@@ -95,8 +93,6 @@ class FleetTrials:
         prompt_machine = question.prompt_machine
         some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
         sample = list(islice(question.shapes(), some))
-        if not sample:
-            raise UsageError(f"{source.name}: no request to plan for; give a non-empty trace")
         self.traffic = traffic = TrafficStats.from_sample(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.

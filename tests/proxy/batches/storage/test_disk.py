@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from proxy.batches import scheduler
 from proxy.batches.storage import disk
 from proxy.batches.storage import sqlite as sqlite_module
 from proxy.batches.storage.lock import FolderLock
@@ -27,12 +26,13 @@ from proxy.batches.types import DiskError, File, Status, StoreFullError
 from tests.present import present
 from tests.proxy.batches.conftest import OpenHarness
 from tests.proxy.batches.harness import CHAT, BatchHarness, lines
-from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, result
+from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, ended, result
 from tests.proxy.batches.test_api import form, post
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import get, request
 from tests.proxy.wire.site import eventually
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 # SQLite's error (code, message), the status for clients, and the remedy in the log.
 FULL = (sqlite3.SQLITE_FULL, "database or disk is full")
 ERRORS = {
@@ -69,7 +69,6 @@ class FailingDisk:
 
     @contextmanager
     def fail(self, error: BaseException, *statements: str) -> Iterator[None]:
-        """Fail these statements for a while."""
         self.error, self.statements = error, statements
         try:
             yield
@@ -77,7 +76,6 @@ class FailingDisk:
             self.statements = ()
 
     def connection(self) -> type[sqlite3.Connection]:
-        """Return a connection class that may fail."""
         disk = self
 
         class Connection(sqlite3.Connection):
@@ -108,25 +106,17 @@ async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> B
     return harness
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ERROR_PAUSE_S", 0.05)
-
-
 def lock_of(harness: BatchHarness) -> FolderLock:
-    """Return the lock of a router's folder."""
     backend = harness.batches.keeper._open_store().backend
     assert isinstance(backend, SqliteBackend)
     return backend._lock
 
 
 def delete(file_id: str) -> bytes:
-    """Return the bytes of a request that deletes a file."""
     return request(b"", path=f"/v1/files/{file_id}", method="DELETE")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """Return warnings and errors of batches."""
     return [
         record
         for record in caplog.records
@@ -254,7 +244,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Fill a disk."""
     with (folder / "filler").open("ab", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -285,12 +274,11 @@ def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
     batch = batch_of(store, 200)
     body = b'"%b"' % (b"x" * 50_000)
     store.save([result(batch, number, body=body) for number in range(1, 201)])
-    store.end(batch.id, Status.COMPLETED, NOW)
-    ended = present(store.batch("t", batch.id))
+    output = ended(store, batch).output
     fill(small_disk)
     with pytest.raises(StoreFullError):
         store.add_file("t", "in", "batch", bytes(100_000), NOW)
-    file = present(store.file("t", ended.output or ""))
+    file = present(store.file("t", output or ""))
     last: int | None = 0
     while last is not None:
         last = store.empty_file(file, last)
@@ -313,10 +301,14 @@ def test_batch_on_a_full_disk_can_be_cancelled(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE])
 def test_reserve_is_used_by_deletes_and_restored(
-    failing_disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    failing_disk: FailingDisk,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
 ) -> None:
     monkeypatch.setattr(disk, "SHORT_BYTES", 0)
-    store, reserve = Store(SqliteBackend(tmp_path), KEEP_S), tmp_path / "reserve"
+    reserve = tmp_path / "reserve"
     file = store.add_file("t", "in", "batch", b"{}", NOW)
     assert reserve.stat().st_size == disk.RESERVE_BYTES
     failing_disk.fails = lambda: reserve.stat().st_size > 0
@@ -327,19 +319,16 @@ def test_reserve_is_used_by_deletes_and_restored(
         assert store.delete_file("t", file.id)
     assert store.file("t", file.id) is None
     assert reserve.stat().st_size == disk.RESERVE_BYTES
-    store.close()
 
 
 def test_upload_needs_space_for_log_and_database(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(SqliteBackend(tmp_path), KEEP_S)
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(disk, "disk_usage", lambda _: free._replace(free=1_999_999))
     with pytest.raises(StoreFullError, match="is full"):
         store.add_file("t", "in", "batch", bytes(1_000_000), NOW)
     assert store.add_file("t", "in", "batch", bytes(999_999), NOW)
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -365,7 +354,6 @@ def test_system_errors_become_disk_errors(
 
 
 async def wait_for_pause(harness: BatchHarness) -> None:
-    """Wait until the missing folder is noticed."""
     await eventually(lambda: harness.batches.lane.counts.paused)
     assert "removed or replaced" in harness.batches.lane.paused
     assert str(harness.path) in harness.batches.lane.paused

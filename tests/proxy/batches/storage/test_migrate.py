@@ -13,10 +13,16 @@ from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.schema import POSTGRES_OCTETS, count_all
 from proxy.batches.storage.sqlite import SqliteBackend
 from proxy.batches.storage.store import Store
-from proxy.batches.types import Status
 from proxy.errors import ProxyError
-from tests.present import present
-from tests.proxy.batches.storage.test_store import KEEP_S, NOW, batch_of, content, result, rows
+from tests.proxy.batches.storage.test_store import (
+    KEEP_S,
+    NOW,
+    batch_of,
+    content,
+    ended,
+    result,
+    rows,
+)
 from vllm_sched.cli.main import main
 
 
@@ -24,9 +30,9 @@ from vllm_sched.cli.main import main
 def folder(tmp_path: Path) -> Path:
     """Return a folder with an ended batch, a running batch and an unused file."""
     store = Store(SqliteBackend(tmp_path), KEEP_S)
-    ended, running = batch_of(store, 3), batch_of(store, 5, "other")
-    store.save([result(ended, 1), result(ended, 2, 500), result(ended, 3), result(running, 2)])
-    store.end(ended.id, Status.COMPLETED, NOW)
+    done, running = batch_of(store, 3), batch_of(store, 5, "other")
+    store.save([result(done, 1), result(done, 2, 500), result(done, 3), result(running, 2)])
+    ended(store, done)
     store.add_file("t", "\0 name", "batch", bytes(range(256)), NOW)
     store.close()
     return tmp_path
@@ -41,14 +47,13 @@ def check_same(folder: Path, url: str) -> None:
         assert target.batches(tenant, ListPage()) == source.batches(tenant, ListPage())
     [running] = target.active()
     assert target.jobs(running, 0, 9) == source.jobs(running, 0, 9)
-    [ended] = target.batches("t", ListPage())
-    assert content(target, ended.output) == content(source, ended.output)
+    [done] = target.batches("t", ListPage())
+    assert content(target, done.output) == content(source, done.output)
     [file] = [file for file in target.files("t", ListPage()) if file.name == "\0 name"]
     assert target.piece(file, 0)[0] == bytes(range(256))
     target.save([result(running, number) for number in (1, 3, 4, 5)])
     assert target.is_complete(running)
-    target.end(running.id, Status.COMPLETED, NOW)
-    assert present(target.batch("other", running.id)).completed == 5
+    assert ended(target, running).completed == 5
     used = target._used()
     target.backend.execute("DELETE FROM used")
     target.backend.execute(count_all(POSTGRES_OCTETS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import orjson
 import psycopg
 import pytest
 
+from proxy.batches.maintenance import end_batch
 from proxy.batches.storage import database as database_module
 from proxy.batches.storage import files as file_store
 from proxy.batches.storage import sqlite as sqlite_module
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.files import PIECE_BYTES
-from proxy.batches.storage.postgres import PostgresBackend
 from proxy.batches.storage.rows import ListPage
 from proxy.batches.storage.schema import ROW_BYTES
 from proxy.batches.storage.sqlite import SqliteBackend
@@ -36,11 +35,8 @@ from proxy.batches.types import (
 from proxy.errors import ProxyError
 from tests.present import present
 from tests.proxy.batches.conftest import new_database
-from tests.proxy.batches.harness import CHAT
+from tests.proxy.batches.harness import CHAT, KEEP_S, NOW
 from tests.proxy.batches.postgres import SQLITE
-
-NOW = 1_000_000.0
-KEEP_S = 1000.0
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -49,22 +45,12 @@ def database(request: pytest.FixtureRequest) -> str | None:
     return new_database(request)
 
 
-@pytest.fixture
-def store(tmp_path: Path, database: str | None) -> Iterator[Store]:
-    """Open a store."""
-    store = Store(PostgresBackend(database) if database else SqliteBackend(tmp_path), KEEP_S)
-    yield store
-    store.close()
-
-
 def purge(store: Store, now: float) -> None:
-    """Purge everything that has expired."""
     while store.purge(now):
         pass
 
 
 def rows(store: Store) -> dict[str, int]:
-    """Return the numbers of rows by table."""
     tables = ("files", "batches", "lines", "results")
     count = "SELECT count(*) FROM {}"
     return {name: store.backend.execute(count.format(name)).fetchone()[0] for name in tables}
@@ -86,13 +72,11 @@ def batch_of(store: Store, count: int, tenant: str = "t", expires: float = NOW +
 
 
 def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") -> LineResult:
-    """Return a line's result."""
     return LineResult(batch.id, number, f"c{number}", f"q{number}", status, body)
 
 
-def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED) -> Batch:
-    """End a batch; return it."""
-    store.end(batch.id, status, NOW)
+def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED, now: float = NOW) -> Batch:
+    list(end_batch(store, batch, status, lambda: now))
     return present(store.batch(batch.tenant, batch.id))
 
 
@@ -191,7 +175,7 @@ def test_input_of_an_active_batch_cannot_be_deleted(store: Store) -> None:
     batch = batch_of(store, 1)
     with pytest.raises(InUseError):
         store.delete_file("t", batch.input)
-    store.end(batch.id, Status.CANCELLED, NOW)
+    ended(store, batch, Status.CANCELLED)
     assert store.delete_file("t", batch.input)
 
 
@@ -200,7 +184,7 @@ def test_cancel_changes_only_active_batches(store: Store) -> None:
     cancelled = present(store.cancel("t", batch.id, NOW))
     assert cancelled.status is Status.CANCELLING
     assert not store.begin(batch, 1, NOW)  # a validation that ends later has no effect
-    store.end(batch.id, Status.CANCELLED, NOW)
+    ended(store, batch, Status.CANCELLED)
     again = present(store.cancel("t", batch.id, NOW + 1))
     assert (again.status, again.at["cancelled"]) == (Status.CANCELLED, NOW)
 
@@ -239,7 +223,7 @@ def test_response_body_is_kept_on_one_line(store: Store) -> None:
 def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
     expired, running = batch_of(store, 1), batch_of(store, 1, expires=NOW + 2 * KEEP_S)
     store.save([result(expired, 1)])
-    store.end(expired.id, Status.COMPLETED, NOW + 50)
+    ended(store, expired, now=NOW + 50)
     purge(store, NOW + KEEP_S)
     assert store.batch("t", expired.id) is not None
     purge(store, NOW + KEEP_S + 61)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -166,18 +165,3 @@ def common(one: bytes, other: bytes) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
     return low
-
-
-@given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.integers(0, 3)), max_size=12))
-def test_matches_equal_the_common_prefix_of_prompts(sent: list[tuple[str, int]]) -> None:
-    index = PrefixIndex()
-    for letters, worker in sent:
-        index.record(index.hashes("m", text(*letters)), worker)
-    prompt = "abab"
-    expected: dict[int, int] = {}
-    for letters, worker in sent:
-        pairs = zip(prompt, letters, strict=False)
-        same = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        if same:
-            expected[worker] = max(expected.get(worker, 0), same)
-    assert held(index, text(*prompt)) == expected

@@ -19,11 +19,16 @@ MESSAGES = [{"role": "user", "content": "q"}]
     ("fields", "why"),
     [
         ({}, ""),
+        ({"add_generation_prompt": True, "tools": [None, {"function": None}]}, ""),
         ({"stop": ["x"], "min_tokens": 3, "tools": [{"function": {"name": "f"}}]}, ""),
         ({"tools": None, "tool_choice": "auto", "response_format": None}, ""),
-        ({"prompt": "text", "stream_options": {"include_usage": True}}, ""),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"prompt": ["text"]}, "prompt"),
+        ({"stream_options": {"include_usage": True}}, ""),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": [{"function": {"name": "f", "strict": True}}]}, "tools"),
@@ -36,9 +41,24 @@ MESSAGES = [{"role": "user", "content": "q"}]
     ],
 )
 def test_the_field_that_prevents_it_is_named(fields: dict[str, Any], why: str) -> None:
-    body = json.dumps({"model": "m", "stream": True, **fields}).encode()
+    body = json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode()
     assert why_not_continued(body) == ""
-    assert why_not_by_text(body) == why
+    assert why_not_by_text(body, CHAT) == why
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"prompt": "", "stream_options": {"include_usage": True}}, ""),
+        # Workers ignore the fields of chats.
+        ({"prompt": "x", "tools": 5, "tool_choice": "required", "stream_options": []}, ""),
+        ({}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": ["text"]}, "prompt"),
+    ],
+)
+def test_the_field_of_a_completion_is_named(fields: dict[str, Any], why: str) -> None:
+    assert why_not_by_text(json.dumps({"model": "m", **fields}).encode(), PROMPT) == why
 
 
 def continued(fields: dict[str, Any], shape: PromptFields, text: str, tokens: int) -> TextSoFar:
@@ -77,12 +97,32 @@ def test_a_prompt_ends_with_the_text() -> None:
 @pytest.mark.parametrize("tokens", [9, 10])
 def test_no_token_is_left(tokens: int) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
-        body = json.dumps({"prompt": "p", name: 9}).encode()
-        assert with_text(body, PROMPT, "x", tokens) is None
+        body = json.dumps({"messages": MESSAGES, name: 9}).encode()
+        assert with_text(body, CHAT, "x", tokens) is None
 
 
-def test_limits_count_what_is_left() -> None:
-    fields = {"prompt": "p", "max_tokens": None, "max_completion_tokens": 8, "min_tokens": 3}
-    assert json.loads(continued(fields, PROMPT, "x", 5).body) == {
-        "prompt": "px", "max_tokens": None, "max_completion_tokens": 3, "min_tokens": 0,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [
+        ({}, {}),
+        ({"max_tokens": None, "max_completion_tokens": 8}, {"max_completion_tokens": 3}),
+        ({"max_tokens": 4, "max_completion_tokens": 8}, {"max_completion_tokens": 3}),
+        ({"max_tokens": 8, "max_completion_tokens": None}, {"max_tokens": 3}),
+        ({"max_tokens": "8"}, {"max_tokens": 3}),
+        ({"min_tokens": 3}, {"min_tokens": 0}),
+        ({"min_tokens": 9}, {"min_tokens": 4}),
+    ],
+)
+def test_limits_of_a_chat_count_what_is_left(fields: dict[str, Any], left: dict[str, int]) -> None:
+    body = json.loads(continued({"messages": MESSAGES, **fields}, CHAT, "x", 5).body)
+    assert {name: body.get(name) for name in {**fields, **left}} == {**fields, **left}
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [({}, 11), ({"max_tokens": None}, 11), ({"max_completion_tokens": "abc"}, 11),
+     ({"max_tokens": 9, "max_completion_tokens": 2}, 4)],
+)  # fmt: skip
+def test_a_completion_has_a_default_limit(fields: dict[str, Any], left: int) -> None:
+    body = json.loads(continued({"prompt": "p", **fields}, PROMPT, "x", 5).body)
+    assert body == {"prompt": "px", **fields, "max_tokens": left}

@@ -72,7 +72,6 @@ def hosts(
 
 @pytest.fixture
 async def fakes(hosts: list[RouterGroup]) -> AsyncIterator[dict[str, FakeWorker]]:
-    """Workers that are up in both routers."""
     found = await hosts[0].start_workers()
     for host in hosts:
         await host.wait_until(lambda workers: {w["state"] for w in workers.values()} == {"up"})
@@ -82,7 +81,6 @@ async def fakes(hosts: list[RouterGroup]) -> AsyncIterator[dict[str, FakeWorker]
 
 
 async def wait_for_sample(host: RouterGroup, name: str, value: float) -> None:
-    """Wait until a router's metrics page shows this value."""
     client = await Client.connect(host.port)
 
     async def shows() -> bool:

@@ -49,8 +49,6 @@ SHEET_BYTES = SHEET_WORDS * WORD
 
 
 class Host:
-    """A host that hears of another one."""
-
     def __init__(self) -> None:
         self.table = SharedTable.make(1, MAX_REMOTE)
         self.replication = Replication(

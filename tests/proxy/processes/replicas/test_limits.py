@@ -193,7 +193,7 @@ async def test_concurrency_holds_when_the_server_loses_its_data(
     """Only one of the processes gets new requests."""
     processes = await processes_of(stack, own_redis, Limits(concurrency=10), 3)
     for process in processes:
-        process.limiter._table.write_hosts(3)
+        process.limiter._table.hosts = 3
         assert await process.send()
         assert await process.send()
         assert await process.send()
@@ -218,7 +218,7 @@ async def test_spent_limits_hold_when_the_server_loses_its_data(
     one, other = processes = await processes_of(stack, own_redis, per_minute(60))
     began = time.monotonic()
     for process in processes:
-        process.limiter._table.write_hosts(2)
+        process.limiter._table.hosts = 2
     while await one.send():
         one.ledger.leave(one.limiter.clock(), TOKENS, TOKENS)
     await one.settle()

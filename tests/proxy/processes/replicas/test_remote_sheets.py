@@ -30,8 +30,6 @@ def known(name: str = "a", row: int | None = 5, most: int | None = None) -> Know
 
 
 class Receiver:
-    """A host that receives updates."""
-
     def __init__(self) -> None:
         self.table = SharedTable.make(1, MAX_REMOTE)
         self.workers = WorkerNames()

@@ -213,11 +213,6 @@ def test_small_changes_wait_for_others(
     assert not replication.is_due(host.now + PUBLISH_INTERVAL_S)
 
 
-def test_unreadable_message_is_an_error(host: Host) -> None:
-    host.replication._receive(b"{")
-    assert host.replication.errors == 1
-
-
 def test_stored_responses_do_not_wait(host: Host) -> None:
     host.hear("m")
     host.replication.next_message(host.now)

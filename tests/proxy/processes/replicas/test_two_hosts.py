@@ -154,7 +154,6 @@ async def test_late_host_knows_drains_and_responses_and_frees_its_requests_when_
 
 
 async def burst(hosts: Hosts, tenant: str, each: int) -> Counter[int]:
-    """Send requests to all hosts at once; return the numbers of statuses."""
     return await statuses(await connect_to(hosts, each), tenant)
 
 
@@ -238,7 +237,6 @@ async def three(
 
 
 async def statuses_of(port: int, tenant: str, count: int) -> Counter[int]:
-    """Send requests at once, each on its own connection; return the numbers of statuses."""
     return await statuses([await Client.connect(port) for _ in range(count)], tenant)
 
 

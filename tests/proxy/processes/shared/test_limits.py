@@ -18,23 +18,18 @@ from proxy.processes.shared.limits import FULL_READ_INTERVAL_S, READ_INTERVAL_S
 from proxy.processes.shared.process_sheet import ProcessSheet, TenantRow
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.tenant_load import TenantLoad
-from tests.proxy.processes.virtual_group import VirtualGroup
-
-MakeGroup = Callable[..., VirtualGroup]
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def group_of(
     make_group: MakeGroup, *tenants: TenantSpec, max_requests: int | None = None, size: int = 2
 ) -> VirtualGroup:
-    """Return a group with these tenants."""
     group = make_group(size, spec("a", most=max_requests))
-    for router in group.routers:
-        router.tenants.replace(tenants, {})
+    group.set_tenants(*tenants)
     return group
 
 
 def tenant(group: VirtualGroup, index: int, name: str = "t") -> Tenant:
-    """Return a tenant in one process."""
     found = group.routers[index].tenants.get(name)
     assert found is not None
     return found
@@ -113,8 +108,7 @@ def test_retry_keeps_its_concurrency(
 ) -> None:
     """Another process would take the place as soon as it is free."""
     group = make_processes(2, spec("a"), spec("b"), max_attempts=2 if retried else 1)
-    for router in group.routers:
-        router.tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
+    group.set_tenants(TenantSpec("t", limits=Limits(concurrency=1)))
     group.read_all()
     lease = placed(submit(group, 0))
     others = remote_usage(group, 0)
@@ -154,14 +148,12 @@ def test_refused_request_is_not_counted(make_processes: MakeGroup) -> None:
 
 
 def test_finish_of_a_removed_tenant_does_not_change_its_successor(make_all: MakeGroup) -> None:
-    specs = [TenantSpec("t", limits=Limits(concurrency=3))]
-    group = group_of(make_all, *specs)
+    spec = TenantSpec("t", limits=Limits(concurrency=3))
+    group = group_of(make_all, spec)
     lease = placed(submit(group, 0))
-    for present in ([], specs):
-        for router in group.routers:
-            router.tenants.replace(present, {})
-        group.now += 1.0
-        group.read_all()
+    for present in ([], [spec]):
+        group.set_tenants(*present)
+        group.read_all(after_s=1.0)
     placed(submit(group, 0))
     placed(submit(group, 0))
     group.routers[0].leases.finish(lease, group.now, Outcome.DONE)  # of the first tenant
@@ -210,8 +202,7 @@ def test_shares_count_service_in_all_processes(make_processes: MakeGroup) -> Non
 def test_charges_of_a_dead_process_stay_and_its_concurrency_is_released(
     make_group: MakeGroup,
 ) -> None:
-    specs = [TenantSpec("t", limits=Limits(concurrency=2))]
-    group = group_of(make_group, *specs)
+    group = group_of(make_group, TenantSpec("t", limits=Limits(concurrency=2)))
     placed(submit(group, 0))
     tenant(group, 0).charge(5000)
     placed(submit(group, 0))
@@ -220,9 +211,7 @@ def test_charges_of_a_dead_process_stay_and_its_concurrency_is_released(
     before = tenant(group, 1).virtual
     assert before == 5000
     group.restart(0)
-    group.routers[0].tenants.replace(specs, {})
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     assert tenant(group, 1).virtual == before
     tenant(group, 0).charge(700)
     placed(submit(group, 0))
@@ -259,8 +248,7 @@ def test_clear_is_atomic_for_readers(
             patch.setattr(ProcessSheet, name, read_after(getattr(ProcessSheet, name)))
         group.crash(0)
     assert set(standings) == {1e6}
-    group.now += READ_INTERVAL_S
-    group.read_all()
+    group.read_all(after_s=READ_INTERVAL_S)
     assert tenant(group, 1).ledger.elsewhere == 0, "its running requests are gone"
 
 
@@ -290,9 +278,7 @@ def test_restarted_process_knows_earlier_service(make_group: MakeGroup) -> None:
     group.read_all()
     group.restart(0)
     rivals.running = [job for job in rivals.running if job[1]]
-    group.routers[0].tenants.replace([TenantSpec("t"), TenantSpec("u")], {})
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     for name in "tu":
         standings = [tenant(group, index, name).standings[Rank.STANDARD] for index in (0, 1)]
         assert standings == pytest.approx([2e6, 2e6])
@@ -307,8 +293,7 @@ def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(
     tenant(group, 1, "u").charge(1e6)
     for _ in range(10):
         rivals.add_request(1, "u")
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     assert difference(rivals) < 0.1
     standings = [tenant(group, 0, name).standings[Rank.STANDARD] for name in "tu"]
     assert min(standings) >= 1e6
@@ -357,9 +342,7 @@ def test_lift_ignores_estimates_of_requests_in_other_processes(make_all: MakeGro
 def test_estimates_of_a_dead_process_are_returned(make_group: MakeGroup) -> None:
     group = start_flood(make_group)
     group.restart(0)
-    group.routers[0].tenants.replace([TenantSpec("flood"), TenantSpec("small")], {})
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     flood = tenant(group, 1, "flood")
     assert flood.standings[Rank.STANDARD] == flood.settled(Rank.STANDARD) == 5000
 
@@ -371,8 +354,7 @@ def test_simultaneous_lifts_of_a_tenant_count_once(make_all: MakeGroup) -> None:
         tenant(group, index).lift(Rank.STANDARD, 500.0)
     for sharing in group.sharings:
         sharing.flush()
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     assert [tenant(group, index).standings[Rank.STANDARD] for index in (0, 1)] == [500.0, 500.0]
 
 
@@ -392,20 +374,17 @@ def test_restored_tenant_keeps_its_charges(make_group: MakeGroup) -> None:
     tenant(group, 0).charge(1e6)
     placed(submit(group, 0, "u"))
     for specs in (both[1:], both):
-        for router in group.routers:
-            router.tenants.replace(specs, {})
+        group.set_tenants(*specs)
         for index in (0, 1):
             placed(submit(group, index, "u"))
         for lease in leases:
             group.finish(0, lease)
         leases.clear()
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     placed(submit(group, 1))
     tenant(group, 0).charge(10.0)
     placed(submit(group, 0))
-    group.now += 1.0
-    group.read_all()
+    group.read_all(after_s=1.0)
     standings = [tenant(group, index).standings[Rank.STANDARD] for index in (0, 1)]
     assert standings == pytest.approx([1e6 + 10, 1e6 + 10])
 
@@ -461,8 +440,7 @@ def test_only_changed_tenants_are_read(
 def test_tenant_added_later_starts_without_charges(make_all: MakeGroup) -> None:
     group = group_of(make_all, TenantSpec("t"))
     placed(submit(group, 0))
-    for router in group.routers:
-        router.tenants.replace([TenantSpec("t"), TenantSpec("u", limits=Limits(concurrency=1))], {})
+    group.set_tenants(TenantSpec("t"), TenantSpec("u", limits=Limits(concurrency=1)))
     placed(submit(group, 0, "u"))
     assert refused(submit(group, 1, "u")).status == 429
     placed(submit(group, 1, "t"))

@@ -22,22 +22,22 @@ from proxy.processes.shared.load import (
     ROW_REUSE_AFTER_S,
     WorkerRows,
 )
-from proxy.processes.shared.process_sheet import RING, ProcessSheet
-from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, MAX_SETTLE_S, SETTLE_S
+from proxy.processes.shared.process_sheet import ProcessSheet
+from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, SETTLE_S
 from proxy.processes.shared.urgent_changes import UrgentChanges
+from tests.present import present
 from tests.proxy.core.making import (
     ask,
     idle,
-    members,
     placed,
     refused,
     spec,
     waits,
 )
-from tests.proxy.processes.virtual_group import HostGroup, VirtualGroup
+from tests.proxy.processes.virtual_group import HostGroup, MakeGroup, VirtualGroup
 
 
-def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGroup]) -> None:
+def test_processes_spread_load_like_one(make_processes: MakeGroup) -> None:
     group = make_processes(3, *(spec(f"w{i}") for i in range(6)))
     leases = [(i % 3, group.submit(i % 3)) for i in range(12)]
     names = [lease.worker.name for _, lease in leases]
@@ -52,74 +52,77 @@ def test_processes_spread_load_like_one(make_processes: Callable[..., VirtualGro
         assert idle(router.fleet.roster)
 
 
-def test_urgent_changes_are_reported_after_they_are_written(
-    make_processes: Callable[..., VirtualGroup],
-) -> None:
+@pytest.fixture
+def host(make_processes: MakeGroup) -> VirtualGroup:
+    """Make the only process of a host, whose supervisor awaits urgent changes."""
     group = make_processes(1, spec("a"))
-    sharing, seen = group.sharings[0], []
-    row = sharing.row(group.worker(0, "a"))
+    [sharing], [table] = group.sharings, group.tables
+    sharing.urgent = UrgentChanges(table, sharing.sheet, lambda: None)
+    table.awaits_urgent = True
+    return group
+
+
+def test_urgent_changes_are_reported_after_they_are_written(host: VirtualGroup) -> None:
+    [sharing], [table] = host.sharings, host.tables
+    tokens: list[int] = []
+    row = present(sharing.row(host.worker(0, "a")))
     sharing.urgent = UrgentChanges(
-        sharing.table, sharing.sheet, lambda: seen.append(sharing.sheet.read_load(row)[0][2])
+        table, sharing.sheet, lambda: tokens.append(sharing.sheet.read_load(row)[0][2])
     )
-    sharing.table.await_urgent(awaits=True)
-    group.submit(0, prompt=LARGE_PREFILL_TOKENS)
-    assert seen == [LARGE_PREFILL_TOKENS]
+    host.submit(0, prompt=LARGE_PREFILL_TOKENS)
+    assert tokens == [LARGE_PREFILL_TOKENS]
+
+
+def wake_supervisor(group: VirtualGroup) -> None:
+    group.tables[0].awaits_urgent = False
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda group: group.routers[0].submit(ask(LARGE_PREFILL_TOKENS), group.now),
-        lambda group: group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now),
+        lambda group: group.open_breaker(0, "a"),
         lambda group: group.routers[0].queue.elsewhere.report_change(),
-        lambda group: group.sharings[0].table.await_urgent(awaits=False),
+        wake_supervisor,
     ],
 )
 def test_urgent_changes_are_found_before_they_are_written(
-    make_processes: Callable[..., VirtualGroup], change: Callable[[VirtualGroup], object]
+    host: VirtualGroup, change: Callable[[VirtualGroup], object]
 ) -> None:
-    group = make_processes(1, spec("a"))
-    sharing = group.sharings[0]
-    sharing.urgent = UrgentChanges(sharing.table, sharing.sheet, lambda: None)
-    sharing.table.await_urgent(awaits=True)
-    group.end_turn()
-    placed(group.routers[0].submit(ask(), group.now))
+    sharing = host.sharings[0]
+    host.end_turn()
+    placed(host.routers[0].submit(ask(), host.now))
     assert not sharing.has_urgent()
-    change(group)
+    change(host)
     assert sharing.has_urgent()
-    group.end_turn()
-    sharing.table.await_urgent(awaits=True)
+    host.end_turn()
+    sharing.table.awaits_urgent = True
     assert not sharing.has_urgent()
 
 
-def test_starts_and_ends_of_large_prompts_are_urgent(
-    make_processes: Callable[..., VirtualGroup],
-) -> None:
-    group = make_processes(1, spec("a"))
-    router, sharing = group.routers[0], group.sharings[0]
-    sharing.urgent = UrgentChanges(sharing.table, sharing.sheet, lambda: None)
+def test_starts_and_ends_of_large_prompts_are_urgent(host: VirtualGroup) -> None:
+    router, sharing = host.routers[0], host.sharings[0]
 
     def is_urgent() -> bool:
         found = sharing.has_urgent()
-        group.end_turn()
-        sharing.table.await_urgent(awaits=True)
+        host.end_turn()
+        sharing.table.awaits_urgent = True
         return found
 
-    assert is_urgent()  # the first turn
-    small = [router.submit(ask(LARGE_PREFILL_TOKENS - 1), group.now) for _ in range(20)]
+    small = [router.submit(ask(LARGE_PREFILL_TOKENS - 1), host.now) for _ in range(20)]
     assert not is_urgent()
-    large = [placed(router.submit(ask(LARGE_PREFILL_TOKENS), group.now)) for _ in range(2)]
+    large = [placed(router.submit(ask(LARGE_PREFILL_TOKENS), host.now)) for _ in range(2)]
     assert is_urgent()
-    router.leases.record_first_token(large[0], group.now)
+    router.leases.record_first_token(large[0], host.now)
     assert is_urgent()
     for lease in (placed(small[0]), large[0]):
-        router.leases.finish(lease, group.now, Outcome.DONE)
+        router.leases.finish(lease, host.now, Outcome.DONE)
         assert not is_urgent()
-    router.leases.finish(large[1], group.now, Outcome.CLIENT_GONE)
+    router.leases.finish(large[1], host.now, Outcome.CLIENT_GONE)
     assert is_urgent()
 
 
-def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGroup]) -> None:
+def test_worker_limit_holds_across_processes(make_all: MakeGroup) -> None:
     group = make_all(2, spec("a", most=3), queue_wait_s=5.0)
     leases = [group.submit(0), group.submit(1), group.submit(0)]
     ticket = waits(group.routers[1].submit(ask(), group.now))
@@ -130,7 +133,7 @@ def test_worker_limit_holds_across_processes(make_all: Callable[..., VirtualGrou
     group.routers[1].leases.finish(placed(lease), group.now, Outcome.DONE)
 
 
-def test_charges_of_a_dead_process_are_released(make_group: Callable[..., VirtualGroup]) -> None:
+def test_charges_of_a_dead_process_are_released(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a", most=2), queue_requests=0)
     group.submit(0)
     group.submit(0)
@@ -142,24 +145,20 @@ def test_charges_of_a_dead_process_are_released(make_group: Callable[..., Virtua
     assert own(worker).requests == worker.requests == 1
 
 
-def test_restarted_process_sees_existing_load_and_breakers(
-    make_group: Callable[..., VirtualGroup],
-) -> None:
+def test_restarted_process_sees_existing_load_and_breakers(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a"), spec("b"))
     group.submit(0)
-    for _ in range(3):
-        group.routers[0].fleet.health.record_failure(group.worker(0, "a"), group.now)
+    group.open_breaker(0, "a")
     group.end_turn()
     group.restart(1)
     assert [worker.requests for worker in group.routers[1].fleet.roster] == [1, 0]
     assert not group.worker(1, "a").breaker.closed
 
 
-def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
+def test_breaker_is_shared(make_all: MakeGroup) -> None:
     group = make_all(3, spec("a"), spec("b"))
     bad = group.worker(0, "a")
-    for _ in range(3):
-        group.routers[0].fleet.health.record_failure(bad, group.now)
+    group.open_breaker(0, "a")
     group.end_turn()
     for index in (1, 2):
         assert group.submit(index).worker.name == "b"
@@ -176,13 +175,10 @@ def test_breaker_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     assert [group.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
 
 
-def test_crash_seen_by_all_processes_counts_as_one_opening(
-    make_all: Callable[..., VirtualGroup],
-) -> None:
+def test_crash_seen_by_all_processes_counts_as_one_opening(make_all: MakeGroup) -> None:
     group = make_all(3, spec("a"))
     for index in range(3):
-        for _ in range(3):
-            group.routers[index].fleet.health.record_failure(group.worker(index, "a"), group.now)
+        group.open_breaker(index, "a")
     group.end_turn()
     group.read_all()
     assert [group.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
@@ -190,14 +186,11 @@ def test_crash_seen_by_all_processes_counts_as_one_opening(
     assert add_up([page, page, page]) == page
 
 
-def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
+def test_panic_is_shared(make_all: MakeGroup) -> None:
     group = make_all(3, *map(spec, "abcd"))
     pool = ("m", False)
     for name, process in (("a", 0), ("b", 1), ("c", 2)):
-        for _ in range(3):
-            group.routers[process].fleet.health.record_failure(
-                group.worker(process, name), group.now
-            )
+        group.open_breaker(process, name)
         group.end_turn()
         group.read_all()
     for index, router in enumerate(group.routers):
@@ -216,7 +209,7 @@ def test_panic_is_shared(make_all: Callable[..., VirtualGroup]) -> None:
     assert add_up([page, page, page]) == page
 
 
-def test_load_is_read_once_per_interval(make_processes: Callable[..., VirtualGroup]) -> None:
+def test_load_is_read_once_per_interval(make_processes: MakeGroup) -> None:
     group = make_processes(2, spec("a"))
     group.submit(0)
     group.sharings[1].take_in_charges(group.now)
@@ -232,7 +225,7 @@ def test_load_is_read_once_per_interval(make_processes: Callable[..., VirtualGro
 
 @pytest.mark.plain("replaces a part")
 def test_limit_check_reads_one_number_per_process(
-    make_processes: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
+    make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = make_processes(4, spec("a", most=5), spec("b"))
     reads: list[int] = []
@@ -265,7 +258,7 @@ def test_limit_check_reads_one_number_per_process(
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("turns", ["one after the other", "all at once"])
 def test_burst_within_a_turn_keeps_the_limit(
-    make_processes: Callable[..., VirtualGroup], size: int, turns: str
+    make_processes: MakeGroup, size: int, turns: str
 ) -> None:
     """No turn ends here."""
     max_requests, burst = 8, 50
@@ -284,7 +277,7 @@ def test_burst_within_a_turn_keeps_the_limit(
         assert [worker.requests for worker in router.fleet.roster] == [max_requests, max_requests]
 
 
-def test_burst_of_handovers_keeps_the_limits(make_processes: Callable[..., VirtualGroup]) -> None:
+def test_burst_of_handovers_keeps_the_limits(make_processes: MakeGroup) -> None:
     sides = spec("p", Role.PREFILL, most=3), spec("d", Role.DECODE, most=5)
     group = make_processes(3, *sides, queue_wait_s=5.0, transfer=True, disaggregate_above=1)
     group.read_all()
@@ -295,7 +288,7 @@ def test_burst_of_handovers_keeps_the_limits(make_processes: Callable[..., Virtu
     assert len(leases) == 5  # two are served whole
 
 
-def test_moved_decode_legs_keep_the_limit(make_all: Callable[..., VirtualGroup]) -> None:
+def test_moved_decode_legs_keep_the_limit(make_all: MakeGroup) -> None:
     sides = spec("p", Role.PREFILL), *(spec(name, Role.DECODE, most=8) for name in ("d1", "d2"))
     group = make_all(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
     group.read_all()
@@ -319,7 +312,7 @@ def test_moved_decode_legs_keep_the_limit(make_all: Callable[..., VirtualGroup])
 
 @pytest.mark.plain("replaces a part")
 def test_request_at_a_filled_worker_is_reconsidered_later(
-    make_processes: Callable[..., VirtualGroup], monkeypatch: pytest.MonkeyPatch
+    make_processes: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason to serve it whole, a long wait for a seat, does not hold later."""
     sides = spec("p", Role.PREFILL), spec("d", Role.DECODE, most=3)
@@ -336,21 +329,7 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
     assert info.whole == ""
 
 
-def test_full_ring_of_changes_causes_a_full_read(make_all: Callable[..., VirtualGroup]) -> None:
-    group = make_all(2, spec("a"), spec("b"))
-    lease = group.submit(0)
-    group.read_all()
-    for _ in range(RING):
-        group.sharings[0].sheet.mark_changed(1)
-    group.finish(0, lease)
-    group.sharings[0].sheet.mark_changed(1)
-    group.read_all()
-    assert idle(members(group.routers[1].fleet))
-
-
-def test_unpublished_change_is_found_by_a_full_read(
-    make_group: Callable[..., VirtualGroup],
-) -> None:
+def test_unpublished_change_is_found_by_a_full_read(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a"))
     group.read_all()
     group.sharings[0].sheet.write_load(0, WorkerLoad(requests=5), 0.0)
@@ -362,9 +341,7 @@ def test_unpublished_change_is_found_by_a_full_read(
     assert group.worker(1, "a").requests == 5
 
 
-def test_row_of_a_removed_worker_is_kept_until_its_last_request(
-    make_group: Callable[..., VirtualGroup],
-) -> None:
+def test_row_of_a_removed_worker_is_kept_until_its_last_request(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a"), spec("b"))
     leases = [group.submit(0), group.submit(0)]
     lease = next(lease for lease in leases if lease.worker.name == "a")
@@ -380,44 +357,31 @@ def test_row_of_a_removed_worker_is_kept_until_its_last_request(
     assert group.sharings[0].row(lease.worker) is None
 
 
-def test_rows_are_reused_when_no_process_uses_them(
-    make_processes: Callable[..., VirtualGroup],
-) -> None:
-    group = make_processes(2, spec("a"), spec("b"), spec("c"))
-    a, b, c = members(group.routers[0].fleet)
+def test_rows_are_reused_when_no_process_uses_them(make_processes: MakeGroup) -> None:
+    group = make_processes(2, spec("a"))
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=2)
-    first = rows.row_of(a)
-    assert first == (0, group.now)
-    assert rows.row_of(b) == (1, group.now)
-    assert rows.row_of(a) == first
-    assert rows.row_of(c) is None
-    rows.release(a)
-    assert rows.row_of(c) is None
+    assert [rows.take() for _ in range(3)] == [0, 1, None]
+    rows.release(0)
+    assert rows.take() is None
     group.sharings[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
     group.now += ROW_REUSE_AFTER_S
-    assert rows.row_of(c) is None
+    assert rows.take() is None
     group.sharings[1].sheet.write_load(0, WorkerLoad(), 0.0)
-    assert rows.row_of(c) == (0, group.now)
+    assert rows.take() == 0
 
 
-def test_new_leader_continues_the_assignment_of_rows(
-    make_all: Callable[..., VirtualGroup],
-) -> None:
-    group = make_all(2, *(spec(name) for name in "abcd"))
-    a, b, c, d = members(group.routers[0].fleet)
+def test_new_leader_continues_the_assignment_of_rows(make_all: MakeGroup) -> None:
+    group = make_all(2, spec("a"))
     rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=4)
-    rows.adopt({a: (2, 0.5), b: (0, 0.7)})
-    assert rows.row_of(a) == (2, 0.5)
-    assert rows.row_of(c) == (3, group.now)
-    assert rows.row_of(d) is None
+    rows.adopt({2, 0})
+    assert [rows.take() for _ in range(2)] == [3, None]
     group.now += ROW_REUSE_AFTER_S
-    assert rows.row_of(d) == (1, group.now)
+    assert rows.take() == 1
 
 
-def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup]) -> None:
+def test_reused_row_does_not_keep_a_breaker(make_all: MakeGroup) -> None:
     group = make_all(2, spec("a"), spec("b"))
-    for _ in range(3):
-        group.routers[1].fleet.health.record_failure(group.worker(1, "a"), group.now)
+    group.open_breaker(1, "a")
     group.end_turn()
     group.now += ROW_REUSE_AFTER_S
     newcomer = group.routers[0].fleet.roster.add(spec("c"))
@@ -425,14 +389,12 @@ def test_reused_row_does_not_keep_a_breaker(make_all: Callable[..., VirtualGroup
     assert newcomer.breaker.closed
 
 
-def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
-    make_any: Callable[..., VirtualGroup],
-) -> None:
+def test_only_process_of_a_host_reads_other_hosts_after_their_changes(make_any: MakeGroup) -> None:
     group = make_any(HostGroup, 1, spec("a"))
     [sharing], [table] = group.sharings, group.tables
     worker, row = group.worker(0, "a"), sharing.row(group.worker(0, "a"))
     assert row is not None
-    table.use_remote(1)
+    table.remote_in_use = 1
     other = table.sheet(1)
     for requests in (1, 2):
         sharing.take_in_charges(group.now)
@@ -442,7 +404,7 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
         sharing.take_in_charges(group.now)
         assert worker.requests == requests - 1
         if requests == 1:
-            table.mark_updated()
+            table.updates += 1
             group.now += 1.1 * REMOTE_INTERVAL_S
         else:
             group.now += LOOK_INTERVAL_S
@@ -450,31 +412,22 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(
         assert worker.requests == requests
 
 
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [(0.0, 0.3, False), (1.5, 3.3, False), (None, 4.8, True), (None, 5.1, False)],
+        [(0.0, 0.0, False), (4.0, 4.5, False), (5.0, 5.5, True)],  # without a pause
+    ],
+)
 def test_messages_of_the_same_moment_are_read_together(
-    make_any: Callable[..., VirtualGroup],
+    make_any: MakeGroup, moments: list[tuple[float | None, float, bool]]
 ) -> None:
+    """When a message comes and when it is looked for, in ms: 3 ms are a pause, 5 ms the limit."""
     group = make_any(HostGroup, 1, spec("a"))
-    [sharing], [table] = group.sharings, group.tables
-    peers, now = sharing.peers, group.now
+    peers, now = group.sharings[0].peers, group.now
     peers.settle_s = SETTLE_S
     assert peers.may_have_news(now)
-    table.note_heard(now)
-    assert not peers.may_have_news(now + 0.1 * SETTLE_S)
-    table.note_heard(now + 0.5 * SETTLE_S)
-    assert not peers.may_have_news(now + 1.1 * SETTLE_S)
-    assert peers.may_have_news(now + 1.6 * SETTLE_S)
-    assert not peers.may_have_news(now + 1.7 * SETTLE_S)
-
-
-def test_messages_without_a_pause_are_read_soon(make_any: Callable[..., VirtualGroup]) -> None:
-    group = make_any(HostGroup, 1, spec("a"))
-    [sharing], [table] = group.sharings, group.tables
-    peers, now = sharing.peers, group.now
-    peers.settle_s = SETTLE_S
-    assert peers.may_have_news(now)
-    table.note_heard(now)
-    assert not peers.may_have_news(now)
-    table.note_heard(now + 0.8 * MAX_SETTLE_S)
-    assert not peers.may_have_news(now + 0.9 * MAX_SETTLE_S)
-    table.note_heard(now + MAX_SETTLE_S)
-    assert peers.may_have_news(now + 1.1 * MAX_SETTLE_S)
+    for heard_ms, looked_ms, expected in moments:
+        if heard_ms is not None:
+            group.tables[0].note_heard(now + heard_ms / 1000)
+        assert peers.may_have_news(now + looked_ms / 1000) is expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -15,9 +14,8 @@ from proxy.processes.shared import prefixes as shared_prefixes
 from proxy.processes.shared.process_sheet import LOG, WORD
 from proxy.processes.shared.shared_memory import SharedTable
 from tests.proxy.core.making import ask, placed, spec
-from tests.proxy.processes.virtual_group import VirtualGroup
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
-MakeGroup = Callable[..., VirtualGroup]
 WORKERS = tuple(spec(f"w{i}") for i in range(5))
 
 
@@ -57,8 +55,7 @@ def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
         group.end_turn()
         group.finish(number % 3, lease)
         for _ in range(2):  # tokens, then the turn
-            group.now += 1.0
-            group.read_all()
+            group.read_all(after_s=1.0)
         assert lease.decision.turn == (Turn.STAYED if number else Turn.NEW)
         known = [router.fleet.roster.sessions.get(7) for router in group.routers]
         assert len({(s.depth, s.mark, s.visited) for s in known if s is not None}) == 1
@@ -76,8 +73,7 @@ def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGrou
         group.end_turn()
         group.finish(number % 3, lease)
         for _ in range(2):
-            group.now += 1.0
-            group.read_all()
+            group.read_all(after_s=1.0)
         assert lease.session is not None
         keys.append(lease.session.key)
         for each in group.routers:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from proxy.batches.spare_capacity import has_spare_capacity
@@ -15,15 +13,12 @@ from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared.queue import HOLD_S
 from tests.present import present
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
-from tests.proxy.processes.virtual_group import VirtualGroup
-
-MakeGroup = Callable[..., VirtualGroup]
+from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def wait(
     group: VirtualGroup, index: int, *, rank: Rank = Rank.STANDARD, long: bool = False
 ) -> Ticket:
-    """Queue a request."""
     info = ask(long=long)
     info.rank = rank
     ticket = waits(group.routers[index].submit(info, group.now))
@@ -73,9 +68,7 @@ def submit(group: VirtualGroup, index: int, name: str, **fields: int) -> Lease |
 
 
 def add_two_tenants(group: VirtualGroup) -> None:
-    """Add two tenants, and occupy a place."""
-    for router in group.routers:
-        router.tenants.replace([TenantSpec("crowd"), TenantSpec("single")], {})
+    group.set_tenants(TenantSpec("crowd"), TenantSpec("single"))
     group.submit(0)
 
 
@@ -137,9 +130,9 @@ def test_no_key_decides_between_tenants_in_two_processes(
     """Their counters are equal."""
     group = make_group(2, spec("a", most=1))
     running, names = group.submit(0), ("crowd", "single")
+    group.set_tenants(*map(TenantSpec, names))
     for index, name in enumerate(names):
         router = group.routers[index]
-        router.tenants.replace([TenantSpec(name) for name in names], {})
         info = ask()
         info.tenant = router.tenants.get(name)
         key = group.now + (0.0 if name == urgent else 5.0)

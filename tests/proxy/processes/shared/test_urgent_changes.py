@@ -41,7 +41,7 @@ class Process:
 @pytest.fixture
 def process() -> Iterator[Process]:
     table = SharedTable.make(1)
-    table.await_urgent(awaits=True)
+    table.awaits_urgent = True
     yield Process(table)
     table.close()
 
@@ -50,16 +50,16 @@ def test_prompts_are_urgent_if_they_are_large(process: Process) -> None:
     assert process.write(1, 100_000) == 0
     process.sheet.write_count(LARGE, 1)
     assert process.write(1, 100_000) == 1
-    process.table.await_urgent(awaits=True)
+    process.table.awaits_urgent = True
     assert process.write(1, 100_000) == 1
 
 
 def test_requests_are_compared_with_the_last_update(process: Process) -> None:
     assert process.write(1) == 0
-    process.table.note_sent()
+    process.table.sent += 1
     assert process.write(2) == 1
-    process.table.await_urgent(awaits=True)
-    process.table.note_sent()
+    process.table.awaits_urgent = True
+    process.table.sent += 1
     assert process.write(2) == 1
     assert process.write(3) == 2
 
@@ -67,18 +67,16 @@ def test_requests_are_compared_with_the_last_update(process: Process) -> None:
 def test_supervisor_is_woken_once(process: Process) -> None:
     assert process.write(2) == 1
     assert process.write(3) == 1  # it has not slept since
-    process.table.await_urgent(awaits=True)
+    process.table.awaits_urgent = True
     assert process.write(4) == 2
 
 
-def test_requests_are_urgent_where_slots_are_scarce(process: Process) -> None:
-    assert process.write(1) == 0
-    assert process.write(2) == 1
-
-
-def test_half_of_the_slots_is_enough_for_two_hosts(process: Process) -> None:
-    process.table.write_hosts(2)
-    assert process.write(1) == 1
+@pytest.mark.parametrize(("hosts", "reports"), [(1, [0, 1]), (2, [1, 1])])
+def test_requests_are_urgent_where_slots_are_scarce(
+    process: Process, hosts: int, reports: list[int]
+) -> None:
+    process.table.hosts = hosts
+    assert [process.write(requests) for requests in (1, 2)] == reports
 
 
 @pytest.mark.parametrize("word", [BREAKS, WAITING])
@@ -86,5 +84,5 @@ def test_breakers_and_waiting_requests_are_urgent(process: Process, word: int) -
     assert process.write(0) == 0
     process.sheet.write_count(word, 1)
     assert process.write(0) == 1
-    process.table.await_urgent(awaits=True)
+    process.table.awaits_urgent = True
     assert process.write(0) == (2 if word == WAITING else 1)

@@ -16,8 +16,7 @@ from tests.proxy.wire.raw_client import DEADLINE_S, Answer, chat, get
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
-async def test_drain_finishes_running_requests(start: Start) -> None:
-    site = await start()
+async def test_drain_finishes_running_requests(site: Site) -> None:
     gate = asyncio.Event()
     whole_answer = scripts.gated(gate, scripts.answer(200, b"whole"))
     site.fake.then(whole_answer, scripts.stream(10, gap_s=0.02))
@@ -39,8 +38,7 @@ async def test_drain_finishes_running_requests(start: Start) -> None:
         await draining
 
 
-async def test_close_ends_every_connection(start: Start) -> None:
-    site = await start()
+async def test_close_ends_every_connection(site: Site) -> None:
     client = await site.send(get("/health")[:10])
     await eventually(lambda: site.wire.clients)
     await site.wire.close()
@@ -115,9 +113,8 @@ async def test_connection_of_a_stream_from_before_the_notice_serves_once_more(st
         assert (answer.status, answer.one(b"connection")) == (200, b"close")
 
 
-async def test_drain_closes_idle_connections(start: Start) -> None:
+async def test_drain_closes_idle_connections(site: Site) -> None:
     """A client that kept one would learn of the drain from a refused request."""
-    site = await start()
     gate = site.fake.hold()
     fresh, used, busy = [await site.client() for _ in range(3)]
     assert (await used.ask(get("/health"))).status == 200
@@ -133,9 +130,8 @@ async def test_drain_closes_idle_connections(start: Start) -> None:
     await draining
 
 
-async def test_request_sent_before_drain_but_read_after_gets_503(start: Start) -> None:
+async def test_request_sent_before_drain_but_read_after_gets_503(site: Site) -> None:
     """A bare close would leave open whether the request was executed."""
-    site = await start()
     gate = site.fake.hold()
     late, busy = await site.client(), await site.client()
     assert (await late.ask(get("/health"))).status == 200

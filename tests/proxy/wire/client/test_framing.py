@@ -119,12 +119,20 @@ async def test_refused_framing_closes_the_connection(start: Start, data: bytes) 
 # Responses of workers
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+WHOLE = HEAD + b"Content-Length: 2\r\n\r\n{}"
 GARBAGE = {
     "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
     "no status": b"HTTP/1.1 OK\r\n\r\n",
     "length and chunks": HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
     "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "a bad length": HEAD + b"Content-Length: two\r\n\r\n{}",
+    "a length of thousands of zeros": HEAD + b"Content-Length: %b2\r\n\r\n{}" % (b"0" * 5000),
+    "a length in a 1xx": b"HTTP/1.1 100 Continue\r\nContent-Length: 5\r\n\r\n" + WHOLE,
+    "chunks in a 1xx": b"HTTP/1.1 103 Early Hints\r\n" + CHUNKED + b"\r\n" + WHOLE,
+    "gzip and chunked": HEAD + b"Transfer-Encoding: gzip\r\n" + CHUNKED + b"\r\n{}",
+    "two codings": HEAD + CHUNKED + CHUNKED + b"\r\n{}",
+    "HTTP/0.9": HEAD.replace(b"1.1", b"0.9") + b"Content-Length: 2\r\n\r\n{}",
+    "HTTP/2.0": HEAD.replace(b"1.1", b"2.0") + b"Content-Length: 2\r\n\r\n{}",
     "gzip coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
     "gzip, chunked": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     "a bad first chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",

@@ -21,9 +21,8 @@ def numbered(number: int) -> bytes:
     return request(b'{"model": "tiny", "messages": [], "n": 1, "user": "%d"}' % number)
 
 
-async def test_pipelined_responses_keep_request_order(start: Start) -> None:
+async def test_pipelined_responses_keep_request_order(site: Site) -> None:
     """The first response is the slowest."""
-    site = await start()
     gate = asyncio.Event()
 
     def reply(number: int) -> scripts.Script:
@@ -102,8 +101,7 @@ async def test_connection_close_header_is_honoured(site: Site) -> None:
     assert site.fake.served[0].all(b"connection") in ([], [b"keep-alive"])
 
 
-async def test_idle_connection_is_closed_after_client_idle_s(start: Start) -> None:
-    site = await start()
+async def test_idle_connection_is_closed_after_client_idle_s(site: Site) -> None:
     client = await site.client()
     assert (await client.ask(chat())).status == 200
     [connection] = site.wire.clients

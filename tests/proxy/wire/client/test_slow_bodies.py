@@ -159,8 +159,7 @@ async def test_time_of_the_previous_response_does_not_count(
     assert (await client.answer()).status == 200
 
 
-async def test_grace_period_of_a_body_starts_at_100_continue(start: Start) -> None:
-    site = await start()
+async def test_grace_period_of_a_body_starts_at_100_continue(site: Site) -> None:
     site.stand_still()
     gate = site.fake.hold_next()
     client = await site.send(chat())

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.raw_client import Answer, BrokenError, chat, get
+from tests.proxy.wire.raw_client import BrokenError, chat, get
 from tests.proxy.wire.site import Fake, Site, eventually
 
 Begin = Callable[..., Awaitable[Site]]
@@ -56,15 +56,6 @@ def worker(authority: Authority, *, clients: bool = False, **more: Any) -> Fake:
     return Fake(tls=server_tls, worker_tls=worker_tls, **more)
 
 
-async def ask(site: Site, tls: ssl.SSLContext, data: bytes) -> Answer:
-    """Send one request on a new connection."""
-    client = await site.client(tls=tls)
-    try:
-        return await client.ask(data, within=DEADLINE_S)
-    finally:
-        client.close()
-
-
 async def test_chat_and_stream_over_tls(begin: Begin, authority: Authority) -> None:
     site = await begin(worker(authority, max_model_len=1_000_000))
     client = await site.client(tls=authority.client())
@@ -94,14 +85,16 @@ async def test_client_certificate_is_required(
     begin: Begin, authority: Authority, tmp_path: Path
 ) -> None:
     site = await begin(server_tls=server_context(authority.port("strict", clients=True)))
-    assert (await ask(site, authority.client("client"), get("/health"))).status == 200
+    assert (
+        await site.ask(get("/health"), tls=authority.client("client"), within=DEADLINE_S)
+    ).status == 200
     stranger = Authority(tmp_path).issue("stranger")
     context = authority.client()
     with pytest.raises((BrokenError, OSError)):
-        await ask(site, context, get("/health"))
+        await site.ask(get("/health"), tls=context, within=DEADLINE_S)
     context.load_cert_chain(*stranger)
     with pytest.raises((BrokenError, OSError)):
-        await ask(site, context, get("/health"))
+        await site.ask(get("/health"), tls=context, within=DEADLINE_S)
 
 
 async def test_worker_may_require_the_routers_certificate(
@@ -112,7 +105,7 @@ async def test_worker_may_require_the_routers_certificate(
         worker(authority, clients=True, name="w1", worker_tls=authority.worker_tls()),
     )
     tls = authority.client()
-    answers = [await ask(site, tls, chat()) for _ in range(4)]
+    answers = [await site.ask(chat(), tls=tls, within=DEADLINE_S) for _ in range(4)]
     assert [answer.status for answer in answers] == [200] * 4
     assert {call.connection.worker.name for call in site.served()} == {"w0"}
 
@@ -124,7 +117,7 @@ async def test_worker_with_a_wrong_certificate_gets_no_request(
     worker_tls = Authority(tmp_path).worker_tls() if why == "authority" else authority.worker_tls()
     host = "worker.example" if why == "name" else "127.0.0.1"
     site = await begin(worker(authority, worker_tls=worker_tls, host=host))
-    answer = await ask(site, authority.client(), chat())
+    answer = await site.ask(chat(), tls=authority.client(), within=DEADLINE_S)
     assert answer.status in (502, 503)
     assert site.fake.calls == []
 
@@ -132,7 +125,7 @@ async def test_worker_with_a_wrong_certificate_gets_no_request(
 async def test_verify_hostname_false_accepts_any_name(begin: Begin, authority: Authority) -> None:
     worker_tls = authority.worker_tls(verify_hostname=False)
     site = await begin(worker(authority, worker_tls=worker_tls, host="worker.example"))
-    assert (await ask(site, authority.client(), chat())).status == 200
+    assert (await site.ask(chat(), tls=authority.client(), within=DEADLINE_S)).status == 200
 
 
 async def test_client_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
@@ -143,12 +136,12 @@ async def test_client_handshake_has_a_deadline(begin: Begin, authority: Authorit
         for client in (silent, halting):
             with suppress(ConnectionError):
                 await client.reader.read()  # to its end
-    assert (await ask(site, authority.client(), get("/health"))).status == 200
+    assert (await site.ask(get("/health"), tls=authority.client(), within=DEADLINE_S)).status == 200
 
 
 async def test_worker_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
     site = await begin(Fake(name="w0", worker_tls=authority.worker_tls()), wire={"connect_s": 0.2})
-    answer = await ask(site, authority.client(), chat())
+    answer = await site.ask(chat(), tls=authority.client(), within=DEADLINE_S)
     assert answer.status in (502, 503, 504)
 
 
@@ -238,11 +231,7 @@ async def test_slow_reader_gets_the_whole_response(begin: Begin, authority: Auth
             connection.deadline = -inf
             await eventually(lambda: connection.deadline > 0)
         assert site.wire.clients == {connection}
-        pieces = [piece async for piece in pieces_of(client)]
-        assert b"".join(pieces).endswith(b"\r\n\r\n" + content)
-
-
-async def pieces_of(client: ssl.SSLSocket) -> AsyncIterator[bytes]:
-    """Yield pieces of the response until its end."""
-    while piece := await asyncio.to_thread(client.recv, 1 << 16):
-        yield piece
+        response = b""
+        while piece := await asyncio.to_thread(client.recv, 1 << 16):
+            response += piece
+        assert response.endswith(b"\r\n\r\n" + content)

@@ -80,8 +80,7 @@ async def test_unread_responses_do_not_pile_up(
 
 
 @pytest.mark.parametrize("head", [scripts.STREAM_HEAD, CHUNKED_HEAD], ids=["events", "other"])
-async def test_client_that_does_not_read_stalls_its_worker(start: Start, head: bytes) -> None:
-    site = await start()
+async def test_client_that_does_not_read_stalls_its_worker(site: Site, head: bytes) -> None:
     site.fake.always(flood(head=head))
     client = await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
     call = await site.fake.got()

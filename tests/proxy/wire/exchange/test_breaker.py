@@ -157,8 +157,7 @@ async def test_request_that_fails_everywhere_opens_no_breaker(start: Start) -> N
     assert all(worker.breaker.has_no_failures for worker in site.fleet.roster)
 
 
-async def test_500_of_the_only_worker_does_not_open_the_breaker(start: Start) -> None:
-    site = await start(Fake("w0"))
+async def test_500_of_the_only_worker_does_not_open_the_breaker(site: Site) -> None:
     site.fake.then(*[scripts.error(500)] * 5)
     assert [(await site.ask(chat())).status for _ in range(6)] == [500] * 5 + [200]
 

@@ -79,9 +79,8 @@ async def narrow_client(site: Site) -> tuple[Client, ClientConnection]:
     return client, connection
 
 
-async def test_half_closed_client_that_stops_reading_is_dropped_after_idle_s(start: Start) -> None:
+async def test_half_closed_client_that_stops_reading_is_dropped_after_idle_s(site: Site) -> None:
     """The unread rest of its response is too small to stall the worker."""
-    site = await start()
     site.fake.then(scripts.stream(1, text="x" * 60_000, end="stall"))
     client, connection = await narrow_client(site)
     await client.send(chat(stream=True))
@@ -95,9 +94,8 @@ async def test_half_closed_client_that_stops_reading_is_dropped_after_idle_s(sta
     await eventually(lambda: not site.wire.clients)
 
 
-async def test_refused_client_that_half_closes_is_dropped_after_linger_s(start: Start) -> None:
+async def test_refused_client_that_half_closes_is_dropped_after_linger_s(site: Site) -> None:
     """Part of an earlier response and the refusal are still unread."""
-    site = await start()
     site.fake.then(scripts.answer(200, b"x" * 60_000))
     client, connection = await narrow_client(site)
     await client.send(chat() + b"NONSENSE\r\n\r\n")

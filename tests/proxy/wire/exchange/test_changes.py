@@ -12,7 +12,7 @@ from proxy.wire.client.connection import ClientConnection
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Client, chat
-from tests.proxy.wire.site import Fake, eventually
+from tests.proxy.wire.site import Fake, Site, eventually
 
 
 async def test_reload_keeps_running_requests(start: Start) -> None:
@@ -71,9 +71,8 @@ async def test_failure_at_the_old_url_does_not_bar_the_new_one(start: Start) -> 
     ids=["body", "header"],
 )
 async def test_new_limits_hold_on_open_connections_from_the_next_request(
-    start: Start, limit: str, large: bytes, status: int
+    site: Site, limit: str, large: bytes, status: int
 ) -> None:
-    site = await start()
     known, partial = await site.client(), await site.client()
     for _ in range(2):
         assert (await known.ask(large)).status == 200
@@ -89,9 +88,8 @@ async def test_new_limits_hold_on_open_connections_from_the_next_request(
     assert (await partial.ask(large)).status == 200
 
 
-async def test_new_limits_hold_on_accepted_connections_not_yet_made(start: Start) -> None:
+async def test_new_limits_hold_on_accepted_connections_not_yet_made(site: Site) -> None:
     """With TLS, a connection is made some time after it is accepted."""
-    site = await start()
     connection = ClientConnection(site.wire)
     site.wire.reconfigure(replace(site.wire.settings, linger_s=0.1, max_body_bytes=1000))
     server = await asyncio.get_running_loop().create_server(lambda: connection, "127.0.0.1", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from tests.proxy.wire.exchange.engines import (
     TWO,
     WORDS,
     Agents,
+    Engines,
     TextEngines,
     check_broken,
     in_turn,
     journaled,
 )
 from tests.proxy.wire.exchange.test_moves import Paced, drain
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import ask, chat_body, expected, pairs
 from tests.proxy.wire.raw_client import chat
@@ -94,45 +97,29 @@ async def test_without_the_setting_it_ends_with_an_error(start: Start) -> None:
     assert len(engines.asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"seed": 3}, "seed"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
-    ],
-)
-async def test_a_request_that_needs_its_whole_output_ends(
-    start: Start, fields: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
+# Engines, tokens before the worker dies, fields of the request, and why the stream is lost.
+LOST: dict[str, tuple[Engines, int, dict[str, Any], str]] = {
+    "reasoning and calls": (Agents(route="chat"), 3, {}, OTHER_OUTPUT),
+    "messages need a journal": (Agents(route="messages"), 3, {}, ""),
+    "its limit is reached": (TextEngines(), 5, {"max_tokens": 5, "temperature": 1}, NO_TOKENS),
+    "seed": (TextEngines(), 3, {"seed": 3}, FIELD),
+    "response_format": (TextEngines(), 3, {"response_format": {"type": "json_object"}}, FIELD),
+    "tool_choice": (
+        TextEngines(), 3, {"tools": [{"type": "function"}], "tool_choice": "required"}, FIELD,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOST)
+async def test_streams_that_cannot_go_on_end_with_an_error(
+    start: Start, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site, engines = await by_text(start)
-    in_turn(site, engines.serve(dies_after=3))
+    engines, dies_after, fields, why = LOST[case]
+    site = await start(*TWO, wire=ON)
+    in_turn(site, engines.serve(dies_after=dies_after))
     await check_broken(await site.send(engines.request(**fields)))
-    assert site.metrics.lost_streams == {FIELD: 1}
-    assert repr(field) in caplog.text
-
-
-async def test_reasoning_and_calls_are_not_continued(start: Start) -> None:
-    site = await start(*TWO, wire=ON)
-    engines = Agents(route="chat")
-    in_turn(site, engines.serve(dies_after=3))
-    await check_broken(await site.send(engines.request()))
-    assert site.metrics.lost_streams == {OTHER_OUTPUT: 1}
-
-
-async def test_messages_need_a_journal(start: Start) -> None:
-    site = await start(*TWO, wire=ON)
-    engines = Agents(route="messages")
-    in_turn(site, engines.serve(dies_after=3))
-    await check_broken(await site.send(engines.request()))
-    assert site.metrics.lost_streams == {}
-
-
-async def test_a_response_that_reached_its_limit_ends(start: Start) -> None:
-    site, engines = await by_text(start)
-    in_turn(site, engines.serve(dies_after=5))
-    await check_broken(await site.send(engines.request(max_tokens=5, temperature=1)))
-    assert site.metrics.lost_streams == {NO_TOKENS: 1}
+    assert site.metrics.lost_streams == ({why: 1} if why else {})
+    assert why != FIELD or repr(case) in caplog.text
 
 
 async def test_a_server_that_reasons_anew_is_noticed(start: Start) -> None:
@@ -150,11 +137,70 @@ async def test_tokens_are_used_where_there_is_a_journal(start: Start) -> None:
     assert engines.asked[1]["messages"] == engines.asked[0]["messages"]
 
 
+async def test_text_is_used_where_no_other_worker_takes_tokens(start: Start) -> None:
+    site, engines = await journaled(start, engines=TextEngines(), wire=ON)
+
+    async def first(call: Call) -> None:
+        [idle] = [name for name, fake in site.fakes.items() if not fake.served]
+        site.worker(idle).reports_prefixes = False
+        await engines.serve(dies_after=3)(call)
+
+    in_turn(site, first, engines.serve())
+    engines.check(await site.ask(engines.request()))
+    assert engines.behind == "".join(WORDS[:3])
+
+
+@pytest.mark.parametrize("journals", [True, False])
+async def test_a_silent_stream_leaves_a_worker_that_is_down(start: Start, journals: bool) -> None:
+    site, engines = await by_text(start)
+    if journals:
+        site.fleet.roster.stream_tokens = engines.tokens
+
+    async def first(call: Call) -> None:
+        [busy] = [name for name, fake in site.fakes.items() if fake.served]
+        site.worker(busy).reports_prefixes = journals
+        await engines.serve(dies_after=4, end="stall")(call)
+
+    in_turn(site, first, engines.serve())
+    client = await site.send(engines.request())
+    while len(engines.published.get(next(iter(engines.published), ""), ())) < 4:
+        await site.swept()
+    [busy] = [name for name, fake in site.fakes.items() if fake.served]
+    site.down(busy)
+    await site.pass_time(11.0)
+    site.skip(11.0)
+    engines.check(await asyncio.wait_for(client.answer(), 5))
+
+
+@pytest.mark.parametrize("engines", [Engines(), Agents(route="chat")])
+async def test_a_greedy_stream_that_has_no_usable_text_begins_anew(
+    start: Start, engines: Engines
+) -> None:
+    site, engines = await journaled(start, engines=engines, wire=ON)
+    site.fleet.roster.stream_tokens = lambda *_: None
+    in_turn(site, engines.serve(dies_after=3), engines.serve())
+    fields = {"response_format": {"type": "json_object"}, "temperature": 0}
+    engines.check(await site.ask(engines.request(**fields)), [3])
+
+
 async def test_text_is_used_where_the_journal_lacks_the_tokens(start: Start) -> None:
     site, engines = await journaled(start, engines=TextEngines(), wire=ON)
     site.fleet.roster.stream_tokens = lambda *_: None
     in_turn(site, engines.serve(dies_after=3), engines.serve())
     engines.check(await site.ask(engines.request()))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_completion_tokens": "abc"}, {"tools": 5}, {"tools": [{"function": None}]}, {}],
+)
+async def test_a_completion_s_ignored_fields_have_no_effect(
+    start: Start, fields: dict[str, Any]
+) -> None:
+    site, engines = await by_text(start, route="completions")
+    in_turn(site, engines.serve(dies_after=3), engines.serve())
+    engines.check(await site.ask(engines.request(max_tokens=None, **fields)))
+    assert engines.asked[1] == {**engines.asked[0], "prompt": 'hiHello "w', "max_tokens": 13}
 
 
 async def test_no_other_worker_is_left(start: Start) -> None:

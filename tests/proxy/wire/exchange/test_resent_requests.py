@@ -15,7 +15,7 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.net.resolver import NoAddressAnswersError
 from proxy.wire.exchange.worker_errors import MAX_ERROR_BYTES
-from proxy.wire.worker.pool import is_local_failure
+from proxy.wire.worker.connection import is_local_failure
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
@@ -274,8 +274,7 @@ async def test_lack_of_descriptors_opens_no_breaker(
     assert (await client.ask(chat("x" * 100))).status == 200
 
 
-async def test_clients_are_accepted_once_descriptors_are_free(start: Start) -> None:
-    site = await start()
+async def test_clients_are_accepted_once_descriptors_are_free(site: Site) -> None:
     early = await site.client()
     waiting = [socket.socket() for _ in range(3)]
     for raw in waiting:
@@ -360,7 +359,8 @@ async def test_too_long_prompt_goes_to_a_larger_worker(
 ) -> None:
     site = await short_and_long(start)
     head = scripts.head(400, (b"content-length", b"%d" % len(message)))
-    dripping = scripts.drip(head + message.encode(), size=9)
+    whole = head + message.encode()
+    dripping = scripts.raw(*(whole[at : at + 9] for at in range(0, len(whole), 9)), gap_s=0.001)
     site.fakes["short"].always(dripping if in_pieces else scripts.error(400, message))
     assert (await site.ask(chat(stream=True))).status == 200
     assert [call.connection.worker.name for call in site.served()] == ["short", "long"]

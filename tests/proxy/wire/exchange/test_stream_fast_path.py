@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -32,25 +33,9 @@ USAGE = scripts.usage_event(7, 12)
 ROUTE = next(route for route in ROUTES.values() if route.name == "chat/completions")
 
 
-class Transport:
-    """A worker's transport that accepts everything."""
-
-    aborted = False
-
-    def writelines(self, pieces: Any) -> None: ...
-
-    def is_closing(self) -> bool:
-        return self.aborted
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-    def abort(self) -> None:
-        self.aborted = True
+def open_transport() -> Mock:
+    """Return a worker's transport that accepts everything."""
+    return Mock(**{"is_closing.return_value": False, "get_write_buffer_size.return_value": 0})
 
 
 class Client:
@@ -88,7 +73,7 @@ class Stream:
         self.connection = WorkerConnection(pool)
         pool.open.add(self.connection)
         pool.idle.append(self.connection)
-        self.connection._transport = Transport()  # type: ignore[assignment]
+        self.connection._transport = open_transport()
         self.exchange = Exchange(wire, self.client, _request(ROUTE), ROUTE)
         self.exchange.start(self.now)
 
@@ -246,20 +231,12 @@ async def test_fast_path_is_off_for_http_1_0() -> None:
 
 
 WHOLE = b'{"id": "x", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 12}}'
+LENGTH, JSON = (b"content-length", b"%d" % len(WHOLE)), (b"content-type", b"application/json")
 HEADS = {
-    "json": scripts.head(
-        200, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))
-    ),
-    "coded": scripts.head(
-        200,
-        (b"content-type", b"application/json"),
-        (b"content-encoding", b"br"),
-        (b"content-length", b"%d" % len(WHOLE)),
-    ),
-    "text": scripts.head(200, (b"content-length", b"%d" % len(WHOLE)), (b"x-own", b"kept")),
-    "other": scripts.head(
-        404, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))
-    ),
+    "json": scripts.head(200, JSON, LENGTH),
+    "coded": scripts.head(200, JSON, (b"content-encoding", b"br"), LENGTH),
+    "text": scripts.head(200, LENGTH, (b"x-own", b"kept")),
+    "other": scripts.head(404, JSON, LENGTH),
 }
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model.role import Role
 from proxy.core.tenants.tenants import Rank, TenantSpec
 from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.kv import Faults
-from tests.proxy.wire.pairs import Pairs, chat_body, pairs
+from tests.proxy.wire.pairs import Pairs, chat_body, pairs, start_between_legs
 from tests.proxy.wire.raw_client import KEY, BrokenError, bearer, chat
 from tests.proxy.wire.site import Fake, Site, eventually
 
@@ -242,14 +241,8 @@ async def test_time_limit_in_the_prefill_leg_ends_the_handover(here: Pairs) -> N
 
 
 async def test_time_limit_before_the_decode_leg_connects_releases_blocks(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=2, wire=WIRE | {"connect_s": 10 * LIMIT_S})
-    here.site.stand_still()
-    body = chat_body()
-    victim = here.victim(Role.DECODE, body)
-    await victim.hang()
-    await here.send(body)
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
+    wire = WIRE | {"connect_s": 10 * LIMIT_S}
+    here, _, victim = await start_between_legs(start, wire=wire)
     assert await exceed_limit_of_handover(here) == 504
     assert here.kv.ends() == ["released"]
     await victim.wake()

@@ -30,8 +30,7 @@ def check_timeout(site: Site, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("limit", ["connect_s", "first_byte_s"])
-async def test_worker_that_times_out_gets_504(start: Start, limit: str) -> None:
-    site = await start()
+async def test_worker_that_times_out_gets_504(site: Site, limit: str) -> None:
     site.stand_still()
     if limit == "connect_s":
         await site.fake.hang()

@@ -14,7 +14,7 @@ from proxy.core.request.continuable import NO_WORKER
 from proxy.wire.exchange.continuation import RECOVERED_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.exchange.engines import Engines, check_broken, in_turn, journaled
+from tests.proxy.wire.exchange.engines import TWO, Engines, check_broken, in_turn, journaled
 from tests.proxy.wire.exchange.test_continuation import ENGINE_DIED
 from tests.proxy.wire.fake_worker import Script
 from tests.proxy.wire.raw_client import Client, chat
@@ -147,21 +147,22 @@ async def test_for_the_retry_budget(start: Start) -> None:
     assert not site.router._retries.has_retry(site.clock())
 
 
-async def test_for_its_own_worker(start: Start) -> None:
-    """Only the connection may have failed."""
-    stream = await begin(start, Fake("w0"))
+@pytest.mark.parametrize(
+    ("fakes", "later"),
+    [
+        ((Fake("w0"),), ()),  # only the connection may have failed
+        # The second worker fails before the client gets a token from it.
+        (TWO, (scripts.raw(scripts.STREAM_HEAD, end="reset"),)),
+    ],
+    ids=["its own", "both"],
+)
+async def test_for_workers_that_have_failed_it(
+    start: Start, fakes: tuple[Fake, ...], later: tuple[Script, ...]
+) -> None:
+    stream = await begin(start, *fakes, later=later)
     stream.cut()
     await waits(stream.site)
-    stream.site.skip(PAUSE_S)
-    await stream.goes_on()
-
-
-async def test_for_workers_that_have_both_failed_it(start: Start) -> None:
-    """The second one fails before the client gets a token from it."""
-    stream = await begin(start, later=(scripts.raw(scripts.STREAM_HEAD, end="reset"),))
-    stream.cut()
-    await waits(stream.site)
-    assert len(stream.site.served()) == 2
+    assert len(stream.site.served()) == len(fakes)
     stream.site.skip(PAUSE_S)
     await stream.goes_on()
 

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import request
-from tests.proxy.wire.site import Fake
+from tests.proxy.wire.site import Site
 
 NOT_FOUND = b'{"detail":"Not Found"}'
 BODY = {"model": "tiny", "input": "a", "query": "a", "documents": ["b"]}
@@ -18,9 +17,8 @@ BODY = {"model": "tiny", "input": "a", "query": "a", "documents": ["b"]}
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])
 async def test_path_that_the_model_lacks_gets_the_list_of_models(
-    start: Start, path: str, framing: str
+    site: Site, path: str, framing: str
 ) -> None:
-    site = await start(Fake("w0"))
     site.always(scripts.answer(404, NOT_FOUND, framing=framing))
     answer = await site.ask(request(json.dumps(BODY).encode(), path=path))
     assert answer.status == 404
@@ -36,8 +34,7 @@ async def test_path_that_the_model_lacks_gets_the_list_of_models(
 
 
 @pytest.mark.parametrize("body", [b'{"detail":"Gone"}', b"", NOT_FOUND + b"."])
-async def test_other_404_passes_unchanged(start: Start, body: bytes) -> None:
-    site = await start(Fake("w0"))
+async def test_other_404_passes_unchanged(site: Site, body: bytes) -> None:
     site.always(scripts.answer(404, body))
     answer = await site.ask(request(json.dumps(BODY).encode(), path="/v1/embeddings"))
     assert (answer.status, answer.body) == (404, body)

@@ -97,8 +97,7 @@ def handovers(here: Pairs) -> list[TwoLegExchange]:
 
 
 @pytest.mark.parametrize("path", OPENINGS)
-async def test_opening_passes_with_the_first_token(start: Start, path: str) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_opening_passes_with_the_first_token(here: Pairs, path: str) -> None:
     rest = asyncio.Event()
     start_of, kind = DELTAS.get(path, (b"", ""))
     delta = start_of + scripts.event({"type": kind, "delta": "x"}) if kind else scripts.token("x")
@@ -118,8 +117,7 @@ async def test_opening_passes_with_the_first_token(start: Start, path: str) -> N
     assert here.site.metrics.handovers.ends["transferred"] == 1
 
 
-async def test_opening_above_a_megabyte_passes_before_the_first_token(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_opening_above_a_megabyte_passes_before_the_first_token(here: Pairs) -> None:
     rest, instructions = asyncio.Event(), b'{"instructions":"%b"}' % (b"x" * 1_500_000)
     opening = OPENINGS[RESPONSES].replace(b"{}", instructions, 1)
 

@@ -15,8 +15,8 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import CHAT, COMPLETIONS, OPENINGS
-from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
-from tests.proxy.wire.raw_client import request
+from tests.proxy.wire.pairs import Pairs, ask, chat_body, completion_body, expected, pairs, words
+from tests.proxy.wire.raw_client import get, request
 from tests.proxy.wire.site import Fake, Site
 
 MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
@@ -27,16 +27,6 @@ def raw_members(body: bytes) -> dict[bytes, bytes]:
     return {member.name: body[member.value : member.end] for member in members(body)}
 
 
-async def send_legs(start: Start, body: bytes, path: str = CHAT) -> tuple[Call, Call]:
-    """Hand a request over; return both legs."""
-    here = await pairs(start, prefills=1, decodes=1)
-    answer = await ask(here, body, b"X-Request-Id: mine", path=path)
-    assert words(answer) == expected(body)
-    await here.settled()
-    assert here.legs() == ["prefill p0", "decode d0"]
-    return here.site.fakes["p0"].served[0], here.site.fakes["d0"].served[0]
-
-
 @pytest.mark.parametrize("path", MAKERS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_handover_response_equals_that_of_one_worker(
@@ -44,9 +34,7 @@ async def test_handover_response_equals_that_of_one_worker(
 ) -> None:
     here = await pairs(start)
     for _ in range(5):
-        body = MAKERS[path](stream=stream)
-        assert words(await ask(here, body, path=path)) == expected(body)
-        await here.settled()
+        await here.check_served(MAKERS[path](stream=stream), path=path)
     assert here.kv.ends() == ["read"] * 5
     assert here.site.metrics.handovers.tokens["tiny"] > 0
     assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
@@ -63,8 +51,10 @@ ODD = (
 )
 
 
-async def test_legs_keep_the_clients_bytes_except_transfer_fields(start: Start) -> None:
-    prefill, decode = await send_legs(start, ODD)
+async def test_legs_keep_the_clients_bytes_except_transfer_fields(here: Pairs) -> None:
+    await here.check_served(ODD)
+    assert here.legs() == ["prefill p0", "decode d0"]
+    prefill, decode = here.site.served()
     original, first, second = map(raw_members, (ODD, prefill.body, decode.body))
     changed = {b"max_tokens": b"1", b"stream": b"false", b"min_tokens": b"1"}
     added = set(first) - set(original)
@@ -81,8 +71,7 @@ async def test_legs_keep_the_clients_bytes_except_transfer_fields(start: Start) 
     assert decode.body.startswith(ODD[:end].rstrip())
 
 
-async def test_both_legs_have_the_headers_and_the_same_id(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_both_legs_have_the_headers_and_the_same_id(here: Pairs) -> None:
     trace = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = (b"X-Request-Id: mine", b"Authorization: Bearer theirs", trace, b"X-Other: kept")
     answer = await ask(here, chat_body(), *headers)
@@ -129,10 +118,7 @@ OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", OTHER_ROUTES)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_other_routes_use_their_own_limit_field(
-    start: Start, path: str, stream: bool
-) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_other_routes_use_their_own_limit_field(here: Pairs, path: str, stream: bool) -> None:
     limit, fields = OTHER_ROUTES[path]
     body = json.dumps({"model": "tiny", **fields, limit: 4, "stream": stream}).encode()
     answer = await ask(here, body, path=path)
@@ -159,9 +145,8 @@ async def test_other_routes_use_their_own_limit_field(
     ],
 )
 async def test_routes_without_handover_are_served_whole(
-    start: Start, path: str, fields: dict[str, Any]
+    here: Pairs, path: str, fields: dict[str, Any]
 ) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
     body = json.dumps({"model": "tiny", "input": "z" * 300, **fields}).encode()
     assert (await ask(here, body, path=path)).status == 200
     assert here.legs() == ["whole d0"]
@@ -227,8 +212,7 @@ def answer_with_usage(cached: int) -> Script:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_cached_tokens_are_those_of_the_prefill_worker(start: Start, stream: bool) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_cached_tokens_are_those_of_the_prefill_worker(here: Pairs, stream: bool) -> None:
     here.site.wire.connector = connector(TransferConfig(connector="shared-storage"))
     for name, cached in (("p0", 9), ("d0", 1536)):
         here.site.fakes[name].always(answer_with_usage(cached))
@@ -278,6 +262,7 @@ async def test_request_id_that_names_addresses_is_replaced(site: Site) -> None:
 
 async def test_router_with_prefill_workers_alone_is_not_ready(start: Start) -> None:
     site = await start(Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, up=False))
-    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 503
+    assert (await site.ask(get("/ready"))).status == 503
+    assert (await site.ask(get("/health"))).status == 200
     site.up("d0")
-    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 200
+    assert (await site.ask(get("/ready"))).status == 200

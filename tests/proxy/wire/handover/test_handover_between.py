@@ -76,9 +76,8 @@ async def test_request_is_served_whole_without_another_decode_worker(
 
 
 @pytest.mark.parametrize("change", ["down", "draining", "gone"])
-async def test_only_decode_worker_gets_the_leg_in_any_state(start: Start, change: str) -> None:
+async def test_only_decode_worker_gets_the_leg_in_any_state(here: Pairs, change: str) -> None:
     """Its probes may be wrong, and a draining worker finishes its requests."""
-    here = await pairs(start, prefills=1, decodes=1)
     body = chat_body()
     await send_with_change(here, body, CHANGES[change])
     await here.settled()

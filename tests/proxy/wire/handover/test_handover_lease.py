@@ -125,8 +125,7 @@ async def test_transfer_is_left_out_when_the_lease_is_nearly_over(
     assert here.kv.ends() == ["released"]
 
 
-async def test_decode_leg_within_the_lease_is_kept(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_decode_leg_within_the_lease_is_kept(here: Pairs) -> None:
     rest, body = here.hold("d0"), chat_body(stream=True)
     client = await here.send(body)
     await here.site.fakes["d0"].got(1)
@@ -168,8 +167,7 @@ async def test_client_that_does_not_read_makes_no_transfer_late(start: Start) ->
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_repeatedly_late_link_is_barred(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_repeatedly_late_link_is_barred(here: Pairs) -> None:
     for _ in range(FAILURES_TO_BAR):
         body = chat_body(stream=True)
         assert words(await send_late(here, body)) == expected(body)

@@ -6,23 +6,19 @@ import asyncio
 
 import pytest
 
-from proxy.core.model.role import Role
 from proxy.wire.handover import release as module
 from proxy.wire.handover.release import ABANDONED_GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults
-from tests.proxy.wire.pairs import Pairs, ask, chat_body, expected, pairs, words
-from tests.proxy.wire.raw_client import DEADLINE_S, Client
+from tests.proxy.wire.pairs import Pairs, chat_body, start_between_legs
+from tests.proxy.wire.raw_client import DEADLINE_S
 from tests.proxy.wire.site import eventually
 
-WAYS = ["close", "reset"]
 
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_leaving_during_the_prefill_ends_it(start: Start, way: str) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+@pytest.mark.parametrize("way", ["close", "reset"])
+async def test_leaving_during_the_prefill_ends_it(here: Pairs, way: str) -> None:
     here.kv.inject("p0", Faults(before=scripts.stall))
     client = await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
@@ -38,10 +34,9 @@ async def test_leaving_during_the_prefill_ends_it(start: Start, way: str) -> Non
 
 @pytest.mark.parametrize("pieces", [0, 1, 2, 7])
 async def test_leaving_during_the_prefill_response_releases_blocks(
-    start: Start, pieces: int
+    here: Pairs, pieces: int
 ) -> None:
     """The rest of the response has the parameters that free the blocks."""
-    here = await pairs(start, prefills=1, decodes=1)
     here.site.stand_still()  # the wait for the rest has a short timeout
 
     def cut(answer: bytes) -> int:
@@ -61,8 +56,7 @@ async def test_leaving_during_the_prefill_response_releases_blocks(
     assert here.legs() == ["prefill p0", "release d0"]
 
 
-async def test_leaving_ends_a_long_prefill_at_once(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_leaving_ends_a_long_prefill_at_once(here: Pairs) -> None:
     here.kv.inject("p0", Faults(before=scripts.stall))
     pace = here.site.worker("p0").pace
     pace.prefills, pace.token_s = 1.0, 10.0
@@ -75,10 +69,9 @@ async def test_leaving_ends_a_long_prefill_at_once(start: Start) -> None:
 
 
 async def test_refused_abandoned_prefill_releases_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    here: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ABANDONED_GRACE_S", 60.0)
-    here = await pairs(start, prefills=1, decodes=1)
     refuse = here.site.fakes["p0"].hold_next(scripts.error(400, "no"))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
@@ -87,19 +80,6 @@ async def test_refused_abandoned_prefill_releases_nothing(
     refuse.set()
     await here.settled()
     assert here.legs() == ["prefill p0"]
-
-
-async def start_between_legs(start: Start) -> tuple[Pairs, Client, FakeWorker]:
-    """Send a request whose decode leg waits for a connection; return its decode worker too."""
-    here = await pairs(start, prefills=1, decodes=2)
-    here.site.stand_still()  # so that connect does not time out
-    body = chat_body()
-    victim = here.victim(Role.DECODE, body)
-    await victim.hang()
-    client = await here.send(body)
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
-    return here, client, victim
 
 
 async def test_leaving_between_the_legs_releases_blocks(start: Start) -> None:
@@ -114,8 +94,7 @@ async def test_leaving_between_the_legs_releases_blocks(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_leaving_during_the_decode_ends_it(start: Start, stream: bool, begun: bool) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
+async def test_leaving_during_the_decode_ends_it(here: Pairs, stream: bool, begun: bool) -> None:
     here.kv.inject("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
     client = await here.send(chat_body(stream=stream))
     if begun and stream:
@@ -128,41 +107,16 @@ async def test_leaving_during_the_decode_ends_it(start: Start, stream: bool, beg
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
-async def test_clients_that_leave_at_any_time_harm_no_others(start: Start) -> None:
-    here = await pairs(start)
-    for fake in here.site.fakes.values():
-        fake.always(delayed(here.kv.worker(fake, "prefill" if fake.name[0] == "p" else "decode")))
-
-    async def send_one(number: int) -> None:
-        body = chat_body(stream=number % 2 == 0)
-        if number % 3 == 0:
-            assert words(await ask(here, body)) == expected(body)
-            return
-        client = await here.send(body)
-        await asyncio.sleep(number * 0.0007)
-        getattr(client, WAYS[number % 2])()
-
-    await asyncio.gather(*(send_one(number) for number in range(60)))
-    await here.site.settled()
-    # Blocks of a response that crosses the end of its connection expire.
-    assert [held for held in here.kv.held if not held.call.connection.gone.is_set()] == []
-    here.left = len(here.kv.held)
-
-
-def delayed(script: Script, seconds: float = 0.01) -> Script:
-    """Wait before answering."""
-
-    async def run(call: Call) -> None:
-        await asyncio.sleep(seconds)
-        await script(call)
-
-    return run
-
-
 async def test_drain_releases_blocks_first(start: Start) -> None:
     here, client, victim = await start_between_legs(start)
     other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
-    other.then(delayed(here.kv.worker(other, "decode"), 0.2))
+    usual = here.kv.worker(other, "decode")
+
+    async def release_late(call: Call) -> None:
+        await asyncio.sleep(0.2)
+        await usual(call)
+
+    other.then(release_late)
     here.site.router.draining = True
     draining = asyncio.create_task(here.site.wire.drain(0.0))
     assert (await client.answer()).status == 503

@@ -121,9 +121,8 @@ async def test_request_refused_everywhere_bars_no_worker(start: Start) -> None:
 
 
 async def test_refusal_of_a_prefill_passes_if_no_other_worker_takes_the_request(
-    start: Start,
+    here: Pairs,
 ) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
     refuse = here.site.fakes["p0"].hold_next(scripts.error(400, "theirs"))
     client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)

@@ -15,8 +15,14 @@ from proxy.core.model.specs import WorkerSpec
 from proxy.http.response_parser import ResponseHead
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker import connection as worker_connection
-from proxy.wire.worker.connection import MAX_IDLE_S, ResponseReceiver, WorkerConnection, WorkerError
-from proxy.wire.worker.pool import ConnectionPool, ConnectionPools
+from proxy.wire.worker.connection import (
+    MAX_IDLE_S,
+    ConnectionPool,
+    ResponseReceiver,
+    WorkerConnection,
+    WorkerError,
+)
+from proxy.wire.worker.pool import ConnectionPools
 from proxy.wire.write_batch import WriteBatch
 
 SETTINGS = WireSettings(connect_s=3.0, first_byte_s=60.0, idle_s=20.0)

@@ -146,8 +146,6 @@ class SessionTrace(TrafficFile):
             for line in self._lines.values()
             if line.name not in parents
         ]
-        if not self._lines:
-            raise UsageError(f"{self._path}: the trace is empty; it needs a JSON object per line")
         for name, line in self._lines.items():
             if name not in made:
                 raise self._error(line, f"session {name!r} is a sub-agent of itself")

@@ -1,0 +1,40 @@
+"""Shares a router's state with the other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from proxy.processes.shared.limits import SharedLimits
+from proxy.processes.shared.load import SharedLoad
+from proxy.processes.shared.prefixes import SharedPrefixes
+from proxy.processes.shared.process_sheet import LIFE
+from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.traffic import SharedTraffic
+
+if TYPE_CHECKING:
+    from proxy.core.router import Router
+    from proxy.processes.shared.shared_memory import SharedTable
+
+
+def share_router(
+    router: Router,
+    table: SharedTable,
+    process: int,
+    clock: Callable[[], float],
+    soon: Callable[[Callable[[], None]], object],
+    *,
+    life: int,
+) -> tuple[SharedLoad, SharedQueues]:
+    """Share a router through a process's sheet; `life` differs from that of its predecessor."""
+    sharing = SharedLoad(table, process, router.fleet, clock, soon)
+    sharing.sheet.write_count(LIFE, life)
+    queues = SharedQueues(router.queue, sharing)
+    sharing.parts += (
+        queues,
+        SharedLimits(router.tenants, router.queue.turns, table, sharing),
+        SharedTraffic(router, sharing),
+        SharedPrefixes(router.fleet, sharing),
+    )
+    router.fleet.roster.others, router.queue.elsewhere = sharing, queues
+    return sharing, queues
