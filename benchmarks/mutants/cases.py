@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ROUTER_TESTS = (
     "tests/proxy/wire", "tests/proxy/core", "tests/proxy/http", "tests/proxy/metrics",
     "tests/proxy/batches", "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config",
-    "tests/proxy/setup", "tests/faults", "tests/fuzz",
+    "tests/proxy/setup", "tests/proxy/telemetry", "tests/faults", "tests/fuzz",
 )  # fmt: skip
 ENGINE_TESTS = ("tests/engine", "tests/policies", "tests/sim")
 AREAS = {
@@ -69,20 +71,42 @@ def cases(
                 each for each in took if each.partition("::")[0].endswith(f"/test_{path.stem}.py")
             ]
             of_module = lines.get(path, {})
-            # A line that runs at import belongs to no test: any test of the module may catch it.
-            reached = of_module.get(mutant.line) or frozenset().union(*of_module.values())
-            near, far = _ordered(set(own), set(reached), took)
+            reached = frozenset().union(*of_module.values())
+            if mutant.line in _lines_of_functions(path):
+                reached = of_module.get(mutant.line) or reached
+            else:  # it runs at import, so any test of the area may catch it
+                reached |= {each for each in took if each.startswith(_test_folder(area))}
+            near, far = _ordered(
+                set(own), set(reached), took, _test_folder(name.rpartition("/")[0])
+            )
             limits = (_limit_s(near, took), _limit_s(far, took))
             yield Case(area, name, mutant, near, far, limits)
 
 
+def _test_folder(folder: str) -> str:
+    """Return the folder with the tests of a source folder."""
+    return f"tests/{folder.removeprefix('vllm_sched/')}/"
+
+
+@cache
+def _lines_of_functions(path: Path) -> frozenset[int]:
+    return frozenset(
+        line
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
+    )
+
+
 def _ordered(
-    own: set[str], reached: set[str], took: dict[str, float]
+    own: set[str], reached: set[str], took: dict[str, float], folder: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     by_file: dict[str, list[str]] = {}
     for each in sorted(reached - own, key=lambda each: took.get(each, 0.0)):
         by_file.setdefault(each.partition("::")[0], []).append(each)
-    files = sorted(by_file, key=lambda file: sum(took.get(each, 0.0) for each in by_file[file]))
+    seconds = {file: sum(took.get(each, 0.0) for each in by_file[file]) for file in by_file}
+    # A fault is most likely seen by the tests of its folder.
+    files = sorted(by_file, key=lambda file: (not file.startswith(folder), seconds[file]))
     quick = dict.fromkeys(
         each for file in files[:NEAR_FILES] for each in by_file[file][:NEAR_TESTS]
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.mutants.cases import cases
 from benchmarks.mutants.operators import mutants_of
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +61,15 @@ def test_failing_and_hanging_tests_are_detected(tmp_path: Path) -> None:
         [sys.executable, "-c", TRIAL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == ["passes True", "fails False", "hangs False"], done.stderr
+
+
+def test_line_at_import_is_tried_on_the_tests_of_its_area_those_of_its_folder_first() -> None:
+    path, runs = "proxy/core/fleet/charges.py", "tests/proxy/processes/test_a.py::test"
+    core, fleet = "tests/proxy/core/test_a.py::test", "tests/proxy/core/fleet/test_a.py::test"
+    took = {runs: 0.1, core: 0.2, fleet: 0.3, "tests/proxy/wire/test_a.py::test": 0.1}
+    lines = dict.fromkeys(range(1, 1000), frozenset([runs]))
+    drawn = list(cases(["proxy/core"], 100_000, 1, {ROOT / path: lines}, took))
+    found = {(*case.near, *case.far) for case in drawn if case.path == path}
+    assert found == {(runs,), (fleet, runs, core)}
+    [at_import] = {case.near for case in drawn if case.path == "proxy/core/fleet/worker_load.py"}
+    assert at_import == (fleet, core)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.http.body_budget import BodyBudget
 from proxy.http.headers import RefusedError
 from proxy.http.request import Request
-from proxy.http.request_parser import HttpRequestParser, ParserState
+from proxy.http.request_parser import PIPELINED_REQUEST_BYTES, HttpRequestParser, ParserState
 from tests.fuzz.judge import set_route
 
 START = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
@@ -181,6 +182,10 @@ def test_hop_and_router_headers_are_not_sent_on() -> None:
             b"Authorization: Bearer k",
             b"Connection: keep-alive, X-Hop, Upgrade",
             b"X-Hop: 1",
+            b"HTTP2-Settings: AAMAAABk",
+            b"X-Explain: 0",
+            b"X-Request-Deadline-Ms: 9000",
+            b"X-Request-Id: a",
             b"Keep-Alive: timeout=5",
             b"TE: trailers",
             b"Proxy-Authorization: Basic x",
@@ -284,3 +289,27 @@ def test_parser_state_follows_the_request() -> None:
         states.append(parser.state)
     body = [ParserState.BODY] * 2
     assert states == [ParserState.HEAD, ParserState.HEAD, *body, ParserState.NOTHING]
+
+
+def test_dropped_requests_are_neither_served_nor_held() -> None:
+    budget = BodyBudget(100_000)
+    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY, collecting=budget)
+    parser.feed(3 * post() + post(b"{}" * 500)[:-1])
+    parser.charge_ready()
+    assert (len(parser.ready), budget.held > 1000) == (3, True)
+    parser.drop()
+    assert (len(parser.ready), budget.held) == (0, 0)
+
+
+def test_pipelined_requests_are_held_until_they_are_taken() -> None:
+    bodies = b"{}", b"{}" * 200, b"", b"{}"
+    sizes = [PIPELINED_REQUEST_BYTES + len(body) for body in bodies]
+    budget = BodyBudget(100_000)
+    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY, collecting=budget)
+    parser.feed(b"".join(map(post, bodies)))
+    for left in range(len(bodies)):
+        parser.charge_ready()
+        assert budget.held == sum(sizes[left:])
+        parser.request_taken(parser.ready.popleft())
+    parser.charge_ready()
+    assert budget.held == 0
