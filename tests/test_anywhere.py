@@ -12,7 +12,7 @@ NOWHERE = "http://127.0.0.1:9"
 PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), NOWHERE)
 
 TESTS = (
-    "tests/bench/compare/test_contest.py",
+    "tests/bench/compare/test_report.py",
     # With the clients openai and httpx.
     "tests/proxy/wire/exchange/test_openai.py::test_chat_with_openai_client",
     "tests/proxy/admin/test_server.py::test_server_does_not_change_signal_handlers",
