@@ -26,6 +26,7 @@ import pytest
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
 IN_ONE_GROUP = ("engine", "browser")
 NUMBER = struct.Struct("I")
+NICE = 10  # of processes with small groups
 INTERRUPTED_S = 5.0  # for a process to end after an interrupt
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -72,7 +73,7 @@ def stop_if_requested(session: pytest.Session) -> None:
 
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
     """Yield the group of tests that share engines, then groups of one file each."""
-    large = [item for item in items if any(map(item.get_closest_marker, IN_ONE_GROUP))]
+    large = list(filter(needs_much, items))
     if large:
         yield large
     excluded = set(large)
@@ -80,6 +81,10 @@ def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
     for _, tests in groupby(small, lambda item: item.path):
         while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
+
+
+def needs_much(item: pytest.Item) -> bool:
+    return any(map(item.get_closest_marker, IN_ONE_GROUP))
 
 
 def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set[str]:
@@ -216,8 +221,13 @@ class Child:
             hook.pytest_runtest_protocol(item=last, nextitem=None)
 
     def _items(self) -> Iterator[pytest.Item]:
+        is_large = True
         while number := os.read(self._numbers, NUMBER.size):
-            yield from self._all_groups[NUMBER.unpack(number)[0]]
+            group = self._all_groups[NUMBER.unpack(number)[0]]
+            if is_large and not needs_much(group[0]):
+                is_large = False
+                os.nice(NICE)  # the tests with engines take longest
+            yield from group
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         """Send the start of a test."""
