@@ -43,7 +43,7 @@ compare: setup ## the same inside one worker: vLLM's scheduler and a policy; the
 up: setup ## run real workers and the router until Ctrl-C; FLEET=... for another file
 	@$(BIN)/vllm-sched up $(FLEET)
 
-test: setup ## run all tests, with real engines, and the data path's tests also on compiled modules (22 min)
+test: setup ## run all tests, with real engines, and the data path's tests also on compiled modules (20 min)
 	@nice -n 10 $(BIN)/vllm-sched compile & compile=$$!; \
 	$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
 	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not browser" -k "not postgres" \

@@ -1,8 +1,8 @@
 """Parallel tests: `--processes N` forks this process after all tests are collected.
 
 Collection takes half a minute of CPU time, once for all processes. Each process reads the numbers
-of groups of tests from a pipe, and sends its reports through another pipe. Tests marked `engine` or
-`browser` are one group, the first, because they share engines. The other groups are small.
+of small groups of tests from a pipe, and sends its reports through another pipe. Tests marked
+`engine` or `browser` run afterwards in this process, alone on the machine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
 from typing import Any
 
 import pytest
 
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
-IN_ONE_GROUP = ("engine", "browser")
+ALONE = ("engine", "browser")
 NUMBER = struct.Struct("I")
-NICE = 10  # of processes with small groups
 INTERRUPTED_S = 5.0  # for a process to end after an interrupt
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -50,16 +49,21 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the tests."""
+    """Run the parallel tests, then the others one by one."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    left = session.items
-    while left:
-        reported = run(session, list(groups(left)), count)
+    alone = [item for item in session.items if any(map(item.get_closest_marker, ALONE))]
+    excluded = set(alone)
+    shared = [item for item in session.items if item not in excluded]
+    while shared:
+        reported = run(session, list(groups(shared)), count)
         # A process that died leaves the rest of its group.
-        left = [item for item in left if item.nodeid not in reported]
+        shared = [item for item in shared if item.nodeid not in reported]
         assert reported, "processes die outside of tests; see their output"
+    for item, following in zip_longest(alone, alone[1:]):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        stop_if_requested(session)
     return True
 
 
@@ -72,19 +76,10 @@ def stop_if_requested(session: pytest.Session) -> None:
 
 
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
-    """Yield the group of tests that share engines, then groups of one file each."""
-    large = list(filter(needs_much, items))
-    if large:
-        yield large
-    excluded = set(large)
-    small = (item for item in items if item not in excluded)
-    for _, tests in groupby(small, lambda item: item.path):
+    """Yield groups of tests, each of one file."""
+    for _, tests in groupby(items, lambda item: item.path):
         while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
-
-
-def needs_much(item: pytest.Item) -> bool:
-    return any(map(item.get_closest_marker, IN_ONE_GROUP))
 
 
 def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set[str]:
@@ -221,13 +216,8 @@ class Child:
             hook.pytest_runtest_protocol(item=last, nextitem=None)
 
     def _items(self) -> Iterator[pytest.Item]:
-        is_large = True
         while number := os.read(self._numbers, NUMBER.size):
-            group = self._all_groups[NUMBER.unpack(number)[0]]
-            if is_large and not needs_much(group[0]):
-                is_large = False
-                os.nice(NICE)  # the tests with engines take longest
-            yield from group
+            yield from self._all_groups[NUMBER.unpack(number)[0]]
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         """Send the start of a test."""
