@@ -165,6 +165,19 @@ async def test_unused_advance_is_returned(
         assert 0.0 <= server.full_at(field) - began - 40 * each_s <= first_s + each_s
 
 
+async def test_tokens_of_a_response_are_charged_at_its_end(
+    stack: AsyncExitStack, redis: RedisServer, server: Server
+) -> None:
+    [process] = await processes_of(stack, redis, Limits(tokens_per_minute=60_000), 1)
+    assert await process.send()
+    await process.settle()
+    began = time.time()
+    process.ledger.leave(process.limiter.clock(), TOKENS, TOKENS + 30_000)
+    await eventually(lambda: server.full_at("t") >= began + 29)
+    process.ledger.leave(process.limiter.clock(), 20_000, 0)
+    await eventually(lambda: server.full_at("t") <= began + 12)
+
+
 async def test_advance_is_given_up_without_the_server(
     stack: AsyncExitStack, own_redis: RedisServer
 ) -> None:
