@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from proxy.core.fleet.kv_links import Lives, start_times
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 from proxy.errors import ProxyError
@@ -68,7 +69,7 @@ class NoKeyError(LegError):
 class LinkRetry:
     """When a failed pair is tried again; earlier if a worker restarts."""
 
-    lives: tuple[float, float]  # `up_since` of both workers
+    lives: Lives
     at: float
     pause_s: float
 
@@ -132,10 +133,10 @@ class Warmup:
 
     def _is_due(self, pair: Link, now: float) -> bool:
         again = self._again.get(pair)
-        return again is None or again.at <= now or again.lives != _start_times(*pair)
+        return again is None or again.at <= now or again.lives != start_times(*pair)
 
     async def _warm(self, prefill: Worker, decode: Worker) -> None:
-        started, lives = self.clock(), _start_times(prefill, decode)
+        started, lives = self.clock(), start_times(prefill, decode)
         before = self._again.get((prefill, decode))
         if before is not None and before.lives != lives:
             before = None
@@ -156,7 +157,7 @@ class Warmup:
             self._counts.count_warmup(outcome)
             if outcome in (DONE, NO_KEY):
                 break
-        if _start_times(prefill, decode) != lives:
+        if start_times(prefill, decode) != lives:
             return  # a worker restarted during the try
         links = self._router.placer.links
         if outcome in (DONE, NO_KEY):
@@ -276,10 +277,6 @@ async def _post(worker: Worker, body: bytes, request_id: bytes) -> dict[str, Any
     if type(found) is not dict:
         raise LegError(f"{worker.name}: the response is not a JSON object")
     return found
-
-
-def _start_times(prefill: Worker, decode: Worker) -> tuple[float, float]:
-    return prefill.up_since, decode.up_since
 
 
 def _side(worker: Worker) -> Side:

@@ -147,8 +147,8 @@ class BodyCharge:
         self.size -= size
 
 
-def _exceeded(status: int, reason: Reason, whose: str = "") -> RefusedError:
+def _exceeded(status: int, reason: Reason, scope: str = "") -> RefusedError:
     message = (
-        f"Too many large requests{whose} are in progress. Retry after the time in Retry-After."
+        f"Too many large requests{scope} are in progress. Retry after the time in Retry-After."
     )
     return RefusedError(Refusal(status, reason, message, ERROR_CODE, retry_after_s=RETRY_AFTER_S))

@@ -116,10 +116,12 @@ class SentText:
     @property
     def content(self) -> str | None:
         """The text of a stream with no other output; None if it is not kept."""
-        last = {} if self.other_output else self._last_texts()
-        others = {channel for channel, text in last.items() if text}
-        others |= {channel for channel, (length, _) in self._texts.items() if length}
-        if self._content is None or self.other_output or others - {CONTENT}:
+        if self._content is None or self.other_output:
+            return None
+        last = self._last_texts()
+        channels = {channel for channel, text in last.items() if text}
+        channels |= {channel for channel, (length, _) in self._texts.items() if length}
+        if channels - {CONTENT}:
             return None
         return "".join((*self._content, last.get(CONTENT, "")))
 

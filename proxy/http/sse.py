@@ -228,13 +228,12 @@ def as_output(usage: Usage, tokens: int) -> Usage:
 
 
 def move_to_output(text: bytes, tokens: int) -> bytes:
-    """Correct the last `usage` likewise."""
-    at = text.rfind(USAGE)
-    found = [each.search(text, at, at + MAX_USAGE_BYTES) for each in USAGE_NUMBERS]
-    if at < 0 or (usage := usage_in(text)) is None:
+    """Correct the last `usage` in the same way."""
+    if (usage := usage_in(text)) is None:
         return text
-    usage = as_output(usage, tokens)
+    usage, at = as_output(usage, tokens), text.rfind(USAGE)
     numbers = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    found = [each.search(text, at, at + MAX_USAGE_BYTES) for each in USAGE_NUMBERS]
     changes = [(f.start(1), f.end(), n) for f, n in zip(found, numbers, strict=True) if f]
     return _with_numbers(text, changes)
 

@@ -29,6 +29,10 @@ class LinkFailures:
     until: float = 0.0
 
 
+def start_times(prefill: Worker, decode: Worker | None) -> Lives:
+    return prefill.up_since, 0.0 if decode is None else decode.up_since
+
+
 class KvLinks:
     def __init__(self) -> None:
         self.are_made = False  # connections are made in advance
@@ -55,16 +59,16 @@ class KvLinks:
 
     def is_warm(self, prefill: Worker, decode: Worker) -> bool:
         """Return whether the connection needs no more work."""
-        return self._warm.get((prefill, decode)) == _start_times(prefill, decode)
+        return self._warm.get((prefill, decode)) == start_times(prefill, decode)
 
     def set_warm(self, prefill: Worker, decode: Worker) -> None:
         """Note a connection, or one that only requests can make."""
-        self._warm[prefill, decode] = _start_times(prefill, decode)
+        self._warm[prefill, decode] = start_times(prefill, decode)
         self._unmade.pop((prefill, decode), None)
         self.version += 1
 
     def set_unmade(self, prefill: Worker, decode: Worker) -> None:
-        self._unmade[prefill, decode] = _start_times(prefill, decode)
+        self._unmade[prefill, decode] = start_times(prefill, decode)
 
     def keep_only(self, workers: Collection[Worker]) -> None:
         self._warm = {k: v for k, v in self._warm.items() if _are_of(k, workers)}
@@ -75,7 +79,7 @@ class KvLinks:
 
     def record_failure(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
         """Count a failure of a link or prefill worker; True if it becomes barred."""
-        lives = _start_times(prefill, decode)
+        lives = start_times(prefill, decode)
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or strikes.lives != lives:
             strikes = self._strikes[prefill, decode] = LinkFailures(lives)
@@ -97,7 +101,7 @@ class KvLinks:
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or now >= strikes.until:
             return False
-        return strikes.lives == _start_times(prefill, decode)
+        return strikes.lives == start_times(prefill, decode)
 
     def barred_links(self, now: float) -> list[Link]:
         return [link for link in self._strikes if self.is_barred(*link, now)]
@@ -111,17 +115,13 @@ class KvLinks:
         if unmade := [
             decode.name
             for (prefill, decode), lives in self._unmade.items()
-            if prefill is worker and lives == _start_times(prefill, decode)
+            if prefill is worker and lives == start_times(prefill, decode)
         ]:
             return f"prefills nothing for {', '.join(unmade)} yet: the first transfer failed"
         decodes = [d.name for p, d in self.barred_links(now) if p is worker and d is not None]
         if not decodes:
             return ""
         return f"prefills nothing for {', '.join(decodes)} for now: its transfers fail"
-
-
-def _start_times(prefill: Worker, decode: Worker | None) -> Lives:
-    return prefill.up_since, 0.0 if decode is None else decode.up_since
 
 
 def _are_of(link: Link, workers: Collection[Worker]) -> bool:

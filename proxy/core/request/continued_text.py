@@ -28,7 +28,7 @@ MAX_OUTPUT, MAX_CHAT_OUTPUT, MIN_OUTPUT = "max_tokens", "max_completion_tokens",
 def why_not_by_text(body: bytes, shape: PromptFields) -> str:
     """Return the field that prevents it; empty if none does.
 
-    The body is one that `why_not_continued` accepts. Workers ignore the fields of other routes.
+    `why_not_continued` has accepted the body. Workers ignore the fields of other routes.
     """
     fields: dict[str, Any] = orjson.loads(body)
     for name in NOT_BY_TEXT:
@@ -67,7 +67,7 @@ class TextSoFar:
 
 
 def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextSoFar | None:
-    """Return the body that goes on behind a text of so many tokens; None if none may follow."""
+    """Return the body that goes on behind a text; None if no token may follow."""
     kept, is_chat = text, shape is PromptFields.CHAT
     if is_chat:  # templates remove space at the end of a message
         kept = text.rstrip()

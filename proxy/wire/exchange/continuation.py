@@ -111,8 +111,8 @@ def find_output(
 
 
 def others_take_tokens(owner: AttemptOwner, lease: Lease) -> bool:
-    live_workers = owner.wire.router.fleet.roster.pool(lease.ask.model).all
-    return any(each.can_continue and each is not lease.worker for each in live_workers)
+    workers = owner.wire.router.fleet.roster.pool(lease.ask.model).all
+    return any(each.can_continue and each is not lease.worker for each in workers)
 
 
 def find_text(owner: AttemptOwner) -> Output | Obstacle:

@@ -181,7 +181,7 @@ class Comparison:
 
     @property
     def figures(self) -> dict[str, list[report.Figure]]:
-        """The figures of each other contender beside the first, by role."""
+        """The figures of each contender against the first, by role."""
         first, *others = self.contenders
         return {each.role: report.figures(first.rounds, each.rounds) for each in others}
 
