@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from proxy.config import types
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Label, Name, Seconds
 
@@ -121,7 +122,7 @@ class LaunchConfig(Block):
     scheduler"""
     cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], LIST] = ()
     """Processors that the worker is bound to; all if empty"""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[types.Variable, str] = Field(default_factory=dict)
     """Environment variables, added to the environment of `vllm-sched up`"""
     kv_offloading_size: Annotated[float, Field(gt=0)] | None = None
     """GiB of host memory in which vLLM keeps KV blocks that leave the GPU. On a prefill or
