@@ -15,6 +15,8 @@ from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Label, Name, Seconds
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
+# Host names that listen on the same ports of this machine.
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
 AUTO = "auto"  # `up` chooses the journal's address
@@ -109,6 +111,16 @@ WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
 NAME_RULE = "letters, digits, '.', '_' and '-', 64 characters at most"
 
 
+def address_of(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
+
+
+def server_at(host: str, port: int) -> tuple[str, int]:
+    """Return the same value for all names of this machine."""
+    return ("here" if host in LOCAL_HOSTS else host.lower(), port)
+
+
 class LaunchConfig(Block):
     """How `vllm-sched up` starts a worker on this machine."""
 
@@ -166,10 +178,7 @@ class WorkerConfig(Block):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        if self.url is None:
-            return None
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
+        return None if self.url is None else address_of(self.url)
 
     @property
     def keys_to_choose(self) -> list[str]:
