@@ -87,6 +87,13 @@ def _dns_name(name: str) -> str:
     return name
 
 
+def _pool_port(port: object) -> object:
+    named = port is None or (type(port) is str and port)
+    if not named and not (type(port) is int and 1 <= port <= LAST_PORT):
+        raise ValueError(f"must be a number from 1 to {LAST_PORT}, or the name of a port")
+    return port
+
+
 def _require_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
     if not pools:
         raise ValueError("at least one pool is required; leave out discovery if there is none")
@@ -234,7 +241,9 @@ class PoolConfig(Block):
     dns: DnsName | None = None
     """DNS name that resolves to the address of each worker, as the name of a headless Service
     does"""
-    port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = None
+    port: Annotated[
+        Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None, BeforeValidator(_pool_port)
+    ] = None
     """Port of the workers: a number, or with selector the name of a port. If not given: the only
     port of the EndpointSlice with selector, 8000 otherwise. A port named journal is that of the
     workers' journals"""

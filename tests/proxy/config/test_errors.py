@@ -125,6 +125,7 @@ HEADERS, PROCESSES = "OTEL_EXPORTER_OTLP_HEADERS", "from 1 to 64, or auto"
         ("router.admin.host", "::", "router.admin.key_file"),
         ("router.admin.host", "10.0.0.1", "router.admin.key_file"),
         ("router.admin.host", "a.internal", "router.admin.key_file"),
+        ("router.continuation", "yes", "'yes' & true, false or text"),
         ("router.batches.path", "", "is empty; leave it out"),
         ("router.tracing.endpoint", "c:4318", COLLECTOR),
         ("router.tracing.endpoint", "c:4318/v1/traces?token=secret", COLLECTOR),
