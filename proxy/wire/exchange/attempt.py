@@ -41,6 +41,7 @@ from proxy.wire.exchange.worker_errors import (
     is_too_long,
     missing_route,
     must_be_read,
+    refuses_our_key,
 )
 from proxy.wire.handover.first_token import begins_with_error
 from proxy.wire.handover.two_legs import TwoLegExchange
@@ -160,7 +161,10 @@ class Attempt:
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
         owner, status, handover = self._owner, head.status, self.handover
-        if (status >= SERVER_ERROR or status == TOO_MANY_REQUESTS) and status not in NOT_SUPPORTED:
+        prefilling = handover if handover is not None and handover.is_prefilling else None
+        keyless = prefilling is None and refuses_our_key(owner, self.lease, status)
+        failed = status >= SERVER_ERROR or status == TOO_MANY_REQUESTS or keyless
+        if failed and status not in NOT_SUPPORTED:
             retry_after_s = head.retry_after_s
             outcome = OUTCOMES.get(status, Outcome.FAILED)
             if outcome is Outcome.ERRED and retry_after_s is not None:
@@ -168,16 +172,18 @@ class Attempt:
             refusal = owner.try_another(
                 now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
             )
-        elif handover is not None and handover.is_prefilling:
+        elif prefilling is not None:
             # The prefill leg's limits differ from the client's.
-            handover.handle_refused_prefill(now, status)
+            prefilling.handle_refused_prefill(now, status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
         if refusal is None:
             return True
         owner.last_refusal = refusal
-        return False
+        if keyless:
+            self._end_with(now, Outcome.FAILED, refusal)
+        return keyless
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
         owner, response = self._owner, self.response
