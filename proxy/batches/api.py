@@ -27,9 +27,10 @@ from proxy.batches.types import (
 )
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.headers import RefusedError, status_line
+from proxy.http.headers import status_line
 from proxy.http.local_responses import answer, refuse
 from proxy.metrics.registry import CLIENT_GONE
 

@@ -1,7 +1,7 @@
 """Route requests to workers, queue them, or refuse them.
 
     refusal = router.refusal_if_spent(tenant, now)
-    ask = router.read(route, body, content_type, request_id)    # charge_refused_read
+    ask = router.read(request)             # a RequestInfo or a Refusal; charge_refused_read
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
     router.leases.record_first_token(lease, now); router.leases.record_tokens(lease, 1); ...
     router.leases.end_prefill(lease, now, usage)    # of a hand-over
@@ -25,16 +25,15 @@ from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
 from proxy.core.lifecycle.retries import MAX_DROPS, RetryBudget, WorkerFailureEvents
 from proxy.core.model import refusals
-from proxy.core.model.route_table import Route
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.model.types import Outcome, Reason, ReceivedRequest, Refusal, RequestInfo
 from proxy.core.queue.eviction import amounts
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
 from proxy.core.request.client_fields import ClientFields
-from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.request.sizing import Sizer
@@ -68,27 +67,15 @@ class Router:
     def settings(self) -> RouterSettings:
         return self.placer.settings
 
-    def read(
-        self,
-        route: Route,
-        body: bytes | LargeBody,
-        content_type: bytes,
-        request_id: str,
-        tenant: Tenant | None = None,
-        session: bytes = b"",
-        *,
-        batch: bool = False,
-        deadline: float = inf,
-    ) -> RequestInfo | Refusal:
+    def read(self, request: ReceivedRequest) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:
-            ask: RequestInfo | Refusal = self._reader.read(
-                route, body, content_type, request_id, tenant, session,
-                hashed=hashed, batch=batch, deadline=deadline,
-            )  # fmt: skip
+            return self._reader.read(request, hashed=hashed)
+        except RefusedError as error:
+            refusal = error.refusal
         except TooManyMembersError as error:
-            ask = refusals.bad_request(str(error))
-        return self.placer.count_refusal("", ask) if isinstance(ask, Refusal) else ask
+            refusal = refusals.bad_request(str(error))
+        return self.placer.count_refusal("", refusal)
 
     def refusal_if_spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread if its tenant's limits are spent."""

@@ -14,6 +14,8 @@ from proxy.core.model.specs import Score
 from proxy.core.tenants.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
+    from proxy.core.model.route_table import Route
+    from proxy.core.request.json_body import LargeBody
     from proxy.core.request.json_edit import JsonMember
 
 STANDARD = Rank.STANDARD
@@ -59,6 +61,20 @@ class Reason(StrEnum):
     # Ended.
     TIME_LIMIT = "time_limit"
     SLOW_BODY = "slow_body"
+
+
+@dataclass(slots=True)
+class ReceivedRequest:
+    """What a client sent: the body, and what the parser needs of its head."""
+
+    route: Route
+    body: bytes | LargeBody
+    content_type: bytes
+    id: str
+    tenant: Tenant | None = None
+    session: bytes = b""  # the session's id in the headers
+    batch: bool = False  # it gets the batch class
+    deadline: float = inf  # for the first token, by the client's header
 
 
 @dataclass(slots=True)

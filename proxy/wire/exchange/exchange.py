@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
-from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt

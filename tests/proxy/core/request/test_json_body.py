@@ -7,6 +7,7 @@ import gc
 import orjson
 import pytest
 
+from proxy.core.model.types import ReceivedRequest
 from proxy.core.request.json_body import LargeBody, parsed
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES
 from tests.proxy.core.making import refused, route, router_of, spec
@@ -33,8 +34,8 @@ def test_body_read_in_steps_gives_the_same_request(body: bytes, steps: int) -> N
         taken += 1
     assert taken == steps
     assert not large.advance()
-    whole = router.read(path, body, b"application/json", "id")
-    assert repr(router.read(path, large, b"application/json", "id")) == repr(whole)
+    whole = router.read(ReceivedRequest(path, body, b"application/json", "id"))
+    assert repr(router.read(ReceivedRequest(path, large, b"application/json", "id"))) == repr(whole)
 
 
 def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
@@ -44,7 +45,7 @@ def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
     with pytest.raises(orjson.JSONDecodeError) as found:
         large.fields()
     router = router_of(spec("w"))
-    refusal = refused(router.read(route(), large, b"application/json", "id"))
+    refusal = refused(router.read(ReceivedRequest(route(), large, b"application/json", "id")))
     assert str(found.value) in refusal.message
 
 
