@@ -200,10 +200,7 @@ class Router:
         free = not queue.any_ahead_of(ask)  # they go first
         wait: CacheWait | None = None
         if (free or again or ask.pinned) and not attempts.owes:
-            answer = self.placer.place(
-                ask, now, attempts, explain=explain, free=free,
-                admission=None if again else targets, wait_since=None if again else now,
-            )  # fmt: skip
+            answer = self.placer.place(ask, now, attempts, explain=explain, free=free)
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer
             wait = answer
