@@ -81,16 +81,11 @@ class Placer:
         ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
         late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
         may_wait = not attempts.is_retry and now < ticket.cache_until
-        since = ticket.since if may_wait else None
         view, decision = self.decide(
-            ask,
-            now,
-            attempts,
-            explain=ticket.explain,
-            aged=ticket.aged,
-            late=late,
-            wait_since=since,
-        )
+            ask, now, attempts,
+            explain=ticket.explain, aged=ticket.aged, late=late,
+            wait_since=ticket.since if may_wait else None,
+        )  # fmt: skip
         if decision is None:
             return view.cache_wait
         return self._charge(view, decision, attempts, free=False)

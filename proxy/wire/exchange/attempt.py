@@ -337,11 +337,14 @@ class Attempt:
         response = self.response
         if response is None or not response.is_complete:
             return False
+        self.drop_connection()
+        end_stream(self._owner, self.lease, now, response)
+        return True
+
+    def drop_connection(self) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.drop()
-        end_stream(self._owner, self.lease, now, response)
-        return True
 
     def pause(self) -> None:
         if self.connection is not None:

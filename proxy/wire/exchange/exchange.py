@@ -14,6 +14,7 @@ from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import LegFailure
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
 from proxy.core.model.refusals import RefusedError
@@ -157,17 +158,17 @@ class Exchange(AttemptOwner):
 
     def _place(self, now: float, ask: RequestInfo) -> None:
         explain = self.request.head.explain
-        placed = self.wire.router.submit(ask, now, explain=explain)
-        if isinstance(placed, Ticket):
-            self._enqueue(placed)
-        else:
-            self.placement_decided(now, placed)
+        self._go_on(now, self.wire.router.submit(ask, now, explain=explain))
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def _go_on(self, now: float, answer: Lease | Ticket | Refusal) -> None:
+        """Wait in the queue, run on a worker, or end."""
+        if not isinstance(answer, Ticket):
+            self.placement_decided(now, answer)
+            return
         self.set_state(QUEUED)
-        self._ticket = ticket
+        self._ticket = answer
         self._attempt = None
-        self.wire.queue(ticket, self)
+        self.wire.queue(answer, self)
 
     def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
         if (ticket := self._ticket) is not None:
@@ -199,8 +200,7 @@ class Exchange(AttemptOwner):
         lease = None if attempt is None else attempt.lease
         if attempt is None or lease is None:
             return self.last_refusal
-        failed = lease.running_leg
-        worker = failed.worker
+        worker = lease.running_leg.worker
         self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.end_failed(now, outcome, error)
@@ -208,29 +208,23 @@ class Exchange(AttemptOwner):
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
         moves = error is WorkerError.DRAINED
-        if self.begun is not None and (error is WorkerError.CONNECT or outcome is Outcome.BUSY):
-            free = True  # the worker has done nothing for the stream
-        placed = wire.router.retry(
-            lease,
-            now,
+        # The worker has done nothing for the stream.
+        was_idle = self.begun is not None and (
+            error is WorkerError.CONNECT or outcome is Outcome.BUSY
+        )
+        failure = LegFailure(
             outcome,
+            None if moves else worker,
             retry_after_s,
-            avoid=None if moves else worker,
-            after=failed,
-            free=free or moves,
+            free=free or moves or was_idle,
             dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
-            explain=self.request.head.explain,
             why=why or error.value,
         )
+        placed = wire.router.retry(lease, now, failure, explain=self.request.head.explain)
         if not isinstance(placed, Refusal):
             wire.metrics.count_retry(worker.name, error.value)
-            connection, attempt.connection = attempt.connection, None
-            if connection is not None:
-                connection.drop()
-            if isinstance(placed, Ticket):
-                self._enqueue(placed)
-            else:
-                self.placement_decided(now, placed)
+            attempt.drop_connection()
+            self._go_on(now, placed)
         wire.dispatch_queued(now)
         return placed if isinstance(placed, Refusal) else None
 

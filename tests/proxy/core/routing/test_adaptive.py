@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import Decision, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason
@@ -82,7 +82,7 @@ def test_reserve_is_open_to_shorts_whose_worker_fails(most: int | None, kv_usage
     router = router_with_reserve(most, kv_usage)
     lease = placed(router.submit(ask(10, 1), 1.5))
     assert lease.worker.name == "s"
-    again = router.retry(lease, 1.6, Outcome.FAILED, avoid=lease.worker, after=lease)
+    again = router.retry(lease, 1.6, LegFailure(Outcome.FAILED, lease.worker))
     assert placement(placed(again)) == ("l", Reason.RETRY)
     router.leases.finish(placed(again), 1.6, Outcome.DONE)
     router.fleet.health.record_failure(worker_of(router, "s"), 1.6, 60.0)
