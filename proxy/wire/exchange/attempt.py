@@ -180,20 +180,17 @@ class Attempt:
         return False
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
+        """Pass on a piece of the response, unless another worker takes over."""
         owner, response = self._owner, self.response
         if response is None:
-            head, self._head = self._head, None
-            if head is None or (ended and self._try_pass_at_once(now, head, body)):
+            response = self._begin_response(now, body, ended)
+            if response is None:
                 return
-            response = self.response = writer_for(owner, head)
         if owner.rest is not None:
-            rest = rest_of(owner, self.lease, now, body)
-            if isinstance(rest, Refusal):
-                self._end_with(now, Outcome.UNFINISHED, rest)
+            new = self._remove_sent(now, body)
+            if new is None or not (new or ended):
                 return
-            if rest is None or not (rest or ended):
-                return
-            body = rest
+            body = new
         if ended:
             if owner.rest is not None or response.is_truncated(owner.route.name, body):
                 self.connection_failed(now, WorkerError.RESET)
@@ -201,17 +198,11 @@ class Attempt:
             self.connection = None
         if continue_after_failure(owner, self.lease, now, response, body):
             return
-        handover = self.handover
-        if handover is not None and handover.is_fetch_pending and response.status == OK:
-            first = handover.first_pieces(body, ended, self.connection)
-            if first is None or (begins_with_error(first) and self._retry_failed_transfer(now)):
+        if self.handover is not None or self._error_body is not None:
+            checked = self._check_beginning(now, response, body, ended)
+            if checked is None:
                 return
-            body = first
-        if self._error_body is not None:
-            whole = self._read_error(now, self._error_body + body, ended)
-            if whole is None:
-                return
-            body = whole
+            body = checked
         had_begun = response.has_begun
         data = response.feed(body, ended)
         if not had_begun and response.has_begun:
@@ -229,6 +220,42 @@ class Attempt:
             finish(self._owner, self.lease, now, response)
         elif response.tokens:
             self._open_fast_path(response)
+
+    def _begin_response(self, now: float, body: bytes, ended: bool) -> ResponseWriter | None:
+        """Return the writer for a response; None if all of it has been passed on."""
+        head, self._head = self._head, None
+        if head is None or (ended and self._try_pass_at_once(now, head, body)):
+            return None
+        self.response = writer_for(self._owner, head)
+        return self.response
+
+    def _remove_sent(self, now: float, body: bytes) -> bytes | None:
+        """Return what the client does not have of a stream that another worker repeats.
+
+        None: the stream leaves this worker too, or ends.
+        """
+        rest = rest_of(self._owner, self.lease, now, body)
+        if isinstance(rest, Refusal):
+            self._end_with(now, Outcome.UNFINISHED, rest)
+            return None
+        return rest
+
+    def _check_beginning(
+        self, now: float, response: ResponseWriter, body: bytes, ended: bool
+    ) -> bytes | None:
+        """Hold back the beginning of a response until it shows whether to retry.
+
+        Return the bytes for the client, or None.
+        """
+        handover = self.handover
+        if handover is not None and handover.is_fetch_pending and response.status == OK:
+            first = handover.first_pieces(body, ended, self.connection)
+            if first is None or (begins_with_error(first) and self._retry_failed_transfer(now)):
+                return None
+            body = first
+        if self._error_body is None:
+            return body
+        return self._read_error(now, self._error_body + body, ended)
 
     def _try_pass_at_once(self, now: float, head: ResponseHead, body: bytes) -> bool:
         lease = self.lease
@@ -313,19 +340,22 @@ class Attempt:
             return
         response = self.response
         if response is None or not response.has_begun or owner.rest is not None:
-            self.response = None
-            failed = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
-            if failed is None:
-                return
-            if failed.status == BAD_GATEWAY and error is WorkerError.TIMEOUT:
-                failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
-            owner.refuse(now, failed)
+            self._retry_or_refuse(now, error)
             return
         if self.end_complete_stream(now) or move_stream(owner, self.lease, now, response, error):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
         break_off(owner, now, response, "The worker failed during the response.", f"worker_{error}")
+
+    def _retry_or_refuse(self, now: float, error: WorkerError) -> None:
+        owner, self.response = self._owner, None
+        refusal = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
+        if refusal is None:
+            return
+        if refusal.status == BAD_GATEWAY and error is WorkerError.TIMEOUT:
+            refusal = Refusal(GATEWAY_TIMEOUT, refusal.reason, refusal.message, "timeout")
+        owner.refuse(now, refusal)
 
     def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
         self.stop(now, outcome)
