@@ -115,9 +115,7 @@ class Router:
         for response_id, worker, owner in self._reader.stored:
             yield response_id, worker, "" if owner is None else owner.name
 
-    def submit(
-        self, ask: RequestInfo, now: float, *, explain: bool = False
-    ) -> Lease | Ticket | Refusal:
+    def submit(self, ask: RequestInfo, now: float) -> Lease | Ticket | Refusal:
         """Place, queue or refuse a request that has arrived."""
         if self.draining:
             billing.leave(ask, now)
@@ -125,11 +123,9 @@ class Router:
         self.fleet.start_due_decodes(now)
         self._retries.earn(now)
         self.placer.record_traffic(ask, now)
-        return self._admit(ask, now, FIRST_ATTEMPT, explain=explain)
+        return self._admit(ask, now, FIRST_ATTEMPT)
 
-    def retry(
-        self, lease: Lease, now: float, failure: LegFailure, *, explain: bool = False
-    ) -> Lease | Ticket | Refusal:
+    def retry(self, lease: Lease, now: float, failure: LegFailure) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again, keeping its tenant's place."""
         ask, leg = lease.attempts.enlarged or lease.ask, lease.running_leg
         attempts = lease.attempts.after(failure, leg.worker, now)
@@ -140,7 +136,7 @@ class Router:
             self.leases.finish(
                 lease, now, failure.outcome, None, failure.retry_after_s, failure.why
             )
-            return self.submit_again(ask, now, attempts, leg, free=failure.free, explain=explain)
+            return self.submit_again(ask, now, attempts, leg, free=failure.free)
         finally:
             if ledger is not None:
                 ledger.release_place()
@@ -153,7 +149,6 @@ class Router:
         failed: Lease | None = None,
         *,
         free: bool = False,
-        explain: bool = False,
     ) -> Lease | Ticket | Refusal:
         """Submit a request whose leg has failed.
 
@@ -168,32 +163,30 @@ class Router:
                 why = "too many requests are being retried (router.retries.budget)"
                 return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, 1.0))
             attempts = replace(attempts, owes=True)
-        return self._admit(ask, now, attempts, explain=explain)
+        return self._admit(ask, now, attempts)
 
-    def _admit(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
-    ) -> Lease | Ticket | Refusal:
+    def _admit(self, ask: RequestInfo, now: float, attempts: Attempts) -> Lease | Ticket | Refusal:
         """Enter a request into its tenant's account, and place or queue it."""
         if ask.tenant is None:
-            return self._place_or_queue(ask, now, attempts, explain=explain)
+            return self._place_or_queue(ask, now, attempts)
         if (refusal := billing.enter(ask, now, again=attempts.is_retry)) is not None:
             return self.placer.count_refusal(ask.model, refusal)
-        answer = self._place_or_queue(ask, now, attempts, explain=explain)
+        answer = self._place_or_queue(ask, now, attempts)
         if isinstance(answer, Refusal):
             billing.leave(ask, now)
         return answer
 
     def _place_or_queue(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
+        self, ask: RequestInfo, now: float, attempts: Attempts
     ) -> Lease | Ticket | Refusal:
         free = not self.queue.any_ahead_of(ask)  # they go first
         wait: CacheWait | None = None
         if (free or attempts.is_retry or ask.pinned) and not attempts.owes:
-            answer = self.placer.place(ask, now, attempts, explain=explain, free=free)
+            answer = self.placer.place(ask, now, attempts, free=free)
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer
             wait = answer
-        queued = self._enqueue(ask, now, attempts, wait, explain=explain)
+        queued = self._enqueue(ask, now, attempts, wait)
         if isinstance(queued, Refusal):
             return self.placer.count_refusal(ask.model, queued)
         reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
@@ -201,13 +194,7 @@ class Router:
         return queued
 
     def _enqueue(
-        self,
-        ask: RequestInfo,
-        now: float,
-        attempts: Attempts,
-        wait: CacheWait | None,
-        *,
-        explain: bool,
+        self, ask: RequestInfo, now: float, attempts: Attempts, wait: CacheWait | None
     ) -> Ticket | Refusal:
         """Queue a request, in place of others if the queue is full."""
         queue, targets = self.queue, self.settings.admission or NO_TARGETS
@@ -226,7 +213,7 @@ class Router:
             if refusal is not None:
                 return refusal
         self._evict(evicted, now)
-        return queue.push(ask, now, attempts, explain=explain, urgency=urgency, cache_wait=wait)
+        return queue.push(ask, now, attempts, urgency=urgency, cache_wait=wait)
 
     def _refuse_full(self, ask: RequestInfo, now: float) -> Refusal:
         if self._roster.pool(ask.model).all:

@@ -75,6 +75,7 @@ class ReceivedRequest:
     session: bytes = b""  # the session's id in the headers
     batch: bool = False  # it gets the batch class
     deadline: float = inf  # for the first token, by the client's header
+    explain: bool = False  # keep the scores of the decision
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ class RequestInfo:
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
     deadline: float = inf  # for the first token, if the client has one
+    explain: bool = False  # its decision keeps all scores
     takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove

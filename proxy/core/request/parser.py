@@ -93,7 +93,7 @@ class RequestParser:
         fields, body, mask = self._parse(request)
         model = self._choose_model(fields.get("model"), tenant)
         ask = self._sizer.estimate(route, model, fields, len(body), request.id, tenant)
-        ask.deadline = request.deadline
+        ask.deadline, ask.explain = request.deadline, request.explain
         ask.takes_arguments = route.takes_arguments and ARGUMENTS not in fields
         if request.batch:
             ask.rank = BATCH
@@ -217,7 +217,7 @@ class RequestParser:
         live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
         ask = self._sizer.estimate(route, model, {}, 0, request.id, tenant)
-        ask.pinned = holder
+        ask.pinned, ask.explain = holder, request.explain
         if tenant is not None:
             ask.tenant, ask.rank = tenant, tenant.spec.rank
         return ask

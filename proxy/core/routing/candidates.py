@@ -31,7 +31,6 @@ def find_candidates(
     attempts: Attempts,
     *,
     longs_waiting: bool,
-    explain: bool,
 ) -> View:
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
@@ -52,7 +51,7 @@ def find_candidates(
     if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
-    view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
+    view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, ask.explain)
     view.holders = holders if pool.ranked else pool.all
     if session is not None:
         view.session = session

@@ -61,14 +61,13 @@ class Placer:
         self.roster.rank_by(self.rule.rank)
 
     def place(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool, free: bool
+        self, ask: RequestInfo, now: float, attempts: Attempts, *, free: bool
     ) -> Lease | Refusal | CacheWait | None:
         """Place a request that arrives or is retried; `free`: it goes ahead of no other."""
         is_new = not attempts.is_retry
-        since = now if is_new else None
-        view, decision = self.decide(ask, now, attempts, explain=explain, wait_since=since)
+        view, decision = self.decide(ask, now, attempts, wait_since=now if is_new else None)
         if view.cache_wait is not None and not self._has_room_to_wait(view):
-            view, decision = self.decide(ask, now, attempts, explain=explain)
+            view, decision = self.decide(ask, now, attempts)
         if decision is None:
             return view.cache_wait
         if is_new:
@@ -81,11 +80,10 @@ class Placer:
         ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
         late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
         may_wait = not attempts.is_retry and now < ticket.cache_until
+        since = ticket.since if may_wait else None
         view, decision = self.decide(
-            ask, now, attempts,
-            explain=ticket.explain, aged=ticket.aged, late=late,
-            wait_since=ticket.since if may_wait else None,
-        )  # fmt: skip
+            ask, now, attempts, aged=ticket.aged, late=late, wait_since=since
+        )
         if decision is None:
             return view.cache_wait
         return self._charge(view, decision, attempts, free=False)
@@ -118,7 +116,7 @@ class Placer:
     def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
         """Return whether a worker has room for a request, and would soon prefill it."""
         self.fleet.start_due_decodes(now)
-        _, decision = self.decide(ask, now, attempts, explain=False)
+        _, decision = self.decide(ask, now, attempts)
         return (
             decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
         )
@@ -129,7 +127,6 @@ class Placer:
         now: float,
         attempts: Attempts,
         *,
-        explain: bool,
         aged: bool = False,
         late: bool = False,
         wait_since: float | None = None,
@@ -139,7 +136,7 @@ class Placer:
         `wait_since`: the request's arrival, if it may wait for the worker that has its cache.
         """
         while True:
-            view = self._make_view(ask, now, attempts, explain=explain)
+            view = self._make_view(ask, now, attempts)
             if wait_since is not None:
                 self._allow_wait(view, wait_since)
             decision = self._decide(view, aged=aged, late=late)
@@ -216,14 +213,12 @@ class Placer:
             decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _make_view(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
-    ) -> View:
+    def _make_view(self, ask: RequestInfo, now: float, attempts: Attempts) -> View:
         queue = self.queue
         waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
         traffic = self.traffic[ask.model]
         view = candidate_rules.find_candidates(
-            self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
+            self.roster, ask, now, traffic, attempts, longs_waiting=waiting
         )
         pool = view.pool
         if pool.prefills and pool.decodes and self.settings.transfer and not view.whole:
@@ -261,7 +256,8 @@ class Placer:
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.start_due_decodes(now)
-        view = self._make_view(ask, now, FIRST_ATTEMPT, explain=True)
+        view = self._make_view(ask, now, FIRST_ATTEMPT)
+        view.explain = True
         if self.queue.has_room(amounts(ask)):
             self._allow_wait(view, now)
         decision = self._choose(view)

@@ -157,8 +157,7 @@ class Exchange(AttemptOwner):
         self._place(now, ask)
 
     def _place(self, now: float, ask: RequestInfo) -> None:
-        explain = self.request.head.explain
-        self._go_on(now, self.wire.router.submit(ask, now, explain=explain))
+        self._go_on(now, self.wire.router.submit(ask, now))
 
     def _go_on(self, now: float, answer: Lease | Ticket | Refusal) -> None:
         """Wait in the queue, run on a worker, or end."""
@@ -207,20 +206,15 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        moves = error is WorkerError.DRAINED
-        # The worker has done nothing for the stream.
-        was_idle = self.begun is not None and (
-            error is WorkerError.CONNECT or outcome is Outcome.BUSY
-        )
+        moves, took_none = error is WorkerError.DRAINED, error is WorkerError.CONNECT
+        if self.begun is not None and (took_none or outcome is Outcome.BUSY):
+            free = True  # the worker has done nothing for the stream
+        dropped = error is WorkerError.RESET and not (attempt.response or self.begun)
         failure = LegFailure(
-            outcome,
-            None if moves else worker,
-            retry_after_s,
-            free=free or moves or was_idle,
-            dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
-            why=why or error.value,
-        )
-        placed = wire.router.retry(lease, now, failure, explain=self.request.head.explain)
+            outcome, None if moves else worker, retry_after_s,
+            free=free or moves, dropped=dropped, why=why or error.value,
+        )  # fmt: skip
+        placed = wire.router.retry(lease, now, failure)
         if not isinstance(placed, Refusal):
             wire.metrics.count_retry(worker.name, error.value)
             attempt.drop_connection()

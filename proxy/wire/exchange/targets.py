@@ -57,7 +57,7 @@ def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> Re
     else:
         received = ReceivedRequest(
             owner.route, body, special.get(b"content-type", b""), request.id.decode("latin-1"),
-            head.tenant, id_in_headers(special), head.batch, deadline,
+            head.tenant, id_in_headers(special), head.batch, deadline, head.explain,
         )  # fmt: skip
         ask = router.read(received)
     if isinstance(ask, Refusal):

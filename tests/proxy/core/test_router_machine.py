@@ -359,7 +359,7 @@ class RouterMachine(RuleBasedStateMachine):
             return [facts_of(each) for each in (one, attempts, *self.fleet.roster)]
 
         before = inputs()
-        self.router.placer.decide(one, self.now, attempts, explain=False, aged=aged, late=late)
+        self.router.placer.decide(one, self.now, attempts, aged=aged, late=late)
         assert inputs() == before, "a decision changes nothing"
 
     # Invariants

@@ -115,7 +115,8 @@ def test_total_of_a_score_is_the_sum_of_its_parts() -> None:
     placed(router.submit(info, 0.0))
     for _ in range(3):
         router.leases.record_first_token(placed(router.submit(ask(900), 0.0)), 0.1)
-    for score in placed(router.submit(info, 0.2, explain=True)).decision.scores:
+    info.explain = True
+    for score in placed(router.submit(info, 0.2)).decision.scores:
         fixed = worker_of(router, score.worker).pace.fixed_s
         parts = fixed + score.wait_s + score.prefill_s + score.harm_s
         assert score.total == pytest.approx(parts)

@@ -325,7 +325,7 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
         group.routers[0].fleet.charge(ask(), decision, group.now)
     info = ask(1000)
     placer = group.routers[1].placer
-    _, decision = placer.decide(info, group.now, FIRST_ATTEMPT, explain=False, late=True)
+    _, decision = placer.decide(info, group.now, FIRST_ATTEMPT, late=True)
     assert decision is None
     assert info.whole == ""
 
