@@ -135,7 +135,7 @@ def steps_ms(body: bytes) -> list[float]:
             goes_on = large.advance()
             times.append(time.thread_time() - begin)
         begin = time.thread_time()
-        ask = router.read(ReceivedRequest(route, large, b"application/json", "id"))
+        ask = router.read(ReceivedRequest(route, body, b"application/json", "id", large=large))
         if isinstance(ask, RequestInfo):
             lease = router.submit(ask, number)
             times.append(time.thread_time() - begin)

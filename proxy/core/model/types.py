@@ -68,7 +68,7 @@ class ReceivedRequest:
     """What a client sent: the body, and what the parser needs of its head."""
 
     route: Route
-    body: bytes | LargeBody
+    body: bytes
     content_type: bytes
     id: str
     tenant: Tenant | None = None
@@ -76,6 +76,7 @@ class ReceivedRequest:
     batch: bool = False  # it gets the batch class
     deadline: float = inf  # for the first token, by the client's header
     explain: bool = False  # keep the scores of the decision
+    large: LargeBody | None = None  # the body, if it was parsed in steps
 
 
 @dataclass(slots=True)

@@ -121,13 +121,9 @@ class RequestParser:
 
     def _parse(self, request: ReceivedRequest) -> tuple[dict[str, Any], bytes, JsonMask | None]:
         """Return the fields, the body, and the mask of a large body."""
-        if isinstance(request.body, LargeBody):
-            large: LargeBody | None = request.body
-            body = request.body.mask.text
-        else:
-            large, body = None, request.body
+        body, large = request.body, request.large
         if request.route.shape is FORM:
-            return self._fields_of_form(request, body), body, None
+            return self._fields_of_form(request), body, None
         if large is None and len(body) > LARGE_BODY_BYTES:
             large = LargeBody(body)
         fields = _fields_of_json(body, large)
@@ -138,8 +134,8 @@ class RequestParser:
             raise RefusedError(refusals.duplicate_field(named))
         return fields, body, None if large is None else large.mask
 
-    def _fields_of_form(self, request: ReceivedRequest, body: bytes) -> dict[str, Any]:
-        kind, tenant = request.content_type, request.tenant
+    def _fields_of_form(self, request: ReceivedRequest) -> dict[str, Any]:
+        body, kind, tenant = request.body, request.content_type, request.tenant
         tenants = tenant is not None
         if named := find_forbidden_in_form(body, kind, tenants=tenants, may=self.may):
             raise RefusedError(refusals.forbidden_field(named))

@@ -161,13 +161,10 @@ class Attempt:
         """Retry after an error. Return False if the error goes to the client."""
         owner, status, handover = self._owner, head.status, self.handover
         if (status >= SERVER_ERROR or status == TOO_MANY_REQUESTS) and status not in NOT_SUPPORTED:
-            retry_after_s = head.retry_after_s
             outcome = OUTCOMES.get(status, Outcome.FAILED)
-            if outcome is Outcome.ERRED and retry_after_s is not None:
+            if outcome is Outcome.ERRED and head.retry_after_s is not None:
                 outcome = Outcome.FAILED  # the worker reports a fault of its own
-            refusal = owner.try_another(
-                now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
-            )
+            refusal = owner.try_another(now, outcome, WorkerError.STATUS, head)
         elif handover is not None and handover.is_prefilling:
             # The prefill leg's limits differ from the client's.
             handover.handle_refused_prefill(now, status)
@@ -298,7 +295,7 @@ class Attempt:
             return error_body
         owner.ask = owner.record.ask = self._wire.router.leases.enlarge_request(lease)
         self.response = None
-        refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
+        refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         if refusal is None:
             return None
         self.response, owner.last_refusal = refused, refusal

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from proxy.core.request.json_body import LargeBody
     from proxy.core.tenants.limits import LimitExceeded, PendingDecision
     from proxy.http.request import Request
+    from proxy.http.response_parser import ResponseHead
     from proxy.wire.context import WireContext
     from proxy.wire.extension import Client
     from proxy.wire.large_body_queue import LargeBodyReader
@@ -92,10 +93,10 @@ class Exchange(AttemptOwner):
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
             self._reader = wire.large_bodies.add(request.body, self._read, self.end_for_shutdown)
         else:
-            self._read(now, request.body)
+            self._read(now)
 
-    def _read(self, now: float, body: bytes | LargeBody) -> None:
-        request, ask = self.request, read_request(self, now, body)
+    def _read(self, now: float, large: LargeBody | None = None) -> None:
+        request, ask = self.request, read_request(self, now, large)
         if isinstance(ask, Refusal):
             self.refuse(now, ask)
             return
@@ -181,39 +182,34 @@ class Exchange(AttemptOwner):
         attempt.start(now, placed)
 
     def try_another(
-        self,
-        now: float,
-        outcome: Outcome,
-        error: WorkerError,
-        retry_after_s: float | None = None,
-        *,
-        free: bool = False,
-        why: str = "",
+        self, now: float, outcome: Outcome, error: WorkerError, head: ResponseHead | None = None
     ) -> Refusal | None:
         """Send the request to another worker; return a refusal if none is left.
 
-        `free`: the retry uses no budget. `why`: details of the error. A drained worker has not
-        failed.
+        `head`: the response that reports the failure. A drained worker has not failed.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
         if attempt is None or lease is None:
             return self.last_refusal
-        worker = lease.running_leg.worker
+        worker, moves = lease.running_leg.worker, error is WorkerError.DRAINED
+        free = moves or outcome is Outcome.REFUSED  # the worker is well
         self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.end_failed(now, outcome, error)
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        moves, took_none = error is WorkerError.DRAINED, error is WorkerError.CONNECT
-        if self.begun is not None and (took_none or outcome is Outcome.BUSY):
+        if self.begun is not None and (error is WorkerError.CONNECT or outcome is Outcome.BUSY):
             free = True  # the worker has done nothing for the stream
-        dropped = error is WorkerError.RESET and not (attempt.response or self.begun)
         failure = LegFailure(
-            outcome, None if moves else worker, retry_after_s,
-            free=free or moves, dropped=dropped, why=why or error.value,
-        )  # fmt: skip
+            outcome,
+            avoid=None if moves else worker,
+            retry_after_s=None if head is None else head.retry_after_s,
+            free=free,
+            dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
+            why=error.value if head is None else str(head.status),
+        )
         placed = wire.router.retry(lease, now, failure)
         if not isinstance(placed, Refusal):
             wire.metrics.count_retry(worker.name, error.value)
@@ -246,8 +242,7 @@ class Exchange(AttemptOwner):
         if self.begun is not None:
             if failed := self.failed_worker:  # the stream did not go on since
                 not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
-            status, reason = refusal.status, refusal.reason
-            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
+            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, refusal)
             return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         answer = refuse(refusal, self.request, keep_alive=keep_alive)
@@ -293,8 +288,7 @@ class Exchange(AttemptOwner):
             self.refuse(now, refusal)
             self.wire.dispatch_queued(now)
         else:
-            status, reason = refusal.status, refusal.reason
-            break_off(self, now, response, refusal.message, "time_limit", status, reason)
+            break_off(self, now, response, refusal.message, "time_limit", refusal)
 
     def _stop(self, now: float) -> None:
         wire = self.wire

@@ -48,7 +48,7 @@ def deadline_in(
     )
 
 
-def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> RequestInfo | Refusal:
+def read_request(owner: AttemptOwner, now: float, large: LargeBody | None) -> RequestInfo | Refusal:
     router, request = owner.wire.router, owner.request
     head, special = request.head, request.head.special
     deadline = deadline_in(special, owner.record.started, owner.wire.settings)
@@ -56,8 +56,9 @@ def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> Re
         ask: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
     else:
         received = ReceivedRequest(
-            owner.route, body, special.get(b"content-type", b""), request.id.decode("latin-1"),
-            head.tenant, id_in_headers(special), head.batch, deadline, head.explain,
+            owner.route, request.body, special.get(b"content-type", b""),
+            request.id.decode("latin-1"), head.tenant, id_in_headers(special),
+            batch=head.batch, deadline=deadline, explain=head.explain, large=large,
         )  # fmt: skip
         ask = router.read(received)
     if isinstance(ask, Refusal):
