@@ -6,6 +6,7 @@ in doubt, a request stays whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from proxy.core.model.route_table import route_names
@@ -62,7 +63,7 @@ def _is_call_forced(choice: object) -> bool:
 
 
 # The fields that forbid a split: on which routes, with which values but null, and the label.
-FIELDS = (
+FIELDS: Sequence[tuple[str, frozenset[str], Callable[[Any], bool], str]] = (
     ("n", SPLITTABLE, _is_not_one, "samples"),
     ("best_of", SPLITTABLE, _is_not_one, "samples"),
     ("background", SPLITTABLE, bool, "stored"),
@@ -80,4 +81,4 @@ FIELDS = (
     ("tools", RESPONSES, _runs_tools, "tools"),
     ("tool_choice", SPLITTABLE - CHAT, _is_call_forced, "tools"),
 )
-NAMES = frozenset(name for name, *_ in FIELDS)
+NAMES = frozenset([field[0] for field in FIELDS])
