@@ -24,13 +24,7 @@ IN_PANIC = "failed recently; used because too few workers of its pool are health
 
 
 def find_candidates(
-    roster: Roster,
-    ask: RequestInfo,
-    now: float,
-    traffic: Traffic,
-    attempts: Attempts,
-    *,
-    longs_waiting: bool,
+    roster: Roster, ask: RequestInfo, now: float, attempts: Attempts, traffic: Traffic
 ) -> View:
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
@@ -51,10 +45,9 @@ def find_candidates(
     if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
-    view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, ask.explain)
+    view = View(ask, now, found, pool, traffic, held, tried, whole, ask.explain)
     view.holders = holders if pool.ranked else pool.all
-    if session is not None:
-        view.session = session
+    view.session = session
     return view
 
 

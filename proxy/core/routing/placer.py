@@ -214,28 +214,24 @@ class Placer:
         return decision
 
     def _make_view(self, ask: RequestInfo, now: float, attempts: Attempts) -> View:
-        queue = self.queue
-        waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
-        traffic = self.traffic[ask.model]
-        view = candidate_rules.find_candidates(
-            self.roster, ask, now, traffic, attempts, longs_waiting=waiting
-        )
+        queue, traffic = self.queue, self.traffic[ask.model]
+        view = candidate_rules.find_candidates(self.roster, ask, now, attempts, traffic)
+        view.longs_waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
         pool = view.pool
         if pool.prefills and pool.decodes and self.settings.transfer and not view.whole:
             view.handing = self._offer_handover(view)
         return view
 
     def _offer_handover(self, view: View) -> HandoverOffer | None:
-        pool, tried, links, settings = view.pool, view.tried, self.links, self.settings
+        ask, now, pool, tried = view.ask, view.now, view.pool, view.tried
+        links, settings = self.links, self.settings
         if tried and len(tried) >= settings.max_attempts - 1:
             return None  # the last attempt uses one worker: the best chance
-        best = handover_cost.choose_prefill(
-            pool.prefills, view.ask, view.now, view.held, tried, links, pool.all
-        )
+        best = handover_cost.choose_prefill(pool, ask, now, view.held, tried, links)
         if best is None:
             return None
-        times, above = self.transfer_times(view.ask.model), settings.disaggregate_above
-        shorts = view.traffic.shorts_per_s(view.now) / pool.decodes if above is None else 0.0
+        times, above = self.transfer_times(ask.model), settings.disaggregate_above
+        shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
         return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
 
     def transfer_times(self, model: str) -> TransferTimes:
