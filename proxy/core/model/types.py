@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from proxy.core.learned.media_tokens import RequestMedia
 from proxy.core.model.bill import Bill
+from proxy.core.model.route_table import Route  # at run time too, for mypyc
 from proxy.core.model.specs import Score
 from proxy.core.tenants.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
-    from proxy.core.model.route_table import Route
     from proxy.core.request.json_body import LargeBody
     from proxy.core.request.json_edit import JsonMember
 

@@ -202,19 +202,15 @@ class Attempt:
             body = checked
         had_begun = response.has_begun
         data = response.feed(body, ended)
-        if not had_begun and response.has_begun:
-            if not owner.client.writable:
-                self.pause()  # paused before the connection existed
-            if self.handover is not None:  # a head alone proves no transfer
-                self.handover.record_fetched()
-            record_first_bytes(owner, self.lease, now, response, data)
+        if response.has_begun and not had_begun:
+            self._record_beginning(now, response, data)
         if response.tokens:
             count_tokens(owner, self.lease, now, response.tokens)
         if data:
             owner.record.sent_bytes += len(data)
             owner.client.write(data)
         if ended:
-            finish(self._owner, self.lease, now, response)
+            finish(owner, self.lease, now, response)
         elif response.tokens:
             self._open_fast_path(response)
 
@@ -253,6 +249,13 @@ class Attempt:
         if self._error_body is None:
             return body
         return self._read_error(now, self._error_body + body, ended)
+
+    def _record_beginning(self, now: float, response: ResponseWriter, data: bytes) -> None:
+        if not self._owner.client.writable:
+            self.pause()  # paused before the connection existed
+        if self.handover is not None:  # a head alone proves no transfer
+            self.handover.record_fetched()
+        record_first_bytes(self._owner, self.lease, now, response, data)
 
     def _try_pass_at_once(self, now: float, head: ResponseHead, body: bytes) -> bool:
         lease = self.lease

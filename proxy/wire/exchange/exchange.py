@@ -267,28 +267,26 @@ class Exchange(AttemptOwner):
         self.wire.dispatch_queued(now)
 
     def end_for_shutdown(self, now: float) -> None:
-        attempt = self._attempt
-        if attempt is not None and attempt.end_complete_stream(now):
-            return
-        self._stop(now)
-        response = None if attempt is None else attempt.response
-        if response is None or not response.has_begun:
-            self.refuse(now, refusals.draining())
-        else:
-            break_off(self, now, response, "The router was stopped.", "router_stopped")
+        self._end_early(now, refusals.draining(), "The router was stopped.", "router_stopped")
 
     def expire(self, now: float) -> None:
+        refusal = refusals.request_timeout(self._limit_s)
+        self._end_early(now, refusal, refusal.message, "time_limit", refusal)
+        self.wire.dispatch_queued(now)
+
+    def _end_early(
+        self, now: float, refusal: Refusal, message: str, code: str, why: Refusal | None = None
+    ) -> None:
+        """Refuse the request, or break its response off with a message and a code."""
         attempt = self._attempt
         if attempt is not None and attempt.end_complete_stream(now):
             return
         self._stop(now)
-        refusal = refusals.request_timeout(self._limit_s)
         response = None if attempt is None else attempt.response
         if response is None or not response.has_begun:
             self.refuse(now, refusal)
-            self.wire.dispatch_queued(now)
         else:
-            break_off(self, now, response, refusal.message, "time_limit", refusal)
+            break_off(self, now, response, message, code, why)
 
     def _stop(self, now: float) -> None:
         wire = self.wire
