@@ -71,17 +71,9 @@ class Attempt:
     """A request on its chosen worker."""
 
     __slots__ = (
-        "_error_body",
-        "_head",
-        "_owner",
-        "_passage",
-        "_wire",
-        "connection",
-        "handover",
-        "lease",
-        "response",
-        "timeout_s",
-    )
+        "_error_body", "_head", "_owner", "_passage", "_wire",
+        "connection", "handover", "lease", "response", "timeout_s",
+    )  # fmt: skip
 
     def __init__(self, owner: AttemptOwner, lease: Lease) -> None:
         self.connection: WorkerConnection | None = None
@@ -103,13 +95,11 @@ class Attempt:
     # To the worker
 
     def start(self, now: float, lease: Lease) -> None:
-        owner, wire = self._owner, self._wire
-        request = owner.request
+        owner, wire, request = self._owner, self._wire, self._owner.request
         if lease.prefill is not None:
             owner.set_state(PREFILLING)
-            handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
-            self.handover = handover
-            handover.prefill(now, self, body_with_targets(owner, now))
+            self.handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
+            self.handover.prefill(now, self, body_with_targets(owner, now))
             return
         owner.set_state(SENT)
         self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
@@ -159,15 +149,12 @@ class Attempt:
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
-        owner, status, handover = self._owner, head.status, self.handover
-        if (status >= SERVER_ERROR or status == TOO_MANY_REQUESTS) and status not in NOT_SUPPORTED:
-            outcome = OUTCOMES.get(status, Outcome.FAILED)
-            if outcome is Outcome.ERRED and head.retry_after_s is not None:
-                outcome = Outcome.FAILED  # the worker reports a fault of its own
+        owner, handover = self._owner, self.handover
+        if (outcome := outcome_of(head)) is not None:
             refusal = owner.try_another(now, outcome, WorkerError.STATUS, head)
         elif handover is not None and handover.is_prefilling:
             # The prefill leg's limits differ from the client's.
-            handover.handle_refused_prefill(now, status)
+            handover.handle_refused_prefill(now, head.status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
@@ -184,8 +171,8 @@ class Attempt:
             if response is None:
                 return
         if owner.rest is not None:
-            new = self._remove_sent(now, body)
-            if new is None or not (new or ended):
+            new = self._remove_sent(now, body, ended)
+            if new is None:
                 return
             body = new
         if ended:
@@ -203,7 +190,11 @@ class Attempt:
         had_begun = response.has_begun
         data = response.feed(body, ended)
         if response.has_begun and not had_begun:
-            self._record_beginning(now, response, data)
+            if not owner.client.writable:
+                self.pause()  # paused before the connection existed
+            if self.handover is not None:  # a head alone proves no transfer
+                self.handover.record_fetched()
+            record_first_bytes(owner, self.lease, now, response, data)
         if response.tokens:
             count_tokens(owner, self.lease, now, response.tokens)
         if data:
@@ -217,53 +208,38 @@ class Attempt:
     def _begin_response(self, now: float, body: bytes, ended: bool) -> ResponseWriter | None:
         """Return the writer for a response; None if all of it has been passed on."""
         head, self._head = self._head, None
-        if head is None or (ended and self._try_pass_at_once(now, head, body)):
+        if head is None:
+            return None
+        if ended and self.lease is not None and may_pass_at_once(self._owner, head):
+            self.connection = None
+            pass_at_once(self._owner, self.lease, now, head, body)
             return None
         self.response = writer_for(self._owner, head)
         return self.response
 
-    def _remove_sent(self, now: float, body: bytes) -> bytes | None:
-        """Return what the client does not have of a stream that another worker repeats.
-
-        None: the stream leaves this worker too, or ends.
-        """
+    def _remove_sent(self, now: float, body: bytes, ended: bool) -> bytes | None:
+        """Return what is new of a stream that another worker repeats; None if there is nothing."""
         rest = rest_of(self._owner, self.lease, now, body)
         if isinstance(rest, Refusal):
             self._end_with(now, Outcome.UNFINISHED, rest)
             return None
-        return rest
+        return rest if rest or ended else None
 
     def _check_beginning(
         self, now: float, response: ResponseWriter, body: bytes, ended: bool
     ) -> bytes | None:
-        """Hold back the beginning of a response until it shows whether to retry.
-
-        Return the bytes for the client, or None.
-        """
+        """Return the bytes to pass on; None while a response does not show whether to retry."""
         handover = self.handover
         if handover is not None and handover.is_fetch_pending and response.status == OK:
             first = handover.first_pieces(body, ended, self.connection)
-            if first is None or (begins_with_error(first) and self._retry_failed_transfer(now)):
+            if first is None:
+                return None
+            if begins_with_error(first) and self._retry_held_back(now, Outcome.ERRED):
                 return None
             body = first
         if self._error_body is None:
             return body
         return self._read_error(now, self._error_body + body, ended)
-
-    def _record_beginning(self, now: float, response: ResponseWriter, data: bytes) -> None:
-        if not self._owner.client.writable:
-            self.pause()  # paused before the connection existed
-        if self.handover is not None:  # a head alone proves no transfer
-            self.handover.record_fetched()
-        record_first_bytes(self._owner, self.lease, now, response, data)
-
-    def _try_pass_at_once(self, now: float, head: ResponseHead, body: bytes) -> bool:
-        lease = self.lease
-        if lease is None or not may_pass_at_once(self._owner, head):
-            return False
-        self.connection = None
-        pass_at_once(self._owner, lease, now, head, body)
-        return True
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
         connection, lease, stream = self.connection, self.lease, response.flowing
@@ -272,10 +248,10 @@ class Attempt:
                 self._passage = fast_path(self._owner, lease, response, stream)
             connection.open_fast_path(self._passage)
 
-    def _retry_failed_transfer(self, now: float) -> bool:
-        """Retry as after a 500. Return False if no worker is left."""
+    def _retry_held_back(self, now: float, outcome: Outcome) -> bool:
+        """Retry after a response that was held back. Return False if no worker is left."""
         failed, self.response = self.response, None
-        refusal = self._owner.try_another(now, Outcome.ERRED, WorkerError.STATUS)
+        refusal = self._owner.try_another(now, outcome, WorkerError.STATUS)
         if refusal is None:
             return True
         self.response, self._owner.last_refusal = failed, refusal
@@ -289,7 +265,7 @@ class Attempt:
         self._error_body = error_body
         if not ended and len(error_body) <= MAX_ERROR_BYTES:
             return None
-        self._error_body, lease, owner, refused = None, self.lease, self._owner, self.response
+        self._error_body, lease, owner = None, self.lease, self._owner
         if ended and (refusal := missing_route(owner, error_body)) is not None:
             self.response = None
             self._end_with(now, Outcome.REFUSED, refusal)
@@ -297,12 +273,7 @@ class Attempt:
         if lease is None or not is_too_long(error_body):
             return error_body
         owner.ask = owner.record.ask = self._wire.router.leases.enlarge_request(lease)
-        self.response = None
-        refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
-        if refusal is None:
-            return None
-        self.response, owner.last_refusal = refused, refusal
-        return error_body
+        return None if self._retry_held_back(now, Outcome.REFUSED) else error_body
 
     def extra_wait_s(self, now: float) -> float:
         lease, handover = self.lease, self.handover
@@ -395,6 +366,16 @@ class Attempt:
             connection.drop()
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, outcome)
+
+
+def outcome_of(head: ResponseHead) -> Outcome | None:
+    """Return how a worker failed by an error response; None if the request is at fault."""
+    status = head.status
+    if status in NOT_SUPPORTED or (status < SERVER_ERROR and status != TOO_MANY_REQUESTS):
+        return None
+    if status == SERVER_ERROR and head.retry_after_s is not None:
+        return Outcome.FAILED  # the worker reports a fault of its own
+    return OUTCOMES.get(status, Outcome.FAILED)
 
 
 def _is_only_slow(lease: Lease | None, now: float, connection: WorkerConnection | None) -> bool:
