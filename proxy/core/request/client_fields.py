@@ -14,7 +14,7 @@ With tenants:
 - `priority`: set to the tenant's class, or removed (*).
 - `model`: set for a tenant with restricted models; a form must name one (`multipart`).
 - `stream_interval`: removed; early disconnects are charged by events.
-- `stream_options`: the router requests usage and hides it (`wire/answering`).
+- `stream_options`: the router requests usage and hides it (`response_writer`).
 - `request_id`: removed; it could name another tenant's response.
 - `cache_salt`: combined with an isolated tenant's own.
 - `X-Vllm-Priority`, `X-Data-Parallel-Rank`: removed; they override the router.

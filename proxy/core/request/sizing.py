@@ -1,10 +1,12 @@
 """Estimate a request's tokens without a tokenizer.
 
-Idea: learn tokens per byte from `usage` and /tokenize with an error band (`rates`), output lengths,
-and tokens per medium (`media`). A new tenant starts with the tenants' common rates (`prior`).
+Idea: learn tokens per byte from `usage` and /tokenize with an error band (`bytes_per_token`),
+output lengths, and tokens per medium (`media_tokens`). A new tenant starts with the tenants' common
+rates (`tenant_prior`).
 
-Cost: see there. How it fails: mixed languages widen the band, so workers count more requests near a
-boundary. At first the band is half the estimate, or 128 template tokens for short text.
+Cost: see these modules. How it fails: mixed languages widen the band, so workers count more
+requests near a boundary. At first the band is half the estimate, or 128 template tokens for short
+text.
 """
 
 from __future__ import annotations

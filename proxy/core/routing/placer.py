@@ -107,7 +107,7 @@ class Placer:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
-        if ask.prefix:  # a decode worker has it after the transfer: see `leases`
+        if ask.prefix:  # a decode worker has it after the transfer: see `lease_book`
             first = worker if decision.handover is None else decision.handover.prefill
             self.roster.expect_prefix(ask, first)
         self.count_decision(ask.model, decision.reason)
