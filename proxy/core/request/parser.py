@@ -175,7 +175,26 @@ class RequestParser:
         self, ask: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
     ) -> None:
         """Set the tenant and its salt, and the fields that the router sets or removes."""
+        edits = self._edits_for(ask, route, tenant, fields)
         ask.tenant = tenant
+        if ask.stream:  # beam search streams nothing before its end
+            ask.stream = not is_true(fields.get("use_beam_search"))
+        own_salt = salt_in(fields) if SALT in fields else ""
+        is_isolated = tenant.spec.salted or (own_salt and tenant.beside_salted)
+        if not is_isolated:
+            ask.salt = own_salt
+        elif route.salted:
+            ask.salt = tenant.salt(own_salt)
+            edits[SALT] = b'"%b"' % ask.salt.encode()
+        elif tenant.spec.salted and route.shape not in NEVER_SALTED:
+            raise RefusedError(refusals.not_isolated(route.name))
+        if edits and route.shape is not FORM:
+            ask.fields = edits
+
+    def _edits_for(
+        self, ask: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
+    ) -> dict[str, bytes | None]:
+        """Return the fields to set, and with None those to remove; all but the salt."""
         edits: dict[str, bytes | None] = {}
         if ID in fields:
             edits[ID] = None
@@ -188,22 +207,9 @@ class RequestParser:
             priority = PRIORITIES.get(ask.rank) if passes else None
             if priority is not None or PRIORITY in fields:
                 edits[PRIORITY] = priority
-        if ask.stream:
-            # Beam search streams nothing before its end.
-            ask.stream = not is_true(fields.get("use_beam_search"))
-            if route.usage_by_option and not has_usage_option(fields):
-                edits[OPTIONS] = WITH_USAGE
-        own_salt = salt_in(fields) if SALT in fields else ""
-        is_isolated = tenant.spec.salted or (own_salt and tenant.beside_salted)
-        if not is_isolated:
-            ask.salt = own_salt
-        elif route.salted:
-            ask.salt = tenant.salt(own_salt)
-            edits[SALT] = b'"%b"' % ask.salt.encode()
-        elif tenant.spec.salted and route.shape not in NEVER_SALTED:
-            raise RefusedError(refusals.not_isolated(route.name))
-        if edits and route.shape is not FORM:
-            ask.fields = edits
+        if ask.stream and route.usage_by_option and not has_usage_option(fields):
+            edits[OPTIONS] = WITH_USAGE
+        return edits
 
     def _read_by_id(self, request: ReceivedRequest) -> RequestInfo:
         """Pin a request to the worker that stores its response."""
