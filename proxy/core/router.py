@@ -69,9 +69,9 @@ class Router:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:
             return self._reader.read(request, hashed=hashed)
-        except RefusedError as error:
-            refusal = error.refusal
-        except TooManyMembersError as error:
+        except RefusedError as refused:
+            refusal = refused.refusal
+        except TooManyMembersError as error:  # of another name: mypyc gives a name one type
             refusal = refusals.bad_request(str(error))
         return self.placer.count_refusal("", refusal)
 
