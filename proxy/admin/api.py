@@ -31,6 +31,7 @@ from proxy.admin.schemas import (
 )
 from proxy.admin.status_routes import page_routes
 from proxy.config import FleetConfig, WorkerConfig, shown
+from proxy.config.workers import address_of, server_at
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Reason
 from proxy.core.router import Router
@@ -122,9 +123,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         The worker gets requests once a probe succeeds. A reload of the fleet file removes the
         worker.
         """
-        refuse_conflicts(
-            worker, list(state.router.fleet.roster), moves=state.config.transfer is not None
-        )
+        refuse_conflicts(worker, list(state.router.fleet.roster), state.config)
         state.add_worker(worker)
         return shown_worker(find(worker.name), clock())
 
@@ -160,20 +159,24 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     return api
 
 
-def refuse_conflicts(worker: WorkerConfig, others: list[Worker], *, moves: bool = False) -> None:
+def refuse_conflicts(worker: WorkerConfig, others: list[Worker], config: FleetConfig) -> None:
     """Raise `AdminError` if a worker cannot join the fleet."""
     problems = []
-    if worker.url is None:
+    place = None if worker.address is None else server_at(*worker.address)
+    ours = (config.router, config.router.admin)
+    if place is None:
         problems.append(Problem("url", "missing; write http://host:port"))
+    elif place in {server_at(each.host, each.port) for each in ours}:
+        problems.append(Problem("url", "is this router's own address; give that of a worker"))
     if worker.launch is not None:
         problems.append(Problem("launch", "only `vllm-sched up` starts workers; remove it"))
-    if worker.role in ("prefill", "decode") and not moves:
+    if worker.role in ("prefill", "decode") and config.transfer is None:
         why = "the fleet file has no connector; add transfer: nixl and restart"
         problems.append(Problem("role", f"{worker.role!r}: {why}"))
     if problems:
         raise AdminError(INVALID, "invalid", "the worker cannot be added", problems)
     for other in others:
-        if other.name == worker.name or other.url == worker.url:
+        if other.name == worker.name or server_at(*address_of(other.url)) == place:
             message = f"worker {other.name!r} at {other.url} is already in the fleet"
             raise AdminError(HTTPStatus.CONFLICT, "conflict", message)
 

@@ -48,7 +48,7 @@ class AdminError(ProxyError):
         super().__init__(message)
 
 
-async def answer(_: Request, error: Exception) -> JSONResponse:
+async def answer(request: Request, error: Exception) -> JSONResponse:
     match error:
         case AdminError():
             return error_response(error.status, error.code, str(error), error.problems)
@@ -64,6 +64,8 @@ async def answer(_: Request, error: Exception) -> JSONResponse:
                 for problem in error.errors()
             ]
             message = "the request does not match its description in /docs"
+            if "json" not in request.headers.get("content-type", "json"):
+                message = "the body is not JSON; send JSON with Content-Type: application/json"
             return error_response(INVALID, "invalid", message, problems)
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")

@@ -271,10 +271,11 @@ class BatchApiRequest:
 
     async def _create_file(self) -> Json:
         api = self._api
-        name, content = request_parsing.parse_upload(self._request, api.settings)
+        name, content, keep_s = request_parsing.parse_upload(self._request, api.settings)
         self._request.body = b""
+        now = api.wall()
         return file_json(
-            await api.store(Store.add_file, self._tenant, name, INPUT, content, api.wall())
+            await api.store(Store.add_file, self._tenant, name, INPUT, content, now, keep_s)
         )
 
     async def _create_batch(self) -> Json:

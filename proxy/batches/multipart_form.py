@@ -38,6 +38,8 @@ def read_form(body: bytes, content_type: bytes) -> dict[str, FormField]:
         if body.startswith(b"--", at):
             return parts
         start = body.find(HEAD_END, at, at + MAX_PART_HEAD_BYTES) + len(HEAD_END)
+        if start < len(HEAD_END) and len(body) - at > MAX_PART_HEAD_BYTES:
+            raise FormError(f"A part of the form has a header over {MAX_PART_HEAD_BYTES} bytes.")
         end = body.find(LINE_END + mark, start - len(LINE_END))
         if start < len(HEAD_END) or end < 0:
             raise FormError("The form has no closing boundary.")

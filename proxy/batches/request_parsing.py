@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
 
-from proxy.batches.multipart_form import FormError, read_form
+from proxy.batches.multipart_form import FormError, FormField, read_form
 from proxy.batches.storage.rows import ListPage, new_id
 from proxy.batches.types import INPUT, Batch, Status
 from proxy.batches.validate import ENDPOINTS
@@ -23,6 +24,7 @@ FILES_PAGE, MAX_FILES_PAGE = 1000, 10_000
 WINDOW = re.compile(r"([1-9]\d{0,4})([smhd])", re.ASCII)
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 DAY_S = 86_400.0
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # of an uploaded file
 MAX_METADATA_KEYS, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 512
 
 
@@ -35,7 +37,8 @@ class RefusedRequestError(Exception):
         self.refusal = Refusal(status, reason, message, code, param)
 
 
-def parse_upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]:
+def parse_upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes, float]:
+    """Return a file's name, content and maximum time to live in seconds."""
     try:
         parts = read_form(request.body, request.head.special.get(b"content-type", b""))
     except FormError as error:
@@ -54,7 +57,23 @@ def parse_upload(request: Request, settings: BatchesConfig) -> tuple[str, bytes]
         raise RefusedRequestError(413, message, "file", "file_too_large")
     if not file.value:
         raise RefusedRequestError(400, "The file is empty.", "file")
-    return (file.file_name or "upload.jsonl")[:MAX_NAME_CHARS], file.value
+    name = (file.file_name or "upload.jsonl")[:MAX_NAME_CHARS]
+    return name, file.value, _expires_after_s(parts)
+
+
+def _expires_after_s(parts: dict[str, FormField]) -> float:
+    anchor, seconds = (parts.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return inf
+    digits = seconds.value if seconds else b""
+    usual = anchor is not None and anchor.value == b"created_at" and digits.isdigit()
+    if not usual or not MIN_EXPIRY_S <= float(digits) <= MAX_EXPIRY_S:
+        message = (
+            "'expires_after' needs the anchor 'created_at', and seconds from "
+            f"{MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
+        )
+        raise RefusedRequestError(400, message, "expires_after")
+    return float(digits)
 
 
 def parse_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:

@@ -12,7 +12,7 @@ from proxy.config.admin import is_loopback
 from proxy.config.partial import Check, PartialConfig
 from proxy.config.tenants import TenantConfig
 from proxy.config.types import LAST_PORT
-from proxy.config.workers import AUTO, PoolConfig, WorkerConfig
+from proxy.config.workers import AUTO, PoolConfig, WorkerConfig, server_at
 from proxy.errors import Problem
 
 # Flags that `vllm-sched up` sets itself, and where in the file the value is.
@@ -38,8 +38,6 @@ PORT = re.compile(r":(\d+)")
 # A flag and its value in one argument, which vLLM does not parse.
 FLAG_AND_VALUE = re.compile(r"(--?[a-z][\w.-]*)\s+(.*\S)\s*", re.ASCII | re.IGNORECASE | re.DOTALL)
 FORM_BYTES = 64 * 1024  # of an upload's form, without the file
-# Host names that listen on the same ports of this machine.
-LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 
 
 def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
@@ -53,7 +51,7 @@ def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
             path = f"{'.'.join(block)}.port"
             if not port or not draft.has_valid(block, "host", "port"):
                 continue
-            if (other := taken.setdefault(_place(host, port), path)) != path:
+            if (other := taken.setdefault(server_at(host, port), path)) != path:
                 yield Problem(path, f"{port}: {other} is the same; change one of them")
     for index, worker in draft.legible_workers.items():
         path, place = f"workers[{index}].url", ("workers", index)
@@ -65,12 +63,8 @@ def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
                     "is missing; give it as http://host:port, or give a launch block so that "
                     "`vllm-sched up` starts the worker",
                 )
-        elif (other := taken.setdefault(_place(*worker.address), path)) != path:
+        elif (other := taken.setdefault(server_at(*worker.address), path)) != path:
             yield Problem(path, f"{worker.url!r}: {other} is the same address; change one of them")
-
-
-def _place(host: str, port: int) -> tuple[str, int]:
-    return ("here" if host in LOCAL_HOSTS else host.lower(), port)
 
 
 def check_admin(draft: PartialConfig) -> Iterator[Problem]:

@@ -291,7 +291,8 @@ def _problem(error: ErrorDetails) -> Problem:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location).lstrip(".")
+    parts = (part for part in location if part != "[key]")
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
 
 
 def _place(location: Sequence[int | str]) -> tuple[type[BaseModel] | None, str | None]:

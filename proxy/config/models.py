@@ -42,6 +42,12 @@ def _disaggregate_above(tokens: object) -> object:
     return tokens
 
 
+def _continuation(chosen: object) -> object:
+    if type(chosen) is not bool and chosen != "text":
+        raise ValueError("must be true, false or text")
+    return chosen
+
+
 class QueueConfig(Block):
     """Limits on the requests that wait in the router for a free slot on a worker."""
 
@@ -154,7 +160,7 @@ class RouterConfig(Block):
     shared: SharedConfig | None = None
     """Where replicas of this router share their state; without it each replica knows its own
     requests only"""
-    continuation: bool | Literal["text"] = True
+    continuation: Annotated[bool | Literal["text"], BeforeValidator(_continuation)] = True
     """Continue streams on another worker when theirs fails, if they continue exactly: those of
     workers with a journal. `text`: continue other chats and completions too, from the text that
     the client has (see docs/continuation.md)"""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -28,13 +28,19 @@ class Block(BaseModel):
             field.description = field.description and " ".join(field.description.split())
 
 
+def _given(path: object) -> object:
+    if path == "":
+        raise ValueError("is empty; leave it out or name a file or folder")
+    return path
+
+
 LAST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LAST_PORT)]
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 Key = Annotated[str, Field(pattern=r"^[!-~]+$")]
-FilePath = Annotated[Path, Field(strict=False)]
+FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_given)]
 # The name of a worker or tenant appears in headers, metric labels, logs and names of files.
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

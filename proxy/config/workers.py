@@ -10,10 +10,13 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from proxy.config import types
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Label, Name, Seconds
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
+# Host names that listen on the same ports of this machine.
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 MAX_SOCKET_PATH_BYTES = 107  # of a Unix socket
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
 AUTO = "auto"  # `up` chooses the journal's address
@@ -84,6 +87,13 @@ def _dns_name(name: str) -> str:
     return name
 
 
+def _pool_port(port: object) -> object:
+    named = port is None or (type(port) is str and port)
+    if not named and not (type(port) is int and 1 <= port <= LAST_PORT):
+        raise ValueError(f"must be a number from 1 to {LAST_PORT}, or the name of a port")
+    return port
+
+
 def _require_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
     if not pools:
         raise ValueError("at least one pool is required; leave out discovery if there is none")
@@ -108,6 +118,16 @@ WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
 NAME_RULE = "letters, digits, '.', '_' and '-', 64 characters at most"
 
 
+def address_of(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
+
+
+def server_at(host: str, port: int) -> tuple[str, int]:
+    """Return the same value for all names of this machine."""
+    return ("here" if host in LOCAL_HOSTS else host.lower(), port)
+
+
 class LaunchConfig(Block):
     """How `vllm-sched up` starts a worker on this machine."""
 
@@ -121,7 +141,7 @@ class LaunchConfig(Block):
     scheduler"""
     cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], LIST] = ()
     """Processors that the worker is bound to; all if empty"""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[types.Variable, str] = Field(default_factory=dict)
     """Environment variables, added to the environment of `vllm-sched up`"""
     kv_offloading_size: Annotated[float, Field(gt=0)] | None = None
     """GiB of host memory in which vLLM keeps KV blocks that leave the GPU. On a prefill or
@@ -165,10 +185,7 @@ class WorkerConfig(Block):
 
     @property
     def address(self) -> tuple[str, int] | None:
-        if self.url is None:
-            return None
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
+        return None if self.url is None else address_of(self.url)
 
     @property
     def keys_to_choose(self) -> list[str]:
@@ -224,7 +241,9 @@ class PoolConfig(Block):
     dns: DnsName | None = None
     """DNS name that resolves to the address of each worker, as the name of a headless Service
     does"""
-    port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = None
+    port: Annotated[
+        Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None, BeforeValidator(_pool_port)
+    ] = None
     """Port of the workers: a number, or with selector the name of a port. If not given: the only
     port of the EndpointSlice with selector, 8000 otherwise. A port named journal is that of the
     workers' journals"""

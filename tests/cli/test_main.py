@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -49,3 +50,20 @@ def test_closed_stderr_does_not_send_errors_to_stdout() -> None:
         done = subprocess.run(["sh", "-c", closing, "sh", *command], capture_output=True, text=True)
         assert done.returncode == 2
         assert done.stdout[:18] == expected
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["key", "--version"])
+def test_reader_that_ends_causes_no_traceback(command: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_sched.cli.main", command],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+CLOSED_OUTPUT = 1
 BAD_USAGE = 2
 INTERRUPTED = 130  # a shell's status for Ctrl-C
 

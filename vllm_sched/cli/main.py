@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from proxy.errors import ProxyError
-from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, sigterm_as_interrupt
+from vllm_sched.cli.exits import BAD_USAGE, CLOSED_OUTPUT, INTERRUPTED, sigterm_as_interrupt
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.version import __version__
 
@@ -65,11 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = "".join(argv[:1])
     try:
         with sigterm_as_interrupt() if command in MEASURING_COMMANDS else nullcontext():
-            return _run(argv)
+            try:
+                return _run(argv)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
     except KeyboardInterrupt:
         name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_OUTPUT
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import inf
 
 from proxy.batches.storage.database import Database, first_few, frees_room
 from proxy.batches.storage.rows import FILE_COLUMNS, ListPage, file_of, new_id
@@ -15,9 +16,12 @@ MAX_FILES = 10  # expired files deleted in one transaction
 
 
 class FileStore(Database):
-    def add_file(self, tenant: str, name: str, purpose: str, content: bytes, now: float) -> File:
+    def add_file(
+        self, tenant: str, name: str, purpose: str, content: bytes, now: float, keep_s: float = inf
+    ) -> File:
         size = len(content)
-        file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
+        expires = now + min(keep_s, self.keep_s)
+        file = File(new_id("file-"), tenant, name, purpose, now, expires, size)
         with self.backend.writing():
             self.backend.check_room(size)
             self._check_bytes(tenant, ROW_BYTES + len(name.encode()) + size)

@@ -181,9 +181,9 @@ class Replication:
             logger.error("router.shared: an update failed", exc_info=error)
         if self.connected or self.errors == 1:
             logger.error(
-                "router.shared: the server cannot be reached (%r); "
+                "router.shared: the server cannot be reached: %s; "
                 "this router uses its own state only",
-                error,
+                str(error).rstrip(".") or type(error).__name__,
             )
         self.connected = False
         now = self._clock()

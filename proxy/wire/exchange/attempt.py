@@ -41,6 +41,7 @@ from proxy.wire.exchange.worker_errors import (
     is_too_long,
     missing_route,
     must_be_read,
+    refuses_our_key,
 )
 from proxy.wire.handover.first_token import begins_with_error
 from proxy.wire.handover.two_legs import TwoLegExchange
@@ -113,10 +114,8 @@ class Attempt:
         owner.record.prefilled_at = now
         if handover.decode(now, self, answer):
             owner.set_state(SENT)
-        else:
-            refusal = owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT)
-            if refusal is not None:
-                owner.refuse(now, refusal)
+        elif refusal := owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT):
+            owner.refuse(now, refusal)
         self._wire.dispatch_queued(now)
 
     # From the worker
@@ -150,18 +149,23 @@ class Attempt:
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
         owner, handover = self._owner, self.handover
-        if (outcome := outcome_of(head)) is not None:
+        prefilling = handover if handover is not None and handover.is_prefilling else None
+        keyless = prefilling is None and refuses_our_key(owner, self.lease, head.status)
+        outcome = Outcome.FAILED if keyless else outcome_of(head)
+        if outcome is not None:
             refusal = owner.try_another(now, outcome, WorkerError.STATUS, head)
-        elif handover is not None and handover.is_prefilling:
+        elif prefilling is not None:
             # The prefill leg's limits differ from the client's.
-            handover.handle_refused_prefill(now, head.status)
+            prefilling.handle_refused_prefill(now, head.status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
         if refusal is None:
             return True
         owner.last_refusal = refusal
-        return False
+        if keyless:
+            self._end_with(now, Outcome.FAILED, refusal)
+        return keyless
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Pass on a piece of the response, unless another worker takes over."""
@@ -258,10 +262,7 @@ class Attempt:
         return False
 
     def _read_error(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
-        """Collect an error; retry a request that exceeded the worker's context.
-
-        Return the error for the client, or None.
-        """
+        """Collect an error, and retry if the request was too long; else return the error."""
         self._error_body = error_body
         if not ended and len(error_body) <= MAX_ERROR_BYTES:
             return None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from proxy.core.model.types import Refusal
     from proxy.wire.exchange.owner import AttemptOwner
 
-BAD_REQUEST, NOT_FOUND = 400, 404
+BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 MAX_ERROR_BYTES = 1 << 16  # that are read
 # vLLM's message for an exceeded context length.
 TOO_LONG = re.compile(rb"maximum (?:context|model) length")
@@ -24,6 +24,13 @@ def must_be_read(owner: AttemptOwner, lease: Lease | None, status: int) -> bool:
     if status == BAD_REQUEST:
         return lease is not None and owner.wire.router.leases.has_larger(lease)
     return status == NOT_FOUND
+
+
+def refuses_our_key(owner: AttemptOwner, lease: Lease | None, status: int) -> bool:
+    """Return True for a 401 that is not the client's: its key was not sent."""
+    if status != UNAUTHORIZED or lease is None:
+        return False
+    return owner.request.head.tenant is not None or lease.worker.spec.api_key is not None
 
 
 def is_too_long(error_body: bytes) -> bool:

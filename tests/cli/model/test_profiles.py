@@ -36,6 +36,8 @@ def test_some_are_listed_and_missing_ones_have_a_reason(program: Program) -> Non
     assert "llama" not in printed
     missing = program("profiles", "deepseek", "--missing").out
     assert "a100-deepseek-v3-fp8-tp8: the model does not fit" in missing
+    short = program("profiles", "h100-70b-tp4").out
+    assert "h100-llama-3.1-70b-bf16-tp4" in short
     assert "no built-in profile has tpu in its name" in program.refusal("profiles", "tpu")
 
 

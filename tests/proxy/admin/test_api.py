@@ -143,6 +143,8 @@ async def test_worker_is_added(app: App, api: httpx.AsyncClient) -> None:
         ({"url": "http://127.0.0.1:9"}, "name"),
         ({"name": "g0"}, "url"),
         ({"name": "g0", "url": "ftp://x"}, "url"),
+        ({"name": "g0", "url": "http://localhost:8000"}, "url"),
+        ({"name": "g0", "url": "http://127.0.0.1:8001"}, "url"),
         ({"name": "g 0", "url": "http://127.0.0.1:9"}, "name"),
         ({"name": "g0", "url": "http://127.0.0.1:9", "rôle": "long"}, "rôle"),
         ({"name": "g0", "url": "http://127.0.0.1:9", "role": "prefill"}, "role"),
@@ -163,11 +165,22 @@ async def test_invalid_worker_is_refused(
 
 @pytest.mark.parametrize(
     "worker",
-    [{"name": "s0", "url": "http://127.0.0.1:9"}, {"name": "g0", "url": "http://127.0.0.1:9001"}],
+    [
+        {"name": "s0", "url": "http://127.0.0.1:9"},
+        {"name": "g0", "url": "http://127.0.0.1:9001"},
+        {"name": "g0", "url": "http://localhost:9001"},
+    ],
 )
 async def test_existing_worker_is_refused(api: httpx.AsyncClient, worker: dict[str, str]) -> None:
     error = error_of(await api.post("/admin/workers", json=worker), 409)
     assert "'s0'" in error["message"]
+
+
+async def test_body_without_its_content_type(api: httpx.AsyncClient) -> None:
+    """`curl -d` sends a form's content type."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    sent = await api.post("/admin/explain", content=b'{"prompt_tokens": 5}', headers=form)
+    assert "Content-Type: application/json" in error_of(sent, 422)["message"]
 
 
 async def test_removed_worker_keeps_running_requests(app: App, api: httpx.AsyncClient) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
+from openai import BadRequestError
 
+from tests.present import present
 from tests.proxy.batches.conftest import OpenHarness
 from tests.proxy.batches.harness import CHAT, BatchHarness, busy, lines
 from tests.proxy.wire.conftest import Start
@@ -96,6 +99,28 @@ async def test_invalid_requests_are_refused(open_harness: OpenHarness) -> None:
         answer = await site.ask(data)
         assert (answer.status, answer.error()["param"]) == (status, param), data
         assert len(answer.all(b"allow")) == (status == 405), data
+
+
+@pytest.mark.parametrize(
+    ("anchor", "seconds", "kept_s"),
+    [
+        ("created_at", 3600, 3600),
+        ("created_at", 2_592_000, 86_400),
+        ("created_at", 3599, None),
+        ("created_at", 2_592_001, None),
+        ("last_active_at", 3600, None),
+        ("created_at", "x", None),
+    ],
+)
+async def test_expires_after(
+    open_harness: OpenHarness, anchor: Any, seconds: Any, kept_s: int | None
+) -> None:
+    """`keep_days` is a maximum."""
+    files = (await open_harness(keep_days=1.0)).client.files
+    after: Any = {"anchor": anchor, "seconds": seconds}
+    with nullcontext() if kept_s else pytest.raises(BadRequestError, match="expires_after"):
+        file = await files.create(file=("in", b"{}"), purpose="batch", expires_after=after)
+        assert present(file.expires_at) - file.created_at == kept_s
 
 
 INVALID_BATCHES = [

@@ -43,6 +43,12 @@ def test_preamble_is_skipped() -> None:
     assert read_form(body, KIND) == {"x": FormField(b"1")}
 
 
+def test_long_part_header_is_named() -> None:
+    head = b'content-disposition: form-data; name="file"; filename="%b"\r\n\r\n' % (b"x" * 5000)
+    with pytest.raises(FormError, match="header over 4096 bytes"):
+        read_form(form(head), KIND)
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [

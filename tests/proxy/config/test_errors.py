@@ -43,6 +43,7 @@ def test_invalid_file(text: str, path: str, words: str) -> None:
     ("fields", "path", "words"),
     [
         ({"launch": {"env": {"A": 1}}}, "launch.env.A", "1 & in quotes"),
+        ({"launch": {"env": {"A=B": ""}}}, "launch.env.A=B", "'A=B' & characters"),
         ({"launch": {"lauch": 1}}, "launch.lauch", "valid: model, args"),
         ({"role": "prefill"}, "role", "no worker of its model has the role decode"),
         ({"role": "decode"}, "role", "has the role prefill & change this role to general"),
@@ -124,6 +125,8 @@ HEADERS, PROCESSES = "OTEL_EXPORTER_OTLP_HEADERS", "from 1 to 64, or auto"
         ("router.admin.host", "::", "router.admin.key_file"),
         ("router.admin.host", "10.0.0.1", "router.admin.key_file"),
         ("router.admin.host", "a.internal", "router.admin.key_file"),
+        ("router.continuation", "yes", "'yes' & true, false or text"),
+        ("router.batches.path", "", "is empty; leave it out"),
         ("router.tracing.endpoint", "c:4318", COLLECTOR),
         ("router.tracing.endpoint", "c:4318/v1/traces?token=secret", COLLECTOR),
         ("router.tracing.endpoint", "http://me:secret@c/v1/traces", HEADERS),

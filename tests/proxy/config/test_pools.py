@@ -42,6 +42,8 @@ def test_a_file_with_pools_needs_no_workers() -> None:
         ({"name": "b", "selector": "x", "dns": "y"}, "", "both of"),
         ({"name": "a", "dns": "y"}, ".name", "pools[0] has the same name"),
         ({"name": "b", "dns": "y", "port": "http"}, ".port", "give the number"),
+        ({"name": "b", "dns": "y", "port": 0}, ".port", "0: must be a number from 1 to 65535"),
+        ({"name": "b", "selector": "x=y", "port": True}, ".port", "or the name of a port"),
         (
             {"name": "b", "dns": "y", "api_key": "k", "api_key_file": "/k"},
             ".api_key_file",

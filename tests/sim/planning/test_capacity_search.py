@@ -104,6 +104,13 @@ def test_returned_rate_respects_least_and_most() -> None:
     assert at_least.rate >= 9.6
 
 
+def test_each_draw_plays_the_least_rate_before_higher_rates() -> None:
+    draws = Draws({1: 90.0, 2: 90.0, 3: 10.0})
+    assert draws.highest(10.1, least=10.1) is None
+    assert [draw for _, draw in draws.played] == [1, 2, 3]
+    assert len({rate for rate, _ in draws.played}) == 1
+
+
 def test_merged_results_must_suffice() -> None:
     found = Draws({1: 20.0, 2: 20.0}).highest(30.0, alike=12.0)
     assert 12.0 / RUNG_RATIO < present(found).rate <= 12.0

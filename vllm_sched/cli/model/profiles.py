@@ -46,7 +46,7 @@ def run_profiles(args: argparse.Namespace) -> int:
         _print_missing(console, args.words)
         return 0
     everything = [*profiles.ASSUMED.values(), *profiles.measured().values()]
-    found = [each for each in everything if _matches(each.name, args.words)]
+    found = [each for each in everything if _matches(_names(each), args.words)]
     if not found:
         raise UsageError(
             f"no built-in profile has {' '.join(args.words)} in its name; without words all are "
@@ -67,6 +67,11 @@ def run_profiles(args: argparse.Namespace) -> int:
             console.print_text(f"{short}: short for {key.name}")
     console.print_text(NOTE)
     return 0
+
+
+def _names(profile: profiles.Profile) -> str:
+    short = [name for name, key in profiles.ALIASES.items() if key == profile.key]
+    return " ".join([profile.name, *short])
 
 
 def _matches(name: str, words: list[str]) -> bool:

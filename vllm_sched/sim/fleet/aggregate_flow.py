@@ -117,5 +117,5 @@ class AggregateFlow(FleetSimulation):
         if outcome.good:
             figures.trend.add(outcome.at, outcome.ttft)
         of_class, most_lost = figures.classes[klass], self._most_lost.get(klass, inf)
-        late = figures.all.ended - figures.all.met
-        self._failed |= late > self._most_late or of_class.ended - of_class.kept > most_lost
+        lost = of_class.ended - of_class.kept
+        self._failed |= figures.late > self._most_late or lost > most_lost

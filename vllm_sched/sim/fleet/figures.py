@@ -109,52 +109,52 @@ class FlowFigures:
     """
 
     def __init__(self, targets: Targets, borne_s: Callable[[int], float]) -> None:
-        self.all = ClassFigures()
+        self.late = 0  # failed, or beyond the targets
         self.classes: dict[str, ClassFigures] = {}
         self.trend = Trend()  # of the time to first token
         self._targets = targets
         self._borne_s = borne_s
 
     def record_arrival(self, klass: str) -> None:
-        for figures in self._figures_of(klass):
-            figures.arrived += 1
+        self._of_class(klass).arrived += 1
 
     def record_end(
         self, outcome: Outcome, klass: str, longest: float, *, handed_over: bool = False
     ) -> None:
         """Count a complete or failed response; `longest` is its longest gap between tokens."""
+        figures = self._of_class(klass)
+        figures.ended += 1
         if not outcome.good:
-            for figures in self._figures_of(klass):
-                figures.ended += 1
+            self.late += 1
             return
         targets, output, tpot = self._targets, outcome.completed, outcome.tpot or 0.0
         ttft, latency = outcome.ttft, outcome.latency
         paced = targets.is_paced(tpot, longest)
         met = paced and targets.is_in_time(ttft, latency)
-        kept = met or (paced and ttft <= self._borne_s(outcome.prompt_tokens))
-        for figures in self._figures_of(klass):
-            figures.ended += 1
-            figures.done += 1
-            figures.met += met
-            figures.kept += kept
-            figures.handed_over += handed_over
-            figures.prompt_tokens += outcome.prompt_tokens
-            figures.output_tokens += output
-            figures.ttft.add(ttft)
-            if targets.e2el is not None:
-                figures.e2el.add(latency)
-            if output > 1:
-                figures.tpot.add(tpot)
-                figures.longest.add(longest)
+        self.late += not met
+        figures.done += 1
+        figures.met += met
+        figures.kept += met or (paced and ttft <= self._borne_s(outcome.prompt_tokens))
+        figures.handed_over += handed_over
+        figures.prompt_tokens += outcome.prompt_tokens
+        figures.output_tokens += output
+        figures.ttft.add(ttft)
+        if targets.e2el is not None:
+            figures.e2el.add(latency)
+        if output > 1:
+            figures.tpot.add(tpot)
+            figures.longest.add(longest)
 
     def result(
         self, span_s: float, duration_s: float, gaps: QuantileSketch, *, failed: bool = False
     ) -> FlowResult:
-        growth = self.trend.growth
-        return FlowResult(self.all, self.classes, span_s, duration_s, gaps, growth, failed)
+        whole, growth = ClassFigures(), self.trend.growth
+        for figures in self.classes.values():
+            whole.merge(figures)
+        return FlowResult(whole, self.classes, span_s, duration_s, gaps, growth, failed)
 
-    def _figures_of(self, klass: str) -> tuple[ClassFigures, ClassFigures]:
+    def _of_class(self, klass: str) -> ClassFigures:
         found = self.classes.get(klass)
         if found is None:
             found = self.classes[klass] = ClassFigures()
-        return self.all, found
+        return found

@@ -5,8 +5,9 @@ differ by a tenth. So K new draws, the same for all fleets, decide. The result i
 of a ladder of rates at which every draw has enough requests in time; a further draw then has enough
 with a probability of about K / (K + 1).
 
-Cost: the draw that failed last runs first, so a rate that is too high takes one short run. How it
-fails: with few requests or draws, a rung may pass by luck. Draws of a trace share its lines.
+Cost: the draw that failed last runs first, so a rate that is too high takes one short run. A fleet
+that must reach a rate is tried at that rate by all draws before higher ones. How it fails: with few
+requests or draws, a rung may pass by luck. Draws of a trace share its lines.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class CapacitySearch:
                 played[rung, draw] = self._play(shape, rate_at(rung), draw)
             return played[rung, draw]
 
-        first, begin = self._order[0], min(max(_rate_step(max(start, MIN_RATE)), bottom), top)
+        begin = min(max(_rate_step(max(start, MIN_RATE)), bottom), top)
+        if begin == bottom and self._verdict_at(bottom, play) is None:
+            return None
+        first = self._order[0]
         rung, failed, stride = begin, top + 1, 1
         while play(rung, first) is None:
             if rung == bottom:

@@ -38,6 +38,8 @@ MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate
 MAX_FINALISTS: Final = 3  # per family, plus the best of each policy that is close
 BOUNDARY_QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 MAX_ROUGH_RUNS: Final = 24
+# Ratio of two rough rates, from a guess, and from the rate of another fleet.
+WIDE_STEP, NARROW_STEP = 1.6, 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +80,19 @@ class FleetSearch:
             return None
         best: FlowResult | None = None
         low, high = 0.0, math.inf
+        factor = WIDE_STEP if start > least else NARROW_STEP
         rate = min(max(start, least), most)
         for _ in range(MAX_ROUGH_RUNS):
             if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
                 if high < math.inf or rate >= most:
                     break
-                rate = min(1.6 * rate, most)
+                rate = min(factor * rate, most)
             else:
                 high = rate
                 if rate <= least or low:
                     break
-                rate = max(rate / 1.6, least)
+                rate = max(rate / factor, least)
         if best is None:
             return None
         while high / low > MAX_ROUGH_RATIO and high < math.inf:
@@ -203,15 +206,21 @@ class FleetSearch:
         best: ServedRate | None = None
         for each in self.progress.each(_finalists(rough)):
             self.progress.note(str(each.shape))
-            least = floor
+            least, start = floor, self._likely_rate(each)
             if best is not None:
                 simpler = _order_by_simplicity(each)[:2] < _order_by_simplicity(best)[:2]
                 least = best.rate * (1 - SAME if simpler else 1 + SAME)
-            again = self.judge(each.shape, least or each.rate * MAX_ROUGH_RATIO, least=least)
+                start = start if simpler else least
+            again = self.judge(each.shape, start, least=least)
             if again is not None:
                 judged.append(again)
                 best = rank_fleets(judged)[0]
         return rank_fleets(judged)
+
+    def _likely_rate(self, rough: ServedRate) -> float:
+        """Return the rate at which a search begins: each of several draws serves less than one."""
+        is_highest = rough.rate >= self._most(rough.shape)
+        return rough.rate if is_highest else rough.rate / MAX_ROUGH_RATIO
 
     def _judge_family(self, rough: list[ServedRate]) -> list[ServedRate]:
         found = self._judge_finalists(rough)

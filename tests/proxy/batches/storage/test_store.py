@@ -234,6 +234,14 @@ def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
     assert [batch.id for batch in store.active()] == [running.id]
 
 
+def test_file_is_purged_after_its_own_time(store: Store) -> None:
+    file = store.add_file("t", "in", "batch", b"x", NOW, KEEP_S / 2)
+    purge(store, NOW + KEEP_S / 2)
+    assert store.file("t", file.id) is not None
+    purge(store, NOW + KEEP_S / 2 + 1)
+    assert store.file("t", file.id) is None
+
+
 def test_purge_works_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "MAX_RESULTS", 10)
     for size in (25, 10):

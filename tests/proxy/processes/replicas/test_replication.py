@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -153,6 +154,18 @@ def test_host_that_was_stopped_keeps_its_part(host: Host) -> None:
         host.replication._note_echo(host.now)
         host.replication._publish(Channel(), small=True)
     assert host.table.reserved(ROW) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(OSError("Error 111 connecting to r:1."), "connecting to r:1;"), (TimeoutError(), "Timeout")],
+)
+def test_lost_server_is_logged_with_the_reason(
+    host: Host, caplog: pytest.LogCaptureFixture, error: Exception, shown: str
+) -> None:
+    caplog.set_level(logging.ERROR, "proxy")
+    host.replication._note_error(error)
+    assert shown in caplog.messages[0]
 
 
 def test_slots_are_left_to_others_before_they_hear_that_these_are_free(host: Host) -> None:

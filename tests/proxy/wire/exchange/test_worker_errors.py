@@ -6,11 +6,14 @@ import json
 
 import pytest
 
+from proxy.core.tenants.tenants import TenantSpec
 from tests.proxy.wire import scripts
-from tests.proxy.wire.raw_client import request
-from tests.proxy.wire.site import Site
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.raw_client import chat, request
+from tests.proxy.wire.site import Fake, Site
 
 NOT_FOUND = b'{"detail":"Not Found"}'
+KEY = "sk-vs-aaaaaaaaaaaaaaaa"
 BODY = {"model": "tiny", "input": "a", "query": "a", "documents": ["b"]}
 
 
@@ -38,3 +41,24 @@ async def test_other_404_passes_unchanged(site: Site, body: bytes) -> None:
     site.always(scripts.answer(404, body))
     answer = await site.ask(request(json.dumps(BODY).encode(), path="/v1/embeddings"))
     assert (answer.status, answer.body) == (404, body)
+
+
+@pytest.mark.parametrize("api_key", [None, "old"])
+async def test_refused_key_of_the_router_is_a_failure_of_the_worker(
+    start: Start, api_key: str | None
+) -> None:
+    """The client's key never reaches the worker, so the client cannot have the wrong one."""
+    site = await start(Fake("w0", api_key=api_key), Fake("w1"))
+    site.set_tenants(TenantSpec("a"), a=KEY)
+    site.fakes["w0"].always(scripts.answer(401, b'{"error":"Unauthorized"}'))
+    key = b"Authorization: Bearer " + KEY.encode()
+    assert [(await site.ask(chat("hi", key))).status for _ in range(12)] == [200] * 12
+    assert not site.worker("w0").breaker.closed
+    site.down("w1")
+    assert (await site.ask(chat("hi", key))).status == 502
+
+
+async def test_refused_key_of_the_client_goes_to_the_client(site: Site) -> None:
+    site.always(scripts.answer(401, b'{"error":"Unauthorized"}'))
+    assert (await site.ask(chat("hi"))).status == 401
+    assert site.worker("w0").breaker.has_no_failures
