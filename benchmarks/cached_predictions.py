@@ -28,7 +28,7 @@ from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, RequestInfo, Usage
+from proxy.core.model.types import Outcome, ReceivedRequest, RequestInfo, Usage
 from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
 
@@ -212,7 +212,7 @@ def play(traffic: Sequence[tuple[str, Any]], block_tokens: int) -> dict[str, lis
         route = find("POST", f"/v1/{path}")
         assert isinstance(route, Route)
         body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-        ask = router.read(route, body, b"application/json", str(now))
+        ask = router.read(ReceivedRequest(route, body, b"application/json", str(now)))
         assert isinstance(ask, RequestInfo)
         lease = router.submit(ask, now)
         assert isinstance(lease, Lease), lease

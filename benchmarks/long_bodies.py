@@ -27,7 +27,7 @@ from proxy.core.learned.prefix_index import BLOCKS, ENDS, PrefixIndex
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, RequestInfo
+from proxy.core.model.types import Outcome, ReceivedRequest, RequestInfo
 from proxy.core.request.json_body import LargeBody
 from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
@@ -135,7 +135,7 @@ def steps_ms(body: bytes) -> list[float]:
             goes_on = large.advance()
             times.append(time.thread_time() - begin)
         begin = time.thread_time()
-        ask = router.read(route, large, b"application/json", "id")
+        ask = router.read(ReceivedRequest(route, body, b"application/json", "id", large=large))
         if isinstance(ask, RequestInfo):
             lease = router.submit(ask, number)
             times.append(time.thread_time() - begin)

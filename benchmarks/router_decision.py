@@ -20,7 +20,7 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, RequestInfo, Usage
+from proxy.core.model.types import Outcome, ReceivedRequest, RequestInfo, Usage
 from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.limits import Limits
@@ -69,7 +69,7 @@ def placed(router: Router, ask: RequestInfo, now: float) -> Lease:
 
 def read(router: Router, route: Route, body: bytes, tenant: Tenant | None = None) -> RequestInfo:
     """Return the request of a valid body."""
-    ask = router.read(route, body, b"application/json", "id", tenant)
+    ask = router.read(ReceivedRequest(route, body, b"application/json", "id", tenant))
     assert isinstance(ask, RequestInfo), ask
     return ask
 

@@ -39,11 +39,7 @@ def max_connections() -> int:
 
 class AdminServer:
     def __init__(
-        self,
-        app: FastAPI,
-        sock: socket.socket,
-        *,
-        tls: ssl.SSLContext | None = None,
+        self, app: FastAPI, sock: socket.socket, *, tls: ssl.SSLContext | None = None
     ) -> None:
         self._socket = sock
         self._serves = False

@@ -27,9 +27,11 @@ from proxy.batches.types import (
 )
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.finished_request import FinishedRequest
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.headers import RefusedError, status_line
+from proxy.http.headers import status_line
 from proxy.http.local_responses import answer, refuse
 from proxy.metrics.registry import CLIENT_GONE
 
@@ -222,7 +224,8 @@ class BatchApiRequest:
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
         wire = self._api.wire
-        wire.count_answered(noun.name, status, reason, self._request, self._began, self._sent)
+        done = FinishedRequest(noun.name, status, reason, wire.clock() - self._began)
+        wire.count_answered(done, self._request, self._sent)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._begun:

@@ -32,10 +32,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        wire: WireServer,
-        settings: BatchesConfig,
-        wall: Callable[[], float] = time.time,
+        self, wire: WireServer, settings: BatchesConfig, wall: Callable[[], float] = time.time
     ) -> None:
         self.keeper = StoreThread(partial(_open_backend, settings), *_open_store(settings))
         self.lane = BatchScheduler(wire, self.keeper, settings, wall)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from proxy.config.admin import is_loopback
-from proxy.config.models import TransferConfig
 from proxy.config.partial import Check, PartialConfig
 from proxy.config.tenants import TenantConfig
 from proxy.config.types import LAST_PORT
@@ -258,45 +257,54 @@ def check_roles(draft: PartialConfig) -> Iterator[Problem]:
             )
 
 
+def check_threshold(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that a threshold of hand-overs has a transfer."""
+    above = "auto" if draft.routing is None else draft.routing.disaggregate_above
+    if above != "auto" and not draft.has_transfer:
+        yield Problem(
+            "routing.disaggregate_above",
+            f"{above}: has no effect without transfer; give the connector, as in transfer: nixl, "
+            "or leave this out",
+        )
+
+
 def check_transfer(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a transfer has both roles and the settings of its connector."""
-    transfer = draft.transfer
-    if transfer is None:
-        routing = draft.routing
-        if routing is not None and routing.disaggregate_above != "auto" and not draft.has_transfer:
-            yield Problem(
-                "routing.disaggregate_above",
-                f"{routing.disaggregate_above}: has no effect without transfer; give the "
-                "connector, as in transfer: nixl, or leave this out",
-            )
+    if (transfer := draft.transfer) is None:
         return
-    connector, workers = transfer.connector, list(draft.legible_workers.values())
-    is_known = draft.all_have_valid("name", "role") and draft.has_valid(("transfer",), "addresses")
-    if is_known and not any(worker.role in OTHER_ROLE for worker in draft.all_workers):
+    connector = transfer.connector
+    if _knows_workers(draft) and not any(worker.role in OTHER_ROLE for worker in draft.all_workers):
         why = "no worker has the role prefill or decode; set the roles, or leave this out"
         yield Problem("transfer", f"{connector!r}: {why}")
     if transfer.mode != "pull" and connector != "nixl":
         yield Problem("transfer.mode", f"{transfer.mode!r}: only nixl has modes; leave it out")
     if transfer.path is not None and connector != "shared-storage":
-        yield Problem(
-            "transfer.path", f"{connector} has no path, only shared-storage; leave it out"
-        )
-    unknown = transfer.addresses.keys() - {worker.name for worker in workers}
-    for name in unknown if is_known and not draft.pools else ():  # pools' names come later
-        yield Problem(f"transfer.addresses.{name}", "no worker has this name; correct or remove it")
-    if transfer.addresses and connector not in ADDRESS_FORMATS:
-        yield Problem("transfer.addresses", f"{connector} does not use addresses; leave them out")
-    elif connector in ADDRESS_FORMATS:
-        yield from _address_problems(transfer)
+        why = f"{connector} has no path, only shared-storage; leave it out"
+        yield Problem("transfer.path", why)
 
 
-def _address_problems(transfer: TransferConfig) -> Iterator[Problem]:
+def check_transfer_addresses(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that a transfer's addresses are of workers, in the format of the connector."""
+    if (transfer := draft.transfer) is None or not transfer.addresses:
+        return
+    names = {worker.name for worker in draft.legible_workers.values()}
+    if _knows_workers(draft) and not draft.pools:  # pools' names come later
+        for name in transfer.addresses.keys() - names:
+            why = "no worker has this name; correct or remove it"
+            yield Problem(f"transfer.addresses.{name}", why)
+    if transfer.connector not in ADDRESS_FORMATS:
+        why = f"{transfer.connector} does not use addresses; leave them out"
+        yield Problem("transfer.addresses", why)
+        return
     pattern, example = ADDRESS_FORMATS[transfer.connector]
     for name, address in transfer.addresses.items():
-        if not pattern.fullmatch(address) or any(
-            int(port) > LAST_PORT for port in PORT.findall(address)
-        ):
+        ports = map(int, PORT.findall(address))
+        if not pattern.fullmatch(address) or any(port > LAST_PORT for port in ports):
             yield Problem(f"transfer.addresses.{name}", f"{address!r}: write it as {example}")
+
+
+def _knows_workers(draft: PartialConfig) -> bool:
+    return draft.all_have_valid("name", "role") and draft.has_valid(("transfer",), "addresses")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -310,5 +318,7 @@ CHECKS: tuple[Check, ...] = (
     check_pools,
     check_sizes,
     check_roles,
+    check_threshold,
     check_transfer,
+    check_transfer_addresses,
 )

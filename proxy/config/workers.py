@@ -269,11 +269,7 @@ class PoolConfig(Block):
         return "http" if self.tls is None else "https"
 
     def worker(
-        self,
-        name: str,
-        url: str | None,
-        api_key: str | None = None,
-        journal: tuple[str, ...] = (),
+        self, name: str, url: str | None, api_key: str | None = None, journal: tuple[str, ...] = ()
     ) -> WorkerConfig:
         alike = self.model_dump(include=set(WorkerConfig.model_fields) - {"name", "url"})
         own = {"name": name, "url": url, "api_key": api_key, "journal": journal}

@@ -1,12 +1,12 @@
 """Route requests to workers, queue them, or refuse them.
 
     refusal = router.refusal_if_spent(tenant, now)
-    ask = router.read(route, body, content_type, request_id)    # charge_refused_read
+    ask = router.read(request)             # a RequestInfo or a Refusal; charge_refused_read
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
     router.leases.record_first_token(lease, now); router.leases.record_tokens(lease, 1); ...
     router.leases.end_prefill(lease, now, usage)    # of a hand-over
     router.leases.finish(lease, now, outcome, usage)
-    answer = router.retry(lease, now, outcome, avoid=worker, after=leg)   # instead of finish
+    answer = router.retry(lease, now, failure)    # instead of finish
     for ticket, answer in router.pop_due(now): ...
 
 Finish every lease exactly once. A ticket ends once, by `pop_due` or `withdraw`.
@@ -19,22 +19,21 @@ from dataclasses import replace
 from math import inf
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Lease
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Lease, LegFailure
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
 from proxy.core.lifecycle.retries import MAX_DROPS, RetryBudget, WorkerFailureEvents
 from proxy.core.model import refusals
-from proxy.core.model.route_table import Route
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.model.types import Outcome, Reason, ReceivedRequest, Refusal, RequestInfo
 from proxy.core.queue.eviction import amounts
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
 from proxy.core.request.client_fields import ClientFields
-from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.request.sizing import Sizer
@@ -43,8 +42,6 @@ from proxy.core.routing.placer import Placer
 from proxy.core.tenants.tenants import Tenant, Tenants
 
 __all__ = ["Router", "RouterSettings"]
-
-ERRED = Outcome.ERRED
 
 
 class Router:
@@ -68,27 +65,15 @@ class Router:
     def settings(self) -> RouterSettings:
         return self.placer.settings
 
-    def read(
-        self,
-        route: Route,
-        body: bytes | LargeBody,
-        content_type: bytes,
-        request_id: str,
-        tenant: Tenant | None = None,
-        session: bytes = b"",
-        *,
-        batch: bool = False,
-        deadline: float = inf,
-    ) -> RequestInfo | Refusal:
+    def read(self, request: ReceivedRequest) -> RequestInfo | Refusal:
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:
-            ask: RequestInfo | Refusal = self._reader.read(
-                route, body, content_type, request_id, tenant, session,
-                hashed=hashed, batch=batch, deadline=deadline,
-            )  # fmt: skip
-        except TooManyMembersError as error:
-            ask = refusals.bad_request(str(error))
-        return self.placer.count_refusal("", ask) if isinstance(ask, Refusal) else ask
+            return self._reader.read(request, hashed=hashed)
+        except RefusedError as refused:
+            refusal = refused.refusal
+        except TooManyMembersError as error:  # of another name: mypyc gives a name one type
+            refusal = refusals.bad_request(str(error))
+        return self.placer.count_refusal("", refusal)
 
     def refusal_if_spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread if its tenant's limits are spent."""
@@ -130,112 +115,105 @@ class Router:
         for response_id, worker, owner in self._reader.stored:
             yield response_id, worker, "" if owner is None else owner.name
 
-    def submit(
-        self,
-        ask: RequestInfo,
-        now: float,
-        attempts: Attempts = FIRST_ATTEMPT,
-        *,
-        after: Lease | None = None,
-        free: bool = False,
-        explain: bool = False,
-    ) -> Lease | Ticket | Refusal:
-        """Place, queue or refuse a request.
-
-        `after`: the failed leg; requests that fail with one worker need no retry budget. `free`:
-        only a prefill was lost. The retry is no attempt and needs no budget: a dead prefill worker
-        may have had many requests.
-        """
-        again = attempts.is_retry
-        if self.draining and not again:
+    def submit(self, ask: RequestInfo, now: float) -> Lease | Ticket | Refusal:
+        """Place, queue or refuse a request that has arrived."""
+        if self.draining:
             billing.leave(ask, now)
             return self.placer.count_refusal(ask.model, refusals.draining())
         self.fleet.start_due_decodes(now)
-        if again:
-            if (refusal := self._refuse_retry(ask, now, attempts, free=free)) is not None:
-                return refusal
-            if not (free or self._pays(ask, now, attempts, after)):
-                if not (attempts.continues and self._retries.share):
-                    why = "too many requests are being retried (router.retries.budget)"
-                    return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, 1.0))
-                attempts = replace(attempts, owes=True)
-        else:
-            self._retries.earn(now)
-            self.placer.record_traffic(ask, now)
-        if ask.tenant is None:
-            return self._submit(ask, now, attempts, explain=explain)
-        if (refusal := billing.enter(ask, now, again=again)) is not None:
-            return self.placer.count_refusal(ask.model, refusal)
-        answer = self._submit(ask, now, attempts, explain=explain)
-        if isinstance(answer, Refusal):
-            billing.leave(ask, now)
-        return answer
+        self._retries.earn(now)
+        self.placer.record_traffic(ask, now)
+        return self._admit(ask, now, FIRST_ATTEMPT)
 
-    def retry(
-        self,
-        lease: Lease,
-        now: float,
-        outcome: Outcome,
-        retry_after_s: float | None = None,
-        *,
-        avoid: Worker | None,
-        after: Lease,
-        free: bool = False,
-        dropped: bool = False,
-        explain: bool = False,
-        why: str = "",
-    ) -> Lease | Ticket | Refusal:
-        """Finish a lease and submit its request again, keeping its tenant's place.
-
-        `avoid`: the worker that failed; None if the request moves for another reason.
-        """
-        before = lease.attempts
-        ask = before.enlarged or lease.ask
-        attempts = replace(before, moved=True)
-        if avoid is not None:
-            attempts = before.after_failure(avoid, now, outcome, counts=not free, dropped=dropped)
-        if outcome is ERRED:
-            attempts = replace(attempts, erred_on=(*before.erred_on, lease.running_leg.worker.name))
+    def retry(self, lease: Lease, now: float, failure: LegFailure) -> Lease | Ticket | Refusal:
+        """Finish a lease and submit its request again, keeping its tenant's place."""
+        ask, leg = lease.attempts.enlarged or lease.ask, lease.running_leg
+        attempts = lease.attempts.after(failure, leg.worker, now)
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.keep_place()
         try:
-            self.leases.finish(lease, now, outcome, None, retry_after_s, why)
-            return self.submit(ask, now, attempts, after=after, free=free, explain=explain)
+            self.leases.finish(
+                lease, now, failure.outcome, None, failure.retry_after_s, failure.why
+            )
+            return self.submit_again(ask, now, attempts, leg, free=failure.free)
         finally:
             if ledger is not None:
                 ledger.release_place()
 
-    def _submit(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
+    def submit_again(
+        self,
+        ask: RequestInfo,
+        now: float,
+        attempts: Attempts,
+        failed: Lease | None = None,
+        *,
+        free: bool = False,
     ) -> Lease | Ticket | Refusal:
-        queue, again, targets = self.queue, attempts.is_retry, self.settings.admission or NO_TARGETS
-        free = not queue.any_ahead_of(ask)  # they go first
+        """Submit a request whose leg has failed.
+
+        Requests that fail with one worker need no retry budget. `free`: only a prefill was lost. A
+        dead prefill worker may have had many requests, so such a retry needs no budget either.
+        """
+        self.fleet.start_due_decodes(now)
+        if (refusal := self._refuse_retry(ask, now, attempts, free=free)) is not None:
+            return refusal
+        if not (free or self._pays(ask, now, attempts, failed)):
+            if not (attempts.continues and self._retries.share):
+                why = "too many requests are being retried (router.retries.budget)"
+                return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, 1.0))
+            attempts = replace(attempts, owes=True)
+        return self._admit(ask, now, attempts)
+
+    def _admit(self, ask: RequestInfo, now: float, attempts: Attempts) -> Lease | Ticket | Refusal:
+        """Enter a request into its tenant's account, and place or queue it."""
+        if ask.tenant is None:
+            return self._place_or_queue(ask, now, attempts)
+        if (refusal := billing.enter(ask, now, again=attempts.is_retry)) is not None:
+            return self.placer.count_refusal(ask.model, refusal)
+        answer = self._place_or_queue(ask, now, attempts)
+        if isinstance(answer, Refusal):
+            billing.leave(ask, now)
+        return answer
+
+    def _place_or_queue(
+        self, ask: RequestInfo, now: float, attempts: Attempts
+    ) -> Lease | Ticket | Refusal:
+        free = not self.queue.any_ahead_of(ask)  # they go first
         wait: CacheWait | None = None
-        if (free or again or ask.pinned) and not attempts.owes:
-            answer = self.placer.place(
-                ask, now, attempts, explain=explain, free=free,
-                admission=None if again else targets, wait_since=None if again else now,
-            )  # fmt: skip
+        if (free or attempts.is_retry or ask.pinned) and not attempts.owes:
+            answer = self.placer.place(ask, now, attempts, free=free)
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer
             wait = answer
-        refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
-        give_way: list[Ticket] = []
-        if refusal is None and not queue.make_room(amounts(ask), self.placer.place_queued, now):
-            give_way = queue.choose_evicted(ask)
-            if not give_way:
-                refusal = self._refuse_full(ask, now)
-        due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
-        urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
-        if refusal is None and not again and wait is None:
-            refusal = queued_too_late(targets, ask, queue, urgency, now)
-        if refusal is not None:
-            return self.placer.count_refusal(ask.model, refusal)
-        self._evict(give_way, now)
+        queued = self._enqueue(ask, now, attempts, wait)
+        if isinstance(queued, Refusal):
+            return self.placer.count_refusal(ask.model, queued)
         reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
         self.placer.count_decision(ask.model, reason)
-        return queue.push(ask, now, attempts, explain=explain, urgency=urgency, cache_wait=wait)
+        return queued
+
+    def _enqueue(
+        self, ask: RequestInfo, now: float, attempts: Attempts, wait: CacheWait | None
+    ) -> Ticket | Refusal:
+        """Queue a request, in place of others if the queue is full."""
+        queue, targets = self.queue, self.settings.admission or NO_TARGETS
+        refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
+        if refusal is not None:
+            return refusal
+        evicted: list[Ticket] = []
+        if not queue.make_room(amounts(ask), self.placer.place_queued, now):
+            evicted = queue.choose_evicted(ask)
+            if not evicted:
+                return self._refuse_full(ask, now)
+        due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
+        urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
+        if wait is None and not attempts.is_retry:
+            refusal = queued_too_late(targets, ask, queue, urgency, now)
+            if refusal is not None:
+                return refusal
+        self._evict(evicted, now)
+        return queue.push(ask, now, attempts, urgency=urgency, cache_wait=wait)
 
     def _refuse_full(self, ask: RequestInfo, now: float) -> Refusal:
         if self._roster.pool(ask.model).all:
@@ -306,7 +284,7 @@ class Router:
     def may_retry(self, lease: Lease, now: float, attempts: Attempts) -> bool:
         """Return whether a request would be retried if the current leg failed."""
         leg = lease.running_leg
-        free = leg is not lease  # a prefill: see `submit`
+        free = leg is not lease  # a prefill: see `submit_again`
         attempts = replace(attempts, tried=attempts.tried | {leg.worker})
         if not free and attempts.failures >= self.settings.max_attempts:
             return False
@@ -317,11 +295,12 @@ class Router:
         spared = self._falls.has_free_retry(leg.worker, leg.charged_at, now)
         return (spared and len(attempts.failed_on) == 1) or self._retries.has_retry(now)
 
-    def _pays(self, ask: RequestInfo, now: float, attempts: Attempts, after: Lease | None) -> bool:
+    def _pays(self, ask: RequestInfo, now: float, attempts: Attempts, failed: Lease | None) -> bool:
         """Return whether a retry failed with its worker, for the first time, or has a budget."""
-        if after is not None and self._retries.share:
+        if failed is not None and self._retries.share:
             live_workers = len(self._roster.pool(ask.model).all)
-            spared = self._falls.take_free_retry(after.worker, after.charged_at, now, live_workers)
+            at = failed.charged_at
+            spared = self._falls.take_free_retry(failed.worker, at, now, live_workers)
             if spared and len(attempts.failed_on) == 1:
                 return True
         return self._retries.spend(now)

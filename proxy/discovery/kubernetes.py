@@ -114,11 +114,7 @@ class KubernetesSource:
             query["continue"] = more
 
     async def _watch(
-        self,
-        session: aiohttp.ClientSession,
-        slices: Slices,
-        version: str,
-        listener: DiscoveredPool,
+        self, session: aiohttp.ClientSession, slices: Slices, version: str, listener: DiscoveredPool
     ) -> str:
         """Apply changes until the server ends the watch; return the last version."""
         lasts = math.ceil(self._settings.watch_s * random.uniform(0.8, 1.0))

@@ -38,10 +38,7 @@ class Prober:
     """Probes all workers of a fleet; `settings` may be replaced at any time."""
 
     def __init__(
-        self,
-        router: Router,
-        settings: ProbeConfig,
-        clock: Callable[[], float] = time.monotonic,
+        self, router: Router, settings: ProbeConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.fleet = router.fleet
         self.settings = settings

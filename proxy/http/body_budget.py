@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.headers import RefusedError
 
 if TYPE_CHECKING:
     from proxy.core.tenants.tenants import Tenant, Tenants

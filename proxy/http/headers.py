@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.types import Reason, Refusal
 from proxy.core.request.session_key import AGENT
 from proxy.core.request.session_key import HEADERS as SESSION_HEADERS
@@ -75,15 +76,8 @@ STATUS_LINES = {
 }
 
 
-class RefusedError(Exception):
-    """A refusal that closes the connection: the next request's start is unknown."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
-
-
 def malformed(message: str, status: int = 400) -> RefusedError:
+    """Return a refusal that closes the connection: the next request's start is unknown."""
     return RefusedError(Refusal(status, Reason.BAD_REQUEST, message))
 
 

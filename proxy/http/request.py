@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.types import Refusal
 from proxy.http.head_cache import MAX_DIGITS
-from proxy.http.headers import REQUEST_HEADERS, RefusedError, malformed, remove_headers, tokens
+from proxy.http.headers import REQUEST_HEADERS, malformed, remove_headers, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,9 +11,10 @@ from enum import Enum, auto
 
 import httptools
 
+from proxy.core.model.refusals import RefusedError
 from proxy.http.body_budget import BodyBudget, BodyCharge
 from proxy.http.head_cache import KnownHead, learn_head
-from proxy.http.headers import RefusedError, malformed
+from proxy.http.headers import malformed
 from proxy.http.request import Request, RequestHead, too_large
 
 MAX_PIECES = 1024  # of a body before they are joined

@@ -177,18 +177,16 @@ class RestOfText:
         return b""
 
     def _new_in(self, event: bytes) -> bytes:
+        """Return the part of an event that the client does not have."""
         found = DATA.search(event)
         if found is None:
             return b""
-        data: bytes = found[1]
         if FAILED.search(event) is not None:
-            if (message := MESSAGE.search(data)) is None:
-                raise EngineFailedError("it stopped")
-            raise EngineFailedError(message[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace"))
-        if data.startswith(DONE):  # without a reason of the end
+            raise EngineFailedError(message_in(found[1]))
+        if found[1].startswith(DONE):  # without a reason of the end
             raise TextDiffersError
         try:
-            whole = parse_event(data)
+            whole = parse_event(found[1])
             parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
         except OtherOutputError:
             raise TextDiffersError from None
@@ -199,11 +197,11 @@ class RestOfText:
         elif ends or (parts and not self._ended):
             self.is_reached = True
         known = sum(count for _, count in parts)
-        if known == sum(len(part.text) for part, _ in parts):
-            if self._ended or not ends:
-                return b""
-        elif self._ended:
+        has_new_text = known < sum(len(part.text) for part, _ in parts)
+        if has_new_text and self._ended:
             raise TextDiffersError
+        if not has_new_text and (self._ended or not ends):
+            return b""
         if not known:
             return event
         return event[: found.start(1)] + remove_known(parts, whole) + event[found.end(1) :]
@@ -257,6 +255,14 @@ class RestBehindText(RestOfText):
     def _end_early(self) -> None:
         self._left.clear()
         self.is_reached = True
+
+
+def message_in(data: bytes) -> str:
+    """Return the message of a failure."""
+    found = MESSAGE.search(data)
+    if found is None:
+        return "it stopped"
+    return found[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace")
 
 
 def ends_output(event: dict[str, object]) -> bool:

@@ -15,10 +15,7 @@ class ConnectionMonitor:
     """Calls back from the event loop; a socket has one connection."""
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        opened: Callable[[], None],
-        ended: Callable[[], None],
+        self, socket: zmq.Socket[bytes], opened: Callable[[], None], ended: Callable[[], None]
     ) -> None:
         self._callbacks: dict[int, Callable[[], None]] = {
             zmq.EVENT_HANDSHAKE_SUCCEEDED: opened,

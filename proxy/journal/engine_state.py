@@ -12,11 +12,13 @@ from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from proxy.journal.messages import JournalStep, Position
+from proxy.journal.messages import ArrivedRequest, JournalStep, NamedRequest, Position
 from proxy.journal.request_ids import request_ids
 from proxy.journal.snapshot import JournalRequest, SnapshotReader
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from proxy.core.learned.resident_prefixes import ResidentPrefixes
 
 MAX_STREAM_TOKENS: Final = 131_072
@@ -140,51 +142,74 @@ class EngineJournal:
                 self._streams.setdefault(request_id, []).append(number)
 
     def _apply(self, step: JournalStep) -> None:
-        requests, listener = self.requests, self.listener
-        for new in step.arrived:
-            if new.number in requests:
+        """Apply a step's changes in the engine's order; `KeyError`: a request is not known."""
+        if step.arrived:
+            self._add_arrived(step.arrived)
+        if step.named:
+            self._set_names(step.named)
+        if step.cleared:
+            self._clear_cache()
+        if step.evicted or step.found or step.resident:
+            self._update_cached(step)
+        self._append_tokens(step)
+        for ended in step.ended:
+            self._end(ended.number, kept=ended.reason in FAILURES)
+        for number in step.forgotten:
+            self._forget(number)
+
+    def _add_arrived(self, arrived: Iterable[ArrivedRequest]) -> None:
+        for new in arrived:
+            if new.number in self.requests:
                 raise KeyError(new.number)
             self._add(new.number, JournalRequest(new.id, new.prompt_tokens))
-            if self._own_names and listener is not None:
-                for request_id in request_ids(new.id):
-                    if (name := self._own_names.pop(request_id, None)) is not None:
-                        listener.add_name(new.number, name, new.prompt_tokens)
-                        break
-        for named in step.named:
-            request = requests[named.number]
-            request.name = named.name
-            if listener is not None:
-                listener.add_name(named.number, named.name, request.prompt_tokens)
-        if step.cleared:
-            for request in requests.values():
-                request.resident = 0
-            if listener is not None:
-                listener.clear()
-        ranges = iter(step.evicted)
+            if self._own_names and self.listener is not None:
+                name = self._pop_own_name(new.id)
+                if name is not None:
+                    self.listener.add_name(new.number, name, new.prompt_tokens)
+
+    def _pop_own_name(self, engine_id: str) -> bytes | None:
+        for request_id in request_ids(engine_id):
+            if (name := self._own_names.pop(request_id, None)) is not None:
+                return name
+        return None
+
+    def _set_names(self, named: Iterable[NamedRequest]) -> None:
+        for each in named:
+            request = self.requests[each.number]
+            request.name = each.name
+            if self.listener is not None:
+                self.listener.add_name(each.number, each.name, request.prompt_tokens)
+
+    def _clear_cache(self) -> None:
+        for request in self.requests.values():
+            request.resident = 0
+        if self.listener is not None:
+            self.listener.clear()
+
+    def _update_cached(self, step: JournalStep) -> None:
+        """Apply what the engine's cache lost and gained."""
+        requests, listener = self.requests, self.listener
+        ranges, started, changes = iter(step.evicted), iter(step.found), iter(step.resident)
         for number, first, last in zip(ranges, ranges, ranges, strict=True):
             request = requests[number]
             request.resident = min(request.resident, first)
             if listener is not None:
                 listener.record_evicted(number, first, last)
-        started = iter(step.found)
         for number, found in zip(started, started, strict=True):
             if number not in requests:
                 raise KeyError(number)
             if listener is not None:
                 listener.record_found(number, found)
-        changes = iter(step.resident)
         for number, resident in zip(changes, changes, strict=True):
             requests[number].resident = resident
             if listener is not None:
                 listener.record_resident(number, resident)
-        self._append_tokens(step)
-        for ended in step.ended:
-            self._end(ended.number, kept=ended.reason in FAILURES)
-        for number in step.forgotten:
-            self._end(number)
-            del requests[number]
-            if listener is not None:
-                listener.forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._end(number)
+        del self.requests[number]
+        if self.listener is not None:
+            self.listener.forget(number)
 
     def _append_tokens(self, step: JournalStep) -> None:
         requests, limit = self.requests, self.max_tokens

@@ -7,6 +7,7 @@ decode cannot be told apart.
 
 from __future__ import annotations
 
+from proxy.core.model.finished_request import FinishedRequest
 from proxy.metrics.exposition import MetricsPage, histogram
 from proxy.metrics.histogram import PHASE_BOUNDS, Histograms
 
@@ -28,23 +29,11 @@ class Phases:
     def __init__(self) -> None:
         self.seen: Histograms[str] = Histograms(PHASE_BOUNDS)
 
-    def observe(
-        self,
-        placed_s: float,
-        queue_s: float,
-        leg_s: float | None,
-        ttft_s: float,
-        duration_s: float,
-        *,
-        fetched: bool,
-    ) -> None:
-        """Observe a request's phases.
-
-        `placed_s` (until the answering worker got it), `ttft_s` and `duration_s` count from the
-        arrival; `queue_s` and `leg_s` are durations. `leg_s` is the prefill leg, None without a
-        hand-over. `fetched` is False if the decode worker had no blocks to fetch and prefilled
-        itself.
-        """
+    def observe(self, done: FinishedRequest) -> None:
+        """Observe the phases of a request that has a first token from a worker."""
+        placed_s, ttft_s, queue_s, leg_s = done.placed_s, done.ttft_s, done.queue_s, done.leg_s
+        if placed_s is None or ttft_s is None:
+            return
         seen = self.seen
         seen[QUEUE].observe(queue_s)
         if (lost_s := placed_s - queue_s) > 0.0:
@@ -53,8 +42,8 @@ class Phases:
             seen[PREFILL].observe(ttft_s - placed_s)
         else:
             seen[PREFILL_LEG].observe(leg_s)
-            seen[TRANSFER if fetched else PREFILL].observe(ttft_s - placed_s - leg_s)
-        seen[DECODE].observe(duration_s - ttft_s)
+            seen[TRANSFER if done.fetched else PREFILL].observe(ttft_s - placed_s - leg_s)
+        seen[DECODE].observe(done.duration_s - ttft_s)
 
 
 def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:

@@ -135,10 +135,7 @@ class Metrics:
                 series.predicted.observe(predicted)
             if (tpot_s := done.tpot_s) is not None:
                 series.tpot.observe(tpot_s)
-            if (placed_s := done.placed_s) is not None:
-                series.phases.observe(
-                    placed_s, queue_s, done.leg_s, ttft_s, duration_s, fetched=done.fetched
-                )
+            series.phases.observe(done)
         elif (stream := done.stream) is not None:
             if status == CLIENT_GONE:
                 worker, pool = done.leg or (worker, pool)

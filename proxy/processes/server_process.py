@@ -129,10 +129,7 @@ class ServerProcess:
             case Lead():
                 self._lead()
             case WorkersChanged():
-                if not self.app.leads:
-                    self.app.hide_keys(known.spec for known in message.known)
-                    self._replica.apply(message)
-                    self._start_listening()
+                self._follow(message)
             case Joined():
                 self._replica.forget()
                 self._channel.send(StoredResponses(tuple(self.app.router.stored_responses())))
@@ -142,10 +139,7 @@ class ServerProcess:
             case Reload():
                 self._run_in_background(reload(self.app))
             case ConfigReloaded(config, keys):
-                try:
-                    self.app.apply_config(config, keys)
-                except ProxyError as error:
-                    logger.error("process %d keeps its configuration:\n%s", self._index, error)
+                self._apply_config(config, keys)
             case WorkerDrained(name, draining, now):
                 if self.app.leads:
                     self.app.fleet.roster.drain(name, draining=draining)
@@ -161,6 +155,19 @@ class ServerProcess:
                 answer = self._pending.pop(number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(found)
+
+    def _follow(self, changes: WorkersChanged) -> None:
+        """Apply the leader's changes of workers."""
+        if not self.app.leads:
+            self.app.hide_keys(known.spec for known in changes.known)
+            self._replica.apply(changes)
+            self._start_listening()
+
+    def _apply_config(self, config: FleetConfig, keys: SecretKeys) -> None:
+        try:
+            self.app.apply_config(config, keys)
+        except ProxyError as error:
+            logger.error("process %d keeps its configuration:\n%s", self._index, error)
 
     def drain(self) -> None:
         self._run_in_background(self._end_with(self.app.drain()))

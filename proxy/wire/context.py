@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
     from proxy.core.fleet.leases import Lease
     from proxy.core.fleet.worker import Worker
+    from proxy.core.model.finished_request import FinishedRequest
     from proxy.core.model.route_table import Route
-    from proxy.core.model.types import Reason, Refusal
+    from proxy.core.model.types import Refusal
     from proxy.core.queue.ticket import Ticket
     from proxy.core.router import Router
     from proxy.http.body_budget import BodyBudget
@@ -119,13 +120,7 @@ class WireContext(Protocol):
         """Count a request refused by its head."""
 
     def count_answered(
-        self,
-        route: str,
-        status: int,
-        reason: Reason,
-        request: Request | None,
-        began: float,
-        sent_bytes: int,
+        self, done: FinishedRequest, request: Request | None, sent_bytes: int
     ) -> None:
         """Count a request that reached no worker."""
 

@@ -22,7 +22,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.finished_request import FinishedRequest
-from proxy.core.model.types import NONE, Reason, Refusal
+from proxy.core.model.types import NONE, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import has_address
 from proxy.core.request.routes import find
@@ -246,25 +246,19 @@ class WireServer:
     def count_refused(
         self, refusal: Refusal, answer: bytes, request: Request | None = None
     ) -> None:
-        self.count_answered(
-            NONE, refusal.status, refusal.reason, request, self.clock(), len(answer)
-        )
+        done = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
+        self.count_answered(done, request, len(answer))
 
     def count_answered(
-        self,
-        route: str,
-        status: int,
-        reason: Reason,
-        request: Request | None,
-        began: float,
-        sent_bytes: int,
+        self, done: FinishedRequest, request: Request | None, sent_bytes: int
     ) -> None:
-        metrics, now = self.metrics, self.clock()
-        metrics.count_request(FinishedRequest(route, status, reason, now - began))
-        for callback in metrics.at_end:
+        now = self.clock()
+        self.metrics.count_request(done)
+        for callback in self.metrics.at_end:
             record = RequestRecord()
-            record.started, record.request, record.sent_bytes = began, request, sent_bytes
-            callback(record, now, route, status, reason)
+            record.started = now - done.duration_s
+            record.request, record.sent_bytes = request, sent_bytes
+            callback(record, now, done.route, done.status, done.reason)
 
     def remove_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.discard(exchange)

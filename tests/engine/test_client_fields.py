@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.model.route_table import ROUTES, PromptFields
-from proxy.core.request.client_fields import HEADERS, WITH_PRIORITY, WITH_SALT
+from proxy.core.model.route_table import ROUTES, PromptFields, route_names
+from proxy.core.request.client_fields import HEADERS
 from tests.upstream.source import agrees_with_table, installed_release
 
+WITH_SALT = route_names(lambda route: route.salted)
 SPEC = find_spec("vllm")
 ROOT = Path(SPEC.origin).parent if SPEC and SPEC.origin else Path()
 SOURCES = sorted((ROOT / "entrypoints").rglob("*.py"))
@@ -51,7 +52,7 @@ CHECKED_FIELDS = {
     "stream_options": {"chat/completions", "completions", "inference/v1/generate"},
     "request_id": WITH_SALT - {"messages"},
     "model": BODIES.keys(),
-    "priority": WITH_PRIORITY,
+    "priority": route_names(lambda route: route.takes_priority),
     "cache_salt": WITH_SALT,
 }
 # All other fields: they affect only their own request. A new field of a release fails here until it

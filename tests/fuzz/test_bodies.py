@@ -16,7 +16,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import ROUTES, PromptFields, Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, RequestInfo
+from proxy.core.model.types import Outcome, ReceivedRequest, Refusal, RequestInfo
 from proxy.core.router import Router, RouterSettings
 from proxy.http.sse import EventStream, replace_cached_tokens, usage_in
 from proxy.transfer.legs import decode_body, prefill_body
@@ -54,7 +54,7 @@ def play_request(
     """Play a request with this body; `response` is the worker's response with its usage."""
     fleet_of_roles, workers = fleet()
     router = Router(RouterSettings(transfer=True, disaggregate_above=1), fleet_of_roles)
-    ask = router.read(route, body, kind, "id")
+    ask = router.read(ReceivedRequest(route, body, kind, "id"))
     if isinstance(ask, Refusal):
         assert 400 <= ask.status < 500
         return ask
@@ -215,7 +215,7 @@ def test_reading_time_is_linear_in_the_size(name: str) -> None:
         body, best = make(size), 1e9
         for _ in range(rounds):
             began = time.process_time()
-            router.read(route, body, FORM_TYPE if form else JSON_TYPE, "id")
+            router.read(ReceivedRequest(route, body, FORM_TYPE if form else JSON_TYPE, "id"))
             best = min(best, time.process_time() - began)
         return best
 

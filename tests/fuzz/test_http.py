@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from proxy.http.headers import RefusedError
+from proxy.core.model.refusals import RefusedError
 from proxy.http.request_parser import HttpRequestParser
 from tests.fuzz import corpus, judge
 from tests.fuzz.judge import Tally

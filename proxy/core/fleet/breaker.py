@@ -74,12 +74,7 @@ class Breaker:
         self._tried_at = None
 
     def record_failure(
-        self,
-        now: float,
-        retry_after_s: float | None = None,
-        *,
-        busy: bool = False,
-        why: str = "",
+        self, now: float, retry_after_s: float | None = None, *, busy: bool = False, why: str = ""
     ) -> None:
         """Count a failure; open the breaker if it has too many."""
         pause_s = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None

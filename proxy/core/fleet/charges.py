@@ -28,11 +28,7 @@ class Fleet:
     """The workers, their health, and the charges on them."""
 
     def __init__(
-        self,
-        *,
-        down_after: int = 3,
-        up_after: int = 2,
-        clock: Callable[[], float] = time_zero,
+        self, *, down_after: int = 3, up_after: int = 2, clock: Callable[[], float] = time_zero
     ) -> None:
         self.roster = Roster(clock)
         self.health = WorkerHealth(self.roster, down_after, up_after)
@@ -40,11 +36,7 @@ class Fleet:
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(
-        self,
-        ask: RequestInfo,
-        decision: Decision,
-        now: float,
-        attempts: Attempts = FIRST_ATTEMPT,
+        self, ask: RequestInfo, decision: Decision, now: float, attempts: Attempts = FIRST_ATTEMPT
     ) -> Lease:
         if decision.handover is not None:
             return self._charge_both(ask, attempts, decision, decision.handover, now)

@@ -13,7 +13,20 @@ from proxy.core.model.types import Outcome, Reason, RequestInfo
 
 NO_WORKERS: frozenset[Worker] = frozenset()
 PAUSE_S = 1.0  # before a stream returns to a worker that failed it
+ERRED = Outcome.ERRED
 PASSING = Outcome.FAILED, Outcome.BUSY  # the worker may be well again soon
+
+
+@dataclass(slots=True, frozen=True)
+class LegFailure:
+    """Why a request leaves its worker for another one."""
+
+    outcome: Outcome
+    avoid: Worker | None  # the worker that failed; None if the request only moves
+    retry_after_s: float | None = None  # of the worker's response
+    free: bool = False  # the retry is no attempt and needs no budget
+    dropped: bool = False  # the connection closed before any response
+    why: str = ""  # an HTTP status or an error's name
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,18 +68,21 @@ class Attempts:
         """Return whether a worker may be tried now."""
         return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
 
-    def after_failure(
-        self, worker: Worker, now: float, outcome: Outcome, *, counts: bool, dropped: bool
-    ) -> Attempts:
-        """Return the attempts after a failure; `dropped`: the worker may have read the request."""
-        if not (self.continues and outcome in PASSING):
-            return replace(self, tried=self.tried | {worker}, drops=self.drops + dropped)
+    def after(self, failure: LegFailure, leg: Worker, now: float) -> Attempts:
+        """Return the attempts after a failure of the leg on a worker."""
+        worker, found = failure.avoid, self
+        if failure.outcome is ERRED:
+            found = replace(found, erred_on=(*self.erred_on, leg.name))
+        if worker is None:
+            return replace(found, moved=True)
+        if not (self.continues and failure.outcome in PASSING):
+            return replace(found, tried=self.tried | {worker}, drops=self.drops + failure.dropped)
         return replace(
-            self,
+            found,
             paused=self.paused | {worker},
             paused_until=now + PAUSE_S,
             failing_since=self.failing_since if self.paused else now,
-            earlier_failures=self.earlier_failures + counts,
+            earlier_failures=self.earlier_failures + (not failure.free),
         )
 
 

@@ -10,7 +10,8 @@ How it fails: the first workers need not include the best one for a request.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 from proxy.core.fleet.worker import NO_LIMIT, Group, Worker
 from proxy.core.model.role import Role
@@ -24,18 +25,16 @@ class Pool:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.all = [worker for worker in workers if worker.is_live]
-        self.prefills = [worker for worker in workers if worker.can_prefill]
-        self.decodes = sum(worker.role is Role.DECODE for worker in self.all)
-        self.bits = sum(worker.bit for worker in self.all)
         self.members = frozenset(self.all)
-        groups: dict[tuple[Role, int], list[Worker]] = {}
-        for worker in self.all:
-            groups.setdefault((worker.role, worker.limit), []).append(worker)
-        self.groups = [Group(role, limit, members) for (role, limit), members in groups.items()]
-        for group in self.groups:
-            if group.ranked:
-                for worker in group.workers:
-                    worker.ranked_in += (group,)
+        self.bits = sum(worker.bit for worker in self.all)
+        self.prefills = [worker for worker in workers if worker.can_prefill]
+        self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
+        self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
+        by_role = Counter(worker.role for worker in self.all)
+        self.decodes, self.longs = by_role[Role.DECODE], by_role[Role.LONG]
+        self.shorts = by_role[Role.SHORT]
+        self.mixed = bool(self.shorts or self.longs) and len(by_role) > 1
+        self.groups = _groups_of(self.all)
         self.ranked = any(group.ranked for group in self.groups)
         limits = sorted({group.limit for group in self.groups})
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
@@ -43,11 +42,6 @@ class Pool:
         # Includes workers that are down or draining.
         whole = [worker.limit for worker in workers if worker.role.can_serve]
         self.limit = max(whole, default=NO_LIMIT)
-        self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
-        self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
-        self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)
-        self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
-        self.mixed = bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
 
     def groups_for(self, ask: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
@@ -63,9 +57,8 @@ class Pool:
     def available_workers(
         self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
-        if (
-            ask.needed_context + ask.prompt_error <= self.least and not self.ranked
-        ):  # the usual case
+        fits_all = ask.needed_context + ask.prompt_error <= self.least
+        if fits_all and not self.ranked:  # the usual case
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]
         else:
@@ -82,6 +75,19 @@ class Pool:
             ):
                 found.append(worker)
         return found
+
+
+def _groups_of(workers: Iterable[Worker]) -> list[Group]:
+    """Return the workers by role and context length; each knows the ranked group it is in."""
+    members: dict[tuple[Role, int], list[Worker]] = {}
+    for worker in workers:
+        members.setdefault((worker.role, worker.limit), []).append(worker)
+    groups = [Group(role, limit, found) for (role, limit), found in members.items()]
+    for group in groups:
+        if group.ranked:
+            for worker in group.workers:
+                worker.ranked_in += (group,)
+    return groups
 
 
 NO_POOL = Pool(())

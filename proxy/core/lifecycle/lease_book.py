@@ -212,10 +212,8 @@ class LeaseBook:
         ask, first = lease.ask, lease.prefill
         pool = self._roster.pool(ask.model)
         tried = frozenset(() if first is None else (first.worker,))
-        best = handover_cost.choose_prefill(
-            pool.prefills, ask, now, [], tried, self._placer.links, pool.all
-        )
-        return best is not None
+        links = self._placer.links
+        return handover_cost.choose_prefill(pool, ask, now, [], tried, links) is not None
 
     def has_other_worker(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""

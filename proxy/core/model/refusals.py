@@ -16,6 +16,14 @@ LIMIT_NAMES = {
 }
 
 
+class RefusedError(Exception):
+    """The router refuses a request."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
 def bad_request(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
 

@@ -85,6 +85,8 @@ NO_FACTS: dict[str, Any] = {
     "begins_with_token": False,
     "may_be_split": False, "stores": False, "continues": False, "continues_by_text": False,
 }
+# Of endpoints that compute a prompt and generate nothing.
+COMPUTING: dict[str, Any] = NO_FACTS | {"takes_priority": True, "salted": True}
 ROUTES: dict[str, Route] = {
     **_rows(
         "/v1/chat/completions", shape=PromptFields.CHAT, error_format=OPENAI,
@@ -151,50 +153,25 @@ ROUTES: dict[str, Route] = {
         may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
-        "/v1/systemone", shape=PromptFields.STATE, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=True, takes_arguments=False, salted=True,
-        usage_by_option=False,
-        ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False, continues_by_text=False,
+        "/v1/systemone", shape=PromptFields.STATE, error_format=OPENAI, prompt_param="prompt",
+        **COMPUTING,
     ),
     **_rows(
         "/v1/embeddings", "/pooling", "/classify", shape=PromptFields.INPUT, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=True, takes_any_limit=False,
-        countable=False, takes_priority=True, takes_arguments=False, salted=True,
-        usage_by_option=False,
-        ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False, continues_by_text=False,
+        prompt_param="prompt", **COMPUTING | {"truncates_if_asked": True},
     ),
     **_rows(
-        "/v2/embed", shape=PromptFields.INPUT, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=True, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=True, takes_arguments=False, salted=False,
-        usage_by_option=False,
-        ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False, continues_by_text=False,
+        "/v2/embed", shape=PromptFields.INPUT, error_format=OPENAI, prompt_param="prompt",
+        **COMPUTING | {"truncates": True, "salted": False},
     ),
     **_rows(
         "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
-        shape=PromptFields.PAIRS, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=True, takes_any_limit=False,
-        countable=False, takes_priority=True, takes_arguments=False, salted=True,
-        usage_by_option=False,
-        ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False, continues_by_text=False,
+        shape=PromptFields.PAIRS, error_format=OPENAI, prompt_param="prompt",
+        **COMPUTING | {"truncates_if_asked": True},
     ),
     **_rows(
         "/generative_scoring", shape=PromptFields.PAIRS, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
-        generates=False, truncates=False, truncates_if_asked=False, takes_any_limit=False,
-        countable=False, takes_priority=True, takes_arguments=False, salted=True,
-        usage_by_option=False,
-        ends_with_done=False, begins_with_token=False,
-        may_be_split=False, stores=False, continues=False, continues_by_text=False,
+        prompt_param="prompt", **COMPUTING,
     ),
     **_rows(
         "/v1/audio/transcriptions", "/v1/audio/translations",

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from proxy.core.learned.media_tokens import RequestMedia
 from proxy.core.model.bill import Bill
+from proxy.core.model.route_table import Route  # at run time too, for mypyc
 from proxy.core.model.specs import Score
 from proxy.core.tenants.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
+    from proxy.core.request.json_body import LargeBody
     from proxy.core.request.json_edit import JsonMember
 
 STANDARD = Rank.STANDARD
@@ -62,6 +64,22 @@ class Reason(StrEnum):
 
 
 @dataclass(slots=True)
+class ReceivedRequest:
+    """What a client sent: the body, and what the parser needs of its head."""
+
+    route: Route
+    body: bytes
+    content_type: bytes
+    id: str
+    tenant: Tenant | None = None
+    session: bytes = b""  # the session's id in the headers
+    batch: bool = False  # it gets the batch class
+    deadline: float = inf  # for the first token, by the client's header
+    explain: bool = False  # keep the scores of the decision
+    large: LargeBody | None = None  # the body, if it was parsed in steps
+
+
+@dataclass(slots=True)
 class RequestInfo:
     """What is known before the request runs: `parser` and `sizing` fill it, no other step does."""
 
@@ -101,6 +119,7 @@ class RequestInfo:
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
     deadline: float = inf  # for the first token, if the client has one
+    explain: bool = False  # its decision keeps all scores
     takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove

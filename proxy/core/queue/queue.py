@@ -207,14 +207,13 @@ class Queue:
         now: float,
         attempts: Attempts = FIRST_ATTEMPT,
         *,
-        explain: bool = False,
         urgency: Urgency = NOT_URGENT,
         cache_wait: CacheWait | None = None,
     ) -> Ticket:
         wait_s, latest = self.longest_wait_s(ask), urgency.latest_start
         for_client, key = latest < now + wait_s, max(urgency.key, now)
         deadline = latest if for_client else now + wait_s
-        ticket = Ticket(ask, attempts, now, deadline, for_client, key, explain)
+        ticket = Ticket(ask, attempts, now, deadline, for_client, key)
         if ask.tenant is not None:
             self.turns.add(ask.tenant, ask.rank)
         self._put(ticket, cache_wait, now)

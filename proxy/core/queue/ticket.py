@@ -17,7 +17,6 @@ class Ticket:
     deadline: float  # refused then
     for_client: bool  # the deadline is that of the client
     key: float  # the least of a tenant and class goes first: see `urgency`
-    explain: bool = False
     left: bool = False
     cache_wait: CacheWait | None = None
     cache_due: float = inf  # when the slot was predicted

@@ -14,7 +14,7 @@ With tenants:
 - `priority`: set to the tenant's class, or removed (*).
 - `model`: set for a tenant with restricted models; a form must name one (`multipart`).
 - `stream_interval`: removed; early disconnects are charged by events.
-- `stream_options`: the router requests usage and hides it (`wire/answering`).
+- `stream_options`: the router requests usage and hides it (`response_writer`).
 - `request_id`: removed; it could name another tenant's response.
 - `cache_salt`: combined with an isolated tenant's own.
 - `X-Vllm-Priority`, `X-Data-Parallel-Rank`: removed; they override the router.
@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from proxy.core.model.route_table import route_names
 from proxy.core.request.json_edit import count_members, members
 from proxy.core.request.kv_transfer_fields import (
     TREE,
@@ -44,13 +43,7 @@ PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)
 # In a request id, a worker's address follows these.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
-WITH_PRIORITY = route_names(lambda route: route.takes_priority)
-WITH_ARGUMENTS = route_names(lambda route: route.takes_arguments)
-# Other bodies have no field for a salt.
-WITH_SALT = route_names(lambda route: route.salted)
 MAX_SALT_LENGTH = 128
-# Other streams always or never have usage.
-WITH_OPTIONS = route_names(lambda route: route.usage_by_option)
 WITH_USAGE = b'{"include_usage":true}'
 TRUE = frozenset(["true", "t", "yes", "y", "on", "1", "1.0"])
 NO_ARGUMENTS: Tree = {ARGUMENTS.encode(): None}
@@ -80,8 +73,10 @@ def find_forbidden(
 
 def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:
     """Return the first repeated member of `ONCE`, or ""."""
-    present = [name for name in ONCE if name in fields]
-    return next((name for name in present if count_members(body, name) > 1), "")
+    for name in ONCE:
+        if name in fields and count_members(body, name) > 1:
+            return name
+    return ""
 
 
 def _id_names_addresses(body: bytes) -> bool:

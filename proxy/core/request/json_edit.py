@@ -223,15 +223,10 @@ def edit_members(
         if text is not None:
             pieces += (body[at:value], text)
             at = end
-            continue
-        before = _last(body, start)
-        if before >= at and body[before] != OPENING[1]:  # with the preceding comma
-            pieces.append(body[at : _last(body, before) + 1])
-            at = end
-        else:  # with the following comma
-            pieces.append(body[at:start])
-            comma = COMMA.match(body, end)
-            at = comma.end() if comma else end
+        else:
+            cut_from, cut_to = _with_comma(body, at, start, end)
+            pieces.append(body[at:cut_from])
+            at = cut_to
     new = [
         b"%b:%b" % (quoted, added)
         for name, quoted in names.values()
@@ -250,6 +245,15 @@ def edit_members(
         pieces.append(b",".join(new))
     pieces.append(body[at:])
     return b"".join(pieces)
+
+
+def _with_comma(body: bytes, at: int, start: int, end: int) -> tuple[int, int]:
+    """Return the bounds of a member with the comma before it, or if it has none, the one after."""
+    before = _last(body, start)
+    if before >= at and body[before] != OPENING[1]:
+        return _last(body, before) + 1, end
+    comma = COMMA.match(body, end)
+    return start, comma.end() if comma else end
 
 
 def _ends_with_brace(pieces: list[bytes]) -> bool:

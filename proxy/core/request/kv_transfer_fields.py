@@ -27,7 +27,7 @@ TREE: Tree = {**LEAVES, b"vllm_xargs": LEAVES, b"sampling_params": {b"extra_args
 NULL = b"null"
 
 NAMES = tuple(name.decode() for name in LEAVES)
-ARGUMENTS = b"vllm_xargs"
+ARGUMENTS, ARGUMENTS_NAME = b"vllm_xargs", "vllm_xargs"
 # A part's name. Old parsers join `name*0=vllm_; name*1=xargs`; some parser takes each of these as
 # white space.
 BLANK = rb"[\s\x1c-\x1f\x85\xa0]"
@@ -94,38 +94,43 @@ def find_steering_in_form(body: bytes, content_type: bytes, *, at_all: bool = Fa
                 return name
             at = text.find(mark, at + 1)
         if at >= 0:
-            return ARGUMENTS.decode()
+            return ARGUMENTS_NAME
     return None
 
 
 def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
+    """Return a steering field of the part whose head has the mark from `at` to `end`."""
     first = max(at - MAX_LINE_BYTES, 0)
     # A header ends at its CR; some parsers keep a bare LF.
     line = body.rfind(b"\r", first, at) + 1
     if not line and first:
-        return ARGUMENTS.decode()
+        return ARGUMENTS_NAME
     head = body[line:end].lower()
     if PLACE not in head or not NAME.search(head):
         return None
-    if at_all:
-        return ARGUMENTS.decode()
+    return ARGUMENTS_NAME if at_all else _after_head(body, end, read)
+
+
+def _after_head(body: bytes, end: int, read: set[int]) -> str | None:
     start = body.find(HEAD_END, end, end + MAX_TEXT_BYTES)
-    if start < 0 and len(body) - end > MAX_TEXT_BYTES:
-        return ARGUMENTS.decode()
-    if start < 0 or start in read:
+    if start < 0:
+        return ARGUMENTS_NAME if len(body) - end > MAX_TEXT_BYTES else None
+    if start in read:
         return None
     read.add(start)
     begin = start + len(HEAD_END)
     # JSON text has no line starting with `--`.
     stop = body.find(PART_END, begin)
     text = body[begin : stop if stop >= 0 else len(body)]
-    if len(text) > MAX_TEXT_BYTES:
-        return ARGUMENTS.decode()
+    return ARGUMENTS_NAME if len(text) > MAX_TEXT_BYTES else _in_arguments(text)
+
+
+def _in_arguments(text: bytes) -> str | None:
     try:  # vLLM's parser; others reject NaN
         pairs = json.loads(text.decode("utf-8", "replace"), object_pairs_hook=list)
     except (ValueError, RecursionError):
         return None  # the worker refuses it
     for pair in pairs if type(pairs) is list else ():
         if type(pair) is tuple and pair[0] in NAMES and pair[1] is not None:
-            return f"{ARGUMENTS.decode()}.{pair[0]}"
+            return f"{ARGUMENTS_NAME}.{pair[0]}"
     return None

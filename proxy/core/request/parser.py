@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 import orjson
@@ -12,8 +11,9 @@ from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model import refusals
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import PromptFields, Route
-from proxy.core.model.types import Refusal, RequestInfo
+from proxy.core.model.types import ReceivedRequest, RequestInfo
 from proxy.core.request.client_fields import (
     ARGUMENTS,
     ID,
@@ -22,10 +22,6 @@ from proxy.core.request.client_fields import (
     PREVIOUS,
     PRIORITY,
     SALT,
-    WITH_ARGUMENTS,
-    WITH_OPTIONS,
-    WITH_PRIORITY,
-    WITH_SALT,
     WITH_USAGE,
     ClientFields,
     find_forbidden,
@@ -62,7 +58,7 @@ EMPTY, FORM, RESPONSE, PROMPT = (
     PromptFields.RESPONSE,
     PromptFields.PROMPT,
 )
-OPAQUE = PromptFields.OPAQUE
+NEVER_SALTED = frozenset([FORM, PromptFields.OPAQUE])  # accepted from isolated tenants too
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 MIN_BYTES_BEFORE = 40  # bytes; no other key fits before
 MAX_BYTES_AFTER = 65_536  # that are searched for the field after the prompt
@@ -86,175 +82,161 @@ class RequestParser:
         self._sizer = sizer
         self.stored = ResponseOwners()
 
-    def read(
-        self,
-        route: Route,
-        body: bytes | LargeBody,
-        content_type: bytes,
-        request_id: str,
-        tenant: Tenant | None,
-        session: bytes,
-        *,
-        hashed: bool,
-        batch: bool = False,
-        deadline: float = inf,
-    ) -> RequestInfo | Refusal:
-        """Parse a body, or refuse it.
+    def read(self, request: ReceivedRequest, *, hashed: bool) -> RequestInfo:
+        """Return what a request needs, or raise `RefusedError`.
 
-        `batch`: use the batch class. `session`: its id in the headers. `deadline`: the client's.
+        `hashed`: its cached prefix and its session decide the routing.
         """
-        large: LargeBody | None = None
-        if isinstance(body, LargeBody):
-            large, body = body, body.mask.text
-        shape = route.shape
-        tenants = tenant is not None
-        mask: JsonMask | None = None
-        if shape is EMPTY:
-            return self._read_by_id(route, request_id, tenant)
-        if shape is FORM:
-            if named := find_forbidden_in_form(body, content_type, tenants=tenants, may=self.may):
-                return refusals.forbidden_field(named)
-            fields: Any = form_fields(body, content_type)
-            if tenant is not None and tenant.spec.models is not None:
-                fields["model"] = plain_model(body, content_type)
-                if not fields["model"]:
-                    return refusals.bad_request(UNCLEAR_FORM, "model")
-        else:
-            if large is None and len(body) > LARGE_BODY_BYTES:
-                large = LargeBody(body)
-            if large is not None:
-                while large.advance():
-                    pass
-                if large.excess:
-                    return refusals.bad_request(f"The body has more than {large.excess}.")
-                mask = large.mask
-            try:
-                fields = parsed(body) if large is None else large.fields()
-            except orjson.JSONDecodeError as error:
-                return refusals.bad_request(f"The body is not JSON: {error}")
-            if type(fields) is not dict:
-                return refusals.bad_request("The body must be a JSON object.")
-            if named := find_forbidden(fields, body, tenants=tenants, may=self.may):
-                return refusals.forbidden_field(named)
-            if named := find_repeated(fields, body):
-                return refusals.duplicate_field(named)
-        model = fields.get("model")
-        if type(model) is not str or not self._roster.serves(model):
-            model = self._only_model(model, tenant)
-            if isinstance(model, Refusal):
-                return model
-        if tenant is not None and not tenant.may_use(model):
-            return refusals.not_allowed(model, self._known(tenant))
-        ask = self._sizer.estimate(route, model, fields, len(body), request_id, tenant)
-        ask.deadline = deadline
-        ask.takes_arguments = ask.route in WITH_ARGUMENTS and ARGUMENTS not in fields
-        if batch:
+        route, tenant = request.route, request.tenant
+        if route.shape is EMPTY:
+            return self._read_by_id(request)
+        fields, body, mask = self._parse(request)
+        model = self._choose_model(fields.get("model"), tenant)
+        ask = self._sizer.estimate(route, model, fields, len(body), request.id, tenant)
+        ask.deadline, ask.explain = request.deadline, request.explain
+        ask.takes_arguments = route.takes_arguments and ARGUMENTS not in fields
+        if request.batch:
             ask.rank = BATCH
         elif tenant is not None:
             ask.rank = tenant.spec.rank
         if tenant is not None:
-            if (refusal := self._apply_tenant(ask, tenant, fields, shape)) is not None:
-                return refusal
+            self._apply_tenant(ask, route, tenant, fields)
         elif SALT in fields:
             ask.salt = salt_in(fields)
         if hashed:
             if parse_count(fields.get(CUT)) is None:  # keeps the beginning
-                self._hash(ask, shape, fields, body)
+                self._hash(ask, route.shape, fields, body)
             if ask.generates:
-                _name_session(ask, shape, fields, session)
-        if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
+                _name_session(ask, route.shape, fields, request.session)
+        if route.shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
             ask.pinned = self._find_holder(previous, tenant)
-            if tenant is not None and not ask.pinned:
-                return refusals.no_response(str(previous))
             self._add_stored(ask)
         ask.long = ask.expected_tokens > self.short_limit
         self._fit(ask)
         if self.splits:
-            ask.whole = ask.whole or why_not_split(ask, fields)
-            ask.least_output = "min_tokens" in fields
-            if not ask.whole:
-                ask.field_names = _member_names(fields, ask.fields)
-        if ask.fields is not None or (self.splits and not ask.whole):
-            found = check(body, mask)  # it will be edited
-            if found is not None and (changed := ask.fields) is not None:
-                names = {name.encode() for name in changed}
-                ask.found = [member for member in found if member.name in names]
+            _allow_split(ask, fields)
+        if ask.fields is not None or ask.field_names is not None:
+            _prepare_edits(ask, body, mask)
         return ask
 
-    def _apply_tenant(
-        self, ask: RequestInfo, tenant: Tenant, fields: dict[str, Any], shape: PromptFields
-    ) -> Refusal | None:
-        """Set the tenant and the members that the router edits."""
-        ask.tenant = tenant
-        changed: dict[str, bytes | None] = {ID: None} if ID in fields else {}
-        if tenant.spec.models is not None:  # workers default to their own model
-            changed["model"] = orjson.dumps(ask.model)
-        if not self.may.priority:
-            if PRIORITY in fields:
-                changed[PRIORITY] = None
-            if self.passes_priority and ask.route in WITH_PRIORITY and ask.rank in PRIORITIES:
-                changed[PRIORITY] = PRIORITIES[ask.rank]
-        if INTERVAL in fields:
-            changed[INTERVAL] = None
-        if ask.stream:
-            # Beam search streams nothing before its end.
-            ask.stream = not is_true(fields.get("use_beam_search"))
-            if ask.route in WITH_OPTIONS and not has_usage_option(fields):
-                changed[OPTIONS] = WITH_USAGE
-        own = salt_in(fields) if SALT in fields else ""
-        if not tenant.spec.salted and not (own and tenant.beside_salted):
-            ask.salt = own
-        elif ask.route in WITH_SALT:
-            ask.salt = tenant.salt(own)
-            changed[SALT] = b'"%b"' % ask.salt.encode()
-        elif tenant.spec.salted and shape is not OPAQUE and shape is not FORM:
-            return refusals.not_isolated(ask.route)
-        if changed and shape is not FORM:
-            ask.fields = changed
-        return None
+    def _parse(self, request: ReceivedRequest) -> tuple[dict[str, Any], bytes, JsonMask | None]:
+        """Return the fields, the body, and the mask of a large body."""
+        body, large = request.body, request.large
+        if request.route.shape is FORM:
+            return self._fields_of_form(request), body, None
+        if large is None and len(body) > LARGE_BODY_BYTES:
+            large = LargeBody(body)
+        fields = _fields_of_json(body, large)
+        tenants = request.tenant is not None
+        if named := find_forbidden(fields, body, tenants=tenants, may=self.may):
+            raise RefusedError(refusals.forbidden_field(named))
+        if named := find_repeated(fields, body):
+            raise RefusedError(refusals.duplicate_field(named))
+        return fields, body, None if large is None else large.mask
+
+    def _fields_of_form(self, request: ReceivedRequest) -> dict[str, Any]:
+        body, kind, tenant = request.body, request.content_type, request.tenant
+        tenants = tenant is not None
+        if named := find_forbidden_in_form(body, kind, tenants=tenants, may=self.may):
+            raise RefusedError(refusals.forbidden_field(named))
+        fields: dict[str, Any] = form_fields(body, kind)
+        if tenant is not None and tenant.spec.models is not None:
+            fields["model"] = plain_model(body, kind)
+            if not fields["model"]:
+                raise RefusedError(refusals.bad_request(UNCLEAR_FORM, "model"))
+        return fields
+
+    def _choose_model(self, named: object, tenant: Tenant | None) -> str:
+        """Return the model that the body names; if it names none, the fleet's only one."""
+        if type(named) is str and self._roster.serves(named):
+            model = named
+        else:
+            model = self._only_model(named, tenant)
+        if tenant is not None and not tenant.may_use(model):
+            raise RefusedError(refusals.not_allowed(model, self._known(tenant)))
+        return model
+
+    def _only_model(self, named: object, tenant: Tenant | None) -> str:
+        known = self._known(tenant)
+        if named is None or named == "":
+            if len(known) == 1:
+                return known[0]
+            raise RefusedError(refusals.bad_request("The body must name a `model`.", "model"))
+        if type(named) is not str:
+            raise RefusedError(refusals.bad_request("`model` must be a string.", "model"))
+        all_listed = self._roster.all_listed(named)
+        raise RefusedError(refusals.model_not_served(named, known, all_listed=all_listed))
 
     def _known(self, tenant: Tenant | None) -> list[str]:
         known = self._roster.models()
         return [name for name in known if tenant is None or tenant.may_use(name)]
 
-    def _only_model(self, named: object, tenant: Tenant | None) -> str | Refusal:
-        """Return the fleet's only model if the body names none, as in vLLM."""
-        known = self._known(tenant)
-        if named is None or named == "":
-            if len(known) == 1:
-                return known[0]
-            return refusals.bad_request("The body must name a `model`.", "model")
-        if type(named) is str:
-            return refusals.model_not_served(
-                named, known, all_listed=self._roster.all_listed(named)
-            )
-        return refusals.bad_request("`model` must be a string.", "model")
+    def _apply_tenant(
+        self, ask: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
+    ) -> None:
+        """Set the tenant and its salt, and the fields that the router sets or removes."""
+        edits = self._edits_for(ask, route, tenant, fields)
+        ask.tenant = tenant
+        if ask.stream:  # beam search streams nothing before its end
+            ask.stream = not is_true(fields.get("use_beam_search"))
+        own_salt = salt_in(fields) if SALT in fields else ""
+        is_isolated = tenant.spec.salted or (own_salt and tenant.beside_salted)
+        if not is_isolated:
+            ask.salt = own_salt
+        elif route.salted:
+            ask.salt = tenant.salt(own_salt)
+            edits[SALT] = b'"%b"' % ask.salt.encode()
+        elif tenant.spec.salted and route.shape not in NEVER_SALTED:
+            raise RefusedError(refusals.not_isolated(route.name))
+        if edits and route.shape is not FORM:
+            ask.fields = edits
 
-    def _read_by_id(
-        self, route: Route, request_id: str, tenant: Tenant | None
-    ) -> RequestInfo | Refusal:
-        """Pin a request to the worker that stores its response.
+    def _edits_for(
+        self, ask: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
+    ) -> dict[str, bytes | None]:
+        """Return the fields to set, and with None those to remove; all but the salt."""
+        edits: dict[str, bytes | None] = {}
+        if ID in fields:
+            edits[ID] = None
+        if INTERVAL in fields:
+            edits[INTERVAL] = None
+        if tenant.spec.models is not None:  # workers default to their own model
+            edits["model"] = orjson.dumps(ask.model)
+        if not self.may.priority:
+            passes = self.passes_priority and route.takes_priority
+            priority = PRIORITIES.get(ask.rank) if passes else None
+            if priority is not None or PRIORITY in fields:
+                edits[PRIORITY] = priority
+        if ask.stream and route.usage_by_option and not has_usage_option(fields):
+            edits[OPTIONS] = WITH_USAGE
+        return edits
 
-        Without a known owner, the response may be another tenant's, so it is refused.
-        """
+    def _read_by_id(self, request: ReceivedRequest) -> RequestInfo:
+        """Pin a request to the worker that stores its response."""
+        roster, route, tenant = self._roster, request.route, request.tenant
         holder = self._find_holder(route.response_id, tenant)
-        if tenant is not None and not holder:
-            return refusals.no_response(route.response_id)
-        roster = self._roster
         worker, models = roster.get(holder), roster.models()
         live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
-        ask = self._sizer.estimate(route, model, {}, 0, request_id, tenant)
-        ask.pinned = holder
+        ask = self._sizer.estimate(route, model, {}, 0, request.id, tenant)
+        ask.pinned, ask.explain = holder, request.explain
         if tenant is not None:
             ask.tenant, ask.rank = tenant, tenant.spec.rank
         return ask
 
     def _find_holder(self, response_id: object, tenant: Tenant | None) -> str:
-        if type(response_id) is not str:
-            return ""
-        holder = self.stored.find_worker(response_id, tenant)
-        return holder if holder in self._roster else ""
+        """Return the name of the worker that stores a response; "" if it is not known.
+
+        Without a known owner, the response may be another tenant's, so a tenant is refused.
+        """
+        holder = ""
+        if type(response_id) is str:
+            holder = self.stored.find_worker(response_id, tenant)
+        if holder in self._roster:
+            return holder
+        if tenant is not None:
+            raise RefusedError(refusals.no_response(str(response_id)))
+        return ""
 
     def _add_stored(self, ask: RequestInfo) -> None:
         """Add the tokens of the stored response that a request continues.
@@ -270,7 +252,6 @@ class RequestParser:
             ask.largest_prompt += tokens
             ask.prompt_error += tokens
             ask.prefix = ()  # the body is the prompt's end
-            ask.long = ask.expected_tokens > self.short_limit
 
     def _hash(
         self, ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
@@ -322,6 +303,21 @@ class RequestParser:
             fit(ask, most, cuts_output=self.cuts_output)
 
 
+def _fields_of_json(body: bytes, large: LargeBody | None) -> dict[str, Any]:
+    if large is not None:
+        while large.advance():
+            pass
+        if large.excess:
+            raise RefusedError(refusals.bad_request(f"The body has more than {large.excess}."))
+    try:
+        fields = parsed(body) if large is None else large.fields()
+    except orjson.JSONDecodeError as error:
+        raise RefusedError(refusals.bad_request(f"The body is not JSON: {error}")) from None
+    if type(fields) is not dict:
+        raise RefusedError(refusals.bad_request("The body must be a JSON object."))
+    return fields
+
+
 def _name_session(
     ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], session_id: bytes
 ) -> None:
@@ -335,13 +331,23 @@ def _name_session(
         ask.session = session_key(owner, ask.model, session_id)
 
 
-def _member_names(
-    fields: dict[str, Any], changed: dict[str, bytes | None] | None
-) -> frozenset[str]:
-    if changed is None:
-        return frozenset(fields)
-    added = {name for name, text in changed.items() if text is not None}
-    return frozenset((fields.keys() - changed.keys()) | added)
+def _allow_split(ask: RequestInfo, fields: dict[str, Any]) -> None:
+    """Note the names of the fields if a request may be handed over."""
+    ask.whole = ask.whole or why_not_split(ask, fields)
+    ask.least_output = "min_tokens" in fields
+    if ask.whole:
+        return
+    edits = ask.fields or {}
+    added = {name for name, text in edits.items() if text is not None}
+    ask.field_names = frozenset((fields.keys() - edits.keys()) | added)
+
+
+def _prepare_edits(ask: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
+    """Check that a body can be edited, and note where the fields to edit are."""
+    found, edits = check(body, mask), ask.fields
+    if found is not None and edits is not None:
+        names = {name.encode() for name in edits}
+        ask.found = [member for member in found if member.name in names]
 
 
 def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:

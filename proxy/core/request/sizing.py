@@ -1,10 +1,12 @@
 """Estimate a request's tokens without a tokenizer.
 
-Idea: learn tokens per byte from `usage` and /tokenize with an error band (`rates`), output lengths,
-and tokens per medium (`media`). A new tenant starts with the tenants' common rates (`prior`).
+Idea: learn tokens per byte from `usage` and /tokenize with an error band (`bytes_per_token`),
+output lengths, and tokens per medium (`media_tokens`). A new tenant starts with the tenants' common
+rates (`tenant_prior`).
 
-Cost: see there. How it fails: mixed languages widen the band, so workers count more requests near a
-boundary. At first the band is half the estimate, or 128 template tokens for short text.
+Cost: see these modules. How it fails: mixed languages widen the band, so workers count more
+requests near a boundary. At first the band is half the estimate, or 128 template tokens for short
+text.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from proxy.core.request.token_estimate import PromptExtent, measure, parse_count
 from proxy.core.tenants.tenants import Tenant
 
 TOKENS, PROMPT = PromptFields.TOKENS, PromptFields.PROMPT
-CHAT, CHATS, RESPONSE = PromptFields.CHAT, PromptFields.CHATS, PromptFields.RESPONSE
+RESPONSE = PromptFields.RESPONSE
+TEMPLATED = frozenset([PromptFields.CHAT, PromptFields.CHATS, RESPONSE])
 WORD_LENGTH_MARGIN = 2.0
 COMPLETION_OUTPUT = 16  # vLLM's default for /v1/completions
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -79,42 +82,29 @@ class Sizer:
     ) -> RequestInfo:
         learnt = self.learnt(model, route.name, tenant)
         extent = measure(route.shape, body, learnt.media.tokens)
-        text, tokens, tools, shape = extent.text, extent.tokens, extent.tools, route.shape
-        prompt = largest = _total(learnt, text - tools, tokens, tools, extent.prompts)
-        if extent.largest_text >= 0:
-            text, tokens = extent.largest_text, extent.largest_tokens
-            largest = _total(learnt, text, tokens)
-        error = int(learnt.error(text - tools, tools)) if text else 0
-        if extent.guessed:
-            error += _guess_error(extent, learnt)
-        error = min(error, largest)
+        prompt, error, largest, least = _prompt_size(route, extent, learnt)
         output, samples = _read_output_limit(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
         ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
+        ask.least_prompt = least
+        ask.samples, ask.prompts = samples * extent.prompts, extent.prompts
+        ask.text_bytes, ask.tool_bytes = extent.text, extent.tools
         ask.extra_tokens = extent.tokens
-        ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
-        longest = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learnt.bytes_per_token)
-        ask.least_prompt = int((text - tools) / longest)  # templates may omit tools
-        if not (extent.guessed or shape is CHAT or shape is RESPONSE or shape is CHATS):
-            ask.least_prompt += tokens  # template and image tokens are guesses
-        if extent.guessed:
-            ask.media = None if extent.cut else _media_to_learn(extent, learnt)
-            ask.text_bytes = 0
-            ask.whole = "not_text"
         ask.counted = not (extent.text or extent.guessed)
         ask.countable = extent.plain and route.countable
+        ask.generates = route.generates
         if route.generates:
             usual = learnt.output
             ask.expected_output = int(usual if output is None or output > usual else output)
             ask.stream = is_true(body.get("stream"))
-        else:
-            ask.generates = False
-        ask.samples = samples * extent.prompts
-        if extent.cut:
+        if extent.guessed:
+            ask.media = None if extent.cut else _media_to_learn(extent, learnt)
+            ask.whole = "not_text"
+        if extent.guessed or extent.cut:
             ask.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
             _apply_truncation(ask, parse_count(body.get(CUT)), extent.prompts)
-        elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
+        elif route.shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
             _apply_truncation(ask, None, extent.prompts)
         return ask
 
@@ -151,6 +141,25 @@ class Sizer:
             tools = ask.tool_bytes
             text, tokens = ask.text_bytes - tools, prompt_tokens - ask.extra_tokens
             own.learn_prompt(text, tokens, tools, ask.prompts)
+
+
+def _prompt_size(
+    route: Route, extent: PromptExtent, learnt: LearnedSizes
+) -> tuple[int, int, int, int]:
+    """Return the tokens of all prompts, and of the largest prompt: error, tokens, least tokens."""
+    text, tokens, tools = extent.text, extent.tokens, extent.tools
+    prompt = largest = _total(learnt, text - tools, tokens, tools, extent.prompts)
+    if extent.largest_text >= 0:
+        text, tokens = extent.largest_text, extent.largest_tokens
+        largest = _total(learnt, text, tokens)
+    error = int(learnt.error(text - tools, tools)) if text else 0
+    if extent.guessed:
+        error += _guess_error(extent, learnt)
+    longest_token = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learnt.bytes_per_token)
+    least = int((text - tools) / longest_token)  # templates may omit tools
+    if not extent.guessed and route.shape not in TEMPLATED:
+        least += tokens  # template and image tokens are guesses
+    return prompt, min(error, largest), largest, least
 
 
 def _learn_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
@@ -238,14 +247,11 @@ def _read_output_limit(route: Route, body: dict[str, Any]) -> tuple[int | None, 
     if route.shape is TOKENS:
         inner = body.get("sampling_params")
         body = inner if type(inner) is dict else {}
-    output = None
+    output = COMPLETION_OUTPUT if route.shape is PROMPT else None
     for key in OUTPUT_KEYS:
         if key in body and body[key] is not None:
             output = parse_count(body[key])
             break
-    else:
-        if route.shape is PROMPT:
-            output = COMPLETION_OUTPUT
     samples = 1
     if "n" in body or "best_of" in body:
         for key in ("n", "best_of"):

@@ -6,6 +6,7 @@ in doubt, a request stays whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from proxy.core.model.route_table import route_names
@@ -13,8 +14,7 @@ from proxy.core.model.types import RequestInfo
 from proxy.core.request.token_estimate import parse_count
 
 SPLITTABLE = route_names(lambda route: route.may_be_split)
-SAMPLES = ("n", "best_of")
-CHAT, RESPONSES = "chat/completions", "responses"
+CHAT, RESPONSES = frozenset(["chat/completions"]), frozenset(["responses"])
 
 
 def why_not_split(ask: RequestInfo, fields: dict[str, Any]) -> str:
@@ -27,53 +27,32 @@ def why_not_split(ask: RequestInfo, fields: dict[str, Any]) -> str:
         return "one_token"
     if ask.pinned:
         return "stored"
-    if NOTED.isdisjoint(fields):  # nearly always
+    if NAMES.isdisjoint(fields):  # nearly always
         return ""
-    # Anything but one sample: two would share single-use parameters.
-    if any(parse_count(value) != 1 for name in SAMPLES if (value := fields.get(name)) is not None):
-        return "samples"
-    if fields.get("background"):
-        return "stored"
-    for name, why in WHOLE:
+    for name, routes, forbids, why in FIELDS:
         value = fields.get(name)
-        if value is not None and value is not False:  # 0 prompt_logprobs still adds output
+        if value is not None and ask.route in routes and forbids(value):
             return why
-    if fields.get("truncation") == "auto":
-        return "truncated"
-    if ask.route == RESPONSES:
-        if fields.get(OWN_ID) is not None:
-            return "own_id"
-        if _runs_tools(fields.get("tools")):
-            return "tools"
-    if ask.route != CHAT and _is_call_forced(fields.get("tool_choice")):
-        return "tools"
     return ""
 
 
-# Fields that forbid a split, with labels.
-WHOLE = (
-    ("use_beam_search", "beam_search"),
-    ("prompt_logprobs", "prompt_logprobs"),
-    ("echo", "echo"),
-    ("truncate_prompt_tokens", "truncated"),  # depends on the output limit, which differs
-    ("prompt_embeds", "not_text"),
-    ("kv_transfer_params", "client"),
-    ("ec_transfer_params", "client"),
-)
-# Identifies the response at the worker; the legs may need the router's id.
-OWN_ID = "request_id"
-NOTED = frozenset(
-    [
-        *(*SAMPLES, "background", "truncation", "tools", "tool_choice", OWN_ID),
-        *(name for name, _ in WHOLE),
-    ]
-)
+def _is_given(value: object) -> bool:
+    return value is not False  # 0 `prompt_logprobs` still adds output
+
+
+def _is_not_one(samples: object) -> bool:
+    """Return whether there may be several samples, which would share single-use parameters."""
+    return parse_count(samples) != 1
+
+
+def _is_auto(truncation: object) -> bool:
+    return truncation == "auto"
 
 
 def _runs_tools(tools: object) -> bool:
     """Return whether a worker would run tools itself, in further turns."""
     if type(tools) is not list:
-        return tools is not None
+        return True
     return any(type(tool) is not dict or tool.get("type") != "function" for tool in tools)
 
 
@@ -81,3 +60,25 @@ def _is_call_forced(choice: object) -> bool:
     """Return whether a tool call is forced: some routes lose its first token."""
     kind = choice.get("type") if type(choice) is dict else choice
     return kind not in (None, "auto", "none")
+
+
+# The fields that forbid a split: on which routes, with which values but null, and the label.
+FIELDS: Sequence[tuple[str, frozenset[str], Callable[[Any], bool], str]] = (
+    ("n", SPLITTABLE, _is_not_one, "samples"),
+    ("best_of", SPLITTABLE, _is_not_one, "samples"),
+    ("background", SPLITTABLE, bool, "stored"),
+    ("use_beam_search", SPLITTABLE, _is_given, "beam_search"),
+    ("prompt_logprobs", SPLITTABLE, _is_given, "prompt_logprobs"),
+    ("echo", SPLITTABLE, _is_given, "echo"),
+    # Depends on the output limit, which differs.
+    ("truncate_prompt_tokens", SPLITTABLE, _is_given, "truncated"),
+    ("prompt_embeds", SPLITTABLE, _is_given, "not_text"),
+    ("kv_transfer_params", SPLITTABLE, _is_given, "client"),
+    ("ec_transfer_params", SPLITTABLE, _is_given, "client"),
+    ("truncation", SPLITTABLE, _is_auto, "truncated"),
+    # Identifies the response at the worker; the legs may need the router's id.
+    ("request_id", RESPONSES, _is_given, "own_id"),
+    ("tools", RESPONSES, _runs_tools, "tools"),
+    ("tool_choice", SPLITTABLE - CHAT, _is_call_forced, "tools"),
+)
+NAMES = frozenset([field[0] for field in FIELDS])

@@ -19,7 +19,7 @@ from proxy.core.model.route_table import PromptFields
 
 # Added by a chat template per message and per conversation.
 TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
-# Default or learned sizes; real ones need decoding. Counted as `vague`.
+# Default or learned sizes; real ones need decoding. Counted as `guessed`.
 KINDS = (("image", IMAGE), ("audio", AUDIO), ("video", VIDEO))
 EMBEDDED = "prompt_embeds"
 EMBEDDED_BYTES = 10_923  # base64 of 4096 two-byte numbers

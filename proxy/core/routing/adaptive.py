@@ -75,13 +75,14 @@ class Adaptive(Rule):
             ]
             return self.choose(view) if view.candidates else None
         cached = worker.cached_tokens(held) if held else 0
-        if held and held[0][0] > cached and view.waits is not None:
+        others_cache_more = bool(held) and held[0][0] > cached
+        if others_cache_more and view.waits is not None:
             view.cache_wait = find_cache_wait(view, min(costs), worker)
             if view.cache_wait is not None:
                 return None
         reason = reason_for(worker, view)
-        uneven = cached and view.pool.bits & ~held[0][1]  # some workers cache less
-        if uneven and cheapest(candidates, uncached, long=ask.long) is not worker:
+        some_cache_less = cached and view.pool.bits & ~held[0][1]
+        if some_cache_less and cheapest(candidates, uncached, long=ask.long) is not worker:
             reason = PREFIX
         ttft_s = worker.ttft_s(ask, view.now, cached)
         scores = tuple(score(w, view) for w in candidates) if view.explain else ()

@@ -8,8 +8,8 @@ from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
 from proxy.core.fleet.roster import Roster
 from proxy.core.fleet.worker import Worker
-from proxy.core.learned.prefix_index import workers_of_deepest
-from proxy.core.learned.sessions import Turn
+from proxy.core.learned.prefix_index import Matches, workers_of_deepest
+from proxy.core.learned.sessions import Session, Turn
 from proxy.core.learned.traffic import Traffic
 from proxy.core.model import refusals
 from proxy.core.model.role import Role
@@ -24,14 +24,7 @@ IN_PANIC = "failed recently; used because too few workers of its pool are health
 
 
 def find_candidates(
-    roster: Roster,
-    ask: RequestInfo,
-    now: float,
-    traffic: Traffic,
-    attempts: Attempts,
-    *,
-    longs_waiting: bool,
-    explain: bool,
+    roster: Roster, ask: RequestInfo, now: float, attempts: Attempts, traffic: Traffic
 ) -> View:
     """Return the candidates and their cached prefixes."""
     pool, tried = roster.pool(ask.model), attempts.tried
@@ -40,15 +33,9 @@ def find_candidates(
     matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
     session = session_of(roster, ask)
     held = cached_tokens(roster, ask, matches, session)
-    holders: list[Worker] = []
-    if pool.ranked and held:
-        indexes = [*workers_of_deepest(matches, MAX_PREFIX_HOLDERS)] if matches else []
-        if session is not None:
-            indexes += [visit.worker for visit in session.visits]
-        holders = [roster.by_index[i] for i in indexes if i in roster.by_index]
+    holders = _cache_holders(roster, matches, session) if pool.ranked and held else []
     if ask.pinned:
-        worker = roster.get(ask.pinned)
-        found = [worker] if worker and _is_ready(worker, ask, now) else []
+        found = _pinned_worker(roster, ask, now)
     else:
         found = pool.available_workers(ask, now, roster.ejections.resting, holders)
     if tried:
@@ -58,11 +45,25 @@ def find_candidates(
     if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
         found = _possible_holders(pool, ask, now, attempts)
     whole = attempts.whole or ask.whole
-    view = View(ask, now, found, pool, traffic, held, longs_waiting, tried, whole, explain)
+    view = View(ask, now, found, pool, traffic, held, tried, whole, ask.explain)
     view.holders = holders if pool.ranked else pool.all
-    if session is not None:
-        view.session = session
+    view.session = session
     return view
+
+
+def _cache_holders(roster: Roster, matches: Matches, session: Session | None) -> list[Worker]:
+    """Return the workers with the longest cached prefix, and those of the session's turns."""
+    indexes = [*workers_of_deepest(matches, MAX_PREFIX_HOLDERS)] if matches else []
+    if session is not None:
+        indexes += [visit.worker for visit in session.visits]
+    return [roster.by_index[i] for i in indexes if i in roster.by_index]
+
+
+def _pinned_worker(roster: Roster, ask: RequestInfo, now: float) -> list[Worker]:
+    worker = roster.get(ask.pinned)
+    if worker is None or not worker.up:
+        return []
+    return [worker] if worker.accepts(now) and worker.may_fit(ask) else []
 
 
 def turn_of(view: View, worker: Worker) -> str:
@@ -135,10 +136,6 @@ def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attemp
     return [w for w in left if w.accepts(now)]
 
 
-def _is_ready(worker: Worker, ask: RequestInfo, now: float) -> bool:
-    return worker.up and worker.accepts(now) and worker.may_fit(ask)
-
-
 def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
     return not ask.pinned and any(
         attempts.may_try_now(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
@@ -152,17 +149,14 @@ def why_hopeless(
     """Return the refusal if waiting cannot help, else None."""
     if not ask.pinned and any(_can_serve(w, ask, attempts) for w in roster.pool(ask.model).all):
         return None
-    workers = [w for w in roster.workers_of(ask.model) if w.role.can_serve]
-    if ask.pinned:
-        workers = [w for w in (roster.get(ask.pinned),) if w is not None]
+    workers = _workers_for(roster, ask)
     holders = [w for w in workers if w.may_fit(ask)]
-    if workers and not holders:  # down and draining workers included
+    if workers and not holders:
         return refusals.too_long(ask, max(w.limit for w in workers))
+    untried = [w for w in holders if not w.draining and attempts.may_try(w)]
     if attempts.continues:  # its client can't send it again
-        if any(not w.draining and attempts.may_try(w) for w in holders):
-            return None
-        return refusals.no_worker_left("no other worker can continue it")
-    if any(not w.probed and not w.draining and attempts.may_try(w) for w in holders):
+        return None if untried else refusals.no_worker_left("no other worker can continue it")
+    if any(not w.probed for w in untried):
         return None  # its first probe is due
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
     left = [w for w in live if attempts.may_try(w)]
@@ -172,6 +166,14 @@ def why_hopeless(
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)
     return refusals.no_worker(ask.model, soonest)
+
+
+def _workers_for(roster: Roster, ask: RequestInfo) -> list[Worker]:
+    """Return the workers of a request, down and draining ones included."""
+    if ask.pinned:
+        worker = roster.get(ask.pinned)
+        return [] if worker is None else [worker]
+    return [worker for worker in roster.workers_of(ask.model) if worker.role.can_serve]
 
 
 def _can_serve(worker: Worker, ask: RequestInfo, attempts: Attempts) -> bool:

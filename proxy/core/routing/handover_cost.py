@@ -22,6 +22,7 @@ from typing import Final
 from proxy.core.fleet import slots
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
@@ -59,20 +60,19 @@ def may_queue(worker: Worker, ask: RequestInfo) -> bool:
 
 
 def choose_prefill(
-    workers: Iterable[Worker],
+    pool: Pool,
     ask: RequestInfo,
     now: float,
     held: PrefixHolders,
     tried: frozenset[Worker],
     links: KvLinks,
-    decodes: Iterable[Worker],
 ) -> tuple[Worker, float, int] | None:
     """Return the first prefill worker to be done, its seconds and cached tokens.
 
-    Workers without a link to `decodes` are skipped; idle, they would always win.
+    Workers without a link to a decode worker are skipped; idle, they would always win.
     """
     best: tuple[Worker, float, int] | None = None
-    for worker in workers:
+    for worker in pool.prefills:
         if not worker.accepts(now) or worker in tried or not _may_prefill(worker, ask):
             continue
         if links.has_failures and links.is_barred(worker, None, now):
@@ -81,7 +81,7 @@ def choose_prefill(
         seconds = worker.ttft_s(ask, now, cached)
         if best is not None and (seconds, worker.served) >= (best[1], best[0].served):
             continue
-        if links.can_reach(worker, decodes, now):
+        if links.can_reach(worker, pool.all, now):
             best = worker, seconds, cached
     return best
 

@@ -17,7 +17,7 @@ from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
 from proxy.core.queue.eviction import amounts
-from proxy.core.queue.latency_admission import NO_TARGETS, AdmissionSettings, placed_too_late
+from proxy.core.queue.latency_admission import NO_TARGETS, placed_too_late
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE, Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.routing import candidates as candidate_rules
@@ -61,31 +61,36 @@ class Placer:
         self.roster.rank_by(self.rule.rank)
 
     def place(
-        self,
-        ask: RequestInfo,
-        now: float,
-        attempts: Attempts,
-        *,
-        explain: bool,
-        aged: bool = False,
-        free: bool = False,
-        late: bool = False,
-        admission: AdmissionSettings | None = None,
-        wait_since: float | None = None,
-        queued: bool = False,
+        self, ask: RequestInfo, now: float, attempts: Attempts, *, free: bool
     ) -> Lease | Refusal | CacheWait | None:
-        """`wait_since`: its arrival, if it may wait for its cache; needs room unless `queued`."""
-        view, decision = self.decide(
-            ask, now, attempts, explain=explain, aged=aged, late=late, wait_since=wait_since
-        )
-        if view.cache_wait is not None and not queued and not self._may_wait(view):
-            view, decision = self.decide(ask, now, attempts, explain=explain, aged=aged, late=late)
+        """Place a request that arrives or is retried; `free`: it goes ahead of no other."""
+        is_new = not attempts.is_retry
+        view, decision = self.decide(ask, now, attempts, wait_since=now if is_new else None)
+        if view.cache_wait is not None and not self._has_room_to_wait(view):
+            view, decision = self.decide(ask, now, attempts)
         if decision is None:
             return view.cache_wait
-        if admission is not None:
-            refusal = placed_too_late(admission, ask, decision, now)
+        if is_new:
+            refusal = placed_too_late(self.settings.admission or NO_TARGETS, ask, decision, now)
             if refusal is not None:
                 return self.count_refusal(ask.model, refusal)
+        return self._charge(view, decision, attempts, free=free)
+
+    def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
+        ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
+        late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
+        may_wait = not attempts.is_retry and now < ticket.cache_until
+        since = ticket.since if may_wait else None
+        view, decision = self.decide(
+            ask, now, attempts, aged=ticket.aged, late=late, wait_since=since
+        )
+        if decision is None:
+            return view.cache_wait
+        return self._charge(view, decision, attempts, free=False)
+
+    def _charge(self, view: View, decision: Decision, attempts: Attempts, *, free: bool) -> Lease:
+        """Charge a request to the chosen workers and to its tenant, and count the decision."""
+        ask, now, worker = view.ask, view.now, decision.worker
         if view.pool.decodes and self.settings.transfer:
             decision.whether = handover_cost.verdict(decision, view)
             key = ask.model, decision.whether
@@ -94,7 +99,6 @@ class Placer:
             decision = replace(decision, reason=Reason.RETRY)
         if decision.whole:
             attempts = replace(attempts, whole=decision.whole)
-        worker = decision.worker
         lease = self.fleet.charge(ask, decision, now, attempts)
         if ask.session:
             decision.turn = candidate_rules.turn_of(view, worker)
@@ -103,26 +107,16 @@ class Placer:
             ask.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
-        if ask.prefix:  # a decode worker has it after the transfer: see `leases`
+        if ask.prefix:  # a decode worker has it after the transfer: see `lease_book`
             first = worker if decision.handover is None else decision.handover.prefill
             self.roster.expect_prefix(ask, first)
         self.count_decision(ask.model, decision.reason)
         return lease
 
-    def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
-        ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
-        late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
-        may_wait = not attempts.is_retry and now < ticket.cache_until
-        since = ticket.since if may_wait else None
-        return self.place(
-            ask, now, attempts,
-            explain=ticket.explain, aged=ticket.aged, late=late, wait_since=since, queued=True,
-        )  # fmt: skip
-
     def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
         """Return whether a worker has room for a request, and would soon prefill it."""
         self.fleet.start_due_decodes(now)
-        _, decision = self.decide(ask, now, attempts, explain=False, aged=False, late=False)
+        _, decision = self.decide(ask, now, attempts)
         return (
             decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
         )
@@ -133,14 +127,16 @@ class Placer:
         now: float,
         attempts: Attempts,
         *,
-        explain: bool,
-        aged: bool,
-        late: bool,
+        aged: bool = False,
+        late: bool = False,
         wait_since: float | None = None,
     ) -> tuple[View, Decision | None]:
-        """Choose again while other processes fill the chosen worker."""
+        """Choose a worker, and choose again while other processes fill it.
+
+        `wait_since`: the request's arrival, if it may wait for the worker that has its cache.
+        """
         while True:
-            view = self._make_view(ask, now, attempts, explain=explain)
+            view = self._make_view(ask, now, attempts)
             if wait_since is not None:
                 self._allow_wait(view, wait_since)
             decision = self._decide(view, aged=aged, late=late)
@@ -182,7 +178,7 @@ class Placer:
             longest_s = min(self.queue.longest_wait_s(ask), ask.deadline - since)
             view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
-    def _may_wait(self, view: View) -> bool:
+    def _has_room_to_wait(self, view: View) -> bool:
         queue, more, wait = self.queue, amounts(view.ask), view.cache_wait
         if wait is not None and wait.only:
             return queue.make_room(more, self.place_queued, view.now)
@@ -217,30 +213,26 @@ class Placer:
             decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _make_view(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, explain: bool
-    ) -> View:
-        queue = self.queue
-        waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
-        traffic = self.traffic[ask.model]
-        view = candidate_rules.find_candidates(
-            self.roster, ask, now, traffic, attempts, longs_waiting=waiting, explain=explain
-        )
+    def _make_view(self, ask: RequestInfo, now: float, attempts: Attempts) -> View:
+        queue, traffic = self.queue, self.traffic[ask.model]
+        view = candidate_rules.find_candidates(self.roster, ask, now, attempts, traffic)
+        view.longs_waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
         pool = view.pool
-        if not (pool.prefills and pool.decodes and self.settings.transfer) or view.whole:
-            return view
-        tried = view.tried
-        # The last attempt uses one worker: the best chance.
-        if not tried or len(tried) < self.settings.max_attempts - 1:
-            links, within_s = self.links, self.settings.transfer_within_s
-            best = handover_cost.choose_prefill(
-                pool.prefills, ask, now, view.held, tried, links, pool.all
-            )
-            if best is not None:
-                time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
-                shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
-                view.handing = HandoverOffer(*best, time, above, links, within_s, shorts)
+        if pool.prefills and pool.decodes and self.settings.transfer and not view.whole:
+            view.handing = self._offer_handover(view)
         return view
+
+    def _offer_handover(self, view: View) -> HandoverOffer | None:
+        ask, now, pool, tried = view.ask, view.now, view.pool, view.tried
+        links, settings = self.links, self.settings
+        if tried and len(tried) >= settings.max_attempts - 1:
+            return None  # the last attempt uses one worker: the best chance
+        best = handover_cost.choose_prefill(pool, ask, now, view.held, tried, links)
+        if best is None:
+            return None
+        times, above = self.transfer_times(ask.model), settings.disaggregate_above
+        shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
+        return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
 
     def transfer_times(self, model: str) -> TransferTimes:
         return self.transfers[model]
@@ -260,7 +252,8 @@ class Placer:
     def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.start_due_decodes(now)
-        view = self._make_view(ask, now, FIRST_ATTEMPT, explain=True)
+        view = self._make_view(ask, now, FIRST_ATTEMPT)
+        view.explain = True
         if self.queue.has_room(amounts(ask)):
             self._allow_wait(view, now)
         decision = self._choose(view)
@@ -276,22 +269,25 @@ class Placer:
             whether = handover_cost.verdict(decision, view) if asked else ""
             turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
+        return replace(self._explain_wait(view), scores=scores)
+
+    def _explain_wait(self, view: View) -> Refusal:
+        """Return why a request would be refused, or why it would wait."""
         if (wait := view.cache_wait) is not None:
-            message = (
+            return Refusal(
+                429,
+                Reason.AWAITS_CACHE,
                 f"The request would wait for a slot of {wait.worker.name}, whose cache saves more: "
                 f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
-                f"after {wait.until - now:.1f} s."
+                f"after {wait.until - view.now:.1f} s.",
             )
-            refusal: Refusal | None = Refusal(429, Reason.AWAITS_CACHE, message)
-        else:
-            refusal = candidate_rules.why_hopeless(self.roster, ask, now, FIRST_ATTEMPT)
-        if refusal is None:
-            message = (
-                "The request would wait: every worker that can hold it is full, reserved for long "
-                "requests, or not probed yet."
-            )
-            refusal = Refusal(429, Reason.FLEET_FULL, message)
-        return replace(refusal, scores=scores)
+        hopeless = candidate_rules.why_hopeless(self.roster, view.ask, view.now, FIRST_ATTEMPT)
+        return hopeless or Refusal(
+            429,
+            Reason.FLEET_FULL,
+            "The request would wait: every worker that can hold it is full, reserved for long "
+            "requests, or not probed yet.",
+        )
 
     def _note(self, worker: Worker, view: View) -> str:
         barred = self.links.describe(worker, view.now)

@@ -39,10 +39,10 @@ class View:
     pool: Pool  # the model's live workers
     traffic: Traffic
     held: PrefixHolders  # cached prefix lengths and their workers
-    longs_waiting: bool  # queued, of this model
     tried: frozenset[Worker]
     whole: str  # why it cannot be split; empty if it can
     explain: bool
+    longs_waiting: bool = False  # queued, of this model
     handing: HandoverOffer | None = None
     session: Session | None = None  # that the prompt extends
     holders: Sequence[Worker] = ()  # of its cache, among many workers

@@ -15,8 +15,9 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from proxy.core.model import refusals
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.types import Refusal
-from proxy.http.headers import CONTINUE, RefusedError
+from proxy.http.headers import CONTINUE
 from proxy.http.local_responses import refuse
 from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState

@@ -72,17 +72,9 @@ class Attempt:
     """A request on its chosen worker."""
 
     __slots__ = (
-        "_error_body",
-        "_head",
-        "_owner",
-        "_passage",
-        "_wire",
-        "connection",
-        "handover",
-        "lease",
-        "response",
-        "timeout_s",
-    )
+        "_error_body", "_head", "_owner", "_passage", "_wire",
+        "connection", "handover", "lease", "response", "timeout_s",
+    )  # fmt: skip
 
     def __init__(self, owner: AttemptOwner, lease: Lease) -> None:
         self.connection: WorkerConnection | None = None
@@ -104,13 +96,11 @@ class Attempt:
     # To the worker
 
     def start(self, now: float, lease: Lease) -> None:
-        owner, wire = self._owner, self._wire
-        request = owner.request
+        owner, wire, request = self._owner, self._wire, self._owner.request
         if lease.prefill is not None:
             owner.set_state(PREFILLING)
-            handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
-            self.handover = handover
-            handover.prefill(now, self, body_with_targets(owner, now))
+            self.handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
+            self.handover.prefill(now, self, body_with_targets(owner, now))
             return
         owner.set_state(SENT)
         self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
@@ -124,10 +114,8 @@ class Attempt:
         owner.record.prefilled_at = now
         if handover.decode(now, self, answer):
             owner.set_state(SENT)
-        else:
-            refusal = owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT)
-            if refusal is not None:
-                owner.refuse(now, refusal)
+        elif refusal := owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT):
+            owner.refuse(now, refusal)
         self._wire.dispatch_queued(now)
 
     # From the worker
@@ -160,21 +148,15 @@ class Attempt:
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
-        owner, status, handover = self._owner, head.status, self.handover
+        owner, handover = self._owner, self.handover
         prefilling = handover if handover is not None and handover.is_prefilling else None
-        keyless = prefilling is None and refuses_our_key(owner, self.lease, status)
-        failed = status >= SERVER_ERROR or status == TOO_MANY_REQUESTS or keyless
-        if failed and status not in NOT_SUPPORTED:
-            retry_after_s = head.retry_after_s
-            outcome = OUTCOMES.get(status, Outcome.FAILED)
-            if outcome is Outcome.ERRED and retry_after_s is not None:
-                outcome = Outcome.FAILED  # the worker reports a fault of its own
-            refusal = owner.try_another(
-                now, outcome, WorkerError.STATUS, retry_after_s, why=str(status)
-            )
+        keyless = prefilling is None and refuses_our_key(owner, self.lease, head.status)
+        outcome = Outcome.FAILED if keyless else outcome_of(head)
+        if outcome is not None:
+            refusal = owner.try_another(now, outcome, WorkerError.STATUS, head)
         elif prefilling is not None:
             # The prefill leg's limits differ from the client's.
-            prefilling.handle_refused_prefill(now, status)
+            prefilling.handle_refused_prefill(now, head.status)
             refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
@@ -186,20 +168,17 @@ class Attempt:
         return keyless
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
+        """Pass on a piece of the response, unless another worker takes over."""
         owner, response = self._owner, self.response
         if response is None:
-            head, self._head = self._head, None
-            if head is None or (ended and self._try_pass_at_once(now, head, body)):
+            response = self._begin_response(now, body, ended)
+            if response is None:
                 return
-            response = self.response = writer_for(owner, head)
         if owner.rest is not None:
-            rest = rest_of(owner, self.lease, now, body)
-            if isinstance(rest, Refusal):
-                self._end_with(now, Outcome.UNFINISHED, rest)
+            new = self._remove_sent(now, body, ended)
+            if new is None:
                 return
-            if rest is None or not (rest or ended):
-                return
-            body = rest
+            body = new
         if ended:
             if owner.rest is not None or response.is_truncated(owner.route.name, body):
                 self.connection_failed(now, WorkerError.RESET)
@@ -207,20 +186,14 @@ class Attempt:
             self.connection = None
         if continue_after_failure(owner, self.lease, now, response, body):
             return
-        handover = self.handover
-        if handover is not None and handover.is_fetch_pending and response.status == OK:
-            first = handover.first_pieces(body, ended, self.connection)
-            if first is None or (begins_with_error(first) and self._retry_failed_transfer(now)):
+        if self.handover is not None or self._error_body is not None:
+            checked = self._check_beginning(now, response, body, ended)
+            if checked is None:
                 return
-            body = first
-        if self._error_body is not None:
-            whole = self._read_error(now, self._error_body + body, ended)
-            if whole is None:
-                return
-            body = whole
+            body = checked
         had_begun = response.has_begun
         data = response.feed(body, ended)
-        if not had_begun and response.has_begun:
+        if response.has_begun and not had_begun:
             if not owner.client.writable:
                 self.pause()  # paused before the connection existed
             if self.handover is not None:  # a head alone proves no transfer
@@ -232,17 +205,45 @@ class Attempt:
             owner.record.sent_bytes += len(data)
             owner.client.write(data)
         if ended:
-            finish(self._owner, self.lease, now, response)
+            finish(owner, self.lease, now, response)
         elif response.tokens:
             self._open_fast_path(response)
 
-    def _try_pass_at_once(self, now: float, head: ResponseHead, body: bytes) -> bool:
-        lease = self.lease
-        if lease is None or not may_pass_at_once(self._owner, head):
-            return False
-        self.connection = None
-        pass_at_once(self._owner, lease, now, head, body)
-        return True
+    def _begin_response(self, now: float, body: bytes, ended: bool) -> ResponseWriter | None:
+        """Return the writer for a response; None if all of it has been passed on."""
+        head, self._head = self._head, None
+        if head is None:
+            return None
+        if ended and self.lease is not None and may_pass_at_once(self._owner, head):
+            self.connection = None
+            pass_at_once(self._owner, self.lease, now, head, body)
+            return None
+        self.response = writer_for(self._owner, head)
+        return self.response
+
+    def _remove_sent(self, now: float, body: bytes, ended: bool) -> bytes | None:
+        """Return what is new of a stream that another worker repeats; None if there is nothing."""
+        rest = rest_of(self._owner, self.lease, now, body)
+        if isinstance(rest, Refusal):
+            self._end_with(now, Outcome.UNFINISHED, rest)
+            return None
+        return rest if rest or ended else None
+
+    def _check_beginning(
+        self, now: float, response: ResponseWriter, body: bytes, ended: bool
+    ) -> bytes | None:
+        """Return the bytes to pass on; None while a response does not show whether to retry."""
+        handover = self.handover
+        if handover is not None and handover.is_fetch_pending and response.status == OK:
+            first = handover.first_pieces(body, ended, self.connection)
+            if first is None:
+                return None
+            if begins_with_error(first) and self._retry_held_back(now, Outcome.ERRED):
+                return None
+            body = first
+        if self._error_body is None:
+            return body
+        return self._read_error(now, self._error_body + body, ended)
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
         connection, lease, stream = self.connection, self.lease, response.flowing
@@ -251,24 +252,21 @@ class Attempt:
                 self._passage = fast_path(self._owner, lease, response, stream)
             connection.open_fast_path(self._passage)
 
-    def _retry_failed_transfer(self, now: float) -> bool:
-        """Retry as after a 500. Return False if no worker is left."""
+    def _retry_held_back(self, now: float, outcome: Outcome) -> bool:
+        """Retry after a response that was held back. Return False if no worker is left."""
         failed, self.response = self.response, None
-        refusal = self._owner.try_another(now, Outcome.ERRED, WorkerError.STATUS)
+        refusal = self._owner.try_another(now, outcome, WorkerError.STATUS)
         if refusal is None:
             return True
         self.response, self._owner.last_refusal = failed, refusal
         return False
 
     def _read_error(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
-        """Collect an error; retry a request that exceeded the worker's context.
-
-        Return the error for the client, or None.
-        """
+        """Collect an error, and retry if the request was too long; else return the error."""
         self._error_body = error_body
         if not ended and len(error_body) <= MAX_ERROR_BYTES:
             return None
-        self._error_body, lease, owner, refused = None, self.lease, self._owner, self.response
+        self._error_body, lease, owner = None, self.lease, self._owner
         if ended and (refusal := missing_route(owner, error_body)) is not None:
             self.response = None
             self._end_with(now, Outcome.REFUSED, refusal)
@@ -276,12 +274,7 @@ class Attempt:
         if lease is None or not is_too_long(error_body):
             return error_body
         owner.ask = owner.record.ask = self._wire.router.leases.enlarge_request(lease)
-        self.response = None
-        refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS, free=True)
-        if refusal is None:
-            return None
-        self.response, owner.last_refusal = refused, refusal
-        return error_body
+        return None if self._retry_held_back(now, Outcome.REFUSED) else error_body
 
     def extra_wait_s(self, now: float) -> float:
         lease, handover = self.lease, self.handover
@@ -319,19 +312,22 @@ class Attempt:
             return
         response = self.response
         if response is None or not response.has_begun or owner.rest is not None:
-            self.response = None
-            failed = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
-            if failed is None:
-                return
-            if failed.status == BAD_GATEWAY and error is WorkerError.TIMEOUT:
-                failed = Refusal(GATEWAY_TIMEOUT, failed.reason, failed.message, "timeout")
-            owner.refuse(now, failed)
+            self._retry_or_refuse(now, error)
             return
         if self.end_complete_stream(now) or move_stream(owner, self.lease, now, response, error):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
         break_off(owner, now, response, "The worker failed during the response.", f"worker_{error}")
+
+    def _retry_or_refuse(self, now: float, error: WorkerError) -> None:
+        owner, self.response = self._owner, None
+        refusal = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
+        if refusal is None:
+            return
+        if refusal.status == BAD_GATEWAY and error is WorkerError.TIMEOUT:
+            refusal = Refusal(GATEWAY_TIMEOUT, refusal.reason, refusal.message, "timeout")
+        owner.refuse(now, refusal)
 
     def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
         self.stop(now, outcome)
@@ -343,11 +339,14 @@ class Attempt:
         response = self.response
         if response is None or not response.is_complete:
             return False
+        self.drop_connection()
+        end_stream(self._owner, self.lease, now, response)
+        return True
+
+    def drop_connection(self) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.drop()
-        end_stream(self._owner, self.lease, now, response)
-        return True
 
     def pause(self) -> None:
         if self.connection is not None:
@@ -368,6 +367,16 @@ class Attempt:
             connection.drop()
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, outcome)
+
+
+def outcome_of(head: ResponseHead) -> Outcome | None:
+    """Return how a worker failed by an error response; None if the request is at fault."""
+    status = head.status
+    if status in NOT_SUPPORTED or (status < SERVER_ERROR and status != TOO_MANY_REQUESTS):
+        return None
+    if status == SERVER_ERROR and head.retry_after_s is not None:
+        return Outcome.FAILED  # the worker reports a fault of its own
+    return OUTCOMES.get(status, Outcome.FAILED)
 
 
 def _is_only_slow(lease: Lease | None, now: float, connection: WorkerConnection | None) -> bool:

@@ -14,15 +14,16 @@ from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import LegFailure
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
+from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
-from proxy.http.headers import RefusedError
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from proxy.core.request.json_body import LargeBody
     from proxy.core.tenants.limits import LimitExceeded, PendingDecision
     from proxy.http.request import Request
+    from proxy.http.response_parser import ResponseHead
     from proxy.wire.context import WireContext
     from proxy.wire.extension import Client
     from proxy.wire.large_body_queue import LargeBodyReader
@@ -91,10 +93,10 @@ class Exchange(AttemptOwner):
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
             self._reader = wire.large_bodies.add(request.body, self._read, self.end_for_shutdown)
         else:
-            self._read(now, request.body)
+            self._read(now)
 
-    def _read(self, now: float, body: bytes | LargeBody) -> None:
-        request, ask = self.request, read_request(self, now, body)
+    def _read(self, now: float, large: LargeBody | None = None) -> None:
+        request, ask = self.request, read_request(self, now, large)
         if isinstance(ask, Refusal):
             self.refuse(now, ask)
             return
@@ -156,18 +158,17 @@ class Exchange(AttemptOwner):
         self._place(now, ask)
 
     def _place(self, now: float, ask: RequestInfo) -> None:
-        explain = self.request.head.explain
-        placed = self.wire.router.submit(ask, now, explain=explain)
-        if isinstance(placed, Ticket):
-            self._enqueue(placed)
-        else:
-            self.placement_decided(now, placed)
+        self._go_on(now, self.wire.router.submit(ask, now))
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def _go_on(self, now: float, answer: Lease | Ticket | Refusal) -> None:
+        """Wait in the queue, run on a worker, or end."""
+        if not isinstance(answer, Ticket):
+            self.placement_decided(now, answer)
+            return
         self.set_state(QUEUED)
-        self._ticket = ticket
+        self._ticket = answer
         self._attempt = None
-        self.wire.queue(ticket, self)
+        self.wire.queue(answer, self)
 
     def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
         if (ticket := self._ticket) is not None:
@@ -181,56 +182,39 @@ class Exchange(AttemptOwner):
         attempt.start(now, placed)
 
     def try_another(
-        self,
-        now: float,
-        outcome: Outcome,
-        error: WorkerError,
-        retry_after_s: float | None = None,
-        *,
-        free: bool = False,
-        why: str = "",
+        self, now: float, outcome: Outcome, error: WorkerError, head: ResponseHead | None = None
     ) -> Refusal | None:
         """Send the request to another worker; return a refusal if none is left.
 
-        `free`: the retry uses no budget. `why`: details of the error. A drained worker has not
-        failed.
+        `head`: the response that reports the failure. A drained worker has not failed.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
         if attempt is None or lease is None:
             return self.last_refusal
-        failed = lease.running_leg
-        worker = failed.worker
+        worker, moves = lease.running_leg.worker, error is WorkerError.DRAINED
+        free = moves or outcome is Outcome.REFUSED  # the worker is well
         self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.end_failed(now, outcome, error)
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        moves = error is WorkerError.DRAINED
         if self.begun is not None and (error is WorkerError.CONNECT or outcome is Outcome.BUSY):
             free = True  # the worker has done nothing for the stream
-        placed = wire.router.retry(
-            lease,
-            now,
+        failure = LegFailure(
             outcome,
-            retry_after_s,
             avoid=None if moves else worker,
-            after=failed,
-            free=free or moves,
+            retry_after_s=None if head is None else head.retry_after_s,
+            free=free,
             dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
-            explain=self.request.head.explain,
-            why=why or error.value,
+            why=error.value if head is None else str(head.status),
         )
+        placed = wire.router.retry(lease, now, failure)
         if not isinstance(placed, Refusal):
             wire.metrics.count_retry(worker.name, error.value)
-            connection, attempt.connection = attempt.connection, None
-            if connection is not None:
-                connection.drop()
-            if isinstance(placed, Ticket):
-                self._enqueue(placed)
-            else:
-                self.placement_decided(now, placed)
+            attempt.drop_connection()
+            self._go_on(now, placed)
         wire.dispatch_queued(now)
         return placed if isinstance(placed, Refusal) else None
 
@@ -258,8 +242,7 @@ class Exchange(AttemptOwner):
         if self.begun is not None:
             if failed := self.failed_worker:  # the stream did not go on since
                 not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
-            status, reason = refusal.status, refusal.reason
-            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, status, reason)
+            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, refusal)
             return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         answer = refuse(refusal, self.request, keep_alive=keep_alive)
@@ -284,29 +267,26 @@ class Exchange(AttemptOwner):
         self.wire.dispatch_queued(now)
 
     def end_for_shutdown(self, now: float) -> None:
-        attempt = self._attempt
-        if attempt is not None and attempt.end_complete_stream(now):
-            return
-        self._stop(now)
-        response = None if attempt is None else attempt.response
-        if response is None or not response.has_begun:
-            self.refuse(now, refusals.draining())
-        else:
-            break_off(self, now, response, "The router was stopped.", "router_stopped")
+        self._end_early(now, refusals.draining(), "The router was stopped.", "router_stopped")
 
     def expire(self, now: float) -> None:
+        refusal = refusals.request_timeout(self._limit_s)
+        self._end_early(now, refusal, refusal.message, "time_limit", refusal)
+        self.wire.dispatch_queued(now)
+
+    def _end_early(
+        self, now: float, refusal: Refusal, message: str, code: str, why: Refusal | None = None
+    ) -> None:
+        """Refuse the request, or break its response off with a message and a code."""
         attempt = self._attempt
         if attempt is not None and attempt.end_complete_stream(now):
             return
         self._stop(now)
-        refusal = refusals.request_timeout(self._limit_s)
         response = None if attempt is None else attempt.response
         if response is None or not response.has_begun:
             self.refuse(now, refusal)
-            self.wire.dispatch_queued(now)
         else:
-            status, reason = refusal.status, refusal.reason
-            break_off(self, now, response, refusal.message, "time_limit", status, reason)
+            break_off(self, now, response, message, code, why)
 
     def _stop(self, now: float) -> None:
         wire = self.wire

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
     from proxy.core.request.continued_text import TextSoFar
     from proxy.http.request import Request
+    from proxy.http.response_parser import ResponseHead
     from proxy.http.sent_text import RestOfText, SentText
     from proxy.wire.context import WireContext
     from proxy.wire.exchange.response_writer import ResponseWriter
@@ -54,14 +55,7 @@ class AttemptOwner:
             self.sent_text.condense()
 
     def try_another(
-        self,
-        now: float,
-        outcome: Outcome,
-        error: WorkerError,
-        retry_after_s: float | None = None,
-        *,
-        free: bool = False,
-        why: str = "",
+        self, now: float, outcome: Outcome, error: WorkerError, head: ResponseHead | None = None
     ) -> Refusal | None:
         """Retry, or return a refusal."""
         raise NotImplementedError

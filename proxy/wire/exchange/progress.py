@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.core.model.types import Outcome, Reason
+from proxy.core.model.types import Outcome, Refusal
 from proxy.core.request.client_fields import OPTIONS
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import keep_for_continuation
@@ -146,16 +146,18 @@ def break_off(
     response: ResponseWriter,
     message: str,
     code: str,
-    status: int = BAD_GATEWAY,
-    reason: Reason | None = None,
+    refusal: Refusal | None = None,
 ) -> None:
-    """End an incomplete response so that the client notices.
+    """End an incomplete response so that the client notices; `refusal`: why, if known.
 
     After an error event and the end of the framing, the connection can be reused.
     """
     last_words = response.final_error_event(message, code)
     owner.record.sent_bytes += len(last_words or b"")
-    owner.close(now, status, reason)
+    if refusal is None:
+        owner.close(now, BAD_GATEWAY)
+    else:
+        owner.close(now, refusal.status, refusal.reason)
     if last_words is None:
         owner.client.break_off()
     else:

@@ -125,23 +125,11 @@ class RequestRecord:
         self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
     ) -> None:
         """Count the request; `reason` is set if the router refused it."""
-        ask, decision, first = self.ask, self.decision, self.first_token_at
+        ask, decision = self.ask, self.decision
         if reason is None:  # without a decision, the client left before the placement
             reason = Reason.FLEET_FULL if decision is None else decision.reason
         done = FinishedRequest(route, status, reason, now - self.started)
-        done.queue_s = self.queue_s
-        done.size = class_of(ask)
-        done.left_workers = self.left_workers
-        if ask is not None:
-            done.model = ask.model
-            if ask.needs_engine:
-                done.stream = ask.stream
-        if first is not None:
-            done.ttft_s = first - self.started
-            if first and self.tokens:
-                done.tpot_s = (self.last_token_at - first) / self.tokens
-        if decision is not None:
-            self._describe_placement(done, decision)
+        self._describe(done)
         metrics.count_request(done)
         if ask is not None:
             settings = metrics.router.settings.admission
@@ -157,6 +145,20 @@ class RequestRecord:
             callback(self, now, route, status, reason)
         if ask is not None:
             metrics.recent.add(ask, decision, done)
+
+    def _describe(self, done: FinishedRequest) -> None:
+        ask, first_at = self.ask, self.first_token_at
+        done.queue_s, done.left_workers = self.queue_s, self.left_workers
+        done.size = class_of(ask)
+        if ask is not None:
+            done.model = ask.model
+            done.stream = ask.stream if ask.needs_engine else None
+        if first_at is not None:
+            done.ttft_s = first_at - self.started
+            if first_at and self.tokens:
+                done.tpot_s = (self.last_token_at - first_at) / self.tokens
+        if self.decision is not None:
+            self._describe_placement(done, self.decision)
 
     def _describe_placement(self, done: FinishedRequest, decision: Decision) -> None:
         done.worker, done.pool = decision.worker.name, decision.worker.role

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from proxy.core.model.refusals import bad_request
-from proxy.core.model.types import Refusal
+from proxy.core.model.types import ReceivedRequest, Refusal
 from proxy.core.queue.latency_admission import NO_TARGETS
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.session_key import id_in_headers
@@ -48,18 +48,19 @@ def deadline_in(
     )
 
 
-def read_request(owner: AttemptOwner, now: float, body: bytes | LargeBody) -> RequestInfo | Refusal:
+def read_request(owner: AttemptOwner, now: float, large: LargeBody | None) -> RequestInfo | Refusal:
     router, request = owner.wire.router, owner.request
     head, special = request.head, request.head.special
     deadline = deadline_in(special, owner.record.started, owner.wire.settings)
     if isinstance(deadline, Refusal):
         ask: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
     else:
-        ask = router.read(
-            owner.route, body, special.get(b"content-type", b""),
+        received = ReceivedRequest(
+            owner.route, request.body, special.get(b"content-type", b""),
             request.id.decode("latin-1"), head.tenant, id_in_headers(special),
-            batch=head.batch, deadline=deadline,
+            batch=head.batch, deadline=deadline, explain=head.explain, large=large,
         )  # fmt: skip
+        ask = router.read(received)
     if isinstance(ask, Refusal):
         router.charge_refused_read(head.tenant, now)
     return ask

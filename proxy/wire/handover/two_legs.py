@@ -223,19 +223,19 @@ class TwoLegExchange:
             return lease.running_leg.worker, outcome
         healthy = error is WorkerError.STATUS if was_sent else is_healthy(lease)
         self.release_unfetched(now, healthy=healthy)
-        erred = late or outcome is Outcome.ERRED
-        if not (erred if was_sent else healthy):
+        is_decode_worker_well = (late or outcome is Outcome.ERRED) if was_sent else healthy
+        if not is_decode_worker_well:
             return lease.worker, outcome
-        # Only a late transfer rules out its decode worker.
         self._was_late = late
-        late = late or not was_sent
-        whole = LATE_TRANSFER if late else FAILED_TRANSFER
-        lease.attempts = replace(lease.attempts, whole=whole)
-        if late and was_sent:
+        if late:
             self._count_link_failure(now, lease.worker)
+        # A transfer that failed at once does not rule out its decode worker.
         self.is_suspect = was_sent and not late
-        spared = late and self._wire.router.leases.has_other_worker(lease)
-        return lease.worker if spared else first, Outcome.MOOT
+        whole = FAILED_TRANSFER if self.is_suspect else LATE_TRANSFER
+        lease.attempts = replace(lease.attempts, whole=whole)
+        if not self.is_suspect and self._wire.router.leases.has_other_worker(lease):
+            return lease.worker, Outcome.MOOT
+        return first, Outcome.MOOT
 
     def record_failure(self, now: float) -> None:
         """Count the failure, after the request succeeded elsewhere."""

@@ -16,7 +16,7 @@ from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
-from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
+from proxy.core.model.types import Outcome, ReceivedRequest, Refusal, RequestInfo, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.routes import find
 from proxy.core.router import Router, RouterSettings
@@ -161,7 +161,9 @@ def read(
     **fields: Any,
 ) -> RequestInfo | Refusal:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return router.read(route(path), raw, b"application/json", "id", owner, **fields)
+    return router.read(
+        ReceivedRequest(route(path), raw, b"application/json", "id", owner, **fields)
+    )
 
 
 def sized(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Attempts, Lease
+from proxy.core.fleet.leases import Attempts, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.types import Outcome, Reason, Usage
 from proxy.core.router import Router, RouterSettings
@@ -91,7 +91,8 @@ def test_smaller_worker_may_try_after_the_larger_failed() -> None:
     lease = placed(router.submit(info, 0.0))
     assert lease.worker.name == "l"
     waits(router.submit(ask(8000, 50, error=500), 0.0))  # the request waits for the full worker
-    assert placed(router.submit(info, 0.0, Attempts(workers_named(router, "l")))).worker.name == "s"
+    again = placed(router.submit_again(info, 0.0, Attempts(workers_named(router, "l"))))
+    assert again.worker.name == "s"
     router.fleet.health.record_failure(lease.worker, 0.0, 60.0)
     assert [placed(end).worker.name for _, end in router.pop_due(0.1)] == ["s"]
 
@@ -122,7 +123,7 @@ def test_draining_refuses_new_requests_and_serves_waiting_ones() -> None:
     lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
     router.draining = True
     assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
-    retry = router.submit(ask(), 0.0, Attempts(workers_named(router, "a")))
+    retry = router.submit_again(ask(), 0.0, Attempts(workers_named(router, "a")))
     assert refused(retry).status == 502
     router.leases.finish(lease, 1.0, Outcome.DONE)
     assert [(t, placed(end).worker.name) for t, end in router.pop_due(1.0)] == [(ticket, "a")]
@@ -167,8 +168,8 @@ def test_requests_wait_for_a_busy_worker() -> None:
 
 def test_attempts_per_request_are_bounded() -> None:
     router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
-    placed(router.submit(ask(), 0.0, Attempts(workers_named(router, "a"))))
-    third = router.submit(ask(), 0.0, Attempts(workers_named(router, "a", "b")))
+    placed(router.submit_again(ask(), 0.0, Attempts(workers_named(router, "a"))))
+    third = router.submit_again(ask(), 0.0, Attempts(workers_named(router, "a", "b")))
     assert refused(third).status == 502
 
 
@@ -177,7 +178,7 @@ def test_retries_of_all_requests_are_bounded() -> None:
 
     def retry() -> list[object]:
         first = Attempts(workers_named(router, "a"))
-        return [router.submit(ask(), 0.0, first) for _ in range(30)]
+        return [router.submit_again(ask(), 0.0, first) for _ in range(30)]
 
     ends = retry()
     assert sum(isinstance(end, Lease) for end in ends) == 10
@@ -196,9 +197,7 @@ def test_moved_worker_has_its_own_failure_event() -> None:
         own_leases = [lease for lease in leases if lease.worker is at][:times]
         left = []
         for lease in own_leases:
-            router.leases.finish(lease, now + 0.1, Outcome.FAILED)
-            tried = frozenset({at})
-            placed(router.submit(lease.ask, now + 0.1, Attempts(tried), after=lease))
+            placed(router.retry(lease, now + 0.1, LegFailure(Outcome.FAILED, at)))
             left.append(router._retries._saved)
         return left
 
@@ -220,7 +219,7 @@ def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> No
     first = lease.worker
     assert first.name == "a"
     larger = router.leases.enlarge_request(lease)
-    answer = router.retry(lease, 0.1, Outcome.REFUSED, avoid=first, after=lease, free=True)
+    answer = router.retry(lease, 0.1, LegFailure(Outcome.REFUSED, first, free=True))
     again = placed(answer)
     assert (again.worker.name, again.ask) == ("b", larger)
     assert (lease.ask.long, larger.long) == (False, True)
@@ -237,9 +236,8 @@ def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
     answer = router.submit(info, 0.0)
     for dropped in (False, True, False, True):  # the other workers did not act
         lease = placed(answer)
-        answer = router.retry(
-            lease, 0.1, Outcome.FAILED, avoid=lease.worker, after=lease, free=free, dropped=dropped
-        )
+        failure = LegFailure(Outcome.FAILED, lease.worker, free=free, dropped=dropped)
+        answer = router.retry(lease, 0.1, failure)
     refusal = refused(answer)
     assert (refusal.status, refusal.code) == (502, "request_dropped")
     assert len({*lease.attempts.tried, lease.worker}) == 4

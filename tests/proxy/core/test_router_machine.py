@@ -209,7 +209,10 @@ class RouterMachine(RuleBasedStateMachine):
         ]
         self.asked.append((info, facts_of(info)))
         tried = frozenset(w for w in self.fleet.roster if w.name in failed)
-        placed = self.router.submit(info, self.now, Attempts(tried))
+        if tried:
+            placed = self.router.submit_again(info, self.now, Attempts(tried))
+        else:
+            placed = self.router.submit(info, self.now)
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
             assert not waiting_before or tried or pinned
@@ -356,7 +359,7 @@ class RouterMachine(RuleBasedStateMachine):
             return [facts_of(each) for each in (one, attempts, *self.fleet.roster)]
 
         before = inputs()
-        self.router.placer.decide(one, self.now, attempts, explain=False, aged=aged, late=late)
+        self.router.placer.decide(one, self.now, attempts, aged=aged, late=late)
         assert inputs() == before, "a decision changes nothing"
 
     # Invariants

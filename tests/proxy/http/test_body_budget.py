@@ -6,9 +6,9 @@ from hashlib import sha256
 
 import pytest
 
+from proxy.core.model.refusals import RefusedError
 from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.http.body_budget import ANONYMOUS_ACCOUNT, BodyBudget
-from proxy.http.headers import RefusedError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import bearer, chat

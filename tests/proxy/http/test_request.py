@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.core.model.refusals import RefusedError
 from proxy.http.body_budget import BodyBudget
-from proxy.http.headers import RefusedError
 from proxy.http.request import Request
 from proxy.http.request_parser import PIPELINED_REQUEST_BYTES, HttpRequestParser, ParserState
 from tests.fuzz.judge import set_route

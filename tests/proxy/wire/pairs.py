@@ -11,6 +11,7 @@ from typing import Any
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
+from proxy.core.model.types import ReceivedRequest
 from proxy.core.request import routes
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, FakeWorker
@@ -35,7 +36,7 @@ class Pairs:
         """Return the decision about a request."""
         route = routes.find("POST", path)
         assert isinstance(route, Route)
-        info = self.site.router.read(route, body, b"application/json", "id")
+        info = self.site.router.read(ReceivedRequest(route, body, b"application/json", "id"))
         decision = self.site.router.placer.explain(info, self.site.clock())  # type: ignore[arg-type]
         assert isinstance(decision, Decision)
         return decision

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Lease, LegFailure
 from proxy.core.fleet.slots import QUEUED_GAUGE
 from proxy.core.model import types as core
 from proxy.core.model.specs import Gauges
@@ -201,9 +201,8 @@ class FleetSimulation:
         else:  # no decode worker is available: restart the request
             self._release_prefill(flight, now)
             avoid = lease.worker if router.leases.has_other_worker(lease) else first.worker
-            outcome = core.Outcome.MOOT
-            anew = router.retry(lease, now, outcome, avoid=avoid, after=lease, free=True)
-            self._handle_placement(flight, anew, now)
+            failure = LegFailure(core.Outcome.MOOT, avoid, free=True)
+            self._handle_placement(flight, router.retry(lease, now, failure), now)
         self._dispatch_queued(router, now)
 
     def _release_prefill(self, flight: RequestFlight, now: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Lease, LegFailure
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
@@ -313,9 +313,8 @@ def test_a_continued_stream_is_charged_once(
     router.leases.record_first_token(lease, 0.0)
     router.leases.record_tokens(lease, 30)
     moves = outcome is Outcome.MOOT
-    again = router.retry(
-        lease, 0.0, outcome, avoid=None if moves else lease.worker, after=lease, free=moves
-    )
+    failure = LegFailure(outcome, None if moves else lease.worker, free=moves)
+    again = router.retry(lease, 0.0, failure)
     assert isinstance(again, Lease)
     assert again.worker is not lease.worker
     assert owner.ledger.running == 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import Decision, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
@@ -148,9 +148,8 @@ def test_turn_goes_elsewhere_where_a_wait_costs_more_or_is_impossible(case: str)
         scene.end(scene.running, 11.0)
         failed = placed(router.submit(info, 11.0))
         occupy(router, name, now=11.0) if not failed.worker.is_full else None
-        answer = router.retry(
-            failed, 11.0, Outcome.FAILED, avoid=worker_of(router, name), after=failed
-        )
+        failure = LegFailure(Outcome.FAILED, worker_of(router, name))
+        answer = router.retry(failed, 11.0, failure)
     else:
         answer = router.submit(info, 11.0)
     assert placed(answer).worker.name != name

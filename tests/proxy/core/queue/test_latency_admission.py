@@ -82,4 +82,4 @@ def test_requests_may_wait_before_the_queue_rate_is_known() -> None:
 def test_retry_is_admitted() -> None:
     router = make_router()
     placed(router.submit(ask(50_000), 0.0))
-    placed(router.submit(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))))
+    placed(router.submit_again(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))))

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.core.model.types import ReceivedRequest
 from proxy.core.request.client_fields import (
     ClientFields,
     find_forbidden,
@@ -293,7 +294,7 @@ def test_form_of_a_tenant_must_name_its_model_unambiguously() -> None:
 
     def answer(owner: Tenant, *parts: tuple[bytes, bytes]) -> Any:
         path = route("/v1/audio/transcriptions")
-        return router.read(path, form(*parts), TYPE, "id", owner)
+        return router.read(ReceivedRequest(path, form(*parts), TYPE, "id", owner))
 
     assert answer(RESTRICTED, plain).model == "n"
     assert refused(answer(RESTRICTED, other)).status == 403
@@ -309,7 +310,7 @@ def test_stored_response_is_visible_to_its_tenant_only() -> None:
 
     def fetch(owner: Tenant | None, response: str = "resp_1") -> Any:
         path = route(f"/v1/responses/{response}", "GET")
-        return router.read(path, b"", b"", "id", owner)
+        return router.read(ReceivedRequest(path, b"", b"", "id", owner))
 
     def continue_response(owner: Tenant) -> Any:
         body = {"input": "go on", "previous_response_id": "resp_1"}

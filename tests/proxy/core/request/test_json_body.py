@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import orjson
 import pytest
 
+from proxy.core.model.types import ReceivedRequest
 from proxy.core.request.json_body import LargeBody, parsed
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES
 from tests.proxy.core.making import refused, route, router_of, spec
@@ -33,8 +35,9 @@ def test_body_read_in_steps_gives_the_same_request(body: bytes, steps: int) -> N
         taken += 1
     assert taken == steps
     assert not large.advance()
-    whole = router.read(path, body, b"application/json", "id")
-    assert repr(router.read(path, large, b"application/json", "id")) == repr(whole)
+    request = ReceivedRequest(path, body, b"application/json", "id")
+    whole = router.read(request)
+    assert repr(router.read(replace(request, large=large))) == repr(whole)
 
 
 def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
@@ -44,7 +47,8 @@ def test_text_that_is_no_json_is_refused_after_the_last_step() -> None:
     with pytest.raises(orjson.JSONDecodeError) as found:
         large.fields()
     router = router_of(spec("w"))
-    refusal = refused(router.read(route(), large, b"application/json", "id"))
+    request = ReceivedRequest(route(), TEXT, b"application/json", "id", large=large)
+    refusal = refused(router.read(request))
     assert str(found.value) in refusal.message
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from proxy.core.model.route_table import PromptFields
-from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.model.types import Reason, ReceivedRequest, RequestInfo
 from proxy.core.request import json_edit, json_limits
 from proxy.core.request.json_edit import MAX_MEMBERS, edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, MAX_NODES, masked
@@ -259,7 +259,7 @@ def test_unknown_stored_response_goes_to_any_live_worker() -> None:
     router = router_of(spec("a", model="m0"), spec("b", model="m1"))
     router.fleet.roster.expect(["m2"])
     take_down(router.fleet, "a")
-    get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
+    get = router.read(ReceivedRequest(route("/v1/responses/resp_x", "GET"), b"", b"", "id"))
     assert isinstance(get, RequestInfo)
     assert placed(router.submit(get, 0.0)).worker.name == "b"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.fleet.leases import Decision, Lease
+from proxy.core.fleet.leases import Decision, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason
@@ -82,7 +82,7 @@ def test_reserve_is_open_to_shorts_whose_worker_fails(most: int | None, kv_usage
     router = router_with_reserve(most, kv_usage)
     lease = placed(router.submit(ask(10, 1), 1.5))
     assert lease.worker.name == "s"
-    again = router.retry(lease, 1.6, Outcome.FAILED, avoid=lease.worker, after=lease)
+    again = router.retry(lease, 1.6, LegFailure(Outcome.FAILED, lease.worker))
     assert placement(placed(again)) == ("l", Reason.RETRY)
     router.leases.finish(placed(again), 1.6, Outcome.DONE)
     router.fleet.health.record_failure(worker_of(router, "s"), 1.6, 60.0)
@@ -115,7 +115,8 @@ def test_total_of_a_score_is_the_sum_of_its_parts() -> None:
     placed(router.submit(info, 0.0))
     for _ in range(3):
         router.leases.record_first_token(placed(router.submit(ask(900), 0.0)), 0.1)
-    for score in placed(router.submit(info, 0.2, explain=True)).decision.scores:
+    info.explain = True
+    for score in placed(router.submit(info, 0.2)).decision.scores:
         fixed = worker_of(router, score.worker).pace.fixed_s
         parts = fixed + score.wait_s + score.prefill_s + score.harm_s
         assert score.total == pytest.approx(parts)

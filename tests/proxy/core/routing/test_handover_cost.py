@@ -50,7 +50,7 @@ def whole(prompt: int, output: int = 50) -> RequestInfo:
 def place_decoding(router: Router, name: str = "d0", count: int = 4) -> None:
     """Place short requests that decode on a worker."""
     for _ in range(count):
-        lease = placed(router.submit(whole(10, 1000), 0.0, Attempts(others(router, name))))
+        lease = placed(router.submit_again(whole(10, 1000), 0.0, Attempts(others(router, name))))
         router.leases.record_first_token(lease, 0.0)
 
 
@@ -231,7 +231,7 @@ def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     holder = present(lease.prefill).worker
     router.leases.end_prefill(lease, 1.0, Usage(1000))
     retry = Attempts(frozenset([lease.worker]))
-    again = placed(router.submit(ask(1000, prefix=prefix), 2.0, retry))
+    again = placed(router.submit_again(ask(1000, prefix=prefix), 2.0, retry))
     assert present(again.prefill).worker is holder
 
 
@@ -255,7 +255,7 @@ def test_failed_link_is_counted_only_above_the_threshold() -> None:
     for _ in range(3):
         router.placer.links.record_failure(worker_of(router, "p0"), worker_of(router, "d0"), 1.0)
     for size in (10, LONG):
-        lease = placed(router.submit(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
+        lease = placed(router.submit_again(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
         assert (lease.prefill, lease.worker.name) == (None, "d0")
     assert verdicts(router) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
 
@@ -274,7 +274,8 @@ def test_failed_prefills_are_retried_then_served_whole() -> None:
     info, tried = ask(LONG), frozenset[Worker]()
     names = []
     for attempt in range(3):
-        lease = placed(router.submit(info, 0.0, Attempts(tried)))
+        again = router.submit_again(info, 0.0, Attempts(tried)) if tried else None
+        lease = placed(again or router.submit(info, 0.0))
         leg = lease.running_leg
         names.append(leg.worker.name)
         if attempt < 2:
@@ -303,7 +304,7 @@ def test_failed_prefill_records_no_prefix_at_the_decode_worker(
     first = lease.running_leg.worker
     router.leases.finish(lease, 1.0, outcome)
     assert blocks_held(router, blocks, d0) == before
-    again = placed(router.submit(info, 1.0, Attempts(frozenset([first]))))
+    again = placed(router.submit_again(info, 1.0, Attempts(frozenset([first]))))
     assert again.decision.handover is not None
     assert again.decision.handover.prefill is not first
     assert again.decision.handover.tokens == tokens
@@ -463,7 +464,7 @@ def test_time_spent_reduces_the_time_left_to_fetch() -> None:
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=18.0)
     assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=20.0)
     busy_one.pace.token_s = 1e-3
-    placed(router.submit(whole(10_000), 1.0, Attempts(others(router, busy_one.name))))
+    placed(router.submit_again(whole(10_000), 1.0, Attempts(others(router, busy_one.name))))
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=8.0)
     assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=10.0)
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=10.0)

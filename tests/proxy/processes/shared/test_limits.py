@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Lease, LegFailure
 from proxy.core.model.types import Outcome, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.limits import Limits
@@ -122,9 +122,8 @@ def test_retry_keeps_its_concurrency(
         answers.append(submit_in_turn(group, 1))
 
     monkeypatch.setattr(others, "publish", publish_first)
-    again = group.routers[0].retry(
-        lease, group.now, Outcome.FAILED, avoid=lease.worker, after=lease
-    )
+    failure = LegFailure(Outcome.FAILED, lease.worker)
+    again = group.routers[0].retry(lease, group.now, failure)
     types = [type(answer) for answer in answers]
     assert set(published) == ({1} if retried else {1, 0})
     assert type(again) is (Lease if retried else Refusal)

@@ -324,8 +324,9 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
         decision = Decision(group.worker(0, "d"), Reason.LEAST_LOADED)
         group.routers[0].fleet.charge(ask(), decision, group.now)
     info = ask(1000)
-    first = FIRST_ATTEMPT
-    assert group.routers[1].placer.place(info, group.now, first, explain=False, late=True) is None
+    placer = group.routers[1].placer
+    _, decision = placer.decide(info, group.now, FIRST_ATTEMPT, late=True)
+    assert decision is None
     assert info.whole == ""
 
 
