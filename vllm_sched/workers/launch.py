@@ -346,8 +346,8 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
     """Return the flags for a CPU build that are not in `given`."""
-    said = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
-    return [word for flag in parse(CPU_FLAGS) if flag.name not in said for word in flag.words]
+    set_here = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
+    return [word for flag in parse(CPU_FLAGS) if flag.name not in set_here for word in flag.words]
 
 
 def scheduler_cls(flags: Sequence[str] = ()) -> str:

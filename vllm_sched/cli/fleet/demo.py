@@ -36,9 +36,10 @@ from vllm_sched.bench.compare.compare import (
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
+from vllm_sched.cli.fleet.transfer_checks import missing_connector
 from vllm_sched.cli.fleet.up import assign_ports, make_worker
-from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
+from vllm_sched.workers.transfer import ROLES
 
 READY_S = 30.0
 TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)$', re.MULTILINE)
@@ -141,8 +142,8 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     A fleet with all roles is also split into its parts, and one part makes the single pool: while
     it is played, the other part's workers are idle.
     """
-    whole = [worker for worker in config.workers if worker.role not in PARTS]
-    halves = [worker for worker in config.workers if worker.role in PARTS]
+    whole = [worker for worker in config.workers if worker.role not in ROLES]
+    halves = [worker for worker in config.workers if worker.role in ROLES]
     policy = config.routing.policy
     found = {
         "baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))
@@ -187,7 +188,7 @@ def own_cpus(workers: Sequence[WorkerConfig]) -> list[int | None]:
     offered = sorted(os.sched_getaffinity(0))
     cpus: dict[str, int | None] = {}
     for part in (True, False):
-        names = [worker.name for worker in workers if (worker.role in PARTS) == part]
+        names = [worker.name for worker in workers if (worker.role in ROLES) == part]
         alone = on_cpu() and len(offered) >= len(names)
         cpus |= zip(names, offered if alone else [None] * len(names), strict=False)
     return [cpus[worker.name] for worker in workers]

@@ -21,14 +21,14 @@ from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.journals import launched_policies, tcp_address, with_journal
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
+from vllm_sched.cli.fleet.transfer_checks import missing_connector
+from vllm_sched.cli.fleet.wiring import Wiring, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import CONFIG_FLAG, expanded, parse
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY
-from vllm_sched.workers.transfer import Wiring
 
 # Long enough to download weights and compile graphs.
 DEADLINE_S = 1800.0
@@ -88,8 +88,8 @@ def up(path: Path, log_dir: Path | None) -> int:
             Supervisor(workers, progress.show, devices=devices),
         ):
             for worker, wiring in zip(workers, wired, strict=True):
-                if wiring.said:
-                    progress.print_line(f"{worker.name}: {wiring.said}")
+                if wiring.summary:
+                    progress.print_line(f"{worker.name}: {wiring.summary}")
             return run(path, config=config, read=read)
     except KeyboardInterrupt:
         print("vllm-sched up: interrupted", file=sys.stderr)
