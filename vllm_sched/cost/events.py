@@ -54,7 +54,7 @@ def play(
 
 
 class ClosedSystem:
-    """An engine whose slots are all taken at the start, and the requests that follow."""
+    """An engine that starts with all slots taken, and its backlog."""
 
     def __init__(self, regime: Regime, outputs: Sequence[int], lengths: Sequence[float]) -> None:
         self.active = regime.slots
@@ -82,7 +82,6 @@ class ClosedSystem:
             self._step = self._due[0]
 
     def run_step(self, joining: int = 0) -> None:
-        """Run a step in which requests may join; decodes that end in it depart."""
         prefill_s = self._admit(joining) if joining else 0.0
         active, pauses = self.active, self._regime.decodes_pause
         decoding = active + joining if pauses else active

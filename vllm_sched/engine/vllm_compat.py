@@ -53,11 +53,7 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     },
     ("vllm.v1.core.block_pool", "BlockPool"): {
         "cache_full_blocks": (
-            "request",
-            "blocks",
-            "num_cached_blocks",
-            "num_full_blocks",
-            "block_size",
+            "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size",
             "kv_cache_group_id",
         ),
         "reset_prefix_cache": (),
@@ -74,7 +70,7 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "accept_tokens": ("request", "new_token_ids"),
     },
     ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
-}
+}  # fmt: skip
 # Attributes of the KV cache manager.
 CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
 # Attributes of the manager of each KV cache group.

@@ -125,7 +125,7 @@ async def play(
 
 
 class _HeaderReader:
-    """Reads the worker's name and Retry-After from a response's headers."""
+    """Reads the worker's name and Retry-After."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome

@@ -33,7 +33,6 @@ class Transcript:
         self._parts: list[str] = []
 
     def restart(self, text: str) -> None:
-        """Begin anew with a user's text."""
         self._parts = []
         self.extend("user", text)
 
@@ -50,7 +49,6 @@ class Transcript:
         return made
 
     def field(self) -> str:
-        """Return the field of the request body."""
         if self._chat:
             return f'"messages":[{",".join(self._parts)}]'
         return f'"prompt":"{" ".join(self._parts)}"'
@@ -58,11 +56,11 @@ class Transcript:
 
 @dataclass(slots=True)
 class Conversation:
-    """A session, or one of its sub-agents, while it is played."""
+    """A session or a sub-agent while it is played."""
 
     played: PlayedSession
     transcript: Transcript
-    at: float  # planned time of the next turn, without its think time
+    at: float  # of the next turn, without its think time
     own: bool = True  # not a sub-agent's
     known: int = 0  # tokens of the transcript, by the server's count
     pauses_s: list[float] = field(default_factory=list)  # after failures of the whole session

@@ -76,7 +76,7 @@ def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
 def _pair_problems(
     moved_by: TransferConfig, first: LaunchedEnd, second: LaunchedEnd, served: str
 ) -> Iterator[Problem]:
-    """Refuse a worker whose KV cache another worker of the same served model can't read."""
+    """Refuse two workers of one served model that can't read each other's KV cache."""
     ours, theirs = (end.launch.model or served for end in (second, first))
     if ours != theirs:
         yield second.problem(
@@ -103,7 +103,6 @@ def _pair_problems(
 
 
 def _side_port_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
-    """Refuse side channels of NIXL without a valid port of their own."""
     taken: dict[tuple[str, str], LaunchedEnd] = {}
     for end in ends:
         env, key = end.launch.env, f"env.{transfer.SIDE_PORT}"
@@ -205,7 +204,7 @@ def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
 
 
 def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
-    """Check the user's own --kv-transfer-config against the fleet file's transfer: block."""
+    """Check the user's own --kv-transfer-config against `transfer`."""
     own = transfer.own_config(end.launch.args)
     if own is None:
         return

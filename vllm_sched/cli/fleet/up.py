@@ -122,36 +122,46 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
     yield from missing_connector(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
+        path = f"workers[{index}]"
         if worker.address is None:
             yield Problem(
-                f"workers[{index}].url",
+                f"{path}.url",
                 "is missing, and there is no launch: block; a worker with only a profile is for "
                 "`vllm-sched simulate`",
             )
-            continue
-        if worker.launch is None:
-            continue
-        ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
-        # vLLM makes an object of `--name.key value` and has that one replace ours.
-        given = {flag.whole for flag in parse(expanded(worker.launch.args))}
-        for name in sorted(ours.keys() & given):
-            yield Problem(
-                f"workers[{index}].launch.args",
-                f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
-            )
-        if missing := set(worker.launch.cpus) - offered:
-            yield Problem(
-                f"workers[{index}].launch.cpus",
-                f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from these",
-            )
-        journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
-        for key, shown, place in (("url", worker.url, worker.address), *journals):
-            if place is not None and (why := _why_unusable(*place)):
+        elif worker.launch is not None:
+            yield from _config_file_problems(path, worker)
+            if missing := set(worker.launch.cpus) - offered:
                 yield Problem(
-                    f"workers[{index}].{key}",
-                    f"{shown!r}: a worker started here can't listen on this address ({why}); stop "
-                    "the process that does, or choose another port",
+                    f"{path}.launch.cpus",
+                    f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from "
+                    "these",
                 )
+            yield from _address_problems(path, worker)
+
+
+def _config_file_problems(path: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """Refuse flags in vLLM's own configuration file that `up` sets."""
+    args = worker.launch.args if worker.launch else ()
+    ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
+    # vLLM makes an object of `--name.key value` and has that one replace ours.
+    given = {flag.whole for flag in parse(expanded(args))}
+    for name in sorted(ours.keys() & given):
+        yield Problem(
+            f"{path}.launch.args",
+            f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
+        )
+
+
+def _address_problems(path: str, worker: WorkerConfig) -> Iterator[Problem]:
+    journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
+    for key, shown, address in (("url", worker.url, worker.address), *journals):
+        if address is not None and (why := _why_unusable(*address)):
+            yield Problem(
+                f"{path}.{key}",
+                f"{shown!r}: a worker started here can't listen on this address ({why}); stop "
+                "the process that does, or choose another port",
+            )
 
 
 def _listed(cpus: set[int]) -> str:
@@ -201,7 +211,7 @@ def make_worker(
         },
         cpus=told.cpus,
         name=worker.name,
-        log=logs.absolute() / f"{worker.name}.log",
+        log_file=logs.absolute() / f"{worker.name}.log",
         deadline_s=DEADLINE_S,
     )
 

@@ -29,7 +29,7 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSetup:
-    """What the connector of one end needs: its configuration and environment, and their summary."""
+    """The connector of one end."""
 
     config: dict[str, Any]
     env: dict[str, str]

@@ -65,6 +65,31 @@ def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> 
     return 1 + int(MAX_STEP_GROWTH * time.seconds(shape) / growth) if growth else FOREVER
 
 
+class PrefillTime:
+    """The time for prompts in one step with decodes, divided as by `chunk_budget`."""
+
+    def __init__(
+        self, time: StepTime, seconds: float, min_chunk: int, decodes: int, context: int
+    ) -> None:
+        self.min_chunk = min_chunk  # of the first prompt
+        self._time = time
+        self._left_s = seconds
+        self._decodes = decodes
+        self._context = context
+
+    def fitting(self, done: int, least: int) -> int:
+        """Return the tokens that fit after `done` tokens of the same prompt."""
+        fitting = self._time.prefill_within(self._left_s, self._decodes, self._context, done)
+        return max(fitting, least)
+
+    def cut(self, task: Task, wanted: int, *, first: bool) -> int:
+        time = self._time
+        part = min(wanted, self.fitting(task.done, self.min_chunk if first else 0))
+        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
+        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
+        return part
+
+
 class FluidSteps:
     def __init__(self, model: WorkerModel, effects: FluidEffects, room: KvBlocks) -> None:
         self.model = model
@@ -90,8 +115,7 @@ class FluidSteps:
         self._last_short = -math.inf
         self._refused = False
         self._hog = False  # one prompt takes the whole budget
-        self._left_s = math.inf  # of the step's time, for prompts
-        self._min_chunk = 0  # of the first prompt in a step with limited time
+        self._time_left: PrefillTime | None = None  # None = no limit in this step
         self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
@@ -102,8 +126,6 @@ class FluidSteps:
         queues = (self._holding, self._shorts, self._longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
-
-    # Coming and going
 
     def push(self, task: Task) -> None:
         self.waiting += 1
@@ -200,7 +222,7 @@ class FluidSteps:
         return parts, pausing, self._equal_steps(parts, most, now)
 
     def _begin_step(self, now: float) -> None:
-        self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
+        self._soon, self._refused, self._hog, self._time_left = FOREVER, False, False, None
         if self.effects.batches and not self.running:
             self._forming, self._members = True, 0
         if self._may_hold:
@@ -211,9 +233,8 @@ class FluidSteps:
         return longest_s > 0 and self.decoding > 0 and (since is None or now - since < longest_s)
 
     def _equal_steps(self, parts: Parts, most: int, now: float) -> int:
-        """Return how many steps, of at most `most`, can be like the first."""
         time = self.model.time
-        if self._left_s < math.inf and parts and most > 1:
+        if self._time_left is not None and parts and most > 1:
             most = min(most, steps_as_sized(time, parts, self.decoding, self.context))
         if self._paused_since is not None:
             end = self._paused_since + self.effects.longest_pause_s
@@ -229,15 +250,11 @@ class FluidSteps:
             return left
         if limit.step_s is None:
             return left if limit.chunk is None else min(left, limit.chunk)
-        self._left_s, self._min_chunk = limit.step_s, limit.min_chunk
+        self._time_left = time_left = PrefillTime(
+            self._learned, limit.step_s, limit.min_chunk, self.decoding, self.context
+        )
         done = self._prefills[0].done if self._prefills else 0
-        return min(left, self._fitting(limit.step_s, done))
-
-    def _fitting(self, seconds: float, done: int) -> int:
-        """Return the prompt tokens that fit into a step's time, at least the minimum chunk."""
-        time = self._learned
-        fitting = time.prefill_within(seconds, self.decoding, self.context, done)
-        return max(fitting, self._min_chunk)
+        return min(left, time_left.fitting(done, limit.min_chunk))
 
     def _fill_in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
         prefills, parts = self._prefills, Parts()
@@ -261,15 +278,9 @@ class FluidSteps:
         return parts, task.left // part
 
     def _cut_to_gap(self, task: Task, wanted: int, first: bool) -> int:
-        """Cut a chunk to the time left, as `chunk_budget` does."""
-        if wanted <= 0 or self._left_s == math.inf:
+        if wanted <= 0 or self._time_left is None:
             return wanted
-        time = self._learned
-        fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
-        part = min(wanted, max(fitting, self._min_chunk if first else 0))
-        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
-        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
-        return part
+        return self._time_left.cut(task, wanted, first=first)
 
     def _next_task(self, now: float, step: int) -> Task | None:
         if self._holding and (task := self._admit(self._holding, step)) is not None:
@@ -328,9 +339,9 @@ class FluidSteps:
             return parts, FOREVER
         if shorts:
             self._last_short = now
-            if running is not None and self._left_s < math.inf:
+            if running is not None and (time_left := self._time_left) is not None:
                 # Running shorts are computed first, with few earlier tokens to read.
-                left = self._fitting(self._left_s, running.done)
+                left = time_left.fitting(running.done, time_left.min_chunk)
                 left = min(left, self.model.max_num_batched_tokens - self.decoding)
         quiet = not self.decoding and now - self._last_short > limits.quiet_s
         for_longs = 0
@@ -363,7 +374,7 @@ class FluidSteps:
         return part
 
     def _long_chunk(self, limits: LongPromptLimits, left: int, reserved: int, done: int) -> int:
-        """Return the tokens of all long prompts beside `reserved` tokens of short prompts."""
+        """Return the tokens of all long prompts, if short prompts need `reserved` tokens."""
         budget = self.model.max_num_batched_tokens
         if limits.share is not None:
             return max(int(budget * limits.share), 1)
@@ -374,7 +385,6 @@ class FluidSteps:
         return max(most - reserved, most // 2)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
-        if self._count_long_prefills() < limits.places:
-            return True
         overdue = now - self._longs[0].since >= limits.max_wait_s
-        return overdue and self._count_long_prefills() < limits.places_overdue
+        places = limits.places_overdue if overdue else limits.places
+        return self._count_long_prefills() < places
