@@ -29,12 +29,7 @@ class EventRun:
 
 
 def play(
-    regime: Regime,
-    threshold: int,
-    *,
-    requests: int = REQUESTS,
-    seed: int = 0,
-    alike: bool = False,
+    regime: Regime, threshold: int, *, requests: int = REQUESTS, seed: int = 0, alike: bool = False
 ) -> EventRun:
     """Simulate a backlog until `requests` have departed, in whole cycles of prefill and decode."""
     rng = random.Random(seed)

@@ -46,8 +46,8 @@ SWITCH_FLAGS = (
     "--disable-hybrid-kv-cache-manager",  # grouping of blocks; NIXL compares it
 )  # fmt: skip
 LORA_FLAG = "--lora-modules"  # adapters change the KV cache of a prompt
-# The KV cache of a draft model's layers is transferred too. The methods in NO_LAYERS have none, so
-# one end may use them alone. The number of draft tokens does not matter.
+# The KV cache of a draft model's layers is transferred too. One end alone may use the methods
+# in DRAFTS_WITHOUT_LAYERS. The number of draft tokens does not matter.
 DRAFT_FLAG = "--speculative-config"
 DRAFT_KEYS: Mapping[str, str] = {"--spec-method": "method", "--spec-model": "model"}
 COMPARED_DRAFT_KEYS = (

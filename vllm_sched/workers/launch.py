@@ -67,11 +67,7 @@ SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_cla
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
 SHUTDOWN_FLAG = "--shutdown-timeout"
 TRACE_SHUTDOWN_S = 8
-QUIET_ENV = {
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+QUIET_ENV = {"DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 # The kernel closes the pipe however this process dies.
 GUARD_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'

@@ -37,8 +37,8 @@ NO_CHUNKS_FLAG = "--no-enable-chunked-prefill"
 
 # Each block adds descriptors per layer: a 12,000-token transfer took 12 ms with blocks of 128.
 CPU_BLOCK = "128"
-# How long a prefill worker keeps unread blocks. vLLM reads blocks even after the lease has ended,
-# so the worker's lease is LEASE_FACTOR times the router's.
+# How long a prefill worker keeps unread blocks: LEASE_FACTOR times the router's lease, if any,
+# because vLLM reads blocks even after their lease.
 DEFAULT_LEASE_S, LEASE_FACTOR = 60, 2.0
 
 CONFIG_FLAG, FAILURE_KEY = "--kv-transfer-config", "kv_load_failure_policy"

@@ -153,8 +153,7 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
     row("all tokens/s", "total_token_throughput", _figure, end_section=True)
     for measure, keys in SHOWN.items():
         layout.add_row(
-            measure,
-            *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns),
+            measure, *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns)
         )
     return layout
 

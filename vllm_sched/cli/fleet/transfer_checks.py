@@ -17,8 +17,7 @@ from vllm_sched.workers.flags import expanded, last, names, number
 
 LENGTH_FLAG, MAX_PORT_DIGITS = "--max-model-len", len(str(LAST_PORT))
 VLLM_LEASE_S = 30.0  # vLLM's default
-# LMCache's settings that name a shared store or a push target, or a file with all settings, with
-# some older names.
+# LMCache's settings, also by older names, for a shared store, a push target or a file of settings.
 STORE_VARIABLES = (
     "LMCACHE_CONFIG_FILE", "LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_STORAGE_PLUGINS",
     "LMCACHE_STORAGE_PLUGINS", "LMCACHE_EXTERNAL_BACKENDS", "LMCACHE_EXTRA_CONFIG",
@@ -240,7 +239,6 @@ def _mismatches(
     if named not in transfer.classes(moved_by.connector, moved_by.mode):
         wanted = transfer.class_of(moved_by.connector, moved_by.mode)
         pushed = " with mode: push" if moved_by.mode == "push" else ""
-        # vLLM loads a prompt from the first connector with any of its blocks.
         place = f" first in {transfer.SEVERAL}" if is_nested else ""
         yield (
             f"the connector {named!r}{place}: transfer is {moved_by.connector}{pushed}, "

@@ -34,8 +34,8 @@ from vllm_sched.workers.tiny_model import TINY
 DEADLINE_S = 1800.0
 # The router probes every second, and each probe would add a log line.
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
-# What a file of vLLM's flags may not say either: the router would not know of it. Of most else that
-# is written here what is written here counts, and a file made for `vllm serve` has it by right.
+# Not allowed in vLLM's --config file either, because the router would not know it. Most other flags
+# of `up` override the file's.
 NOT_IN_CONFIG_FILE = {name: GENERATED_FLAGS[name] for name in ("--api-key",)}
 MAKE_TINY = """
 import sys

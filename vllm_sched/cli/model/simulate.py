@@ -179,9 +179,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     return int(any(each.error for each in result.outcomes))
 
 
-def _checked(
-    args: argparse.Namespace,
-) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
+def _checked(args: argparse.Namespace) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")

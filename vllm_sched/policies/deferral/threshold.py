@@ -30,11 +30,7 @@ class DepartureThreshold:
     """K as configured or, if it is None, as measured step times suggest."""
 
     def __init__(
-        self,
-        configured: AdmissionHold,
-        facts: EngineFacts,
-        fit: OnlineFit,
-        lengths: RequestLengths,
+        self, configured: AdmissionHold, facts: EngineFacts, fit: OnlineFit, lengths: RequestLengths
     ) -> None:
         self.k = configured.departures or 1
         self.best = float(self.k)

@@ -1,8 +1,4 @@
-"""The next step of a fluid engine: admissions and prompt chunks.
-
-`fill` returns the chunks, whether decodes pause, and for how many steps the result stays the same
-without arrivals and departures.
-"""
+"""The next step of a fluid engine: admissions and prompt chunks."""
 
 from __future__ import annotations
 
@@ -201,7 +197,7 @@ class FluidSteps:
     # Filling
 
     def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
-        """Return the chunks, whether decodes pause, and the number of equal steps."""
+        """Return the chunks, whether decodes pause, and for how many steps both stay the same."""
         effects = self.effects
         self._begin_step(now)
         pausing = self._may_pause(now)

@@ -46,8 +46,7 @@ SIMULATED_FLAGS: Final = frozenset((
     "--no-async-scheduling", CHUNK_LIMIT, f"{CHUNK_LIMIT}-adaptive",
     "--no-long-prefill-token-threshold-adaptive",
 ))  # fmt: skip
-# Flags (some only with this value) without effect on the simulation. All other flags, including
-# future ones, are reported as not simulated.
+# Flags (some only with this value) without effect on the simulation. Others are reported.
 HARMLESS_FLAGS: Final = frozenset((
     "--additional-config", "--aggregate-engine-logging", "--allowed-local-media-path",
     "--allowed-media-domains", "--api-key", "--api-server-count", "--chat-template",
@@ -200,7 +199,7 @@ def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int
 def model_of(
     worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: AssumedWorker
 ) -> WorkerModel:
-    """Return a worker of the fleet file on a machine, with the worker's flags."""
+    """Return a worker on a machine, with its flags."""
     launch = worker.launch or LaunchConfig()
     flags = {each.name: each.value or "" for each in parse(launch.args)}
     _check_gpus(flags, machine)
