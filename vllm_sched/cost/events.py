@@ -80,31 +80,35 @@ class ClosedSystem:
         prefill_s = self._admit(joining) if joining else 0.0
         active, pauses = self.active, self._regime.decodes_pause
         decoding = active + joining if pauses else active
-        seconds = self._regime.decode(decoding)
-        self._now += prefill_s + seconds
+        decode_s = self._regime.decode(decoding)
+        step_s = prefill_s + decode_s
+        self._now = now = self._now + step_s
         if active:
-            self._gaps.append((prefill_s + seconds, active))
+            self._gaps.append((step_s, active))
         if decoding > active:
-            self._gaps.append((seconds, decoding - active))
-        gone = self._ends.pop(self._step, [])
-        if gone:
+            self._gaps.append((decode_s, decoding - active))
+        self.active = active + joining
+        if gone := self._ends.pop(self._step, None):
             heapq.heappop(self._due)
-        self.departed += len(gone)
-        self._finished += self._now * len(gone)
-        self._served += self._now * len(gone) - math.fsum(gone)
-        self.active += joining - len(gone)
+            count = len(gone)
+            self.active -= count
+            self.departed += count
+            self._finished += now * count
+            self._served += now * count - math.fsum(gone)
         self._step += 1
 
     def _admit(self, count: int) -> float:
         """Admit the next requests; return the seconds of their prefill."""
         ahead = slice(self._admitted, self._admitted + count)
         self._admitted += count
+        ends, now = self._ends, self._now
+        # After a mixed step, decoding starts in the next step.
+        before_first = self._step - self._regime.decodes_pause
         for output in self._outputs[ahead]:
-            # After a mixed step, decoding starts in the next step.
-            last = self._step + output - self._regime.decodes_pause
-            if last not in self._ends:
+            last = before_first + output
+            if last not in ends:
                 heapq.heappush(self._due, last)
-            self._ends[last].append(self._now)
+            ends[last].append(now)
         return self._regime.batch(math.fsum(self._lengths[ahead]))
 
     def result(self, last_prefill_s: float) -> EventRun:
