@@ -65,13 +65,13 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = ComparisonPlan(config.model, workload, arguments.rounds)
-    told: list[str] = []
+    handovers: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
         play = partial(
-            _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), told
+            _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), handovers
         )
         status = measuring.run_measurement(play, arguments)
-    print(*told, *watch_hints(arguments.fleet, config), sep="\n")
+    print(*handovers, *watch_hints(arguments.fleet, config), sep="\n")
     return status
 
 
@@ -100,10 +100,10 @@ async def _play(
     config: FleetConfig,
     plan: ComparisonPlan,
     folder: Path,
-    told: list[str],
+    handovers: list[str],
     narrator: ProgressReporter,
 ) -> Comparison:
-    """Measure all fleets; append a line on hand-overs to `told` for each."""
+    """Measure all fleets; append a line on hand-overs to `handovers` for each."""
     workers = [
         make_worker(config, played_worker(worker, cpu), beside, folder)
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
@@ -117,7 +117,7 @@ async def _play(
         for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
             if each.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
-                told.append(f"{contender.label}: {describe_handovers(page, plan)}")
+                handovers.append(f"{contender.label}: {describe_handovers(page, plan)}")
     return Comparison(plan, contenders)
 
 
@@ -173,10 +173,10 @@ def played_worker(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
 
     With caching, the second of two routers would find its prompts in the workers' caches.
     """
-    told = worker.launch or LaunchConfig()
-    cpus = told.cpus or (() if cpu is None else (cpu,))
-    args = (*told.args, "--no-enable-prefix-caching")
-    launch = told.model_copy(update={"args": args, "cpus": cpus})
+    settings = worker.launch or LaunchConfig()
+    cpus = settings.cpus or (() if cpu is None else (cpu,))
+    args = (*settings.args, "--no-enable-prefix-caching")
+    launch = settings.model_copy(update={"args": args, "cpus": cpus})
     return worker.model_copy(update={"launch": launch})
 
 

@@ -192,7 +192,7 @@ def make_worker(
 ) -> Worker:
     """Return a worker that is not started, with its fleet's transfer wiring by default."""
     wiring = wiring or wiring_of(config, worker)
-    told = worker.launch or LaunchConfig()
+    settings = worker.launch or LaunchConfig()
     host, port = worker.address or (launch.LOOPBACK, None)
     served = config.model_of(worker)
     flags = ["--served-model-name", served, *QUIET_FLAGS]
@@ -200,16 +200,16 @@ def make_worker(
         flags += ["--max-model-len", str(worker.max_model_len)]
     return launch.worker(
         Side.from_policies(launched_policies(config, worker)),
-        model=_model(told.model or served, folder),
-        flags=[*flags, *wiring.flags, *told.args],
+        model=_model(settings.model or served, folder),
+        flags=[*flags, *wiring.flags, *settings.args],
         host=host,
         port=port,
         env={
             **({"VLLM_API_KEY": worker.api_key} if worker.api_key else {}),
             **wiring.env,
-            **told.env,
+            **settings.env,
         },
-        cpus=told.cpus,
+        cpus=settings.cpus,
         name=worker.name,
         log_file=logs.absolute() / f"{worker.name}.log",
         deadline_s=DEADLINE_S,
