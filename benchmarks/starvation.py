@@ -204,7 +204,8 @@ class Clients:
         """Send one request and read its response to the end."""
         prompt = self._rng.choices(TOKEN_IDS, k=kind.prompt_tokens)
         body = request_body(self._model, prompt, kind.output_tokens, kind.lane)
-        await self._wire.stream(COMPLETIONS, body, lambda _: None, TIMEOUT_S, request_id=name)
+        headers = {"X-Request-Id": name}
+        await self._wire.stream(COMPLETIONS, body, lambda _: None, TIMEOUT_S, headers=headers)
         self.done += 1
 
     async def send_forever(self, kind: RequestKind) -> None:

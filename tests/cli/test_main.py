@@ -31,7 +31,7 @@ def test_help_and_unknown_command_list_all_commands(capsys: pytest.CaptureFixtur
     ("command", "modules"),
     [
         ("key", "exits fleet fleet.key main"),
-        ("router", "exits fleet fleet.fleet fleet.journals fleet.wiring main"),
+        ("router", "exits fleet fleet.fleet fleet.journals fleet.transfer_checks main"),
     ],
 )
 def test_command_imports_no_module_of_another(command: str, modules: str) -> None:

@@ -10,10 +10,13 @@ import yaml
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from proxy.config import TransferConfig, WorkerConfig
+from proxy.config.workers import WorkerRole
 from tests.deploy.rendered import OVERLAYS, ROOT, containers, overlay
 from vllm_sched.cli.fleet.fleet import read
+from vllm_sched.cli.fleet.wiring import transfer_wiring
 from vllm_sched.cli.serve import vllm_command
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import launch
 
 # Variables that LeaderWorkerSet sets in each container.
 GROUP = {
@@ -65,10 +68,12 @@ def test_unknown_flags_are_refused(parser: FlexibleArgumentParser) -> None:
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 def test_kv_transfer_flags_of_the_cluster_match_those_of_up(
-    part: transfer.Part, monkeypatch: pytest.MonkeyPatch
+    part: WorkerRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
-    flags = transfer.wiring("nixl", part).flags
+    flags = transfer_wiring(
+        TransferConfig(connector="nixl"), WorkerConfig(name="w", role=part)
+    ).flags
     wanted = json.loads(flags[flags.index("--kv-transfer-config") + 1])
     args = COMMANDS[f"prefill-decode: StatefulSet/worker-{part}"]
     (given,) = (arg.partition("=")[2] for arg in args if arg.startswith("--kv-transfer-config="))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from proxy.config import TransferConfig, WorkerConfig
+from vllm_sched.cli.fleet.wiring import transfer_wiring
 from vllm_sched.workers import ends, launch
 from vllm_sched.workers.flags import last
-from vllm_sched.workers.transfer import wiring
 
 pytestmark = pytest.mark.usefixtures("cpu")
 BLOCK, DTYPE = "--block-size", "--dtype"
@@ -70,7 +71,12 @@ def test_both_defaults_are_accepted_without_vllm(monkeypatch: pytest.MonkeyPatch
 
 def test_defaults_match_the_launch_flags() -> None:
     """The last of several values counts."""
-    flags = [*launch.CPU_FLAGS, *wiring("nixl", "prefill").flags]
+    flags = [
+        *launch.CPU_FLAGS,
+        *transfer_wiring(
+            TransferConfig(connector="nixl"), WorkerConfig(name="p", role="prefill")
+        ).flags,
+    ]
     assert last(flags, BLOCK) == ends.LAYOUT_FLAGS[BLOCK][True]
     assert last(flags, DTYPE) == ends.LAYOUT_FLAGS[DTYPE][True]
 

@@ -275,7 +275,7 @@ def test_worker_and_child_are_bound_to_their_processors(tmp_path: Path) -> None:
 
 def test_given_log_file_is_kept_and_appended(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
-    dying = Worker(script("print('here'); exit(1)"), port=free_port(), log=log)
+    dying = Worker(script("print('here'); exit(1)"), port=free_port(), log_file=log)
     for _ in range(2):
         with pytest.raises(WorkerError, match="exit code 1"), dying:
             pytest.fail("entered")
@@ -288,7 +288,7 @@ COUNTING = "import os, sys, time; print(os.environ[sys.argv[1]]); time.sleep(600
 def counting(**variables: str) -> Worker:
     command = [sys.executable, "-uc", COUNTING, METRICS_VARIABLE]
     without = {name: value for name, value in os.environ.items() if name != METRICS_VARIABLE}
-    return Worker(command, port=1, env=without | variables, shows_metrics=True)
+    return Worker(command, port=1, env=without | variables, needs_metrics_folder=True)
 
 
 def metrics_folder_of(worker: Worker) -> Path:

@@ -102,10 +102,10 @@ def vllm_command(
     """Return the equivalent arguments of `vllm serve`."""
     config = registry.parse_settings(_chosen_policies(policies), sets)
     # Our flags come after the user's file and would replace the value from the file.
-    said, additional = _split_additional_config(expanded(flags))
+    expanded_flags, additional = _split_additional_config(expanded(flags))
     flags, _ = _split_additional_config(readable(flags))
-    registry.build(config, _facts(model, said))
-    if "--scheduler-cls" in names(said):
+    registry.build(config, _facts(model, expanded_flags))
+    if "--scheduler-cls" in names(expanded_flags):
         raise UsageError(
             "--scheduler-cls is set by this command; leave it out, or use `vllm serve`"
         )
@@ -116,7 +116,7 @@ def vllm_command(
         )
     if config:
         additional["vllm_sched"] = config
-    arguments = [_model_path(model), *_tiny_flags(model, said), *flags]
+    arguments = [_model_path(model), *_tiny_flags(model, expanded_flags), *flags]
     arguments += ["--scheduler-cls", launch.scheduler_cls(flags)]
     if additional:
         arguments += ["--additional-config", json.dumps(additional)]

@@ -10,6 +10,7 @@ import heapq
 import math
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_sched.cost.regime import Regime
@@ -28,67 +29,92 @@ class EventRun:
 
 
 def play(
-    regime: Regime,
-    threshold: int,
-    *,
-    requests: int = REQUESTS,
-    seed: int = 0,
-    alike: bool = False,
+    regime: Regime, threshold: int, *, requests: int = REQUESTS, seed: int = 0, alike: bool = False
 ) -> EventRun:
     """Simulate a backlog until `requests` have departed, in whole cycles of prefill and decode."""
     rng = random.Random(seed)
-    slots = regime.slots
-    count = requests + slots
+    count = requests + regime.slots
     outputs = _outputs(rng, count, regime.mean_output)
     lengths = [1.0] * count if alike else [-math.log(u) for u in _even(rng, count)]
-    ends: defaultdict[int, list[float]] = defaultdict(list)  # admission times, by last step
-    for output in outputs[:slots]:
-        ends[output - 1].append(0.0)
-    due = [*ends]  # heap of the steps in which requests end
-    heapq.heapify(due)
-    gaps: list[tuple[float, int]] = []
-    now = finished = served = 0.0
-    step = departed = 0
-    active = admitted = slots
+    system = ClosedSystem(regime, outputs, lengths)
     while True:
-        free = slots - active
-        prefill, joining = 0.0, 0
-        if free >= threshold or not active:
-            if departed >= requests:
-                now += regime.batch(free)
-                break
-            ahead = slice(admitted, admitted + free)
-            prefill = regime.batch(math.fsum(lengths[ahead]))
-            for output in outputs[ahead]:
-                # After a mixed step, decoding starts in the next step.
-                last = step + output - regime.decodes_pause
-                if last not in ends:
-                    heapq.heappush(due, last)
-                ends[last].append(now)
-            admitted += free
-            joining = free
-        elif due[0] > step:
-            # All steps before the next departure are equal.
-            now += (due[0] - step) * regime.decode(active)
-            gaps.append((regime.decode(active), (due[0] - step) * active))
-            step = due[0]
-        decoding = active + (joining if regime.decodes_pause else 0)
-        seconds = regime.decode(decoding)
-        now += prefill + seconds
+        free = regime.slots - system.active
+        if free < threshold and system.active:
+            system.skip_to_departure()
+            system.run_step()
+        elif system.departed < requests:
+            system.run_step(joining=free)
+        else:
+            return system.result(regime.batch(free))
+
+
+class ClosedSystem:
+    """An engine that starts with all slots taken, and its backlog."""
+
+    def __init__(self, regime: Regime, outputs: Sequence[int], lengths: Sequence[float]) -> None:
+        self.active = regime.slots
+        self.departed = 0
+        self._regime = regime
+        self._outputs = outputs
+        self._lengths = lengths
+        self._admitted = regime.slots
+        self._now = self._finished = self._served = 0.0
+        self._step = 0
+        self._gaps: list[tuple[float, int]] = []
+        self._ends: defaultdict[int, list[float]] = defaultdict(list)  # admissions, by last step
+        for output in outputs[: regime.slots]:
+            self._ends[output - 1].append(0.0)
+        self._due = [*self._ends]  # heap of the steps in which requests end
+        heapq.heapify(self._due)
+
+    def skip_to_departure(self) -> None:
+        """Pass the equal steps before the next departure."""
+        steps = self._due[0] - self._step
+        if steps > 0:
+            seconds = self._regime.decode(self.active)
+            self._now += steps * seconds
+            self._gaps.append((seconds, steps * self.active))
+            self._step = self._due[0]
+
+    def run_step(self, joining: int = 0) -> None:
+        prefill_s = self._admit(joining) if joining else 0.0
+        active, pauses = self.active, self._regime.decodes_pause
+        decoding = active + joining if pauses else active
+        decode_s = self._regime.decode(decoding)
+        step_s = prefill_s + decode_s
+        self._now = now = self._now + step_s
         if active:
-            gaps.append((prefill + seconds, active))
+            self._gaps.append((step_s, active))
         if decoding > active:
-            gaps.append((seconds, decoding - active))
-        gone = ends.pop(step, [])
-        if gone:
-            heapq.heappop(due)
-        departed += len(gone)
-        finished += now * len(gone)
-        served += now * len(gone) - math.fsum(gone)
-        active += joining - len(gone)
-        step += 1
-    p50, p99, longest = _percentiles(gaps)
-    return EventRun(departed / now, finished / departed, served / departed, p50, p99, longest)
+            self._gaps.append((decode_s, decoding - active))
+        self.active = active + joining
+        if gone := self._ends.pop(self._step, None):
+            heapq.heappop(self._due)
+            count = len(gone)
+            self.active -= count
+            self.departed += count
+            self._finished += now * count
+            self._served += now * count - math.fsum(gone)
+        self._step += 1
+
+    def _admit(self, count: int) -> float:
+        """Admit the next requests; return the seconds of their prefill."""
+        ahead = slice(self._admitted, self._admitted + count)
+        self._admitted += count
+        ends, now = self._ends, self._now
+        # After a mixed step, decoding starts in the next step.
+        before_first = self._step - self._regime.decodes_pause
+        for output in self._outputs[ahead]:
+            last = before_first + output
+            if last not in ends:
+                heapq.heappush(self._due, last)
+            ends[last].append(now)
+        return self._regime.batch(math.fsum(self._lengths[ahead]))
+
+    def result(self, last_prefill_s: float) -> EventRun:
+        departed, now = self.departed, self._now + last_prefill_s
+        spread = _percentiles(self._gaps)
+        return EventRun(departed / now, self._finished / departed, self._served / departed, *spread)
 
 
 def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:

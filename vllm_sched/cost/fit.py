@@ -35,16 +35,9 @@ OUTLIER: Final = 3.0
 INITIAL_SPREAD, MIN_SPREAD, SPREAD_GAIN = 0.25, 0.02, 0.02
 
 FITTED_NAMES: Final = (
-    "decode_fixed_s",
-    "decode_s",
-    "context_s",
-    "prefill_fixed_s",
-    "prefill_s",
-    "pair_s",
-    "mixed_s",
-    "prompt_fixed_s",
-    "read_s",
-)
+    "decode_fixed_s", "decode_s", "context_s", "prefill_fixed_s", "prefill_s", "pair_s", "mixed_s",
+    "prompt_fixed_s", "read_s",
+)  # fmt: skip
 # Indices of each feature's coefficients; the constant comes first.
 FEATURE_COEFFICIENTS: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
     "decode": ((0,), (1,), (2,)),

@@ -173,10 +173,7 @@ ASSUMED: Final = {
             f"DistServe's fit for vLLM, version unknown ({DISTSERVE}): prefill 22.1 ms + 0.1405 "
             "ms a token, decode 23.5 ms + 0.0607 ms a sequence",
             StepTime(
-                decode_fixed_s=0.0235,
-                decode_s=6.07e-5,
-                prefill_fixed_s=0.0221,
-                prefill_s=1.405e-4,
+                decode_fixed_s=0.0235, decode_s=6.07e-5, prefill_fixed_s=0.0221, prefill_s=1.405e-4
             ),
             _a100(26e9, 819_200, 40, 2048),
         ),

@@ -82,10 +82,7 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Actual time of the steps with a prediction; with decodes, since the result before.",
         ("kind",),
     ),
-    "step_error_seconds": (
-        "Sum of the absolute errors of the predictions.",
-        ("kind",),
-    ),
+    "step_error_seconds": ("Sum of the absolute errors of the predictions.", ("kind",)),
     "requests_admitted": ("Admitted requests, by lane.", ("policy", "lane")),
 }
 # Help text, label, buckets.
@@ -221,11 +218,7 @@ class Metrics:
         self._child(name, labels).set(value)
 
     def count_step(
-        self,
-        kind: str,
-        prefill_tokens: int,
-        decode_tokens: int,
-        seconds: float | None = None,
+        self, kind: str, prefill_tokens: int, decode_tokens: int, seconds: float | None = None
     ) -> None:
         tally = self._tallies[kind]
         tally.steps += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -182,7 +182,9 @@ class SchedulerStats:
             here = zip(running, came_from, strict=True)
             self._lanes = {request.request_id: lanes for request, lanes in here if lanes}
         if isinstance(queue, LaneQueue):
-            self._lane_gauges(gauges, queue, came_from, full=full)
+            self._queue_gauges(gauges, queue)
+            self._running_gauges(gauges, came_from)
+            self._held_gauges(gauges, queue, {} if full else self._holds)
         else:
             gauges["requests_waiting"][metrics.NO_POLICY, ALL] = len(queue)
             gauges["requests_running"][metrics.NO_POLICY, ALL] = len(running)
@@ -201,9 +203,7 @@ class SchedulerStats:
         }
         return state
 
-    def _lane_gauges(
-        self, gauges: metrics.Gauges, queue: LaneQueue, came_from: list[LaneKey], *, full: bool
-    ) -> None:
+    def _queue_gauges(self, gauges: metrics.Gauges, queue: LaneQueue) -> None:
         waiting, oldest = gauges["requests_waiting"], gauges["oldest_wait_seconds"]
         for policy, counts in zip(self.policies, queue.counts, strict=True):
             for lane, count in counts.items():
@@ -214,22 +214,28 @@ class SchedulerStats:
             for policy, lane in zip(self.policies, lanes, strict=True):
                 key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)
-        running = gauges["requests_running"] = defaultdict(float)
-        for lanes, requests in Counter(came_from).items():
-            for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
-                running[policy.name, label_of(lane)] += requests
-        none: dict[tuple[str, ...], float] = {
-            (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
-        }
-        held = gauges["requests_held"] = defaultdict(float, none)
-        for lanes, number in () if full else self._holds.items():
-            if waiting_here := queue.here[lanes]:
-                policy = self.policies[number]
-                held[policy.name, policy.held_reason(lanes[number])] += waiting_here
         backlog = gauges["prefill_backlog_tokens"]
         for lane, count in queue.counts[self._classing or 0].items():
             name = ALL if self._classing is None else label_of(lane)
             backlog[name,] = backlog.get((name,), 0) + count.tokens
+
+    def _running_gauges(self, gauges: metrics.Gauges, came_from: list[LaneKey]) -> None:
+        running = gauges["requests_running"] = defaultdict(float)
+        for lanes, requests in Counter(came_from).items():
+            for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
+                running[policy.name, label_of(lane)] += requests
+
+    def _held_gauges(
+        self, gauges: metrics.Gauges, queue: LaneQueue, holds: Mapping[LaneKey, int]
+    ) -> None:
+        none: dict[tuple[str, ...], float] = {
+            (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
+        }
+        held = gauges["requests_held"] = defaultdict(float, none)
+        for lanes, number in holds.items():
+            if waiting_here := queue.here[lanes]:
+                policy = self.policies[number]
+                held[policy.name, policy.held_reason(lanes[number])] += waiting_here
 
     @property
     def _no_lanes(self) -> LaneKey:

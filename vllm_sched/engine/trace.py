@@ -134,8 +134,13 @@ class _Replay:
         for request_id in step.preempted:
             if (track := self._tracks.get(request_id)) is not None:
                 track.out_since, track.phase = max(track.last, step.start), "preempted"
-        if not step.tokens:
-            return
+        if step.tokens:
+            yield from self._engine_events(step)
+            for request_id, tokens in step.tokens.items():
+                yield from self._request_events(step, request_id, tokens)
+
+    @staticmethod
+    def _engine_events(step: StepNote) -> Iterator[str]:
         prefill = step.prefill_tokens
         total = sum(step.tokens.values())
         prefills = len(step.contexts)
@@ -149,16 +154,17 @@ class _Replay:
         yield _counter("budget", step.start, f'"tokens":{step.budget}')
         counts = f'"running":{step.running},"waiting":{step.waiting}'
         yield _counter("requests", step.start, counts)
-        for request_id, tokens in step.tokens.items():
-            if request_id not in self._tracks:  # its arrival was dropped
-                yield self._begin(request_id, "came before", None)
-            track = self._tracks[request_id]
-            yield from _out_until(track, step.start)
-            name, facts = "decode", f'"tokens":{tokens}'
-            if (context := step.contexts.get(request_id)) is not None:
-                name, facts = "prefill", f'{facts},"computed_before":{context}'
-            yield _slice(REQUESTS, track.number, name, step.start, step.end, facts)
-            track.last = step.end
+
+    def _request_events(self, step: StepNote, request_id: str, tokens: int) -> Iterator[str]:
+        if request_id not in self._tracks:  # its arrival was dropped
+            yield self._begin(request_id, "came before", None)
+        track = self._tracks[request_id]
+        yield from _out_until(track, step.start)
+        name, facts = "decode", f'"tokens":{tokens}'
+        if (context := step.contexts.get(request_id)) is not None:
+            name, facts = "prefill", f'{facts},"computed_before":{context}'
+        yield _slice(REQUESTS, track.number, name, step.start, step.end, facts)
+        track.last = step.end
 
 
 def _out_until(track: _Track, now: float) -> Iterator[str]:

@@ -53,11 +53,7 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     },
     ("vllm.v1.core.block_pool", "BlockPool"): {
         "cache_full_blocks": (
-            "request",
-            "blocks",
-            "num_cached_blocks",
-            "num_full_blocks",
-            "block_size",
+            "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size",
             "kv_cache_group_id",
         ),
         "reset_prefix_cache": (),
@@ -74,55 +70,29 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "accept_tokens": ("request", "new_token_ids"),
     },
     ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
-}
+}  # fmt: skip
 # Attributes of the KV cache manager.
 CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
 # Attributes of the manager of each KV cache group.
 GROUP_FIELDS = ("block_size", "kv_cache_spec")
 # Attributes of a request.
 REQUEST_FIELDS = (
-    "is_prefill_chunk",
-    "next_decode_eligible_step",
-    "has_encoder_inputs",
-    "mm_features",
-    "lora_request",
-    "structured_output_request",
-    "skip_reading_prefix_cache",
-    "prefill_stats",
-)
+    "is_prefill_chunk", "next_decode_eligible_step", "has_encoder_inputs", "mm_features",
+    "lora_request", "structured_output_request", "skip_reading_prefix_cache", "prefill_stats",
+)  # fmt: skip
 # Attributes of the offloading connector that pins the blocks that it is asked about.
 OFFLOAD_FIELDS = ("block_size", "hash_block_size", "cpu_coordinator")
 # vLLM may shorten chunks for a drafter that reads this many tokens ahead.
 MIN_LOOKAHEAD_TOKENS = 2
 # Attributes of a scheduler.
 ATTRIBUTES = (
-    "waiting",
-    "kv_holding_waiting",
-    "running",
-    "_inflight_prefills",
-    "finished_recving_kv_req_ids",
-    "max_num_active_reqs",
-    "num_waiting_for_streaming_input",
-    "lora_config",
-    "max_num_scheduled_tokens",
-    "current_step",
-    "pause_state",
-    "connector",
-    "kv_cache_manager",
-    "need_mamba_block_aligned_split",
-    "policy",
-    "requests",
-    "num_spec_tokens",
-    "max_model_len",
-    "max_num_running_reqs",
-    "block_size",
-    "use_pp",
-    "vllm_config",
-    "scheduler_config",
-    "cache_config",
-    "kv_cache_config",
-    "parallel_config",
-)
+    "waiting", "kv_holding_waiting", "running", "_inflight_prefills", "finished_recving_kv_req_ids",
+    "max_num_active_reqs", "num_waiting_for_streaming_input", "lora_config",
+    "max_num_scheduled_tokens", "current_step", "pause_state", "connector", "kv_cache_manager",
+    "need_mamba_block_aligned_split", "policy", "requests", "num_spec_tokens", "max_model_len",
+    "max_num_running_reqs", "block_size", "use_pp", "vllm_config", "scheduler_config",
+    "cache_config", "kv_cache_config", "parallel_config",
+)  # fmt: skip
 
 
 def installed_version() -> str:

@@ -76,21 +76,15 @@ class DeferredPrefill(Policy):
         super().__init__(facts, settings)
         departures = None if settings.departures == "auto" else settings.departures
         _check_departures(departures, facts.max_num_seqs)
-        self._departures = departures
+        self._limits = AdmissionHold(
+            departures,
+            max_s=max(settings.max_delay_ms / 1000, sys.float_info.min),
+            itl_s=None if settings.itl_ms is None else settings.itl_ms / 1000,
+        )
         self.fit = OnlineFit()
         self.lengths = RequestLengths()
-        self._itl_s = None if settings.itl_ms is None else settings.itl_ms / 1000
-        self._max_hold_s = max(settings.max_delay_ms / 1000, sys.float_info.min)
-        self.learns = departures is None or self._itl_s is not None
-        self._threshold = DepartureThreshold(
-            departures,
-            self.fit,
-            self.lengths,
-            itl_s=self._itl_s,
-            max_hold_s=self._max_hold_s,
-            decodes_pause=facts.decodes_pause,
-            budget=facts.max_num_batched_tokens,
-        )
+        self.learns = departures is None or self._limits.itl_s is not None
+        self._threshold = DepartureThreshold(self._limits, facts, self.fit, self.lengths)
         self._running_full = facts.max_num_seqs  # running requests when the engine is full
         self._free_left = facts.max_num_seqs  # free slots after the admissions of the last step
         self._hold: Hold | None = None
@@ -106,7 +100,7 @@ class DeferredPrefill(Policy):
         self._prefill_s = 0.0  # predicted
 
     def fluid_effects(self) -> FluidEffects:
-        return FluidEffects(hold=AdmissionHold(self._departures, self._max_hold_s, self._itl_s))
+        return FluidEffects(hold=self._limits)
 
     @property
     def threshold(self) -> int:
@@ -127,30 +121,35 @@ class DeferredPrefill(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         waiting = lanes.get(DEFERRABLE, EMPTY).asking
-        free_before, self._free_left = self._free_left, step.free_slots
         before, self._step = self._step, step
+        free_before, self._free_left = self._free_left, step.free_slots
+        slots_full = free_before <= 0 or step.free_slots <= 0
         self._admitted, self._prefill_s = 0, 0.0
         for request in step.prefills:
             self._predict_prefill(request)
-        full = free_before <= 0 or step.free_slots <= 0
-        if full or step.refused is not None:
+        if slots_full or step.refused is not None:
             self._running_full = max(step.running + step.departed, 1)
         if self.learns:
             self._threshold.begin_step(step.index, self._running_full)
         if (hold := self._hold) is not None:
             hold.begin_step(step)
             self._held_s += max(step.now - before.now, 0.0)
-        elif self._threshold.may_hold and waiting and self._may_hold(step, full=full):
+        elif waiting and self._may_hold(step, slots_full=slots_full):
             hold = self._hold = Hold.begin(
-                step, slots_full=full, max_s=self._max_hold_s, running_full=self._running_full
+                step,
+                slots_full=slots_full,
+                max_s=self._limits.max_s,
+                running_full=self._running_full,
             )
         if hold is not None and (end := hold.end(step, waiting, self.threshold)):
             self._hold = None
             self._ended[end] += 1
 
-    def _may_hold(self, step: Step, *, full: bool) -> bool:
+    def _may_hold(self, step: Step, *, slots_full: bool) -> bool:
+        if not self._threshold.may_hold:
+            return False
         if step.refused is None:
-            return full
+            return slots_full
         return self._held_since.get(step.refused) != RELEASED
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
@@ -167,7 +166,7 @@ class DeferredPrefill(Policy):
     def _is_overdue(self, head: RequestView) -> bool:
         name, now = head.request_id, self._step.now
         since = self._held_since.get(name, now)
-        if now - since < self._max_hold_s:
+        if now - since < self._limits.max_s:
             return False
         if since != RELEASED:
             self._held_since[name] = RELEASED
@@ -184,15 +183,15 @@ class DeferredPrefill(Policy):
 
     def _keeps_itl(self, head: RequestView) -> bool:
         """Return whether decodes keep `itl_ms` if the head enters."""
-        step, model = self._step, self.fit.model
+        step, model, itl_s = self._step, self.fit.model, self._limits.itl_s
         decodes = step.running - len(step.prefills)
-        if self._itl_s is None or model is None or not decodes:
+        if itl_s is None or model is None or not decodes:
             return True
         pauses = self.facts.decodes_pause
         # The first prompt of a step or pause may always enter.
         if not (self._admitted or (pauses and step.paused_s > 0)):
             return True
-        left = self._itl_s / (1 + self.fit.spread) - self._prefill_s
+        left = itl_s / (1 + self.fit.spread) - self._prefill_s
         if pauses:
             # The gap: pause so far, this step, a decode step.
             shape = StepShape(decodes=decodes, context_tokens=step.context_tokens)
@@ -202,7 +201,7 @@ class DeferredPrefill(Policy):
         return fitting >= min(head.num_tokens, self.facts.max_num_batched_tokens)
 
     def _predict_prefill(self, request: RequestView) -> None:
-        if self._itl_s is not None and (model := self.fit.model) is not None:
+        if self._limits.itl_s is not None and (model := self.fit.model) is not None:
             computed = request.num_computed_tokens
             tokens = min(request.num_tokens - computed, self.facts.max_num_batched_tokens)
             self._prefill_s += model.chunk_seconds(Chunk(tokens, computed))

@@ -118,12 +118,12 @@ class Lanes(Policy):
         return since + self._may_wait_s(request, self._step.now - since)
 
     def _may_wait_s(self, request: RequestView, waited: float) -> float:
-        """Return the seconds from arrival to the deadline, or without one to be on time for."""
-        patience_s = self.max_wait_s[self.lane(request)]
-        if patience_s == math.inf:
-            patience_s = self.settings.urgent_max_wait_s
-        left_s = self._left_s.get(request.request_id, patience_s)
-        return patience_s if left_s < waited else min(left_s, patience_s)
+        """Return the lane's longest wait, or the time to an earlier deadline that is not missed."""
+        longest_s = self.max_wait_s[self.lane(request)]
+        if longest_s == math.inf:
+            longest_s = self.settings.urgent_max_wait_s
+        left_s = self._left_s.get(request.request_id, longest_s)
+        return longest_s if left_s < waited else min(left_s, longest_s)
 
     def lane(self, request: RequestView, cached: Callable[[], int] | None = None) -> str:
         if (asked := self._asked.get(request.request_id)) is not None:

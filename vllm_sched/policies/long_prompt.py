@@ -204,6 +204,15 @@ class LongPrompt(Policy):
         prompts.entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
+    def _divide_again(self) -> None:
+        """Count the waiting requests anew; other policies may hold others, or pause decodes."""
+        self._counts_are_current = True
+        self._step.ask_gates()
+        self._prompts.count_longs()
+        refused = self._step.refused is not None
+        self._prompts.blocked = refused and self._step.newcomer() is None
+        self._divide(self._count_passing())
+
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
@@ -251,13 +260,7 @@ class LongPrompt(Policy):
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         if not self._counts_are_current or self._step.decodes != self._division.decodes:
-            # Other policies may hold other requests than before, or pause decodes.
-            self._counts_are_current = True
-            self._step.ask_gates()
-            self._prompts.count_longs()
-            refused = self._step.refused is not None
-            self._prompts.blocked = refused and self._step.newcomer() is None
-            self._divide(self._count_passing())
+            self._divide_again()
         division = self._division
         if self._step.budget < division.budget:
             division.reserve()

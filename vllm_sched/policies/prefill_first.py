@@ -15,13 +15,7 @@ from typing import ClassVar, Final
 from pydantic import Field
 
 from vllm_sched.policies.fluid_effects import FluidEffects
-from vllm_sched.policies.types import (
-    EngineFacts,
-    LaneCount,
-    Policy,
-    Settings,
-    Step,
-)
+from vllm_sched.policies.types import EngineFacts, LaneCount, Policy, Settings, Step
 
 MAX_PAUSED_STEPS: Final = 1000
 

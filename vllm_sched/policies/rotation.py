@@ -18,7 +18,15 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from vllm_sched.policies.fluid_effects import FluidEffects
-from vllm_sched.policies.types import Gate, LaneCount, Policy, RequestView, Settings, Step
+from vllm_sched.policies.types import (
+    FIRST_CLASS,
+    Gate,
+    LaneCount,
+    Policy,
+    RequestView,
+    Settings,
+    Step,
+)
 
 
 class RotationSettings(Settings):
@@ -100,16 +108,22 @@ class Rotation(Policy):
         step = self._step
         tokens = max(step.budget - step.decodes, 1)
         head = step.newcomer()
-        best = min([step.class_of(r) for r in (*step.prefills, head) if r is not None], default=0.0)
-        peers = [r for r in step.prefills if step.class_of(r) == best]
-        enters = head is not None and step.class_of(head) == best
-        newcomers = max(min(self._waiting.asking, step.free_slots), 1) if enters else 0
+        peers, newcomers = self._best_class(head)
         turns = max(min(tokens // (self.settings.chunk or tokens), len(peers) + newcomers), 1)
         self._slot = -(-tokens // turns)
         since = step.now - min(self._waiting.waited, self.settings.max_wait_s)
         turns -= sum(self._last[r.request_id] < since for r in peers)  # before newcomers' turns
         each = min(self._slot, step.left(head)) if head else 0
         return max(tokens - each * max(min(turns, newcomers), 0), 0)
+
+    def _best_class(self, head: RequestView | None) -> tuple[list[RequestView], int]:
+        """Return the prefills of the best class of service, and the number of its newcomers."""
+        step, heads = self._step, [] if head is None else [head]
+        best = min(map(step.class_of, (*step.prefills, *heads)), default=FIRST_CLASS)
+        peers = [r for r in step.prefills if step.class_of(r) == best]
+        if head is None or step.class_of(head) != best:
+            return peers, 0
+        return peers, max(min(self._waiting.asking, step.free_slots), 1)
 
     def gauges(self) -> Mapping[str, float]:
         return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}

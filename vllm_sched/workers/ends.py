@@ -8,7 +8,7 @@ without an error and give wrong tokens. Too few blocks crash the receiving engin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import CONFIG_FLAG, expanded, fields, key, last, parse
@@ -46,18 +46,13 @@ SWITCH_FLAGS = (
     "--disable-hybrid-kv-cache-manager",  # grouping of blocks; NIXL compares it
 )  # fmt: skip
 LORA_FLAG = "--lora-modules"  # adapters change the KV cache of a prompt
-# The KV cache of a draft model's layers is transferred too. The methods in NO_LAYERS have none, so
-# one end may use them alone. The number of draft tokens does not matter.
+# The KV cache of a draft model's layers is transferred too. One end alone may use the methods
+# in DRAFTS_WITHOUT_LAYERS. The number of draft tokens does not matter.
 DRAFT_FLAG = "--speculative-config"
 DRAFT_KEYS: Mapping[str, str] = {"--spec-method": "method", "--spec-model": "model"}
 COMPARED_DRAFT_KEYS = (
-    "method",
-    "model",
-    "revision",
-    "code_revision",
-    "parallel_drafting",
-    "kv_cache_dtype",
-)
+    "method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype",
+)  # fmt: skip
 DRAFT_MODEL = "draft_model"  # vLLM's default method for a model without another known method
 DRAFTS_WITHOUT_LAYERS = frozenset(
     ["ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"]
@@ -91,20 +86,17 @@ def differences(
         ours, theirs = _explicit_value(args, name), _explicit_value(others, name)
         if (ours or theirs) and _used_value(args, name, model) != _used_value(others, name, model):
             yield name, ours, theirs
-    for name in JSON_FLAGS:
-        ours, theirs = _json_value(args, name), _json_value(others, name)
-        if ours != theirs:
-            yield name, ours, theirs
-    for name in SWITCH_FLAGS:
-        ours, theirs = _switch_value(args, name), _switch_value(others, name)
-        if ours != theirs:
-            yield name, ours, theirs
-    ours, theirs = _draft_settings(args, model), _draft_settings(others, model)
-    if ours != theirs:
-        yield DRAFT_FLAG, ours, theirs
-    ours, theirs = _adapters(args), _adapters(others)
-    if ours != theirs:
-        yield LORA_FLAG, ours, theirs
+    compared: list[tuple[Sequence[str], Callable[[Sequence[str], str], str]]] = [
+        (JSON_FLAGS, _json_value),
+        (SWITCH_FLAGS, _switch_value),
+        ([DRAFT_FLAG], lambda given, _: _draft_settings(given, model)),
+        ([LORA_FLAG], _adapters),
+    ]
+    for flags, value_of in compared:
+        for name in flags:
+            ours, theirs = value_of(args, name), value_of(others, name)
+            if ours != theirs:
+                yield name, ours, theirs
 
 
 def _explicit_value(args: Sequence[str], name: str) -> str:
@@ -141,11 +133,11 @@ def _json_value(args: Sequence[str], name: str) -> str:
 
 def _draft_settings(args: Sequence[str], model: str) -> str:
     """Return the draft settings that must match as normalised JSON, or an empty text."""
-    said = {
+    given = {
         name.replace("-", "_"): value for name, value in (fields(args, DRAFT_FLAG) or {}).items()
     }
-    said |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last(args, flag))}
-    found = {name: said[name] for name in COMPARED_DRAFT_KEYS if said.get(name)}
+    given |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last(args, flag))}
+    found = {name: given[name] for name in COMPARED_DRAFT_KEYS if given.get(name)}
     if DRAFTS_WITHOUT_LAYERS & {str(found.get("method")), str(found.get("model"))}:
         return ""
     if str(found.get("method")).endswith("_mtp"):  # older names, one per model family
@@ -157,19 +149,19 @@ def _draft_settings(args: Sequence[str], model: str) -> str:
     return json.dumps(found, sort_keys=True) if found else ""
 
 
-def _adapters(args: Sequence[str]) -> str:
+def _adapters(args: Sequence[str], name: str) -> str:
     """Return a worker's initial adapters as sorted NAME=PATH words."""
     found: dict[str, str] = {}
     named = False
     for flag in parse(args):
         if flag.name:
-            named = flag.name == LORA_FLAG
+            named = flag.name == name
             if named:
                 found.clear()  # the last of several flags wins
         if named and flag.value:
-            name, path = _parse_adapter(flag.value)
-            found[name] = path
-    return " ".join(f"{name}={path}" for name, path in sorted(found.items()))
+            adapter, path = _parse_adapter(flag.value)
+            found[adapter] = path
+    return " ".join(f"{adapter}={path}" for adapter, path in sorted(found.items()))
 
 
 def _parse_adapter(text: str) -> tuple[str, str]:

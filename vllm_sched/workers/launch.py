@@ -67,11 +67,7 @@ SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_cla
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
 SHUTDOWN_FLAG = "--shutdown-timeout"
 TRACE_SHUTDOWN_S = 8
-QUIET_ENV = {
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+QUIET_ENV = {"DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 # The kernel closes the pipe however this process dies.
 GUARD_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
@@ -125,6 +121,7 @@ class Side:
         return [*flags, *self.extra]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Worker:
     """A server's process group; a context manager, plain or async.
 
@@ -132,35 +129,22 @@ class Worker:
     them in a thread.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        port: int,
-        host: str = LOOPBACK,
-        name: str = "worker",
-        env: Mapping[str, str] | None = None,
-        cpus: Sequence[int] = (),
-        log: Path | None = None,
-        health: str = "/health",
-        shows_metrics: bool = False,
-        deadline_s: float = READY_TIMEOUT_S,
-        grace_s: float = STOP_TIMEOUT_S,
-    ) -> None:
-        self.command = tuple(command)
-        self.health = health
-        self.port = port
-        self.name = name
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self.cpus = tuple(cpus)
-        self.deadline_s = deadline_s
-        self.grace_s = grace_s
-        self._env = dict(os.environ if env is None else env)
-        # Temporary, unless the environment names one.
-        self._wants_metrics_folder = shows_metrics and not self._env.get(
-            metrics_folder.METRICS_VARIABLE
-        )
-        self._log = log
+    command: Sequence[str] = field(kw_only=False)
+    port: int
+    host: str = LOOPBACK
+    name: str = "worker"
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    cpus: Sequence[int] = ()
+    log_file: Path | None = None  # None = a temporary file
+    health: str = "/health"
+    # Temporary, unless the environment names one.
+    needs_metrics_folder: bool = False
+    deadline_s: float = READY_TIMEOUT_S
+    grace_s: float = STOP_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        self.command = tuple(self.command)
+        self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self._folder: Path | None = None
         self._metrics_folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -174,9 +158,9 @@ class Worker:
 
     @property
     def log(self) -> Path:
-        """The log file; deleted by `stop` unless the caller named the file."""
-        if self._log is not None:
-            return self._log
+        """The log file; deleted by `stop` unless it is `log_file`."""
+        if self.log_file is not None:
+            return self.log_file
         if self._folder is None:
             raise WorkerError(f"{self.name} was not started")
         return self._folder / "worker.log"
@@ -187,14 +171,14 @@ class Worker:
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
         own = {}
-        if self._wants_metrics_folder:
+        if self.needs_metrics_folder and not self.env.get(metrics_folder.METRICS_VARIABLE):
             self._metrics_folder = metrics_folder.make_folder()
             own[metrics_folder.METRICS_VARIABLE] = str(self._metrics_folder)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=self._folder,
-                env=self._env | own,
+                env={**self.env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -305,7 +289,7 @@ def worker(
     env: Mapping[str, str] | None = None,
     cpus: Sequence[int] = (),
     name: str = "worker",
-    log: Path | None = None,
+    log_file: Path | None = None,
     deadline_s: float = READY_TIMEOUT_S,
 ) -> Worker:
     """Return a vLLM worker, not started; the default is a free port."""
@@ -323,8 +307,8 @@ def worker(
         name=name,
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
         cpus=cpus,
-        log=log,
-        shows_metrics=True,
+        log_file=log_file,
+        needs_metrics_folder=True,
         deadline_s=deadline_s,
     )
 
@@ -346,8 +330,8 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
     """Return the flags for a CPU build that are not in `given`."""
-    said = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
-    return [word for flag in parse(CPU_FLAGS) if flag.name not in said for word in flag.words]
+    set_here = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
+    return [word for flag in parse(CPU_FLAGS) if flag.name not in set_here for word in flag.words]
 
 
 def scheduler_cls(flags: Sequence[str] = ()) -> str:

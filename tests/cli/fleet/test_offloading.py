@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.fleet.test_wiring import (
+from tests.cli.fleet.test_transfer_checks import (
     DECODE,
     Entry,
     commands,
@@ -18,7 +18,7 @@ from tests.cli.fleet.test_wiring import (
     written,
 )
 from vllm_sched.cli.fleet import fleet
-from vllm_sched.cli.fleet.wiring import missing_connector
+from vllm_sched.cli.fleet.transfer_checks import missing_connector
 from vllm_sched.workers import launch, transfer
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

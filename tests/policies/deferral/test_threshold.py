@@ -12,6 +12,8 @@ from vllm_sched.cost.threshold import recommended
 from vllm_sched.policies.deferral import threshold
 from vllm_sched.policies.deferral.lengths import RequestLengths
 from vllm_sched.policies.deferral.threshold import CHECK_BATCHES, CHECK_STEPS, DepartureThreshold
+from vllm_sched.policies.fluid_effects import AdmissionHold
+from vllm_sched.policies.types import EngineFacts
 
 
 def learning(
@@ -25,15 +27,9 @@ def learning(
         lengths.record_admission()
         lengths.record_prefill(100)
         lengths.record_departure(100)
-    return DepartureThreshold(
-        None,
-        OnlineFit(),
-        lengths,
-        itl_s=None,
-        max_hold_s=max_hold_s,
-        decodes_pause=decodes_pause,
-        budget=2048,
-    )
+    configured = AdmissionHold(departures=None, max_s=max_hold_s, itl_s=None)
+    facts = EngineFacts(32_768, 2048, 32, decodes_pause=decodes_pause)
+    return DepartureThreshold(configured, facts, OnlineFit(), lengths)
 
 
 def held(departures: DepartureThreshold, steps: range) -> list[bool]:

@@ -59,21 +59,16 @@ class EventStream:
                 self._feed_unusual(event, now)
 
     def _feed_unusual(self, event: bytes, now: float) -> None:
-        data = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
-        if not data or PING.search(event):
-            return  # keep-alive
-        payload = b"\n".join(data).strip()
+        payload = _payload(event)
+        if payload is None:
+            return
         if payload == b"[DONE]":
             self._done = True
             return
-        try:
-            message = json.loads(payload)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            message = {}
+        message = _message(payload)
+        usage = message.get("usage")
         # Some servers send the usage without choices, where most send an empty list.
-        alone = isinstance(message.get("usage"), dict) and "error" not in message
+        alone = isinstance(usage, dict) and "error" not in message
         choices = message.get("choices", [] if alone else None)
         if not (isinstance(choices, list) and all(isinstance(each, dict) for each in choices)):
             self._outcome.error = excerpt(payload)
@@ -82,13 +77,30 @@ class EventStream:
             self._outcome.ticks.append(now)
             if self._answer is not None:
                 self._answer.append(event)
-        if isinstance(usage := message.get("usage"), dict):
-            self._outcome.completed = _count(usage, "completion_tokens")
-            self._outcome.prompt_tokens = (
-                _count(usage, "prompt_tokens") or self._outcome.prompt_tokens
-            )
-            if isinstance(found := usage.get("prompt_tokens_details"), dict):
-                self.cached_tokens = _count(found, "cached_tokens")
+        if isinstance(usage, dict):
+            self._read_usage(usage)
+
+    def _read_usage(self, usage: dict[str, Any]) -> None:
+        outcome = self._outcome
+        outcome.completed = _count(usage, "completion_tokens")
+        outcome.prompt_tokens = _count(usage, "prompt_tokens") or outcome.prompt_tokens
+        if isinstance(found := usage.get("prompt_tokens_details"), dict):
+            self.cached_tokens = _count(found, "cached_tokens")
+
+
+def _payload(event: bytes) -> bytes | None:
+    """Return the data of an event; None for a keep-alive."""
+    data = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(data).strip() if data and not PING.search(event) else None
+
+
+def _message(payload: bytes) -> dict[str, Any]:
+    """Return a JSON object, empty for any other text."""
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def text_of(answer: Iterable[bytes]) -> str:

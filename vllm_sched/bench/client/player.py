@@ -124,6 +124,20 @@ async def play(
         return await player.run()
 
 
+class _HeaderReader:
+    """Reads the worker's name and Retry-After."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self.after_s = 0.0
+
+    def take(self, name: bytes, value: bytes) -> None:
+        if name == b"x-route":
+            self._outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
+        elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
+            self.after_s = float(value)
+
+
 class _Player:
     def __init__(
         self,
@@ -229,24 +243,15 @@ class _Player:
         self._outcomes.append(outcome)
         outcome.sent = self._now()
         self._tally.sent += 1
-        stream = EventStream(outcome, answer)
-        retry_after_s = 0.0
-
-        def take_header(name: bytes, value: bytes) -> None:
-            nonlocal retry_after_s
-            if name == b"x-route":
-                outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
-            elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
-                retry_after_s = float(value)
-
+        stream, retry = EventStream(outcome, answer), _HeaderReader(outcome)
         try:
             await self._wire.stream(
                 self._endpoint.path,
                 body,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
-                on_header=take_header,
-                session=self._session_id(request.session),
+                on_header=retry.take,
+                headers={"X-Session-Id": self._session_id(request.session)},
             )
             if not outcome.error and not (stream.done and outcome.ticks):
                 outcome.error = f"the stream ended early, after {len(outcome.ticks)} tokens"
@@ -256,15 +261,18 @@ class _Player:
             outcome.interrupted = True
             raise
         outcome.cached_tokens = stream.cached_tokens
+        self._count(outcome)
+        return outcome, retry.after_s if outcome.error else None
+
+    def _count(self, outcome: Outcome) -> None:
         outcome.context_tokens = min(outcome.context_tokens, outcome.prompt_tokens)
         counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
             self._tally.failed += 1
-            return outcome, retry_after_s
+            return
         self._uncounted += not counted
         self._tally.done += 1
         self._tally.tokens += outcome.completed
-        return outcome, None
 
     def _numbered(self) -> Iterator[tuple[Request, bytes]]:
         for number, request in enumerate(self._schedule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -14,7 +14,7 @@ from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.sessions.conversation import plan_session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from vllm_sched.bench.client.endpoint import Endpoint
     from vllm_sched.bench.client.text import Texts
@@ -33,7 +33,6 @@ class Transcript:
         self._parts: list[str] = []
 
     def restart(self, text: str) -> None:
-        """Begin anew with a user's text."""
         self._parts = []
         self.extend("user", text)
 
@@ -50,10 +49,24 @@ class Transcript:
         return made
 
     def field(self) -> str:
-        """Return the field of the request body."""
         if self._chat:
             return f'"messages":[{",".join(self._parts)}]'
         return f'"prompt":"{" ".join(self._parts)}"'
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A session or a sub-agent while it is played."""
+
+    played: PlayedSession
+    transcript: Transcript
+    at: float  # of the next turn, without its think time
+    own: bool = True  # not a sub-agent's
+    known: int = 0  # tokens of the transcript, by the server's count
+    pauses_s: list[float] = field(default_factory=list)  # after failures of the whole session
+
+    def fork(self) -> Conversation:
+        return replace(self, transcript=self.transcript.copy(), own=False)
 
 
 class SessionPlayer:
@@ -82,61 +95,49 @@ class SessionPlayer:
         played = PlayedSession.from_request(begin, at)
         self.played.append(played)
         turns = plan_session(begin, self._limit)
-        transcript = Transcript(chat=self._endpoint.path == CHAT)
-        pause_s, whole = await self._turns(turns, transcript, at, played, own=True)
-        if whole:
+        talk = Conversation(played, Transcript(chat=self._endpoint.path == CHAT), at)
+        if await self._play_turns(turns, talk):
             played.end = self._now()
-        played.failed = pause_s is not None
-        return pause_s
+        return max(talk.pauses_s, default=None)
 
-    async def _turns(
-        self,
-        turns: tuple[PlannedTurn, ...],
-        transcript: Transcript,
-        at: float,
-        played: PlayedSession,
-        *,
-        own: bool,
-        known: int = 0,
-    ) -> tuple[float | None, bool]:
-        """Return the seconds to wait after a failure (None if none), and whether all were answered.
-
-        The transcript has `known` tokens by the server's count.
-        """
+    async def _play_turns(self, turns: Iterable[PlannedTurn], talk: Conversation) -> bool:
+        """Return whether all turns and their sub-agents were answered."""
         for turn in turns:
-            at += turn.think_s
-            played.think_s += turn.think_s * own
-            body = self._body(turn, transcript)  # large: made while the session thinks
-            if (early := min(at, self._end) - self._now()) > 0:
-                await asyncio.sleep(early)
-            if at >= self._end or played.failed:
-                return None, False
-            self.cut += turn.cut
-            answer: list[bytes] = []
-            request = replace(turn.request, at=at)
-            if not turn.restarts:
-                request = replace(request, context_tokens=known)
-            outcome, pause_s = await self._send(request, at, body, answer)
-            if pause_s is not None:
-                played.failed = True
-                return pause_s, False
-            at = self._now()
-            known = outcome.prompt_tokens + outcome.completed
-            played.done += own
-            transcript.extend("assistant", text_of(answer))
+            if not await self._play_turn(turn, talk):
+                return False
             if turn.forks:
-                ends = await asyncio.gather(
-                    *(
-                        self._turns(fork, transcript.copy(), at, played, own=False, known=known)
-                        for fork in turn.forks
-                    )
-                )
-                played.sub_agents += sum(whole for _, whole in ends)
-                if not all(whole for _, whole in ends):
-                    pauses = [pause for pause, _ in ends if pause is not None]
-                    return max(pauses, default=None), False
-                at = self._now()
-        return None, True
+                forks = (self._play_turns(fork, talk.fork()) for fork in turn.forks)
+                complete = await asyncio.gather(*forks)
+                talk.played.sub_agents += sum(complete)
+                if not all(complete):
+                    return False
+                talk.at = self._now()
+        return True
+
+    async def _play_turn(self, turn: PlannedTurn, talk: Conversation) -> bool:
+        """Send a turn after its think time; return whether it was answered."""
+        played = talk.played
+        talk.at += turn.think_s
+        played.think_s += turn.think_s * talk.own
+        body = self._body(turn, talk.transcript)  # large: made while the session thinks
+        if (early := min(talk.at, self._end) - self._now()) > 0:
+            await asyncio.sleep(early)
+        if talk.at >= self._end or played.failed:
+            return False
+        self.cut += turn.cut
+        answer: list[bytes] = []
+        known = turn.request.context_tokens if turn.restarts else talk.known
+        request = replace(turn.request, at=talk.at, context_tokens=known)
+        outcome, pause_s = await self._send(request, talk.at, body, answer)
+        if pause_s is not None:
+            played.failed = True
+            talk.pauses_s.append(pause_s)
+            return False
+        talk.at = self._now()
+        talk.known = outcome.prompt_tokens + outcome.completed
+        talk.transcript.extend("assistant", text_of(answer))
+        played.done += talk.own
+        return True
 
     def _body(self, turn: PlannedTurn, transcript: Transcript) -> bytes:
         """Return the request body of a turn, and append its new text to the transcript."""

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self, cast
 from urllib.parse import urlsplit
@@ -37,6 +38,10 @@ OnHeader = Callable[[bytes, bytes], None]
 
 def _ignore(_: bytes, __: bytes) -> None:
     pass
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items() if value)
 
 
 class WireError(Exception):
@@ -79,7 +84,7 @@ class Wire:
     def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
         self.address = address
         lines = {"Host": address.authority, "Content-Type": "application/json"}
-        self._head = "".join(f"{k}: {v}\r\n" for k, v in (lines | dict(headers)).items())
+        self._head = _lines(lines | dict(headers))
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._tls = ssl.create_default_context() if address.tls else None
@@ -103,31 +108,30 @@ class Wire:
         timeout_s: float,
         *,
         on_header: OnHeader = _ignore,
-        request_id: str = "",
-        session: str = "",
+        headers: Mapping[str, str] | None = None,
         method: str = "POST",
     ) -> None:
         """Send a request and pass on the response's pieces; raise if it is incomplete."""
-        head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}"
-        head += f"X-Request-Id: {request_id}\r\n" if request_id else ""
-        head += f"X-Session-Id: {session}\r\n" if session else ""
+        head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}{_lines(headers or {})}"
         data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    kept = bool(self._idle)
-                    connection = self._idle.pop() if kept else await self._connect()
-                    try:
-                        await connection.exchange(data, on_header, on_body)
-                    except _UnansweredError as error:
-                        if not kept:
-                            raise WireError(str(error)) from None
-                        continue  # the server closed the idle connection
-                    break
+                await self._exchange(data, on_header, on_body)
         except TimeoutError:
             raise WireError(f"no complete response within {timeout_s:g} s") from None
         except OSError as error:
             raise WireError(f"{self.address}: {_error_text(error)}") from None
+
+    async def _exchange(self, data: bytes, on_header: OnHeader, on_body: OnBody) -> None:
+        """Use an idle connection that the server has not closed, else a new one."""
+        while self._idle:
+            with suppress(_UnansweredError):
+                return await self._idle.pop().exchange(data, on_header, on_body)
+        connection = await self._connect()
+        try:
+            await connection.exchange(data, on_header, on_body)
+        except _UnansweredError as error:
+            raise WireError(str(error)) from None
 
     def close(self) -> None:
         for each in list(self._open):

@@ -147,9 +147,8 @@ class _Client:
                 running.set()
 
         try:
-            await self._wire.stream(
-                COMPLETIONS, body, take, REQUEST_TIMEOUT_S, request_id=record.name
-            )
+            headers = {"X-Request-Id": record.name}
+            await self._wire.stream(COMPLETIONS, body, take, REQUEST_TIMEOUT_S, headers=headers)
         except WireError as error:
             record.error = str(error)
         if not record.error and not (stream.done and record.completed == record.output_tokens):

@@ -6,7 +6,7 @@ Both sides of a comparison get the same bytes at the same times; a seed makes th
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.errors import UsageError
@@ -78,15 +78,13 @@ def long_blocks_short(
 
     The shorts are spread over a second, so that each meets another point of the prefill.
     """
-    return _beside_longs(
-        "long-blocks-short",
-        [PlannedRequest(at, SHORT, SHORT_TOKENS, OUTPUT_TOKENS) for at in _moments(shorts)],
-        new_tokens=SHORT_TOKENS,
-        longs=longs,
-        long_tokens=long_tokens,
-        background=background,
+    arriving = [PlannedRequest(at, SHORT, SHORT_TOKENS, OUTPUT_TOKENS) for at in _moments(shorts)]
+    return Workload(
+        name="long-blocks-short",
         seed=seed,
+        lone_prompt_tokens=SHORT_TOKENS,
         worker_flags=(*STEP_FLAGS, NO_CACHE),
+        arrivals=_beside_longs(arriving, longs, long_tokens, background),
     )
 
 
@@ -100,19 +98,16 @@ def agent_turns(
     background: int = 4,
 ) -> Workload:
     """Return turns of agents, nearly all cached, that arrive during new prompts of their length."""
-    cached = long_tokens - new_tokens
-    return _beside_longs(
-        "agent-turns",
-        [
-            PlannedRequest(at, TURN, long_tokens, OUTPUT_TOKENS, cached_tokens=cached)
-            for at in _moments(turns)
-        ],
-        new_tokens=new_tokens,
-        longs=longs,
-        long_tokens=long_tokens,
-        background=background,
+    turn = PlannedRequest(
+        0.0, TURN, long_tokens, OUTPUT_TOKENS, cached_tokens=long_tokens - new_tokens
+    )
+    arriving = [replace(turn, at=at) for at in _moments(turns)]
+    return Workload(
+        name="agent-turns",
         seed=seed,
+        lone_prompt_tokens=new_tokens,
         worker_flags=STEP_FLAGS,
+        arrivals=_beside_longs(arriving, longs, long_tokens, background),
     )
 
 
@@ -121,33 +116,19 @@ def _moments(count: int, first: float = 0.3, every: float = 0.15) -> list[float]
 
 
 def _beside_longs(
-    name: str,
-    arriving: Sequence[PlannedRequest],
-    *,
-    new_tokens: int,
-    longs: int,
-    long_tokens: int,
-    background: int,
-    seed: int,
-    worker_flags: tuple[str, ...],
-) -> Workload:
-    """Return requests with `new_tokens` each that arrive during long prompts and decodes.
+    arriving: Sequence[PlannedRequest], longs: int, long_tokens: int, background: int
+) -> tuple[PlannedRequest, ...]:
+    """Return the requests with long prompts and decodes before them.
 
     All output lengths are fixed, so both sides do the same work in a round. The background lasts
     four times as long as full budgets need, so it also outlasts small chunks.
     """
-    foreground = longs * long_tokens + len(arriving) * new_tokens
-    outlasting = 64 + 4 * foreground // STEP_TOKENS
-    return Workload(
-        name=name,
-        seed=seed,
-        lone_prompt_tokens=new_tokens,
-        worker_flags=worker_flags,
-        arrivals=(
-            *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
-            *(PlannedRequest(0.0, LONG, long_tokens, OUTPUT_TOKENS) for _ in range(longs)),
-            *arriving,
-        ),
+    new_tokens = sum(each.prompt_tokens - each.cached_tokens for each in arriving)
+    outlasting = 64 + 4 * (longs * long_tokens + new_tokens) // STEP_TOKENS
+    return (
+        *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
+        *(PlannedRequest(0.0, LONG, long_tokens, OUTPUT_TOKENS) for _ in range(longs)),
+        *arriving,
     )
 
 

@@ -98,9 +98,7 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
         in_full(bar.ax.yaxis)
 
 
-def sent_to_workers(
-    outcomes: Sequence[Outcome],
-) -> tuple[list[str], float, list[list[float]]]:
+def sent_to_workers(outcomes: Sequence[Outcome]) -> tuple[list[str], float, list[list[float]]]:
     """Return the workers, the seconds shown, and the prompt tokens per second by time slice."""
     routed = [each for each in outcomes if each.worker]
     workers = sorted({each.worker for each in routed})

@@ -50,6 +50,19 @@ class PlayedSession:
         """The time to finish the task; None if it is not finished."""
         return None if self.end is None else self.end - self.at
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "session": self.name,
+            "class": self.klass,
+            "tenant": self.tenant,
+            "start": self.at,
+            "turns": self.turns,
+            "done": self.done,
+            "think_s": self.think_s,
+            "task_s": self.seconds,
+            "failed": self.failed,
+        }
+
 
 def session_figures(
     sessions: Sequence[PlayedSession], outcomes: Iterable[Outcome]
@@ -57,12 +70,6 @@ def session_figures(
     """Return the figures as JSON, times in seconds; each session is in `tasks`."""
     finished = [each for each in sessions if each.seconds is not None]
     failed = sum(each.failed for each in sessions)
-    good = [each for each in outcomes if each.good and each.session]
-    prompts = sum(each.prompt_tokens for each in good)
-    known = [each for each in good if each.cached_tokens is not None]
-    groups: defaultdict[str, list[PlayedSession]] = defaultdict(list)
-    for each in sorted(finished, key=lambda session: session.turns):
-        groups[_group(each.turns)].append(each)
     return {
         "begun": len(sessions),
         "finished": len(finished),
@@ -70,40 +77,37 @@ def session_figures(
         "unfinished": len(sessions) - len(finished) - failed,
         "sub_agents": sum(each.sub_agents for each in sessions),
         **_spread("turns", (each.turns for each in sessions)),
-        **_spread("task_s", (each.seconds or 0.0 for each in finished)),
+        **_spread("task_s", map(_task_s, finished)),
         **_spread("task_without_thinking_s", map(_without_thinking, finished)),
-        **_spread("first_ttft_s", (each.ttft for each in good if not each.context_tokens)),
-        **_spread("later_ttft_s", (each.ttft for each in good if each.context_tokens)),
-        "repeated_share": _share(sum(each.context_tokens for each in good), prompts),
-        "high_reuse_turns": _share(
-            sum(each.context_tokens >= HIGH_REUSE * each.prompt_tokens for each in good), len(good)
-        ),
-        "cached_share": _share(
-            sum(each.cached_tokens or 0 for each in known),
-            sum(each.prompt_tokens for each in known),
-        ),
+        **_turn_figures([each for each in outcomes if each.good and each.session]),
         "by_turns": {
-            name: {
-                "finished": len(group),
-                **_spread("task_s", (each.seconds or 0.0 for each in group)),
-            }
-            for name, group in groups.items()
+            name: {"finished": len(group), **_spread("task_s", map(_task_s, group))}
+            for name, group in _by_turns(finished).items()
         },
-        "tasks": [
-            {
-                "session": each.name,
-                "class": each.klass,
-                "tenant": each.tenant,
-                "start": each.at,
-                "turns": each.turns,
-                "done": each.done,
-                "think_s": each.think_s,
-                "task_s": each.seconds,
-                "failed": each.failed,
-            }
-            for each in sessions
-        ],
+        "tasks": [each.to_json() for each in sessions],
     }
+
+
+def _turn_figures(turns: Sequence[Outcome]) -> dict[str, float | None]:
+    """Return the figures of complete turns: TTFT, and how much of the prompts was not new."""
+    first = [each for each in turns if not each.context_tokens]
+    later = [each for each in turns if each.context_tokens]
+    repeating = [t for t in turns if t.context_tokens >= HIGH_REUSE * t.prompt_tokens]
+    known = [each for each in turns if each.cached_tokens is not None]
+    return {
+        **_spread("first_ttft_s", (each.ttft for each in first)),
+        **_spread("later_ttft_s", (each.ttft for each in later)),
+        "repeated_share": _share(sum(each.context_tokens for each in turns), _prompts(turns)),
+        "high_reuse_turns": _share(len(repeating), len(turns)),
+        "cached_share": _share(sum(each.cached_tokens or 0 for each in known), _prompts(known)),
+    }
+
+
+def _by_turns(finished: Iterable[PlayedSession]) -> dict[str, list[PlayedSession]]:
+    groups: defaultdict[str, list[PlayedSession]] = defaultdict(list)
+    for each in sorted(finished, key=lambda session: session.turns):
+        groups[_group(each.turns)].append(each)
+    return groups
 
 
 def session_table(figures: dict[str, Any]) -> Table:
@@ -151,8 +155,16 @@ def unfinished_warning(sessions: Sequence[PlayedSession]) -> list[str]:
     ]
 
 
+def _task_s(session: PlayedSession) -> float:
+    return session.seconds or 0.0
+
+
 def _without_thinking(session: PlayedSession) -> float:
-    return (session.seconds or 0.0) - session.think_s
+    return _task_s(session) - session.think_s
+
+
+def _prompts(turns: Iterable[Outcome]) -> int:
+    return sum(each.prompt_tokens for each in turns)
 
 
 def _group(turns: int) -> str:

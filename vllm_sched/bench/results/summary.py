@@ -13,7 +13,7 @@ from rich.table import Table
 from vllm_sched.bench.results.stats import percentile_of_sorted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_sched.bench.results.goodput import Targets
     from vllm_sched.bench.results.outcome import Outcome
@@ -138,25 +138,22 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
         layout.caption = f"--save also writes {left_out} more classes"
         layout.caption_justify = "left"
     columns = shown.values()
+
+    def row(title: str, key: str, format_figure: Callable[[Any], str], **style: Any) -> None:
+        layout.add_row(title, *(format_figure(found[key]) for found in columns), **style)
+
     failed = any(found["failed"] for found in columns)
-    layout.add_row("requests done", *(f"{found['completed']:,}" for found in columns))
-    layout.add_row(
-        "failed", *(f"{found['failed']:,}" for found in columns), style="bold red" if failed else ""
-    )
-    layout.add_row("requests/s", *(_figure(found["request_throughput"]) for found in columns))
+    row("requests done", "completed", "{:,}".format)
+    row("failed", "failed", "{:,}".format, style="bold red" if failed else "")
+    row("requests/s", "request_throughput", _figure)
     if targets:
-        layout.add_row("goodput, req./s", *(_figure(found["request_goodput"]) for found in columns))
-        layout.add_row("share in time", *(_share(found["goodput_share"]) for found in columns))
-    layout.add_row("output tokens/s", *(_figure(found["output_throughput"]) for found in columns))
-    layout.add_row(
-        "all tokens/s",
-        *(_figure(found["total_token_throughput"]) for found in columns),
-        end_section=True,
-    )
+        row("goodput, req./s", "request_goodput", _figure)
+        row("share in time", "goodput_share", _share)
+    row("output tokens/s", "output_throughput", _figure)
+    row("all tokens/s", "total_token_throughput", _figure, end_section=True)
     for measure, keys in SHOWN.items():
         layout.add_row(
-            measure,
-            *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns),
+            measure, *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns)
         )
     return layout
 

@@ -25,6 +25,7 @@ MIN_RETRY_PAUSE_S: Final = 0.1
 # An open loop draws its times before it begins, which takes time and memory.
 MAX_REQUESTS: Final = 10_000_000
 MAX_TENANTS: Final = 1_000_000
+MAX_PREFIX_HIT: Final = 0.85
 MAX_NUMBER: Final = 1e12  # limit of any number: larger sums and products become infinite
 
 
@@ -48,6 +49,10 @@ class Schedule:
     prefix_hit: float | None = None  # None: the source's own
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_combination()
+
+    def _check_numbers(self) -> None:
         for field, number, most in (
             ("concurrency", self.concurrency, MAX_REQUESTS),
             ("num-requests", self.count, MAX_REQUESTS),
@@ -69,21 +74,24 @@ class Schedule:
                 raise UsageError(f"--{field} inf: give a number; --concurrency gives full load")
         if self.scale > MAX_NUMBER:
             raise UsageError(f"--scale {self.scale:g}: must be at most {MAX_NUMBER:g}")
-        if self.rate is not None and self.concurrency is not None:
+        if self.tenants < 0:
+            raise UsageError(f"--tenants {self.tenants}: must be 0 or more")
+        if not 0 <= (self.prefix_hit or 0) <= MAX_PREFIX_HIT:
+            raise UsageError(
+                f"--prefix-hit {self.prefix_hit:g}: must be from 0 to {MAX_PREFIX_HIT}, because "
+                "every request has new tokens too"
+            )
+
+    def _check_combination(self) -> None:
+        closed = self.concurrency is not None
+        if closed and self.rate is not None:
             raise UsageError("--request-rate and --concurrency: an open or a closed loop, not both")
         if self.burstiness is not None and self.timed:
             raise UsageError("--burstiness applies to drawn gaps only; add a --request-rate")
-        if self.burstiness is not None and self.concurrency is not None:
+        if self.burstiness is not None and closed:
             raise UsageError("--burstiness: a closed loop draws no gaps; leave it out")
-        if not 0 <= (self.prefix_hit or 0) <= 0.85:
-            raise UsageError(
-                f"--prefix-hit {self.prefix_hit:g}: must be from 0 to 0.85, because every request "
-                "has new tokens too"
-            )
         if self.prefix_hit is not None and self.source.has_sessions:
             raise UsageError("--prefix-hit: sessions have prefixes of their own; leave it out")
-        if self.tenants < 0:
-            raise UsageError(f"--tenants {self.tenants}: must be 0 or more")
 
     @property
     def timed(self) -> bool:

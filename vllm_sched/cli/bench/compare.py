@@ -108,8 +108,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def run_measurement(
-    measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison]],
-    args: argparse.Namespace,
+    measure: Callable[[ProgressReporter], Coroutine[Any, Any, Comparison]], args: argparse.Namespace
 ) -> int:
     """Measure, print and save the result; return 1 if a server or a request failed."""
     console = Output()

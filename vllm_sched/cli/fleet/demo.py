@@ -36,9 +36,10 @@ from vllm_sched.bench.compare.compare import (
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
+from vllm_sched.cli.fleet.transfer_checks import missing_connector
 from vllm_sched.cli.fleet.up import assign_ports, make_worker
-from vllm_sched.cli.fleet.wiring import PARTS, missing_connector
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
+from vllm_sched.workers.transfer import ROLES
 
 READY_S = 30.0
 TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)$', re.MULTILINE)
@@ -64,13 +65,13 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = ComparisonPlan(config.model, workload, arguments.rounds)
-    told: list[str] = []
+    handovers: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
         play = partial(
-            _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), told
+            _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), handovers
         )
         status = measuring.run_measurement(play, arguments)
-    print(*told, *watch_hints(arguments.fleet, config), sep="\n")
+    print(*handovers, *watch_hints(arguments.fleet, config), sep="\n")
     return status
 
 
@@ -99,10 +100,10 @@ async def _play(
     config: FleetConfig,
     plan: ComparisonPlan,
     folder: Path,
-    told: list[str],
+    handovers: list[str],
     narrator: ProgressReporter,
 ) -> Comparison:
-    """Measure all fleets; append a line on hand-overs to `told` for each."""
+    """Measure all fleets; append a line on hand-overs to `handovers` for each."""
     workers = [
         make_worker(config, played_worker(worker, cpu), beside, folder)
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
@@ -116,7 +117,7 @@ async def _play(
         for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
             if each.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
-                told.append(f"{contender.label}: {describe_handovers(page, plan)}")
+                handovers.append(f"{contender.label}: {describe_handovers(page, plan)}")
     return Comparison(plan, contenders)
 
 
@@ -141,8 +142,8 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     A fleet with all roles is also split into its parts, and one part makes the single pool: while
     it is played, the other part's workers are idle.
     """
-    whole = [worker for worker in config.workers if worker.role not in PARTS]
-    halves = [worker for worker in config.workers if worker.role in PARTS]
+    whole = [worker for worker in config.workers if worker.role not in ROLES]
+    halves = [worker for worker in config.workers if worker.role in ROLES]
     policy = config.routing.policy
     found = {
         "baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))
@@ -172,10 +173,10 @@ def played_worker(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
 
     With caching, the second of two routers would find its prompts in the workers' caches.
     """
-    told = worker.launch or LaunchConfig()
-    cpus = told.cpus or (() if cpu is None else (cpu,))
-    args = (*told.args, "--no-enable-prefix-caching")
-    launch = told.model_copy(update={"args": args, "cpus": cpus})
+    settings = worker.launch or LaunchConfig()
+    cpus = settings.cpus or (() if cpu is None else (cpu,))
+    args = (*settings.args, "--no-enable-prefix-caching")
+    launch = settings.model_copy(update={"args": args, "cpus": cpus})
     return worker.model_copy(update={"launch": launch})
 
 
@@ -187,7 +188,7 @@ def own_cpus(workers: Sequence[WorkerConfig]) -> list[int | None]:
     offered = sorted(os.sched_getaffinity(0))
     cpus: dict[str, int | None] = {}
     for part in (True, False):
-        names = [worker.name for worker in workers if (worker.role in PARTS) == part]
+        names = [worker.name for worker in workers if (worker.role in ROLES) == part]
         alone = on_cpu() and len(offered) >= len(names)
         cpus |= zip(names, offered if alone else [None] * len(names), strict=False)
     return [cpus[worker.name] for worker in workers]

@@ -170,8 +170,8 @@ def _verdict(found: Explanation) -> str:
         text += f"\nsession: {found.turn}"
     if found.handover is not None and found.prefill_worker is None:
         text += f"\nhandover: {found.handover}"
-        if said := NO_HANDOVER_REASONS.get(found.handover):
-            text += f": {said}"
+        if why := NO_HANDOVER_REASONS.get(found.handover):
+            text += f": {why}"
     return text
 
 

@@ -13,7 +13,7 @@ from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerCo
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
 from vllm_sched.cli.fleet.journals import journal_problems, with_journal
-from vllm_sched.cli.fleet.wiring import compatibility_problems
+from vllm_sched.cli.fleet.transfer_checks import compatibility_problems
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 

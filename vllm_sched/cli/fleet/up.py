@@ -21,21 +21,21 @@ from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.journals import launched_policies, tcp_address, with_journal
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.cli.fleet.wiring import missing_connector, wiring_of
+from vllm_sched.cli.fleet.transfer_checks import missing_connector
+from vllm_sched.cli.fleet.wiring import Wiring, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import CONFIG_FLAG, expanded, parse
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY
-from vllm_sched.workers.transfer import Wiring
 
 # Long enough to download weights and compile graphs.
 DEADLINE_S = 1800.0
 # The router probes every second, and each probe would add a log line.
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
-# What a file of vLLM's flags may not say either: the router would not know of it. Of most else that
-# is written here what is written here counts, and a file made for `vllm serve` has it by right.
+# Not allowed in vLLM's --config file either, because the router would not know it. Most other flags
+# of `up` override the file's.
 NOT_IN_CONFIG_FILE = {name: GENERATED_FLAGS[name] for name in ("--api-key",)}
 MAKE_TINY = """
 import sys
@@ -88,8 +88,8 @@ def up(path: Path, log_dir: Path | None) -> int:
             Supervisor(workers, progress.show, devices=devices),
         ):
             for worker, wiring in zip(workers, wired, strict=True):
-                if wiring.said:
-                    progress.print_line(f"{worker.name}: {wiring.said}")
+                if wiring.summary:
+                    progress.print_line(f"{worker.name}: {wiring.summary}")
             return run(path, config=config, read=read)
     except KeyboardInterrupt:
         print("vllm-sched up: interrupted", file=sys.stderr)
@@ -122,36 +122,46 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
     yield from missing_connector(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
+        path = f"workers[{index}]"
         if worker.address is None:
             yield Problem(
-                f"workers[{index}].url",
+                f"{path}.url",
                 "is missing, and there is no launch: block; a worker with only a profile is for "
                 "`vllm-sched simulate`",
             )
-            continue
-        if worker.launch is None:
-            continue
-        ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
-        # vLLM makes an object of `--name.key value` and has that one replace ours.
-        given = {flag.whole for flag in parse(expanded(worker.launch.args))}
-        for name in sorted(ours.keys() & given):
-            yield Problem(
-                f"workers[{index}].launch.args",
-                f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
-            )
-        if missing := set(worker.launch.cpus) - offered:
-            yield Problem(
-                f"workers[{index}].launch.cpus",
-                f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from these",
-            )
-        journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
-        for key, shown, place in (("url", worker.url, worker.address), *journals):
-            if place is not None and (why := _why_unusable(*place)):
+        elif worker.launch is not None:
+            yield from _config_file_problems(path, worker)
+            if missing := set(worker.launch.cpus) - offered:
                 yield Problem(
-                    f"workers[{index}].{key}",
-                    f"{shown!r}: a worker started here can't listen on this address ({why}); stop "
-                    "the process that does, or choose another port",
+                    f"{path}.launch.cpus",
+                    f"{_listed(missing)}: this machine has CPUs {_listed(offered)}; choose from "
+                    "these",
                 )
+            yield from _address_problems(path, worker)
+
+
+def _config_file_problems(path: str, worker: WorkerConfig) -> Iterator[Problem]:
+    """Refuse flags in vLLM's own configuration file that `up` sets."""
+    args = worker.launch.args if worker.launch else ()
+    ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
+    # vLLM makes an object of `--name.key value` and has that one replace ours.
+    given = {flag.whole for flag in parse(expanded(args))}
+    for name in sorted(ours.keys() & given):
+        yield Problem(
+            f"{path}.launch.args",
+            f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
+        )
+
+
+def _address_problems(path: str, worker: WorkerConfig) -> Iterator[Problem]:
+    journals = ((f"journal[{i}]", e, tcp_address(e)) for i, e in enumerate(worker.journal))
+    for key, shown, address in (("url", worker.url, worker.address), *journals):
+        if address is not None and (why := _why_unusable(*address)):
+            yield Problem(
+                f"{path}.{key}",
+                f"{shown!r}: a worker started here can't listen on this address ({why}); stop "
+                "the process that does, or choose another port",
+            )
 
 
 def _listed(cpus: set[int]) -> str:
@@ -182,7 +192,7 @@ def make_worker(
 ) -> Worker:
     """Return a worker that is not started, with its fleet's transfer wiring by default."""
     wiring = wiring or wiring_of(config, worker)
-    told = worker.launch or LaunchConfig()
+    settings = worker.launch or LaunchConfig()
     host, port = worker.address or (launch.LOOPBACK, None)
     served = config.model_of(worker)
     flags = ["--served-model-name", served, *QUIET_FLAGS]
@@ -190,18 +200,18 @@ def make_worker(
         flags += ["--max-model-len", str(worker.max_model_len)]
     return launch.worker(
         Side.from_policies(launched_policies(config, worker)),
-        model=_model(told.model or served, folder),
-        flags=[*flags, *wiring.flags, *told.args],
+        model=_model(settings.model or served, folder),
+        flags=[*flags, *wiring.flags, *settings.args],
         host=host,
         port=port,
         env={
             **({"VLLM_API_KEY": worker.api_key} if worker.api_key else {}),
             **wiring.env,
-            **told.env,
+            **settings.env,
         },
-        cpus=told.cpus,
+        cpus=settings.cpus,
         name=worker.name,
-        log=logs.absolute() / f"{worker.name}.log",
+        log_file=logs.absolute() / f"{worker.name}.log",
         deadline_s=DEADLINE_S,
     )
 

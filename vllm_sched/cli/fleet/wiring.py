@@ -1,328 +1,138 @@
-"""The transfer wiring of prefill and decode workers that `up` starts, and its checks."""
+"""The flags and environment of prefill and decode workers that `up` starts.
+
+Only Mooncake gets an engine id, because its decode workers look for a known name. vLLM's own id is
+new at each start, so that blocks of a dead worker are not read from its replacement.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Final, cast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+from urllib.parse import urlsplit
 
-from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
-from proxy.config.types import LAST_PORT
-from proxy.errors import Problem
+from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.ends import differences
-from vllm_sched.workers.flags import expanded, last, names, number
-from vllm_sched.workers.transfer import Part, Wiring
+from vllm_sched.workers.flags import expanded, last
 
-PARTS = ("prefill", "decode")
-LENGTH_FLAG, MAX_PORT_DIGITS = "--max-model-len", len(str(LAST_PORT))
-VLLM_LEASE_S = 30.0  # vLLM's default
-# LMCache's settings that name a shared store or a push target, or a file with all settings, with
-# some older names.
-STORE_VARIABLES = (
-    "LMCACHE_CONFIG_FILE",
-    "LMCACHE_REMOTE_URL",
-    "LMCACHE_REMOTE_STORAGE_PLUGINS",
-    "LMCACHE_STORAGE_PLUGINS",
-    "LMCACHE_EXTERNAL_BACKENDS",
-    "LMCACHE_EXTRA_CONFIG",
-    "LMCACHE_GDS_PATH",
-    "LMCACHE_WEKA_PATH",
-    "LMCACHE_MARU_PATH",
-    "LMCACHE_ENABLE_P2P",
-    "LMCACHE_ENABLE_PD",
-    "LMCACHE_ENABLE_XPYD",
-    "LMCACHE_ENABLE_NIXL",
-)
-UNSET_VALUES = ("", "0", "false")  # values that mean "not set"
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """A worker's end of the transfer: flags, environment, and a line of text for both."""
+
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSetup:
+    """The connector of one end."""
+
+    config: dict[str, Any]
+    env: dict[str, str]
+    summary: str
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     """Return a worker's transfer wiring; empty if it has no transfer."""
-    told = worker.launch or LaunchConfig()
-    if config.transfer is None or worker.role not in PARTS:
-        size = told.kv_offloading_size
-        return Wiring() if size is None else transfer.offloading_wiring(size)
-    host, _ = worker.address or (launch.LOOPBACK, None)
-    made = transfer.wiring(
-        config.transfer.connector,
-        cast("Part", worker.role),
-        name=worker.name,
-        mode=config.transfer.mode,
-        host=host,
-        args=told.args,
-        env=told.env,
-        few_cpus=bool(told.cpus),
-        path=config.transfer.path,
-        address=config.transfer.addresses.get(worker.name),
-        lease_s=config.transfer.lease_s,
-        offload_gib=told.kv_offloading_size,
-    )
+    if config.transfer is None or worker.role not in transfer.ROLES:
+        size = worker.launch.kv_offloading_size if worker.launch else None
+        return Wiring() if size is None else offloading_wiring(size)
+    made = transfer_wiring(config.transfer, worker)
     if worker.role != "decode" or worker.slots is None:
         return made
     return replace(
-        made, said=f"{made.said}, {worker.slots} slots for hand-overs and other requests"
+        made, summary=f"{made.summary}, {worker.slots} slots for hand-overs and other requests"
     )
 
 
-def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
-    """Check that workers that hand over prompts to each other are compatible."""
-    yield from offloading_problems(draft)
-    if draft.transfer is None:
-        return
-    if draft.transfer.connector == "shared-storage" and draft.transfer.path is None:
-        ends = (w for w in draft.workers.values() if w.launch and w.role in PARTS)
-        if any(transfer.own_config(w.launch.args) is None for w in ends if w.launch):
-            yield Problem(
-                "transfer.path",
-                "is missing: shared-storage keeps its files in a folder that all workers can read; "
-                "name one, as in transfer: {connector: shared-storage, path: /kv}",
+def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
+    """Return one end's wiring; the user's `args` (or their file) and `env` have precedence."""
+    given = worker.launch or LaunchConfig()
+    setup = _setup_of(moved_by, worker, given)
+    flags = ["--enable-prompt-tokens-details"]  # shows clients the number of cached tokens
+    if moved_by.connector == "shared-storage":
+        flags.append(transfer.NO_CHUNKS_FLAG)
+    summary = []
+    if (own := transfer.own_config(given.args)) is None:
+        config = setup.config
+        summary.append(setup.summary)
+        if gib := given.kv_offloading_size:
+            config = with_offloading(config, gib)
+            summary.append(offloading_wiring(gib).summary)
+        flags += [transfer.CONFIG_FLAG, json.dumps(config)]
+    else:
+        summary.append(f"{transfer.CONFIG_FLAG} as given")
+        module = setup.config.get(transfer.MODULE_KEY)
+        if module and not any(part.get(transfer.MODULE_KEY) for part in transfer.parts_of(own)):
+            summary.append(
+                f'set "{transfer.MODULE_KEY}": "{module}" in it, or NIXL\'s thread occupies a CPU'
             )
-    if draft.transfer.connector == "mooncake":
-        yield from _bootstrap_problems(draft.transfer, draft.workers)
-    elif draft.transfer.connector == "lmcache":
-        yield from _store_problems(draft.workers)
-    first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
-    sides: dict[tuple[str, str], int] = {}
-    for index, worker in draft.workers.items():
-        told = worker.launch
-        if told is None or worker.role not in PARTS:
-            continue
-        yield from _own_config_problems(draft.transfer, index, worker, told)
-        if draft.transfer.connector == "shared-storage":
-            yield from _chunk_problems(index, told)
-        if (port := told.env.get(transfer.SIDE_PORT)) is not None:
-            if not (
-                port.isdecimal() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= LAST_PORT
-            ):
-                yield Problem(
-                    f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
-                    f"{port!r} is not a port; leave it out to get a free port",
-                )
-            place = (told.env.get(transfer.SIDE_HOST, "here"), port)
-            if (other := sides.setdefault(place, index)) != index:
-                yield Problem(
-                    f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
-                    f"{port}: workers[{other}] has the same port; leave it out to get a free one",
-                )
-        model = draft.model_of(worker)
-        there, other_worker, others = first.setdefault(model, (index, worker, told))
-        if there == index:
-            continue
-        named = f"workers[{there}] ({other_worker.name})"
-        loaded, theirs_loaded = told.model or model or "", others.model or model or ""
-        if loaded != theirs_loaded:
-            yield Problem(
-                f"workers[{index}].launch.model",
-                f"{loaded or 'none'}: {named} loads {theirs_loaded or 'none'}, and a worker can't "
-                "read another model's KV cache; give both the same model",
-            )
-        if draft.transfer.connector == "nixl":
-            layout, theirs = (transfer.layout_of(each.args, each.env) for each in (told, others))
-            if layout and theirs and layout != theirs:
-                yield Problem(
-                    f"workers[{index}].launch.env.{transfer.LAYOUT}",
-                    f"{layout}: {named} has {theirs}, and NIXL needs equal KV cache layouts; give "
-                    "both the same layout, or neither",
-                )
-        for flag, ours, theirs in differences(told.args, others.args, model=loaded):
-            yield Problem(
-                f"workers[{index}].launch.args",
-                f"{flag} {ours or '(none)'}: {named} has {theirs or 'none'}, and a KV cache can "
-                f"move only between workers with the same {flag}; make them equal",
-            )
+    if launch.on_cpu():
+        block = last(expanded(given.args), "--block-size") or transfer.CPU_BLOCK
+        flags += ["--block-size", block]
+        summary.append(f"blocks of {block}")
+    return Wiring(tuple(flags), setup.env, ", ".join(summary))
 
 
-def _chunk_problems(index: int, told: LaunchConfig) -> Iterator[Problem]:
-    """Refuse chunked prompts, because shared storage keeps only the last chunk."""
-    if told.policies:
-        yield Problem(
-            f"workers[{index}].launch.policies",
-            f"{', '.join(told.policies)}: policies may split a prompt into chunks, and "
-            "shared-storage keeps only the last chunk; leave them out",
-        )
-    args = expanded(told.args)
-    if "--enable-chunked-prefill" in names(args):
-        yield Problem(
-            f"workers[{index}].launch.args",
-            "--enable-chunked-prefill: shared-storage keeps only the last chunk of a prompt; "
-            "leave it out",
-        )
-    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LENGTH_FLAG))
-    if budget is not None and longest is not None and budget < longest:
-        yield Problem(
-            f"workers[{index}].launch.args",
-            f"--max-num-batched-tokens {budget}: {LENGTH_FLAG} is {longest}, and a prompt must fit "
-            f"one step, because shared-storage keeps only the last chunk; give at least {longest}",
-        )
+def _setup_of(
+    moved_by: TransferConfig, worker: WorkerConfig, given: LaunchConfig
+) -> ConnectorSetup:
+    name, role = transfer.class_of(moved_by.connector, moved_by.mode), transfer.ROLES[worker.role]
+    summary = f"{name} as {role}"
+    config: dict[str, Any] = {"kv_connector": name, "kv_role": role}
+    if launch.on_cpu():  # vLLM's default is the accelerator
+        config["kv_buffer_device"] = "cpu"
+    if moved_by.connector == "nixl":
+        nixl = _nixl_setup(moved_by.lease_s, worker, given)
+        return ConnectorSetup(config | nixl.config, nixl.env, f"{summary}, {nixl.summary}")
+    if moved_by.connector == "shared-storage":
+        config["kv_role"] = "kv_both"  # the connector has no roles
+        config[transfer.EXTRA_KEY] = {"shared_storage_path": moved_by.path}
+        summary = f"{name} in {moved_by.path}, prompts computed in one chunk"
+    if moved_by.connector == "mooncake" and worker.role == "prefill":
+        config["engine_id"] = worker.name
+        address = moved_by.addresses.get(worker.name)
+        port = str(urlsplit(address).port) if address else transfer.USUAL_BOOTSTRAP_PORT
+        summary += ", restart its decode workers after this worker was restarted"
+        # Overrides the environment of `up`: decode workers use this port.
+        return ConnectorSetup(config, {transfer.BOOTSTRAP_PORT: port}, summary)
+    return ConnectorSetup(config, {}, summary)
 
 
-def _bootstrap_problems(
-    moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]
-) -> Iterator[Problem]:
-    """Refuse prefill workers of Mooncake that decode workers would not find."""
-    taken: dict[str, str] = {}
-    for index, worker in workers.items():
-        told = worker.launch
-        if told is None or worker.role != "prefill":
-            continue
-        engines = number(expanded(told.args), "--data-parallel-size") or 1
-        if engines > 1:
-            yield Problem(
-                f"workers[{index}].launch.args",
-                f"--data-parallel-size {engines}: vLLM appends a number to each engine's id, and "
-                f"decode workers look for {worker.name!r}; start {engines} workers with one "
-                "engine each, or use nixl",
-            )
-        given = moved_by.addresses.get(worker.name, "").rpartition(":")[2].strip("/")
-        sought = given or transfer.USUAL_BOOTSTRAP_PORT
-        own = told.env.get(transfer.BOOTSTRAP_PORT)
-        if own is not None and own != sought:
-            yield Problem(
-                f"workers[{index}].launch.env.{transfer.BOOTSTRAP_PORT}",
-                f"{own!r}: decode workers use port {sought}; leave it out, and set the port in "
-                f"transfer.addresses, as in {worker.name}: http://127.0.0.1:{own or '8999'}",
-            )
-        port = own or sought
-        if (other := taken.setdefault(port, worker.name)) != worker.name:
-            yield Problem(
-                "transfer.addresses",
-                f"{worker.name!r} would listen on port {port}, like {other!r}; give each worker "
-                f"its own port, as in {worker.name}: http://127.0.0.1:8999",
-            )
+def _nixl_setup(lease_s: float | None, worker: WorkerConfig, given: LaunchConfig) -> ConnectorSetup:
+    host, _ = worker.address or (launch.LOOPBACK, None)
+    host = given.env.get(transfer.SIDE_HOST, host)
+    port = given.env.get(transfer.SIDE_PORT) or str(launch.free_port())
+    summary = f"side channel {host}:{port}"
+    kept_s = ceil(transfer.LEASE_FACTOR * lease_s) if lease_s else transfer.DEFAULT_LEASE_S
+    config = {
+        # Otherwise a prefill worker's death fails the requests that it hands over.
+        transfer.FAILURE_KEY: "recompute",
+        transfer.EXTRA_KEY: {"kv_lease_duration": kept_s},
+    }
+    if launch.on_cpu() or given.cpus:  # a polling thread would occupy one of few CPUs
+        config[transfer.MODULE_KEY] = transfer.NIXL_MODULE
+        summary += ", threads stay on the given CPUs, and NIXL's thread sleeps between polls"
+    return ConnectorSetup(config, {transfer.SIDE_HOST: host, transfer.SIDE_PORT: port}, summary)
 
 
-def _store_problems(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
-    """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
-    for index, worker in workers.items():
-        told = worker.launch
-        if told is None or worker.role not in PARTS or transfer.own_config(told.args) is not None:
-            continue
-        env = {**os.environ, **told.env}  # the worker's environment
-        if all(env.get(name, "").lower() in UNSET_VALUES for name in STORE_VARIABLES):
-            yield Problem(
-                f"workers[{index}].launch.env",
-                "names no store that the LMCache workers share or push through; set "
-                "LMCACHE_CONFIG_FILE, LMCACHE_REMOTE_URL or LMCACHE_ENABLE_PD, or use nixl",
-            )
-
-
-def _own_config_problems(
-    moved_by: TransferConfig, index: int, worker: WorkerConfig, told: LaunchConfig
-) -> Iterator[Problem]:
-    """Check the user's own --kv-transfer-config against the fleet file's transfer: block."""
-    own = transfer.own_config(told.args)
-    if own is None:
-        return
-    path = f"workers[{index}].launch.args"
-    if not own:
-        yield Problem(
-            path,
-            "--kv-transfer-config is not a JSON object with at least one key; leave the flag "
-            "out, or correct it",
-        )
-        return
-    parts = transfer.parts_of(own)
-    part = parts[0] if parts else own
-    if part is not own and any("engine_id" in each for each in parts):
-        yield Problem(
-            path,
-            f"--kv-transfer-config with engine_id in a part of {transfer.SEVERAL}: vLLM sets it "
-            "there itself and fails; move it next to kv_connector",
-        )
-    named = part.get("kv_connector")
-    engine, is_sought = own.get("engine_id"), worker.role == "prefill"
-    if moved_by.connector == "mooncake" and is_sought and engine != worker.name:
-        yield Problem(
-            path,
-            f"--kv-transfer-config with engine_id {engine!r}: decode workers look for "
-            f"{worker.name!r}, this worker's name; use that",
-        )
-    if named not in transfer.classes(moved_by.connector, moved_by.mode):
-        wanted = transfer.class_of(moved_by.connector, moved_by.mode)
-        pushed = " with mode: push" if moved_by.mode == "push" else ""
-        # vLLM loads a prompt from the first connector with any of its blocks.
-        place = "" if part is own else f" first in {transfer.SEVERAL}"
-        yield Problem(
-            path,
-            f"--kv-transfer-config with the connector {named!r}{place}: transfer is "
-            f"{moved_by.connector}{pushed}, which needs {wanted}; leave the flag out, or correct "
-            "one of the two",
-        )
-    role = transfer.ROLES[cast("Part", worker.role)]
-    if part.get("kv_role") not in (role, "kv_both"):
-        yield Problem(
-            path,
-            f"--kv-transfer-config with kv_role {part.get('kv_role')!r}: a {worker.role} worker "
-            f"needs {role}; leave the flag out, or correct it",
-        )
-    extra = part.get(transfer.EXTRA_KEY)
-    kept_s = (
-        extra.get("kv_lease_duration", VLLM_LEASE_S) if isinstance(extra, dict) else VLLM_LEASE_S
+def offloading_wiring(gib: float) -> Wiring:
+    """Return the wiring of a worker that offloads KV blocks and transfers none."""
+    return Wiring(
+        (transfer.OFFLOADING_FLAG, f"{gib:g}"), summary=f"KV blocks offloaded to {gib:g} GiB"
     )
-    told_s = moved_by.lease_s or VLLM_LEASE_S
-    if moved_by.connector == "nixl" and isinstance(kept_s, (int, float)) and kept_s < told_s:
-        yield Problem(
-            path,
-            f"--kv-transfer-config with kv_lease_duration {kept_s:g}: transfer.lease_s is "
-            f"{told_s:g}, and blocks read after the lease may hold another prompt; give this "
-            f"worker at least {told_s:g}",
-        )
 
 
-def missing_connector(config: FleetConfig) -> Iterator[Problem]:
-    """Yield a problem if launched workers need a connector that is not installed here."""
-    yield from unsupported_offloading(config)
-    moved_by = config.transfer
-    if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):
-        return
-    if any(worker.launch and worker.role in PARTS for worker in config.workers):
-        have = [name for name in transfer.CLASSES if " " not in name and not transfer.missing(name)]
-        others = f"choose from {', '.join(have)}" if have else "install one"
-        yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")
-
-
-FIELD: Final = "launch.kv_offloading_size"
-
-
-def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
-    """Check `launch.kv_offloading_size` against other flags and the transfer."""
-    for index, worker in draft.workers.items():
-        if (settings := worker.launch) is None:
-            continue
-        moved_by = draft.transfer if worker.role in PARTS else None
-        size, flag = (
-            settings.kv_offloading_size,
-            last(expanded(settings.args), transfer.OFFLOADING_FLAG),
-        )
-        if flag is not None and (moved_by is not None or size is not None):
-            yield Problem(
-                f"workers[{index}].launch.args",
-                f"{transfer.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading connector, "
-                f"and no other; set {FIELD}: {flag} instead",
-            )
-        if size is None:
-            continue
-        if transfer.own_config(settings.args) is not None:
-            yield Problem(
-                f"workers[{index}].{FIELD}",
-                f"{size:g}: launch.args has {transfer.CONFIG_FLAG} too; leave one of the two out",
-            )
-        if moved_by is not None and moved_by.connector != "nixl":
-            yield Problem(
-                f"workers[{index}].{FIELD}",
-                f"{size:g}: transfer is {moved_by.connector}, and only nixl is run together with "
-                "offloading; leave it out, or use nixl",
-            )
-
-
-def unsupported_offloading(config: FleetConfig) -> Iterator[Problem]:
-    """Refuse offloading with a vLLM for CPUs."""
-    for index, worker in enumerate(config.workers):
-        if worker.launch and worker.launch.kv_offloading_size and launch.on_cpu():
-            yield Problem(
-                f"workers[{index}].{FIELD}",
-                "the vLLM installed here is for CPUs, and vLLM offloads KV blocks only from "
-                "accelerators; leave it out",
-            )
+def with_offloading(config: dict[str, Any], gib: float) -> dict[str, Any]:
+    """Return the configuration of a connector with the offloading connector behind it."""
+    part = {key: value for key, value in config.items() if key != transfer.FAILURE_KEY}
+    # vLLM reads this key only of the whole configuration.
+    whole = {key: value for key, value in config.items() if key == transfer.FAILURE_KEY}
+    size = {"cpu_bytes_to_use": int(gib * 2**30)}
+    tier = {"kv_connector": transfer.OFFLOADING, "kv_role": "kv_both", transfer.EXTRA_KEY: size}
+    several = {"kv_connector": transfer.SEVERAL, "kv_role": "kv_both"}
+    return several | whole | {transfer.EXTRA_KEY: {transfer.PARTS_KEY: [part, tier]}}

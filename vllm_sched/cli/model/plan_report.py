@@ -56,14 +56,12 @@ def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
     rates = [served.rate for served in found.ranking]
     if rates != sorted(rates, reverse=True):
         console.print_text(
-            f"rates within {SAME:.0%} count as equal: the simpler fleet comes first",
-            "dim",
+            f"rates within {SAME:.0%} count as equal: the simpler fleet comes first", "dim"
         )
     if left := found.gpus - found.gpus_of(found.best):
         each = found.question.machine.gpus
         console.print_text(
-            f"{left} of {found.gpus} GPUs are unused: a worker takes {each}",
-            "yellow",
+            f"{left} of {found.gpus} GPUs are unused: a worker takes {each}", "yellow"
         )
     for line in _otherwise(found, args.request_rate):
         console.print_text(line, "")

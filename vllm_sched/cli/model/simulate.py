@@ -179,9 +179,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     return int(any(each.error for each in result.outcomes))
 
 
-def _checked(
-    args: argparse.Namespace,
-) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
+def _checked(args: argparse.Namespace) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
@@ -243,13 +241,13 @@ def _run(
             interruptible() as stopped,
         ):
 
-            def told(now: float, sent: int, done: int, *, last: bool = False) -> None:
+            def report_progress(now: float, sent: int, done: int, *, last: bool = False) -> None:
                 text = f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} in flight"
                 show(now if schedule.ends_after_s else done, text, last=last)
 
-            played = fleet.play(schedule, told, stopped)
+            played = fleet.play(schedule, report_progress, stopped)
             ended = sum(not each.interrupted for each in played.outcomes)
-            told(played.duration, len(played.outcomes), ended, last=True)
+            report_progress(played.duration, len(played.outcomes), ended, last=True)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     finally:
         gc.unfreeze()

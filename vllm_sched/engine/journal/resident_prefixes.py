@@ -60,12 +60,7 @@ class ResidentPrefixes:
             self._grown[known] = None
 
     def record_stored(
-        self,
-        request: Request,
-        blocks: Sequence[KVCacheBlock],
-        first: int,
-        last: int,
-        group: int,
+        self, request: Request, blocks: Sequence[KVCacheBlock], first: int, last: int, group: int
     ) -> None:
         """Note that a request's blocks from `first` to `last` are cached."""
         known = self._known.running.get(request.request_id)

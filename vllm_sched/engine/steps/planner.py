@@ -68,11 +68,7 @@ class StepPlanner:
         self._order = RunningOrder(scheduler, policies, self.hooks, self.classes, self._kv_cache)
         self._pauses = DecodePauses(scheduler, self.hooks)
         self._budget = StepBudget(
-            scheduler,
-            self.hooks,
-            self.admission,
-            self.prefixes,
-            self._blocks,
+            scheduler, self.hooks, self.admission, self.prefixes, self._blocks
         )
 
     def begin_step(self, now: float, wall_now: float) -> StepPlan:

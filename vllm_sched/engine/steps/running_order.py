@@ -63,16 +63,15 @@ class RunningOrder:
         if not (prefills and decoding):
             return False
         newest, class_of = decoding[-1], self._classes.of
-        decode_is_last = False
-        if by_class and classes[newest] > class_of(prefills[0]):
+        is_worst = by_class and classes[newest] > class_of(prefills[0])
+        if is_worst:
             # Requests of the worst class are preempted first, decodes included.
             running.sort(key=(classes | {r: class_of(r) for r in prefills}).__getitem__)
-            decode_is_last = True
-        if self._preempts_newest(prefills[-1], newest):
+        is_preempted = self._preempts_newest(prefills[-1], newest)
+        if is_preempted:
             running.remove(newest)
             running.append(newest)
-            decode_is_last = True
-        return decode_is_last
+        return is_worst or is_preempted
 
     def _rank(self, request: Request) -> tuple[float, ...]:
         return tuple(rank(request) for rank in self._hooks.rank)

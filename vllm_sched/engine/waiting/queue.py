@@ -21,13 +21,7 @@ from typing import Any, Protocol
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_sched.engine.waiting.heaps import (
-    MAX_DEAD_ENTRIES,
-    SET_ASIDE,
-    Entry,
-    LaneHeaps,
-    Place,
-)
+from vllm_sched.engine.waiting.heaps import MAX_DEAD_ENTRIES, SET_ASIDE, Entry, LaneHeaps, Place
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Gate
 
@@ -70,12 +64,7 @@ class LaneRules(Protocol):
 
 class LaneQueue(LaneHeaps, RequestQueue):
     def __init__(
-        self,
-        rules: LaneRules,
-        *,
-        by_priority: bool,
-        clock: Callable[[], float],
-        num_policies: int,
+        self, rules: LaneRules, *, by_priority: bool, clock: Callable[[], float], num_policies: int
     ) -> None:
         super().__init__(num_policies, rules.open_adapters)
         self._rules = rules

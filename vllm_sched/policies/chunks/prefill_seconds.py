@@ -10,13 +10,7 @@ class PrefillSeconds:
     """The seconds left in one step; each granted chunk reduces them."""
 
     def __init__(
-        self,
-        model: StepTime,
-        seconds: float,
-        *,
-        min_tokens: int,
-        decodes: int,
-        context_tokens: int,
+        self, model: StepTime, seconds: float, *, min_tokens: int, decodes: int, context_tokens: int
     ) -> None:
         self.seconds = seconds
         self.min_tokens = min_tokens  # granted even if there is no time

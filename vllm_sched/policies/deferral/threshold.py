@@ -15,6 +15,8 @@ from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.threshold import asymptotic, recommended, within_itl
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
 from vllm_sched.policies.deferral.lengths import RequestLengths
+from vllm_sched.policies.fluid_effects import AdmissionHold
+from vllm_sched.policies.types import EngineFacts
 
 ESTIMATE_INTERVAL_STEPS: Final = 64
 ESTIMATES_IN_AGREEMENT: Final = 4
@@ -25,32 +27,21 @@ CHECK_BATCHES, CHECK_STEPS, CHECK_MEMORY = 12, 256, 0.1
 
 
 class DepartureThreshold:
-    """K as configured or, if `departures` is None, as measured step times suggest."""
+    """K as configured or, if it is None, as measured step times suggest."""
 
     def __init__(
-        self,
-        departures: int | None,
-        fit: OnlineFit,
-        lengths: RequestLengths,
-        *,
-        itl_s: float | None,
-        max_hold_s: float,
-        decodes_pause: bool,
-        budget: int,
+        self, configured: AdmissionHold, facts: EngineFacts, fit: OnlineFit, lengths: RequestLengths
     ) -> None:
-        self.k = departures or 1
+        self.k = configured.departures or 1
         self.best = float(self.k)
         self._checking = False  # holds are suspended
         self._check_until = 0  # batches seen by the fit
         self._above_1 = 0  # estimates above 1 in a row
-        self._configured = departures
+        self._configured = configured
+        self._facts = facts
         self._fit = fit
         self._lengths = lengths
-        self._itl_s = itl_s
-        self._max_hold_s = max_hold_s
-        self._decodes_pause = decodes_pause
-        self._batch_kind: Kind = "prefill" if decodes_pause else "mixed"
-        self._budget = budget
+        self._batch_kind: Kind = "prefill" if facts.decodes_pause else "mixed"
         self._next_estimate = ESTIMATE_INTERVAL_STEPS  # step index
         self._estimates = deque([1] * ESTIMATES_IN_AGREEMENT, ESTIMATES_IN_AGREEMENT)
 
@@ -71,7 +62,7 @@ class DepartureThreshold:
         self._next_estimate = index + (CHECK_STEPS if self._checking else ESTIMATE_INTERVAL_STEPS)
 
     def _check_is_due(self) -> bool:
-        if self.k == 1 or self._configured is not None:
+        if self.k == 1 or self._configured.departures is not None:
             self._above_1 = 0
             return False
         self._above_1 += 1
@@ -86,14 +77,15 @@ class DepartureThreshold:
             slots=slots,
             mean_output=self._lengths.mean_output,
             mean_prompt=self._lengths.mean_prompt,
-            decodes_pause=self._decodes_pause,
-            budget=self._budget,
+            decodes_pause=self._facts.decodes_pause,
+            budget=self._facts.max_num_batched_tokens,
         )
-        if self._configured is not None:
-            if self._itl_s is not None:
-                self.k = max(min(self._configured, within_itl(regime, self._itl_s)), 1)
+        departures, itl_s = self._configured.departures, self._configured.itl_s
+        if departures is not None:
+            if itl_s is not None:
+                self.k = max(min(departures, within_itl(regime, itl_s)), 1)
             return
-        most_s = CONSTANT_K_SHARE * self._max_hold_s
-        self._estimates.append(recommended(regime, itl_s=self._itl_s, max_delay_s=most_s))
+        most_s = CONSTANT_K_SHARE * self._configured.max_s
+        self._estimates.append(recommended(regime, itl_s=itl_s, max_delay_s=most_s))
         self.best = asymptotic(regime)
         self.k = min(self._estimates)

@@ -98,22 +98,29 @@ class ChunkSize:
     def observe(self, result: StepResult) -> None:
         """Compare a step with its neighbours of the same prompt."""
         recent = self._recent
-        tokens = result.shape.prefill_tokens
+        if (step := self._long_step(result)) is None:
+            recent.clear()
+            return
+        recent.append(step)
+        if len(recent) == 3:
+            self._compare(*recent)
+
+    def _long_step(self, result: StepResult) -> LongStep | None:
+        """Return the step of the long prompt; None if it says nothing about the chunk."""
+        recent, tokens = self._recent, result.shape.prefill_tokens
         # With data parallelism a step lasts as long as the slowest rank's.
         others = max((other.prefill_tokens for other in result.others), default=0)
         if not tokens or not result.seconds > 0 or others > tokens:
-            recent.clear()
-            return
+            return None
         ends = {chunk.context: chunk.context + chunk.tokens for chunk in result.chunks}
         end = ends.get(recent[-1].end) if recent else None
         if end is None:
             # Another long prompt: the prompt computed furthest.
             recent.clear()
             end = max(ends.values())
-        recent.append(LongStep(tokens, result.seconds, end))
-        if len(recent) < 3:
-            return
-        before, tried, after = recent
+        return LongStep(tokens, result.seconds, end)
+
+    def _compare(self, before: LongStep, tried: LongStep, after: LongStep) -> None:
         around, seconds = (before.tokens + after.tokens) / 2, (before.seconds + after.seconds) / 2
         gain = GAIN if self.token_s else 1.0
         self.token_s += gain * (seconds / around - self.token_s)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.sim.engines.fluid_steps import FluidSteps, growth_of, shape_of
+from vllm_sched.sim.engines.fluid_steps import FluidSteps, Parts, growth_of, shape_of
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, KvTransfers, Task
 from vllm_sched.sim.engines.policy_effects import combined_effects
 from vllm_sched.sim.engines.step_run import NEVER, StepRun, TokenGaps
@@ -184,14 +184,17 @@ class FluidEngine:
         filling = self._filling
         parts, pausing, most = filling.fill(now, self._all_steps)
         decodes = 0 if pausing else filling.decoding
-        if not parts and not decodes:
-            if (ready := filling.next_ready(self._all_steps)) is not None:
-                self._all_steps = ready  # idle: no step to wait for
-                self._plan_run(now)
-                return
+        if parts or decodes:
+            self._begin_run(now, parts, decodes, most)
+        elif (ready := filling.next_ready(self._all_steps)) is not None:
+            self._all_steps = ready  # idle: no step to wait for
+            self._plan_run(now)
+        else:
             self._run.stop()
-            return
-        time, context = self.model.time, filling.context if decodes else 0
+
+    def _begin_run(self, now: float, parts: Parts, decodes: int, most: int) -> None:
+        """Begin a run of at most `most` steps with these chunks and decodes."""
+        time, context = self.model.time, self._filling.context if decodes else 0
         shape = shape_of(parts, decodes, context)
         tokens, growth = shape.prefill_tokens, time.context_s * decodes
         if len(parts) == 1 and most > 1:

@@ -1,15 +1,10 @@
-"""The next step of a fluid engine: admissions and prompt chunks.
-
-`fill` returns the chunks, whether decodes pause, and for how many steps the result stays the same
-without arrivals and departures.
-"""
+"""The next step of a fluid engine: admissions and prompt chunks."""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.chunk_loss import best_chunk
@@ -66,6 +61,31 @@ def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> 
     return 1 + int(MAX_STEP_GROWTH * time.seconds(shape) / growth) if growth else FOREVER
 
 
+class PrefillTime:
+    """The time for prompts in one step with decodes, divided as by `chunk_budget`."""
+
+    def __init__(
+        self, time: StepTime, seconds: float, min_chunk: int, decodes: int, context: int
+    ) -> None:
+        self.min_chunk = min_chunk  # of the first prompt
+        self._time = time
+        self._left_s = seconds
+        self._decodes = decodes
+        self._context = context
+
+    def fitting(self, done: int, least: int) -> int:
+        """Return the tokens that fit after `done` tokens of the same prompt."""
+        fitting = self._time.prefill_within(self._left_s, self._decodes, self._context, done)
+        return max(fitting, least)
+
+    def cut(self, task: Task, wanted: int, *, first: bool) -> int:
+        time = self._time
+        part = min(wanted, self.fitting(task.done, self.min_chunk if first else 0))
+        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
+        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
+        return part
+
+
 class FluidSteps:
     def __init__(self, model: WorkerModel, effects: FluidEffects, room: KvBlocks) -> None:
         self.model = model
@@ -91,8 +111,7 @@ class FluidSteps:
         self._last_short = -math.inf
         self._refused = False
         self._hog = False  # one prompt takes the whole budget
-        self._left_s = math.inf  # of the step's time, for prompts
-        self._min_chunk = 0  # of the first prompt in a step with limited time
+        self._time_left: PrefillTime | None = None  # None = no limit in this step
         self._soon = FOREVER  # steps until a waiting request may enter
 
     @property
@@ -103,8 +122,6 @@ class FluidSteps:
         queues = (self._holding, self._shorts, self._longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
-
-    # Coming and going
 
     def push(self, task: Task) -> None:
         self.waiting += 1
@@ -180,40 +197,48 @@ class FluidSteps:
     # Filling
 
     def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
-        """Return the chunks, whether decodes pause, and the number of equal steps."""
-        effects, model = self.effects, self.model
-        pause_s = effects.longest_pause_s
-        self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
-        if effects.batches and not self.decoding and not self._prefills:
-            self._forming, self._members = True, 0
-        if self._may_hold:
-            self._hold.update(now, self)
-        since = self._paused_since
-        pausing = pause_s > 0 and self.decoding > 0
-        pausing = pausing and (since is None or now - since < pause_s)
-        left = model.max_num_batched_tokens - (0 if pausing else self.decoding)
-        beside = self.decoding > 0 and not pausing
-        if beside:
-            left = self._within_gap(left)
+        """Return the chunks, whether decodes pause, and for how many steps both stay the same."""
+        effects = self.effects
+        self._begin_step(now)
+        pausing = self._may_pause(now)
+        left = self.model.max_num_batched_tokens
+        if self.decoding and not pausing:
+            left = self._within_gap(left - self.decoding)
         if longs := effects.longs:
             parts, most = self._fill_by_size(longs, left, now, step)
         else:
             parts, most = self._fill_in_turn(left, now, step)
-        if self._left_s < math.inf and parts and most > 1:
-            most = min(most, steps_as_sized(model.time, parts, self.decoding, self.context))
         if effects.batches and self.decoding and not parts:
             self._forming = False
         pausing = pausing and bool(parts)
         if not pausing:
             self._paused_since = None
-        else:
-            since = self._paused_since = now if self._paused_since is None else self._paused_since
-            most = min(most, steps_within(model.time, parts, since + pause_s - now))
-        most = min(most, self._soon)
+        elif self._paused_since is None:
+            self._paused_since = now
+        return parts, pausing, self._equal_steps(parts, most, now)
+
+    def _begin_step(self, now: float) -> None:
+        self._soon, self._refused, self._hog, self._time_left = FOREVER, False, False, None
+        if self.effects.batches and not self.running:
+            self._forming, self._members = True, 0
+        if self._may_hold:
+            self._hold.update(now, self)
+
+    def _may_pause(self, now: float) -> bool:
+        longest_s, since = self.effects.longest_pause_s, self._paused_since
+        return longest_s > 0 and self.decoding > 0 and (since is None or now - since < longest_s)
+
+    def _equal_steps(self, parts: Parts, most: int, now: float) -> int:
+        time = self.model.time
+        if self._time_left is not None and parts and most > 1:
+            most = min(most, steps_as_sized(time, parts, self.decoding, self.context))
+        if self._paused_since is not None:
+            end = self._paused_since + self.effects.longest_pause_s
+            most = min(most, steps_within(time, parts, end - now))
         if self._may_hold:
             self._hold.record_fill(self, refused=self._refused)
             most = min(most, self._hold.steps(now, self))
-        return parts, pausing, max(most, 1)
+        return max(min(most, self._soon), 1)
 
     def _within_gap(self, left: int) -> int:
         limit = self.effects.mixed_steps
@@ -221,14 +246,15 @@ class FluidSteps:
             return left
         if limit.step_s is None:
             return left if limit.chunk is None else min(left, limit.chunk)
-        self._left_s, self._min_chunk = limit.step_s, limit.min_chunk
+        self._time_left = time_left = PrefillTime(
+            self._learned, limit.step_s, limit.min_chunk, self.decoding, self.context
+        )
         done = self._prefills[0].done if self._prefills else 0
-        fitting = self._learned.prefill_within(limit.step_s, self.decoding, self.context, done)
-        return min(left, max(fitting, limit.min_chunk))
+        return min(left, time_left.fitting(done, limit.min_chunk))
 
     def _fill_in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
         prefills, parts = self._prefills, Parts()
-        all_of_it, index = left, 0
+        budget, index = left, 0
         while left > 0:
             if index == len(prefills) and self._next_task(now, step) is None:
                 break
@@ -242,21 +268,15 @@ class FluidSteps:
         if not parts:
             return parts, FOREVER
         task, part = parts[0]
-        if part < all_of_it:
+        if part < budget:
             return parts, 1
         self._hog = True
         return parts, task.left // part
 
     def _cut_to_gap(self, task: Task, wanted: int, first: bool) -> int:
-        """Cut a chunk to the time left, as `chunk_budget` does."""
-        if wanted <= 0 or self._left_s == math.inf:
+        if wanted <= 0 or self._time_left is None:
             return wanted
-        time = self._learned
-        fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
-        part = min(wanted, max(fitting, self._min_chunk if first else 0))
-        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
-        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
-        return part
+        return self._time_left.cut(task, wanted, first=first)
 
     def _next_task(self, now: float, step: int) -> Task | None:
         if self._holding and (task := self._admit(self._holding, step)) is not None:
@@ -307,62 +327,60 @@ class FluidSteps:
         self, limits: LongPromptLimits, left: int, now: float, step: int
     ) -> tuple[Parts, int]:
         running = next((task for task in self._prefills if not task.long), None)
+        self._admit_by_size(limits, now, step)
+        longs = [task for task in self._prefills if task.long]
+        shorts = [task for task in self._prefills if not task.long]
+        parts: Parts = []
+        if not self._prefills:
+            return parts, FOREVER
+        if shorts:
+            self._last_short = now
+            if running is not None and (time_left := self._time_left) is not None:
+                # Running shorts are computed first, with few earlier tokens to read.
+                left = time_left.fitting(running.done, time_left.min_chunk)
+                left = min(left, self.model.max_num_batched_tokens - self.decoding)
+        quiet = not self.decoding and now - self._last_short > limits.quiet_s
+        for_longs = 0
+        if longs:
+            reserved = min(sum(task.left for task in shorts), left - left // 4)
+            most = left if quiet else self._long_chunk(limits, left, reserved, longs[0].done)
+            for_longs = min(most, left - reserved)
+        for_shorts = left - min(for_longs, sum(task.left for task in longs))
+        for task in shorts:
+            for_shorts -= self._add_part(parts, task, for_shorts)
+        for remaining, task in zip(range(len(longs), 0, -1), longs, strict=True):
+            for_longs -= self._add_part(parts, task, -(-for_longs // remaining))
+        if len(parts) != 1 or not parts[0][0].long:
+            return parts, 1
+        task, part = parts[0]
+        most = max(task.left // part, 1)
+        return parts, most if self.decoding or quiet else min(most, QUIET_CHECK_STEPS)
+
+    def _admit_by_size(self, limits: LongPromptLimits, now: float, step: int) -> None:
         while self._next_task(now, step) is not None:
             pass
         while self._longs and self._long_may_enter(limits, now) and not self._hold.on:
             if self._admit(self._longs, step) is None:
                 break
-        longs = [task for task in self._prefills if task.long]
-        shorts = [task for task in self._prefills if not task.long]
-        if not longs and not shorts:
-            return [], FOREVER
-        n = self.decoding
-        if shorts:
-            self._last_short = now
-            if running is not None and self._left_s < math.inf:
-                # Running shorts are computed first, with few earlier tokens to read.
-                left = self._learned.prefill_within(self._left_s, n, self.context, running.done)
-                left = min(max(left, self._min_chunk), self.model.max_num_batched_tokens - n)
-        before = left
-        needed = min(sum(task.left for task in shorts), left - left // 4)
-        quiet = not n and now - self._last_short > limits.quiet_s
-        for_longs = left if quiet else self._long_chunk(limits, left, longs)
-        if shorts and limits.share is None:
-            for_longs = max(for_longs - needed, for_longs // 2)
-        for_longs = min(for_longs, before - needed)
-        due = min(sum(task.left for task in longs), for_longs)
-        parts: Parts = []
-        left = before - due
-        for number, task in enumerate((*shorts, *longs)):
-            if number == len(shorts):
-                left = for_longs
-            sharing = 1 if number < len(shorts) else len(shorts) + len(longs) - number
-            part = self._cut_to_gap(task, min(task.left, -(-left // sharing)), not parts)
-            if part > 0:
-                parts.append((task, part))
-                left -= part
-        if len(parts) == 1 and parts[0][0] in longs:
-            most = max(parts[0][0].left // parts[0][1], 1)
-            return parts, most if n or quiet else min(most, QUIET_CHECK_STEPS)
-        return parts, 1
 
-    def _long_chunk(self, limits: LongPromptLimits, left: int, longs: Sequence[Task]) -> int:
-        """Return the tokens of all long prompts in a step with other requests."""
+    def _add_part(self, parts: Parts, task: Task, most: int) -> int:
+        part = self._cut_to_gap(task, min(task.left, most), not parts)
+        if part:
+            parts.append((task, part))
+        return part
+
+    def _long_chunk(self, limits: LongPromptLimits, left: int, reserved: int, done: int) -> int:
+        """Return the tokens of all long prompts, if short prompts need `reserved` tokens."""
+        budget = self.model.max_num_batched_tokens
         if limits.share is not None:
-            return max(int(self.model.max_num_batched_tokens * limits.share), 1)
-        shape = StepShape(
-            decodes=self.decoding,
-            context_tokens=self.context,
-            read_tokens=longs[0].done if longs else 0,
-        )
-        best = best_chunk(
-            self.model.time, shape, self.model.max_num_batched_tokens,
-            itl_s=limits.itl_s, block=self.model.block_tokens,
-        )  # fmt: skip
-        return min(best, left)
+            return max(int(budget * limits.share), 1)
+        shape = StepShape(decodes=self.decoding, context_tokens=self.context, read_tokens=done)
+        block = self.model.block_tokens
+        best = best_chunk(self.model.time, shape, budget, itl_s=limits.itl_s, block=block)
+        most = min(best, left)
+        return max(most - reserved, most // 2)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
-        if self._count_long_prefills() < limits.places:
-            return True
         overdue = now - self._longs[0].since >= limits.max_wait_s
-        return overdue and self._count_long_prefills() < limits.places_overdue
+        places = limits.places_overdue if overdue else limits.places
+        return self._count_long_prefills() < places

@@ -17,22 +17,9 @@ class Task:
     """A job in a fluid engine."""
 
     __slots__ = (
-        "begins",
-        "cached",
-        "decodes_from",
-        "ends_at",
-        "fetching",
-        "gone",
-        "holds",
-        "job",
-        "left",
-        "long",
-        "need",
-        "number",
-        "own",
-        "ready",
-        "since",
-    )
+        "begins", "cached", "decodes_from", "ends_at", "fetching", "gone", "holds", "job", "left",
+        "long", "need", "number", "own", "ready", "since",
+    )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float, need: int) -> None:
         self.job = job

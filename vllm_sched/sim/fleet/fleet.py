@@ -96,12 +96,12 @@ class SimulatedFleet(FleetSimulation):
     def play(
         self,
         schedule: Schedule,
-        told: Callable[[float, int, int], None] | None = None,
+        report_progress: Callable[[float, int, int], None] | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> PlayedFleet:
         """Play a schedule to its end, or until `stopped` returns True.
 
-        `told` is called with the time, requests sent and requests ended.
+        `report_progress` is called with the time, requests sent and requests ended.
         """
         queue = self._queue
         for index, router in enumerate(self.routers):
@@ -115,9 +115,9 @@ class SimulatedFleet(FleetSimulation):
         while arrivals.more or self._flights or flow.open:
             queue.step()
             steps += 1
-            if told is not None and not steps & 0x3FF:
+            if report_progress is not None and not steps & 0x3FF:
                 sent = len(self._outcomes)
-                told(queue.now, sent, sent - len(self._flights))
+                report_progress(queue.now, sent, sent - len(self._flights))
             if stopped is not None and not steps & 0x3F and stopped():
                 for flight in self._flights.values():
                     flight.outcome.interrupted = True

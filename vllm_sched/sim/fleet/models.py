@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from proxy.config import FleetConfig, WorkerConfig
+from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.cost import profiles
@@ -46,8 +46,7 @@ SIMULATED_FLAGS: Final = frozenset((
     "--no-async-scheduling", CHUNK_LIMIT, f"{CHUNK_LIMIT}-adaptive",
     "--no-long-prefill-token-threshold-adaptive",
 ))  # fmt: skip
-# Flags (some only with this value) without effect on the simulation. All other flags, including
-# future ones, are reported as not simulated.
+# Flags (some only with this value) without effect on the simulation. Others are reported.
 HARMLESS_FLAGS: Final = frozenset((
     "--additional-config", "--aggregate-engine-logging", "--allowed-local-media-path",
     "--allowed-media-domains", "--api-key", "--api-server-count", "--chat-template",
@@ -200,19 +199,14 @@ def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int
 def model_of(
     worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: AssumedWorker
 ) -> WorkerModel:
-    given = parse(worker.launch.args) if worker.launch else ()
-    flags = {each.name: each.value or "" for each in given}
+    """Return a worker on a machine, with its flags."""
+    launch = worker.launch or LaunchConfig()
+    flags = {each.name: each.value or "" for each in parse(launch.args)}
+    _check_gpus(flags, machine)
     block = _parse_number(flags, "--block-size") or machine.block_tokens
     blocks = _parse_number(flags, "--num-gpu-blocks-override")
     kv_tokens = blocks * block if blocks else _kv_tokens(flags, machine)
-    _check_gpus(flags, machine)
     budget = _parse_number(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
-    seqs = _parse_number(flags, "--max-num-seqs")
-    if seqs and seqs > budget:
-        raise UsageError(
-            f"--max-num-seqs {seqs}: more than --max-num-batched-tokens, {budget}: vLLM "
-            "would not start; give less"
-        )
     longest = worker.stated_max_model_len or min(machine.max_model_len, kv_tokens)
     model = replace(
         machine,
@@ -220,7 +214,7 @@ def model_of(
         max_model_len=longest,
         kv_tokens=kv_tokens,
         block_tokens=block,
-        max_num_seqs=seqs or min(machine.max_num_seqs, budget),
+        max_num_seqs=_max_num_seqs(flags, machine, budget),
         max_num_batched_tokens=budget,
         prefix_caching=_is_on(flags, "enable-prefix-caching", machine.prefix_caching),
         async_scheduling=_is_on(flags, "async-scheduling", machine.async_scheduling),
@@ -230,7 +224,7 @@ def model_of(
         ),
         transfers=config.transfer is not None and worker.role in ROLES,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
-        policies=worker.launch.policies if worker.launch else {},
+        policies=launch.policies,
         unread=_ignored_flags(flags, machine.flags),
     )
     model = with_assumed(model, assumed.bandwidth, assumed.mixed_s)
@@ -269,6 +263,16 @@ def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
     if not 0 < share <= 1:
         raise UsageError(f"--gpu-memory-utilization {used}: give more than 0 and at most 1")
     return find_profile(machine.profile).size.kv_tokens(share)
+
+
+def _max_num_seqs(flags: Mapping[str, str], machine: WorkerModel, budget: int) -> int:
+    seqs = _parse_number(flags, "--max-num-seqs")
+    if seqs and seqs > budget:
+        raise UsageError(
+            f"--max-num-seqs {seqs}: more than --max-num-batched-tokens, {budget}: vLLM "
+            "would not start; give less"
+        )
+    return seqs or min(machine.max_num_seqs, budget)
 
 
 def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:

@@ -39,11 +39,7 @@ def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float)
             events += _make_ids_unique(
                 engine.trace_events(now), name, FIRST_WORKER + GROUPS * number
             )
-    content = {
-        "displayTimeUnit": "ms",
-        "otherData": {"clock": "virtual"},
-        "traceEvents": events,
-    }
+    content = {"displayTimeUnit": "ms", "otherData": {"clock": "virtual"}, "traceEvents": events}
     write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 

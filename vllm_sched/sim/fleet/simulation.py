@@ -251,12 +251,7 @@ class FleetSimulation:
             router.fleet.health.set_gauges(
                 name,
                 Gauges(
-                    now,
-                    seen.running,
-                    seen.waiting,
-                    seen.kv_usage,
-                    model.kv_tokens,
-                    extra=extra,
+                    now, seen.running, seen.waiting, seen.kv_usage, model.kv_tokens, extra=extra
                 ),
             )
         self._give_up(now)

@@ -1,0 +1,321 @@
+"""Refusals of prefill and decode workers that can't transfer KV caches to each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
+from proxy.config.types import LAST_PORT
+from proxy.errors import Problem
+from vllm_sched.workers import launch, transfer
+from vllm_sched.workers.ends import differences
+from vllm_sched.workers.flags import expanded, last, names, number
+
+LENGTH_FLAG, MAX_PORT_DIGITS = "--max-model-len", len(str(LAST_PORT))
+VLLM_LEASE_S = 30.0  # vLLM's default
+# LMCache's settings, also by older names, for a shared store, a push target or a file of settings.
+STORE_VARIABLES = (
+    "LMCACHE_CONFIG_FILE", "LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_STORAGE_PLUGINS",
+    "LMCACHE_STORAGE_PLUGINS", "LMCACHE_EXTERNAL_BACKENDS", "LMCACHE_EXTRA_CONFIG",
+    "LMCACHE_GDS_PATH", "LMCACHE_WEKA_PATH", "LMCACHE_MARU_PATH", "LMCACHE_ENABLE_P2P",
+    "LMCACHE_ENABLE_PD", "LMCACHE_ENABLE_XPYD", "LMCACHE_ENABLE_NIXL",
+)  # fmt: skip
+UNSET_VALUES = ("", "0", "false")  # values that mean "not set"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedEnd:
+    """A prefill or decode worker that `up` starts, with its place in the fleet file."""
+
+    index: int
+    worker: WorkerConfig
+    launch: LaunchConfig
+
+    @property
+    def label(self) -> str:
+        return f"workers[{self.index}] ({self.worker.name})"
+
+    def problem(self, key: str, text: str) -> Problem:
+        return Problem(f"workers[{self.index}].launch.{key}", text)
+
+
+def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that workers that hand over prompts to each other are compatible."""
+    yield from offloading_problems(draft)
+    moved_by = draft.transfer
+    if moved_by is None:
+        return
+    ends = [
+        LaunchedEnd(index, worker, worker.launch)
+        for index, worker in draft.workers.items()
+        if worker.launch is not None and worker.role in transfer.ROLES
+    ]
+    if moved_by.connector == "shared-storage":
+        yield from _folder_problems(moved_by, ends)
+        for end in ends:
+            yield from _chunk_problems(end)
+    elif moved_by.connector == "mooncake":
+        yield from _bootstrap_problems(moved_by, ends)
+    elif moved_by.connector == "lmcache":
+        yield from _store_problems(ends)
+    yield from _side_port_problems(ends)
+    first_of: dict[str | None, LaunchedEnd] = {}
+    for end in ends:
+        yield from _own_config_problems(moved_by, end)
+        model = draft.model_of(end.worker)
+        first = first_of.setdefault(model, end)
+        if first is not end:
+            yield from _pair_problems(moved_by, first, end, model or "")
+
+
+def _pair_problems(
+    moved_by: TransferConfig, first: LaunchedEnd, second: LaunchedEnd, served: str
+) -> Iterator[Problem]:
+    """Refuse two workers of one served model that can't read each other's KV cache."""
+    ours, theirs = (end.launch.model or served for end in (second, first))
+    if ours != theirs:
+        yield second.problem(
+            "model",
+            f"{ours or 'none'}: {first.label} loads {theirs or 'none'}, and a worker can't "
+            "read another model's KV cache; give both the same model",
+        )
+    if moved_by.connector == "nixl":
+        layout, other = (
+            transfer.layout_of(end.launch.args, end.launch.env) for end in (second, first)
+        )
+        if layout and other and layout != other:
+            yield second.problem(
+                f"env.{transfer.LAYOUT}",
+                f"{layout}: {first.label} has {other}, and NIXL needs equal KV cache layouts; give "
+                "both the same layout, or neither",
+            )
+    for flag, value, other in differences(second.launch.args, first.launch.args, model=ours):
+        yield second.problem(
+            "args",
+            f"{flag} {value or '(none)'}: {first.label} has {other or 'none'}, and a KV cache can "
+            f"move only between workers with the same {flag}; make them equal",
+        )
+
+
+def _side_port_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+    taken: dict[tuple[str, str], LaunchedEnd] = {}
+    for end in ends:
+        env, key = end.launch.env, f"env.{transfer.SIDE_PORT}"
+        port = env.get(transfer.SIDE_PORT)
+        if port is None:
+            continue
+        if not _is_port(port):
+            yield end.problem(key, f"{port!r} is not a port; leave it out to get a free port")
+        other = taken.setdefault((env.get(transfer.SIDE_HOST, "here"), port), end)
+        if other is not end:
+            yield end.problem(
+                key,
+                f"{port}: workers[{other.index}] has the same port; leave it out to get a free one",
+            )
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_PORT_DIGITS and 0 < int(text) <= LAST_PORT
+
+
+def _folder_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+    if moved_by.path is None and any(transfer.own_config(end.launch.args) is None for end in ends):
+        yield Problem(
+            "transfer.path",
+            "is missing: shared-storage keeps its files in a folder that all workers can read; "
+            "name one, as in transfer: {connector: shared-storage, path: /kv}",
+        )
+
+
+def _chunk_problems(end: LaunchedEnd) -> Iterator[Problem]:
+    """Refuse chunked prompts, because shared storage keeps only the last chunk."""
+    if end.launch.policies:
+        yield end.problem(
+            "policies",
+            f"{', '.join(end.launch.policies)}: policies may split a prompt into chunks, and "
+            "shared-storage keeps only the last chunk; leave them out",
+        )
+    args = expanded(end.launch.args)
+    if "--enable-chunked-prefill" in names(args):
+        yield end.problem(
+            "args",
+            "--enable-chunked-prefill: shared-storage keeps only the last chunk of a prompt; "
+            "leave it out",
+        )
+    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LENGTH_FLAG))
+    if budget is not None and longest is not None and budget < longest:
+        yield end.problem(
+            "args",
+            f"--max-num-batched-tokens {budget}: {LENGTH_FLAG} is {longest}, and a prompt must fit "
+            f"one step, because shared-storage keeps only the last chunk; give at least {longest}",
+        )
+
+
+def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+    """Refuse prefill workers of Mooncake that decode workers would not find."""
+    taken: dict[str, str] = {}
+    for end in ends:
+        if end.worker.role != "prefill":
+            continue
+        name = end.worker.name
+        engines = number(expanded(end.launch.args), "--data-parallel-size") or 1
+        if engines > 1:
+            yield end.problem(
+                "args",
+                f"--data-parallel-size {engines}: vLLM appends a number to each engine's id, and "
+                f"decode workers look for {name!r}; start {engines} workers with one "
+                "engine each, or use nixl",
+            )
+        given = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
+        sought = given or transfer.USUAL_BOOTSTRAP_PORT
+        own = end.launch.env.get(transfer.BOOTSTRAP_PORT)
+        if own is not None and own != sought:
+            yield end.problem(
+                f"env.{transfer.BOOTSTRAP_PORT}",
+                f"{own!r}: decode workers use port {sought}; leave it out, and set the port in "
+                f"transfer.addresses, as in {name}: http://127.0.0.1:{own or '8999'}",
+            )
+        port = own or sought
+        if (other := taken.setdefault(port, name)) != name:
+            yield Problem(
+                "transfer.addresses",
+                f"{name!r} would listen on port {port}, like {other!r}; give each worker "
+                f"its own port, as in {name}: http://127.0.0.1:8999",
+            )
+
+
+def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+    """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
+    for end in ends:
+        if transfer.own_config(end.launch.args) is not None:
+            continue
+        env = {**os.environ, **end.launch.env}  # the worker's environment
+        if all(env.get(name, "").lower() in UNSET_VALUES for name in STORE_VARIABLES):
+            yield end.problem(
+                "env",
+                "names no store that the LMCache workers share or push through; set "
+                "LMCACHE_CONFIG_FILE, LMCACHE_REMOTE_URL or LMCACHE_ENABLE_PD, or use nixl",
+            )
+
+
+def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
+    """Check the user's own --kv-transfer-config against `transfer`."""
+    own = transfer.own_config(end.launch.args)
+    if own is None:
+        return
+    if own:
+        for mismatch in _mismatches(moved_by, end.worker, own):
+            yield end.problem("args", f"{transfer.CONFIG_FLAG} with {mismatch}")
+        return
+    yield end.problem(
+        "args",
+        f"{transfer.CONFIG_FLAG} is not a JSON object with at least one key; leave the flag "
+        "out, or correct it",
+    )
+
+
+def _mismatches(
+    moved_by: TransferConfig, worker: WorkerConfig, own: Mapping[str, Any]
+) -> Iterator[str]:
+    parts = transfer.parts_of(own)
+    part = parts[0] if parts else own
+    is_nested = part is not own
+    if is_nested and any("engine_id" in each for each in parts):
+        yield (
+            f"engine_id in a part of {transfer.SEVERAL}: vLLM sets it "
+            "there itself and fails; move it next to kv_connector"
+        )
+    engine = own.get("engine_id")
+    if moved_by.connector == "mooncake" and worker.role == "prefill" and engine != worker.name:
+        yield (
+            f"engine_id {engine!r}: decode workers look for "
+            f"{worker.name!r}, this worker's name; use that"
+        )
+    named = part.get("kv_connector")
+    if named not in transfer.classes(moved_by.connector, moved_by.mode):
+        wanted = transfer.class_of(moved_by.connector, moved_by.mode)
+        pushed = " with mode: push" if moved_by.mode == "push" else ""
+        place = f" first in {transfer.SEVERAL}" if is_nested else ""
+        yield (
+            f"the connector {named!r}{place}: transfer is {moved_by.connector}{pushed}, "
+            f"which needs {wanted}; leave the flag out, or correct one of the two"
+        )
+    role = transfer.ROLES[worker.role]
+    if part.get("kv_role") not in (role, "kv_both"):
+        yield (
+            f"kv_role {part.get('kv_role')!r}: a {worker.role} worker "
+            f"needs {role}; leave the flag out, or correct it"
+        )
+    router_s, kept_s = moved_by.lease_s or VLLM_LEASE_S, _kept_s(part)
+    if moved_by.connector == "nixl" and kept_s < router_s:
+        yield (
+            f"kv_lease_duration {kept_s:g}: transfer.lease_s is "
+            f"{router_s:g}, and blocks read after the lease may hold another prompt; give this "
+            f"worker at least {router_s:g}"
+        )
+
+
+def _kept_s(part: Mapping[str, Any]) -> float:
+    """Return how long a connector keeps unread blocks; infinity if the value is not a number."""
+    extra = part.get(transfer.EXTRA_KEY)
+    kept = extra.get("kv_lease_duration", VLLM_LEASE_S) if isinstance(extra, dict) else VLLM_LEASE_S
+    return kept if isinstance(kept, (int, float)) else math.inf
+
+
+def missing_connector(config: FleetConfig) -> Iterator[Problem]:
+    """Yield a problem if launched workers need a connector that is not installed here."""
+    yield from unsupported_offloading(config)
+    moved_by = config.transfer
+    if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):
+        return
+    if any(worker.launch and worker.role in transfer.ROLES for worker in config.workers):
+        have = [name for name in transfer.CLASSES if " " not in name and not transfer.missing(name)]
+        others = f"choose from {', '.join(have)}" if have else "install one"
+        yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")
+
+
+FIELD: Final = "launch.kv_offloading_size"
+
+
+def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
+    """Check `launch.kv_offloading_size` against other flags and the transfer."""
+    for index, worker in draft.workers.items():
+        if (settings := worker.launch) is None:
+            continue
+        moved_by = draft.transfer if worker.role in transfer.ROLES else None
+        size = settings.kv_offloading_size
+        flag = last(expanded(settings.args), transfer.OFFLOADING_FLAG)
+        if flag is not None and (moved_by is not None or size is not None):
+            yield Problem(
+                f"workers[{index}].launch.args",
+                f"{transfer.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading connector, "
+                f"and no other; set {FIELD}: {flag} instead",
+            )
+        if size is None:
+            continue
+        if transfer.own_config(settings.args) is not None:
+            yield Problem(
+                f"workers[{index}].{FIELD}",
+                f"{size:g}: launch.args has {transfer.CONFIG_FLAG} too; leave one of the two out",
+            )
+        if moved_by is not None and moved_by.connector != "nixl":
+            yield Problem(
+                f"workers[{index}].{FIELD}",
+                f"{size:g}: transfer is {moved_by.connector}, and only nixl is run together with "
+                "offloading; leave it out, or use nixl",
+            )
+
+
+def unsupported_offloading(config: FleetConfig) -> Iterator[Problem]:
+    """Refuse offloading with a vLLM for CPUs."""
+    for index, worker in enumerate(config.workers):
+        if worker.launch and worker.launch.kv_offloading_size and launch.on_cpu():
+            yield Problem(
+                f"workers[{index}].{FIELD}",
+                "the vLLM installed here is for CPUs, and vLLM offloads KV blocks only from "
+                "accelerators; leave it out",
+            )
