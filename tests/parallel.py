@@ -1,6 +1,6 @@
 """Parallel tests: `--processes N` forks this process after all tests are collected.
 
-Collection takes half a minute of CPU time, once for all processes. Each process reads the numbers
+Collection takes 12 seconds of CPU time, once for all processes. Each process reads the numbers
 of small groups of tests from a pipe, and sends its reports through another pipe. Tests marked
 `engine` or `browser` run afterwards in this process, alone on the machine.
 """
