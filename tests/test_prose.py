@@ -58,6 +58,7 @@ def per_thousand(count: int, total: int) -> float:
     return 1000 * count / max(total, 1)
 
 
+@cache
 def classes() -> list[tuple[Path, ast.ClassDef]]:
     """Return all classes with their modules."""
     return [
