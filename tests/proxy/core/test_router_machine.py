@@ -507,10 +507,10 @@ class CacheMachine(TenantMachine):
 
 
 TestCaches = CacheMachine.TestCase
-TestCaches.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestCaches.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestTenants = TenantMachine.TestCase
-TestTenants.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestTenants.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestHandovers = HandoverMachine.TestCase
-TestHandovers.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestHandovers.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestRouter.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
