@@ -21,8 +21,8 @@ def test_our_router_is_started_by_its_command(
     monkeypatch.setenv("KEPT", "yes")
     urls = ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
     router = our_router(tmp_path, urls)
-    assert "HTTP_PROXY" not in router._env
-    assert router._env["KEPT"] == "yes"
+    assert "HTTP_PROXY" not in router.env
+    assert router.env["KEPT"] == "yes"
     program, command, path = router.command
     assert (Path(program).name, command, router.name) == ("vllm-sched", "router", OURS)
     fleet = load(Path(path))

@@ -203,7 +203,7 @@ HARD_FORMS = {
 def test_reading_time_is_linear_in_the_size(name: str) -> None:
     """Sixteen times the bytes may take 64 times as long: sixteen, and a factor of four for noise.
 
-    A quadratic parser takes 256 times as long. Processor time, the best of several runs.
+    A quadratic parser takes 256 times as long. Processor time, the best of up to 50 runs.
     """
     form = name in HARD_FORMS
     make = (HARD | HARD_FORMS)[name]
@@ -211,12 +211,16 @@ def test_reading_time_is_linear_in_the_size(name: str) -> None:
     assert (route.shape is PromptFields.FORM) == form
     router = Router(RouterSettings(transfer=True), fleet()[0])
 
-    def cost(size: int, rounds: int) -> float:
-        body, best = make(size), 1e9
-        for _ in range(rounds):
-            began = time.process_time()
-            router.read(ReceivedRequest(route, body, FORM_TYPE if form else JSON_TYPE, "id"))
-            best = min(best, time.process_time() - began)
-        return best
+    small, large = make(8_000), make(128_000)
 
-    assert cost(128_000, 9) < 64 * max(cost(8_000, 9), 1e-4)
+    def cost(body: bytes) -> float:
+        began = time.process_time()
+        router.read(ReceivedRequest(route, body, FORM_TYPE if form else JSON_TYPE, "id"))
+        return time.process_time() - began
+
+    small_s, large_s = cost(small), cost(large)
+    for _ in range(50):
+        if large_s < 64 * max(small_s, 1e-4):
+            return
+        small_s, large_s = min(small_s, cost(small)), min(large_s, cost(large))
+    pytest.fail(f"{len(small)} bytes take {small_s:.6f} s, {len(large)} bytes {large_s:.6f} s")

@@ -99,7 +99,7 @@ def _table(found: list[profiles.Profile]) -> Table:
 
 def _error(error: FitError | None, *, assumed: bool) -> str:
     if error is None:
-        return "assumed" if assumed else "unknown"
+        return "guess" if assumed else "none"
     return f"{100 * error.median:.1f}/{100 * error.worst:.0f}"
 
 

@@ -5,9 +5,8 @@ differ by a tenth. So K new draws, the same for all fleets, decide. The result i
 of a ladder of rates at which every draw has enough requests in time; a further draw then has enough
 with a probability of about K / (K + 1).
 
-Cost: the draw that failed last runs first, so a rate that is too high takes one short run. A fleet
-that must reach a rate is tried at that rate by all draws before higher ones. How it fails: with few
-requests or draws, a rung may pass by luck. Draws of a trace share its lines.
+Cost: the draw that failed last runs first, so a rate that is too high takes one short run. How it
+fails: with few requests or draws, a rung may pass by luck. Draws of a trace share its lines.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class FleetSearch:
         return rank_fleets(judged)
 
     def _likely_rate(self, rough: ServedRate) -> float:
-        """Return the rate at which a search begins: each of several draws serves less than one."""
+        """Return the rate from which all draws are searched."""
         is_highest = rough.rate >= self._most(rough.shape)
         return rough.rate if is_highest else rough.rate / MAX_ROUGH_RATIO
 
