@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.router import measure, mock, processes, stage
 from benchmarks.router.load import HOST
-from vllm_sched.workers.launch import free_port
+from vllm_sched.workers.launch import Worker, free_port
 
 PLAIN, OFF, ON = "no journal", "router.continuation: false", "router.continuation: true"
 TARGET = 1.05
@@ -134,7 +134,7 @@ async def serve(port: int, journal_port: int) -> None:
     await JournaledMock.journal.run()
 
 
-def router(folder: Path, name: str, url: str, journal: str) -> stage.Worker:
+def router(folder: Path, name: str, url: str, journal: str) -> Worker:
     """Return a router with its defaults and one worker."""
     port = free_port()
     worker = {"name": "w0", "url": url} | ({} if name == PLAIN else {"journal": journal})

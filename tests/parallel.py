@@ -88,7 +88,7 @@ def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # shared by all
     numbers, feed = os.pipe()
     gc.collect()
-    gc.freeze()  # for good: collections at the exit would take seconds
+    gc.freeze()
     running = [
         Process(session, all_groups, numbers, feed) for _ in range(min(count, len(all_groups)))
     ]
@@ -106,6 +106,7 @@ def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set
                 stop_if_requested(session)
         return {nodeid for process in running for nodeid in process.reported}
     finally:
+        gc.unfreeze()  # or nanobind reports leaks at the exit
         for process in running:
             process.interrupt()
         give_up = time.monotonic() + INTERRUPTED_S

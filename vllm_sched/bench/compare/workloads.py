@@ -120,8 +120,8 @@ def _beside_longs(
 ) -> tuple[PlannedRequest, ...]:
     """Return the requests with long prompts and decodes before them.
 
-    All output lengths are fixed, so both sides do the same work in a round. The background lasts
-    four times as long as full budgets need, so it also outlasts small chunks.
+    Output lengths are fixed, so both sides do the same work. The background lasts four times as
+    long as full budgets need, and outlasts small chunks.
     """
     new_tokens = sum(each.prompt_tokens - each.cached_tokens for each in arriving)
     outlasting = 64 + 4 * (longs * long_tokens + new_tokens) // STEP_TOKENS

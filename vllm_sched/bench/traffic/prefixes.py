@@ -22,8 +22,8 @@ def with_sharing(
 ) -> Iterator[Request]:
     """Yield the requests with shared prefixes, so that `hit` of all prompt tokens were sent before.
 
-    A request opens a group with its prompt, or reuses and perhaps extends the text of a recent
-    group if too few tokens are shared so far. `name` separates the groups of two sources.
+    A request opens a group with its prompt, or shares a recent group's text while too few tokens
+    are shared. `name` separates the groups of two sources.
     """
     heads: list[Piece] = []
     opened = shared = total = 0

@@ -81,7 +81,7 @@ class AggregateFlow(FleetSimulation):
     ) -> FlowResult:
         """Play requests, ordered by time, until all have ended or the run has failed.
 
-        The run fails above `most_late` refused or late requests, or above `most_lost` requests of a
+        It fails above `most_late` refused or late requests, or above `most_lost` requests of a
         class beyond the tolerated time. The first `warm` requests are not counted.
         """
         self._warm, self._most_late, self._most_lost = warm, most_late, most_lost or {}

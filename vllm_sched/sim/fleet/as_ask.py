@@ -34,7 +34,7 @@ def ask_of(
     """Return the request info with an exact prompt size, as if a worker had counted the tokens.
 
     The router estimates the output length, up to the client's limit. The tenant is set if the fleet
-    has a tenant with that name.
+    has it.
     """
     prompt, most = request.prompt_tokens, request.output_tokens
     tenant = router.tenants.get(request.tenant)

@@ -121,7 +121,7 @@ class FlowFigures:
     def record_end(
         self, outcome: Outcome, klass: str, longest: float, *, handed_over: bool = False
     ) -> None:
-        """Count a complete or failed response; `longest` is its longest gap between tokens."""
+        """Count a response; `longest` is its longest gap between tokens."""
         figures = self._of_class(klass)
         figures.ended += 1
         if not outcome.good:

@@ -38,7 +38,7 @@ MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate
 MAX_FINALISTS: Final = 3  # per family, plus the best of each policy that is close
 BOUNDARY_QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 MAX_ROUGH_RUNS: Final = 24
-# Ratio of two rough rates, from a guess, and from the rate of another fleet.
+# Ratio of two rough rates after a guess, and after another fleet's rate.
 WIDE_STEP, NARROW_STEP = 1.6, 1.25
 
 
