@@ -114,7 +114,11 @@ class WireContext(Protocol):
         """Return a conversation."""
 
     def count_refused(
-        self, refusal: Refusal, answer: bytes, request: Request | None = None
+        self,
+        refusal: Refusal,
+        answer: bytes,
+        request: Request | None = None,
+        request_id: bytes = b"",
     ) -> None:
         """Count a request refused by its head."""
 
@@ -126,6 +130,7 @@ class WireContext(Protocol):
         request: Request | None,
         began: float,
         sent_bytes: int,
+        request_id: bytes = b"",
     ) -> None:
         """Count a request that reached no worker."""
 

@@ -244,10 +244,14 @@ class WireServer:
             )
 
     def count_refused(
-        self, refusal: Refusal, answer: bytes, request: Request | None = None
+        self,
+        refusal: Refusal,
+        answer: bytes,
+        request: Request | None = None,
+        request_id: bytes = b"",
     ) -> None:
         self.count_answered(
-            NONE, refusal.status, refusal.reason, request, self.clock(), len(answer)
+            NONE, refusal.status, refusal.reason, request, self.clock(), len(answer), request_id
         )
 
     def count_answered(
@@ -258,12 +262,14 @@ class WireServer:
         request: Request | None,
         began: float,
         sent_bytes: int,
+        request_id: bytes = b"",
     ) -> None:
         metrics, now = self.metrics, self.clock()
         metrics.count_request(FinishedRequest(route, status, reason, now - began))
         for callback in metrics.at_end:
             record = RequestRecord()
             record.started, record.request, record.sent_bytes = began, request, sent_bytes
+            record.unread_id = request_id
             callback(record, now, route, status, reason)
 
     def remove_exchange(self, exchange: ServedExchange) -> None:
