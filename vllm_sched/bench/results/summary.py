@@ -143,14 +143,18 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
     layout.add_row(
         "failed", *(f"{found['failed']:,}" for found in columns), style="bold red" if failed else ""
     )
-    layout.add_row("requests/s", *(figure(found["request_throughput"]) for found in columns))
+    layout.add_row("requests/s", *(show_number(found["request_throughput"]) for found in columns))
     if targets:
-        layout.add_row("goodput, req./s", *(figure(found["request_goodput"]) for found in columns))
+        layout.add_row(
+            "goodput, req./s", *(show_number(found["request_goodput"]) for found in columns)
+        )
         layout.add_row("share in time", *(_share(found["goodput_share"]) for found in columns))
-    layout.add_row("output tokens/s", *(figure(found["output_throughput"]) for found in columns))
+    layout.add_row(
+        "output tokens/s", *(show_number(found["output_throughput"]) for found in columns)
+    )
     layout.add_row(
         "all tokens/s",
-        *(figure(found["total_token_throughput"]) for found in columns),
+        *(show_number(found["total_token_throughput"]) for found in columns),
         end_section=True,
     )
     for measure, keys in SHOWN.items():
@@ -177,10 +181,10 @@ def milliseconds(value: float | None) -> str:
     """Format a latency with three digits; in seconds from one second."""
     if value is None:
         return "-"
-    return f"{figure(value / 1000)} s" if value >= 1000 else f"{figure(value)} ms"
+    return f"{show_number(value / 1000)} s" if value >= 1000 else f"{show_number(value)} ms"
 
 
-def figure(value: float) -> str:
+def show_number(value: float) -> str:
     """Format a number with three digits, and all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
