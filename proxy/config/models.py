@@ -67,11 +67,11 @@ class TimeoutConfig(Block):
     connect_s: Seconds = 3.0
     """Seconds to open a connection to a worker"""
     first_byte_s: Seconds = 600.0
-    """Seconds until a worker begins its response; then the response is 504, and no other worker
-    is tried. A response that is not a stream gets additional time: four times the predicted time
-    for the output limit of the request, and more while the worker is seen to compute, up to
-    twice first_byte_s in all. If probes find the worker down, and another worker takes the
-    request, the limit is 10 s"""
+    """Seconds until a worker begins its response; then the request is retried (router.retries), or
+    the response is 504. A response that is not a stream gets additional time: four times the
+    predicted time for the output limit of the request, and more while the worker is seen to
+    compute, up to twice first_byte_s in all; then no other worker is tried. If probes find the
+    worker down, and another worker takes the request, the limit is 10 s"""
     prefill_s: Seconds = 20.0
     """Seconds until a prefill worker responds, in addition to four times the predicted prefill
     time; then another worker is tried"""

@@ -108,5 +108,5 @@ def describe_breaker(worker: Worker, now: float) -> str:
         return f"{failure}; breaker ignored, because too many workers of its pool fail"
     if (left_s := breaker.until - now) > 0:
         return f"{failure}; no requests for {_short(left_s)} s more"
-    trial = "the next request tries it" if breaker.may_send(now) else "a request is trying it"
+    trial = "a request may try it" if breaker.may_send(now) else "a request is trying it"
     return f"{failure}; {trial}"

@@ -120,9 +120,10 @@ class ServerProcess:
         try:
             await self.ended.wait()
         finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, *self._tasks, return_exceptions=True)
+            running = [*watching, *self._tasks]  # a drain goes on until its deadline
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     def handle(self, message: Message) -> None:
         match message:

@@ -115,12 +115,20 @@ class WireContext(Protocol):
         """Return a conversation."""
 
     def count_refused(
-        self, refusal: Refusal, answer: bytes, request: Request | None = None
+        self,
+        refusal: Refusal,
+        answer: bytes,
+        request: Request | None = None,
+        request_id: bytes = b"",
     ) -> None:
         """Count a request refused by its head."""
 
     def count_answered(
-        self, done: FinishedRequest, request: Request | None, sent_bytes: int
+        self,
+        done: FinishedRequest,
+        request: Request | None,
+        sent_bytes: int,
+        request_id: bytes = b"",
     ) -> None:
         """Count a request that reached no worker."""
 

@@ -244,13 +244,21 @@ class WireServer:
             )
 
     def count_refused(
-        self, refusal: Refusal, answer: bytes, request: Request | None = None
+        self,
+        refusal: Refusal,
+        answer: bytes,
+        request: Request | None = None,
+        request_id: bytes = b"",
     ) -> None:
         done = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
-        self.count_answered(done, request, len(answer))
+        self.count_answered(done, request, len(answer), request_id)
 
     def count_answered(
-        self, done: FinishedRequest, request: Request | None, sent_bytes: int
+        self,
+        done: FinishedRequest,
+        request: Request | None,
+        sent_bytes: int,
+        request_id: bytes = b"",
     ) -> None:
         now = self.clock()
         self.metrics.count_request(done)
@@ -258,6 +266,7 @@ class WireServer:
             record = RequestRecord()
             record.started = now - done.duration_s
             record.request, record.sent_bytes = request, sent_bytes
+            record.unread_id = request_id
             callback(record, now, done.route, done.status, done.reason)
 
     def remove_exchange(self, exchange: ServedExchange) -> None:

@@ -12,7 +12,7 @@ from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import interval
-from vllm_sched.bench.results.summary import by_class, details, summary, table
+from vllm_sched.bench.results.summary import by_class, details, milliseconds, summary, table
 from vllm_sched.errors import UsageError
 
 
@@ -37,6 +37,11 @@ def test_outcome_latencies() -> None:
     assert STALLED.latency == pytest.approx(1.3)
     assert (LATE.ttft, LATE.late, LATE.tpot) == (2.0, 1.5, None)
     assert (CUT.ttft, CUT.end, CUT.itls) == (0.0, 2.5, [])
+
+
+def test_long_times_have_plain_digits() -> None:
+    shown = [milliseconds(value) for value in (999.6, 8_400.0, 99_940.0, 1_234_500.0)]
+    assert shown == ["1,000 ms", "8.4 s", "99.9 s", "1,234 s"]
 
 
 @pytest.mark.parametrize(

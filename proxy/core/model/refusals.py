@@ -208,9 +208,8 @@ def limited(ask: RequestInfo, exceeded: LimitExceeded) -> Refusal:
 
 
 def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
-    wait = f"{retry_after_s:.3g}s"
     message = f"Rate limit reached for {LIMIT_NAMES[exceeded.limit]}: Limit {exceeded.most}. "
-    message += f"Please try again in {wait}."
+    message += f"Please try again in {retry_after_s:.3f}s."
     headers: list[tuple[str, str]] = []
     for name, state in (("requests", exceeded.requests), ("tokens", exceeded.tokens)):
         if state is not None:
@@ -232,7 +231,7 @@ def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
 
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
     message = (
-        f"The first token would take about {wait_s:.1f} s; the limit is {target_s:g} s. "
+        f"The first token would take about {wait_s:.3f} s; the limit is {target_s:g} s. "
         "Retry after the time given."
     )
     return Refusal(429, Reason.TOO_SLOW, message, "too_slow", retry_after_s=retry_after_s)
@@ -240,8 +239,8 @@ def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
 
 def deadline(wait_s: float, left_s: float, retry_after_s: float) -> Refusal:
     message = (
-        f"The first token would take about {wait_s:.1f} s; X-Request-Deadline-Ms leaves "
-        f"{max(left_s, 0.0):.1f} s. Retry after the time given, or allow more time."
+        f"The first token would take about {wait_s:.3f} s; X-Request-Deadline-Ms leaves "
+        f"{max(left_s, 0.0):.3f} s. Retry after the time given, or allow more time."
     )
     return Refusal(429, Reason.DEADLINE, message, "deadline", retry_after_s=retry_after_s)
 

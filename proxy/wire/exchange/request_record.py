@@ -44,10 +44,12 @@ class RequestRecord:
         "started",
         "ticks",
         "tokens",
+        "unread_id",
     )
 
     def __init__(self) -> None:
         self.request: Request | None = None
+        self.unread_id = b""  # without `request`
         self.prompt = b""  # the whole body, if prompts are logged
         self.ask: RequestInfo | None = None
         self.decision: Decision | None = None
@@ -67,7 +69,8 @@ class RequestRecord:
 
     @property
     def id(self) -> str:
-        return "" if self.request is None else self.request.id.decode("latin-1")
+        request_id = self.unread_id if self.request is None else self.request.id
+        return request_id.decode("latin-1")
 
     @property
     def tenant(self) -> Tenant | None:

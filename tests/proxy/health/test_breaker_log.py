@@ -98,10 +98,10 @@ def test_reason_shows_the_time_of_the_next_request() -> None:
         fleet.health.record_failure(worker, 10.0, why="timeout")
     late = "it did not respond in time"
     assert describe_breaker(worker, 10.0) == f"{late}; no requests for 0.5 s more"
-    assert describe_breaker(worker, 10.5) == f"{late}; the next request tries it"
+    assert describe_breaker(worker, 10.5) == f"{late}; a request may try it"
     worker.breaker.record_sent(11.0)
     assert describe_breaker(worker, 11.5) == f"{late}; a request is trying it"
-    assert describe_breaker(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; the next request tries it"
+    assert describe_breaker(worker, 11.0 + TRIAL_INTERVAL_S) == f"{late}; a request may try it"
     fleet.health.record_failure(worker, 14.0, MAX_OPEN_S)
     assert describe_breaker(worker, 14.0) == "requests failed; no requests for 30 s more"
     fleet.health.record_success(worker)

@@ -454,6 +454,26 @@ async def drain(group: RouterGroup, fakes: Fakes) -> None:
     assert not any((PROC / str(pid)).exists() for pid in pids.values())
 
 
+async def test_second_signal_ends_processes_that_drain(tmp_path: Path) -> None:
+    group = RouterGroup(tmp_path, NAMES, drain_s=DEADLINE_S)
+    fakes = await group.start_workers()
+    try:
+        await group.wait_until_up()
+        for fake in fakes.values():
+            fake.calls.clear()
+        clients, opening = await send_held_requests(group, fakes)
+        group.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(group.wait_for_line, "draining for at most")
+        group.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(group.process.wait, DEADLINE_S) == 0
+        assert not any("does not exit" in line for line in group.lines)
+        assert await statuses_of(clients) == [None, None]
+        opening.set()
+    finally:
+        group.close()
+        await leave(fakes, group)
+
+
 async def test_new_router_serves_while_processes_of_a_killed_one_drain_and_drains_too(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, CLASSES, LONG, SHORT, TURN
 from vllm_sched.bench.results import stats
-from vllm_sched.bench.results.summary import details, plain_table, served
+from vllm_sched.bench.results.summary import details, plain_table, served, show_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -180,7 +180,7 @@ def show(value: float | None, unit: str) -> str:
         return "-"
     if unit == RATE:
         return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+    return f"{value:.2f} s" if value >= 1 else f"{show_number(value * 1000)} ms"
 
 
 def show_ratio(ratio: float | None) -> str:

@@ -145,12 +145,12 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
     failed = any(found["failed"] for found in columns)
     row("requests done", "completed", "{:,}".format)
     row("failed", "failed", "{:,}".format, style="bold red" if failed else "")
-    row("requests/s", "request_throughput", _figure)
+    row("requests/s", "request_throughput", show_number)
     if targets:
-        row("goodput, req./s", "request_goodput", _figure)
+        row("goodput, req./s", "request_goodput", show_number)
         row("share in time", "goodput_share", _share)
-    row("output tokens/s", "output_throughput", _figure)
-    row("all tokens/s", "total_token_throughput", _figure, end_section=True)
+    row("output tokens/s", "output_throughput", show_number)
+    row("all tokens/s", "total_token_throughput", show_number, end_section=True)
     for measure, keys in SHOWN.items():
         layout.add_row(
             measure, *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns)
@@ -174,10 +174,11 @@ def milliseconds(value: float | None) -> str:
     """Format a latency with three digits; in seconds from one second."""
     if value is None:
         return "-"
-    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"
+    return f"{show_number(value / 1000)} s" if value >= 1000 else f"{show_number(value)} ms"
 
 
-def _figure(value: float) -> str:
+def show_number(value: float) -> str:
+    """Format a number with three digits, and all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -16,6 +16,7 @@ from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.sessions import cut_warning, unfinished_warning
+from vllm_sched.bench.results.summary import show_number
 from vllm_sched.bench.traffic.schedule import MAX_NUMBER
 from vllm_sched.cli.bench.bench import print_errors, print_tables
 from vllm_sched.cli.bench.load import (
@@ -356,7 +357,7 @@ def _warnings(
 def _print_result(console: Output, result: BenchResult, run: SimulationRun) -> None:
     text = (
         f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
-        f"{run.wall_s:.1f} s, {run.speed:.3g} times faster than real time"
+        f"{run.wall_s:.1f} s, {show_number(run.speed)} times faster than real time"
     )
     if (share := run.scheduler_share) is not None:
         text += f"; vLLM's schedulers took {share:.0%} of it"

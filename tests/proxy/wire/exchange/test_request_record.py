@@ -143,6 +143,20 @@ async def test_sent_bytes_are_counted_for_refusals_too(site: Site) -> None:
     assert sent == []
 
 
+@pytest.mark.parametrize("given", ["", "X-Request-Id: mine\r\n"])
+async def test_record_of_a_request_refused_unread_has_the_id_of_its_response(
+    site: Site, given: str
+) -> None:
+    ids: list[str] = []
+    site.metrics.at_end = (lambda seen, *_: ids.append(seen.id),)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\n{given}Content-Length: 99999999999\r\n\r\n"
+    client = await site.send(head.encode())
+    answer = await client.answer()
+    assert answer.status == 413
+    assert ids == [answer.one(b"x-request-id").decode()]
+    assert (ids == ["mine"]) == bool(given)
+
+
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 async def test_an_embedding_teaches_the_prefill_pace(site: Site, framing: str) -> None:
     site.fake.always(scripts.answer(framing=framing))
