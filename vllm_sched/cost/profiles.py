@@ -215,13 +215,18 @@ def named_by(text: str) -> list[str]:
     if "=" not in text or (given := _parts(text)).keys() >= set(KEYS):
         return [text]
     key = _key(text)
-    found = [
-        each.name
-        for each in measured()
-        if all(str(getattr(each, name)) == value for name, value in given.items())
-    ]
+
+    def matches(other: ProfileKey) -> bool:
+        return all(str(getattr(other, name)) == value for name, value in given.items())
+
+    found = [each.name for each in measured() if matches(each)]
     if not found:
-        raise UsageError(f"profile {text}: {_mismatch(key, list(measured()))}")
+        reasons = (f"{each.dtype}: {why}" for each, why in missing().items() if matches(each))
+        why = "; ".join(dict.fromkeys(reasons))
+        raise UsageError(
+            f"profile {text}: {_mismatch(key, list(measured()), why)}; with tp and dtype too, the "
+            "extra vllm-sched[aiconfigurator] gives profiles that are not built in"
+        )
     return found
 
 
@@ -253,24 +258,20 @@ def find(text: str) -> Profile:
         )
     if key in known:
         return known[key]
-    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known))}", key)
+    why = missing().get(key, "")
+    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known), why)}", key)
 
 
-def _mismatch(key: ProfileKey, known: list[ProfileKey]) -> str:
+def _mismatch(key: ProfileKey, known: list[ProfileKey], why: str) -> str:
     """Return which part of the key no built-in profile has, with the valid values."""
     for place, name in ((1, "system"), (0, "model"), (2, "dtype"), (3, "tp")):
         matching = [each for each in known if each[place] == key[place]]
         if not matching:
             valid = ", ".join(str(value) for value in dict.fromkeys(each[place] for each in known))
-            return f"no built-in profile has {name}={key[place]}; valid here: {valid}{_reason(key)}"
+            because = f" ({why})" if why else ""
+            return f"no built-in profile has {name}={key[place]}; valid here: {valid}{because}"
         known = matching
     raise AssertionError(key)
-
-
-def _reason(key: ProfileKey) -> str:
-    """Return why the data has no such profile, if the data says so."""
-    why = missing().get(key)
-    return f" ({why})" if why else ""
 
 
 @cache
