@@ -24,6 +24,11 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
+def plain_seconds(seconds: float) -> str:
+    """Return a number of seconds to the millisecond, without zeros at its end."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")
+
+
 def bad_request(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
 
@@ -209,7 +214,7 @@ def limited(ask: RequestInfo, exceeded: LimitExceeded) -> Refusal:
 
 def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
     message = f"Rate limit reached for {LIMIT_NAMES[exceeded.limit]}: Limit {exceeded.most}. "
-    message += f"Please try again in {retry_after_s:.3f}s."
+    message += f"Please try again in {plain_seconds(retry_after_s)}s."
     headers: list[tuple[str, str]] = []
     for name, state in (("requests", exceeded.requests), ("tokens", exceeded.tokens)):
         if state is not None:
@@ -231,7 +236,7 @@ def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
 
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
     message = (
-        f"The first token would take about {wait_s:.3f} s; the limit is {target_s:g} s. "
+        f"The first token would take about {plain_seconds(wait_s)} s; the limit is {target_s:g} s. "
         "Retry after the time given."
     )
     return Refusal(429, Reason.TOO_SLOW, message, "too_slow", retry_after_s=retry_after_s)
@@ -239,8 +244,8 @@ def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
 
 def deadline(wait_s: float, left_s: float, retry_after_s: float) -> Refusal:
     message = (
-        f"The first token would take about {wait_s:.3f} s; X-Request-Deadline-Ms leaves "
-        f"{max(left_s, 0.0):.3f} s. Retry after the time given, or allow more time."
+        f"The first token would take about {plain_seconds(wait_s)} s; X-Request-Deadline-Ms leaves "
+        f"{plain_seconds(max(left_s, 0.0))} s. Retry after the time given, or allow more time."
     )
     return Refusal(429, Reason.DEADLINE, message, "deadline", retry_after_s=retry_after_s)
 

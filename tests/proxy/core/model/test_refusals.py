@@ -9,7 +9,7 @@ from proxy.core.tenants.limits import Limit, LimitExceeded
 
 
 @pytest.mark.parametrize(
-    ("wait_s", "text"), [(0.02, "0.020s"), (59.9, "59.900s"), (1234.5, "1234.500s")]
+    ("wait_s", "text"), [(0.02, "0.02s"), (59.9, "59.9s"), (60.0, "60s"), (1234.5678, "1234.568s")]
 )
 def test_limit_names_the_wait_in_plain_digits(wait_s: float, text: str) -> None:
     refusal = refusals.limited_for_now(LimitExceeded(Limit.TOKENS, 500, wait_s), wait_s)
