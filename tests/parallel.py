@@ -2,7 +2,7 @@
 
 Collection takes 12 seconds of CPU time, once for all processes. Each process reads the numbers
 of small groups of tests from a pipe, and sends its reports through another pipe. Tests marked
-`engine` or `browser` run afterwards in this process, alone on the machine.
+`engine` or `browser` run afterwards, in one process for each set of tests that share engines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from itertools import groupby, islice, zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import pytest
 
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
-ALONE = ("engine", "browser")
+AFTERWARDS = ("engine", "browser")
 NUMBER = struct.Struct("I")
 INTERRUPTED_S = 5.0  # for a process to end after an interrupt
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -49,23 +49,25 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the parallel tests, then the others one by one."""
+    """Run the tests of few resources, then the others."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
-    alone = [item for item in session.items if any(map(item.get_closest_marker, ALONE))]
-    excluded = set(alone)
-    shared = [item for item in session.items if item not in excluded]
-    while shared:
-        # `tests/upstream` takes the longest and is among the last: the last begin first.
-        reported = run(session, [*groups(shared)][::-1], count)
-        # A process that died leaves the rest of its group.
-        shared = [item for item in shared if item.nodeid not in reported]
-        assert reported, "processes die outside of tests; see their output"
-    for item, following in zip_longest(alone, alone[1:]):
-        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        stop_if_requested(session)
+    afterwards = [item for item in session.items if any(map(item.get_closest_marker, AFTERWARDS))]
+    excluded = set(afterwards)
+    # `tests/upstream` takes the longest and is among the last: the last begin first.
+    run_all(session, [*small_groups(i for i in session.items if i not in excluded)][::-1], count)
+    run_all(session, [*groups_by_engine(afterwards)], count)
     return True
+
+
+def run_all(session: pytest.Session, all_groups: Sequence[Group], count: int) -> None:
+    """Run groups, and the rest of a group again if its process died."""
+    while all_groups:
+        reported = run(session, all_groups, count)
+        assert reported, "processes die outside of tests; see their output"
+        left = ([item for item in group if item.nodeid not in reported] for group in all_groups)
+        all_groups = [*filter(None, left)]
 
 
 def stop_if_requested(session: pytest.Session) -> None:
@@ -76,11 +78,22 @@ def stop_if_requested(session: pytest.Session) -> None:
         raise session.Interrupted(session.shouldstop)
 
 
-def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
+def small_groups(items: Iterable[pytest.Item]) -> Iterator[Group]:
     """Yield groups of tests, each of one file."""
     for _, tests in groupby(items, lambda item: item.path):
         while group := list(islice(tests, MAX_GROUP_TESTS)):
             yield group
+
+
+def groups_by_engine(items: Iterable[pytest.Item]) -> Iterator[Group]:
+    """Yield a group for each argument of the mark `engine`, and one of the tests without."""
+
+    def engine(item: pytest.Item) -> str:
+        mark = item.get_closest_marker("engine")
+        return mark.args[0] if mark and mark.args else ""
+
+    for _, tests in groupby(sorted(items, key=engine), engine):
+        yield [*tests]
 
 
 def run(session: pytest.Session, all_groups: Sequence[Group], count: int) -> set[str]:

@@ -49,9 +49,9 @@ class Starts:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of the fleet."""
-    if item.path.is_relative_to(FLEET):
-        item.add_marker("engine")
+    """Mark the tests that share the fleet's workers."""
+    if item.path.is_relative_to(FLEET) and item.get_closest_marker("engine") is None:
+        item.add_marker(pytest.mark.engine("fleet"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

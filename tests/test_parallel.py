@@ -35,9 +35,21 @@ def test_in_another_process(number, place):
     PLACES.add(place)
     assert len(PLACES) == 1
 
+ENGINES = []
+
+@pytest.mark.engine("other")
+@pytest.mark.parametrize("number", range(2))
+def test_with_the_other_engine(number):
+    ENGINES.append("other")
+    assert ENGINES == (number + 1) * ["other"]
+
 @pytest.mark.engine
-def test_alone():
-    assert os.getpid() == FIRST
+@pytest.mark.parametrize("number", range(20))
+def test_with_an_engine(number):
+    assert os.getppid() == FIRST
+    assert not PLACES
+    ENGINES.append(number)
+    assert ENGINES == [*range(number + 1)]
 
 def test_fails():
     print("what it printed")
@@ -97,7 +109,7 @@ def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
 def test_each_test_runs_once_and_is_reported_as_in_one_process(tmp_path: Path) -> None:
     status, printed = run(tmp_path, shared=SHARED)
     assert status == pytest.ExitCode.TESTS_FAILED, printed
-    assert "1 failed, 41 passed, 1 skipped" in printed
+    assert "1 failed, 62 passed, 1 skipped" in printed
     assert "assert (1 + 1) == 3" in printed
     assert "what it printed" in printed
 
@@ -107,7 +119,7 @@ def test_a_process_that_dies_fails_the_test_it_ran(tmp_path: Path) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED, printed
     assert "died in this test" in printed
     assert "FAILED test_dies.py::test_dies" in printed
-    assert "1 failed, 43 passed, 1 skipped" in printed
+    assert "1 failed, 64 passed, 1 skipped" in printed
 
 
 def test_it_stops_at_the_first_failure_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from tests.counting.engine_starts import STALL
 from vllm_sched.bench.compare.report import GROUPS, show, show_ratio
 
 # Two workers start within a few minutes; a longer run hangs.
+pytestmark = pytest.mark.engine  # its workers are its own
+
 BOUND_S = 420.0
 SOON_S, GONE_S = 60.0, 5.0
 MARK = "VLLM_SCHED_TESTED_BY"
