@@ -186,7 +186,7 @@ async def test_decode_worker_that_hangs_during_a_stream(
     prompt_ids = prompt(48_400, 1500)
     with with_another(fleet, third, tmp_path) as router:
         async with router.client() as client:
-            stream = await complete(client, prompt_ids, 2000, stream=True)
+            stream = await complete(client, prompt_ids, 500, stream=True)
             ids = [*(await anext(stream)).choices[0].token_ids]
             assert router.handovers() == {"prefilled": 1, "transferred": 1}
             post_action(router, "undrain", DECODE)
@@ -199,7 +199,7 @@ async def test_decode_worker_that_hangs_during_a_stream(
                 ids += [one for choice in event.choices for one in choice.token_ids]
         assert router.handovers() == {"prefilled": 2, "transferred": 2}
     async with client_of(ends[PREFILL]) as client:
-        assert ids == (await tokens(client, prompt_ids, 2000)).ids
+        assert ids == (await tokens(client, prompt_ids, 500)).ids
     for worker in (*ends.values(), third):
         await settled(worker, running=0, waiting=0)
         await wait_freed(worker)
