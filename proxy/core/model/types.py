@@ -38,6 +38,7 @@ class Reason(StrEnum):
     LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"
     RETRY = "retry"
+    TRIAL = "trial"  # of a worker that failed
     OWN = "own"  # the router responds: files, batches
     # Waiting.
     FLEET_FULL = "fleet_full"
