@@ -29,7 +29,7 @@ def problem_paths(program: Program, path: Path) -> list[str]:
     assert printed.out == ""
     lines = printed.err.splitlines()
     assert all(line.startswith(f"vllm-sched check: {path}: ") for line in lines)
-    return [line.split(": ")[2] for line in lines]
+    return [line.split(": ")[2].split(" (")[0] for line in lines]
 
 
 @pytest.mark.parametrize("path", EXAMPLES.values(), ids=EXAMPLES)
