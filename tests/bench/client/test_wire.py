@@ -159,6 +159,7 @@ async def test_stream_passes_headers_then_each_piece() -> None:
         (OK[:12], "broke off"),
         (HINTS, "broke off"),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 9\r\n\r\nno\nroom!!", "HTTP 503: no room!!"),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", "HTTP 404$"),
     ],
 )
 async def test_incomplete_answer_is_a_one_line_error(sent: bytes, message: str) -> None:

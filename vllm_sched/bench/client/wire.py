@@ -249,7 +249,7 @@ class _Connection(asyncio.Protocol):
             return  # early hints; the response follows
         if status != OK:
             words = excerpt(b"".join(self._pieces))
-            self._end(WireError(f"HTTP {status}: {words}"))
+            self._end(WireError(f"HTTP {status}: {words}" if words else f"HTTP {status}"))
         else:
             self._end(None)
         if self._parser.should_keep_alive() and not self._transport.is_closing():
